@@ -1,19 +1,19 @@
-"""Compare objectives, weightings, networks, guidance, samplers and averages on coloured digits.
+"""Ablation study on the quick start's coloured digits: change one choice at a time and compare.
 
     python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md
     python -m benchmarks.ablations --workdir=runs/ablations --only=sampler,guidance/none --seeds=0
 
-The base is the quick start with half its steps, a constant learning rate and no weighting. The
-benchmark trains it with each objective, weighting and network, draws with each guidance, sampler
-and average, and lets the digits' judge score the pictures. The variants of an axis differ in
-nothing else. All have the same budget, which does not depend on the machine's load:
-trainings have the same number of steps, with networks of equal cost, and pictures the same number
-of rows of the network's input (a guided evaluation takes two). The CPU time of steps and
-pictures is measured too.
+The base is the quick start with half its steps, a constant learning rate and no weighting of the
+loss. Each variant changes one choice of the base: the objective, the loss weighting or the network
+in training, or the guidance, the sampler or the parameter average in sampling. The digits' judge (a
+classifier) scores the pictures of each variant. All variants have the same budget, which does not
+depend on the machine's load: the same number of training steps, with networks of equal cost, and
+the same number of rows of the network's input per picture (a guided evaluation takes two). The CPU
+time per step and per picture is also measured.
 
-The output is a line of JSON per variant and seed. --workdir stores results and trainings, so the
-same command continues, and other seeds, axes and variants add results. --page writes a page of all
-results.
+The command prints a line of JSON per variant and seed. It stores runs and results in --workdir, so
+that the same command continues after an interruption, and commands with other seeds or variants add
+results. --page writes a page of all results.
 """
 
 import bisect
@@ -52,41 +52,44 @@ from imagen_jax import train as imagen_train
 from imagen_jax.settings import Settings, read_settings
 
 STEPS, CHANNELS, BATCH = 600, 128, 64
-"""The size of a training: half the quick start's steps. A third learns hardly any digits."""
+"""Training steps, channels of the network and batch size. The steps are half the quick start's; a
+third is too few to learn the digits."""
 SIDE = 16
-"""The side of the quick start's pictures."""
+"""Side of the quick start's pictures in pixels."""
 ROWS = 24
-"""Rows of the network's input per picture: the quick start takes 12 steps with guidance."""
+"""Sampling budget: rows of the network's input per picture. The quick start takes 24, in 12 guided
+steps of two rows each."""
 LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Noise levels of the held-out v-loss, which is comparable between all objectives."""
+"""Noise levels (sigma) of the held-out v-loss, which can be compared between all objectives."""
 GUIDE = "the run itself, at a third of its steps"
+"""Placeholder for the guide of autoguidance: a checkpoint of the run at a third of its steps."""
 
 
 class Size(NamedTuple):
-    """The steps of a training and the channels of the network."""
+    """Number of training steps, and channels of the network."""
 
     steps: int
     channels: int
 
 
 class Variant(NamedTuple):
-    """A row of the table: its changes to the base."""
+    """Variant of the base, which is one row of a table: its axis, name and changes."""
 
     axis: str
     name: str
     trained: Mapping[str, Any] = {}
-    """Changed fields of the config."""
+    """Config fields that training changes, such as {"diffusion.weight": "p2"}."""
     drawn: Mapping[str, Any] = {}
-    """Values of cascade.OPTIONS, which only affect drawing."""
+    """Options of sampling (see cascade.OPTIONS) that the variant changes, such as the sampler."""
 
     @property
     def run(self) -> str:
-        """The name of the training; variants that only draw differently use the base's."""
+        """Name of the training run; "base" for variants that only change sampling."""
         return _file_name(f"{self.axis}_{self.name}") if self.trained else "base"
 
     @property
     def key(self) -> str:
-        """The name of the results; all axes share those of the base."""
+        """Name of the result files; "base" for the unchanged base, which all axes share."""
         return _file_name(f"{self.axis}_{self.name}") if self.trained or self.drawn else "base"
 
 
@@ -95,7 +98,7 @@ def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
 
 
 def _magnitude(**more: Any) -> dict[str, Any]:
-    """Choose the magnitude-preserving UNet, whose steps cost as much, with its optimizer."""
+    """Return variant fields for EDM2's magnitude-preserving UNet and optimizer, at equal cost."""
     c = quickstart_mp.get_config().to_dict()
     names = ("lr", "weight_decay", "clip", "schedule")
     fields = {f"optimizer.{name}": c["optimizer"][name] for name in names}
@@ -152,13 +155,14 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "average": {"decay 0.999": {}, "none": _drawn(ema="raw")}
     | {f"width {width}": _drawn(ema=width) for width in ("0.02", "0.05", "0.1", "0.15", "0.2")},
 }
-"""The variants by axis and name; the first one of each axis is the base."""
+"""Fields of each Variant, by axis and name. The first variant of each axis is the base."""
 
 
 def select(only: Sequence[str]) -> list[Variant]:
-    """Return the variants that "AXIS" or "AXIS/NAME" select, and the base of each axis.
+    """Return the variants selected by --only, with the base of each of their axes.
 
-    Raises ValueError for unknown names.
+    An entry "AXIS" selects all variants of an axis, "AXIS/NAME" one of them. An empty `only`
+    selects all variants. Raises ValueError for unknown names.
     """
     wanted = [text.partition("/") for text in only] or [(axis, "", "") for axis in AXES]
     chosen: dict[tuple[str, str], Variant] = {}
@@ -172,7 +176,7 @@ def select(only: Sequence[str]) -> list[Variant]:
 
 
 def page(root: pathlib.Path) -> str:
-    """Return the page on all results in a folder."""
+    """Return the Markdown page for all results in the workdir `root`."""
     rows = []
     for axis, variants in AXES.items():
         for name, what in variants.items():
@@ -187,7 +191,11 @@ def page(root: pathlib.Path) -> str:
 def result(
     root: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer, size: Size
 ) -> dict[str, Any]:
-    """Return the scores of a variant with a seed, from its file if it exists."""
+    """Return the costs and scores of a variant with a seed.
+
+    They are read from the result file in the workdir `root`. If there is none, the variant is
+    trained, sampled and scored, and the file is written.
+    """
     path = root / "results" / f"{variant.key}_{seed}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -206,7 +214,11 @@ def result(
 def trained(
     workdir: pathlib.Path, changes: Mapping[str, Any], seed: int, size: Size
 ) -> dict[str, float]:
-    """Train to the last step, or continue; return the CPU milliseconds of a step."""
+    """Train a run to its last step, from its newest checkpoint if there is one.
+
+    Returns the number of steps, the CPU milliseconds per step and the number of parameters. A
+    finished run is not trained again.
+    """
     path = workdir / "cost.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -225,13 +237,17 @@ def trained(
 
 
 def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, Any]:
-    """Return the config of a training: the quick start, shortened, with these changes."""
+    """Return the config of a training run: the quick start, shortened, with these changes.
+
+    `changes` maps config fields such as "diffusion.weight", or whole groups, to values.
+    """
     c, steps = systems.complete(quickstart.get_config().to_dict()), size.steps
     c |= {"seed": seed, "steps": steps, "batch_size": BATCH, "log_every": steps, "keep_last": 1}
     c |= {"sample_every": 0, "save_every": -(-steps // 3), "keep_every": -(-steps // 3)}
     c["data"]["heldout"], c["heldout"]["records"] = 0.01, 64
-    c["diffusion"]["weight"] = "min_snr"  # With diffusion.min_snr at 0: no weighting.
-    # Only the base needs snapshots, for other averages; the others take one at the last step.
+    c["diffusion"]["weight"] = "min_snr"  # diffusion.min_snr is 0, which means no weighting.
+    # Only the base needs regular snapshots, from which averages of other widths are computed. Other
+    # runs write one snapshot, at the last step.
     every = steps if changes else 0
     # With half the steps, a constant learning rate learns more, and averages matter more.
     c["optimizer"] |= {"schedule": "constant", "warmup": steps // 12}
@@ -244,26 +260,33 @@ def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, An
 
 
 class Clock(Trace):
-    """A trace that records the process's CPU time at the start of each step."""
+    """Trace that records the process's CPU time at the start of each training step."""
 
     starts: list[float]
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[list[Any]]:
-        """Record the start of a step."""
+        """Enclose one training step, and record the CPU time at its start."""
         self.starts = [*getattr(self, "starts", []), time.process_time()]
         with super().step(number) as results:
             yield results
 
     def mean(self) -> float:
-        """Return the mean seconds per step; single steps start before earlier ones have ended."""
+        """Return the mean CPU seconds per step, or 0 if fewer than two steps ran.
+
+        Only the mean is meaningful, because a step may start before earlier steps have ended.
+        """
         return float(np.diff(self.starts).mean()) if len(self.starts) > 1 else 0.0
 
 
 def drawn(
     workdir: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer
 ) -> dict[str, float]:
-    """Draw and score; return the scores, the steps that ROWS allow and the CPU ms of a picture."""
+    """Draw pictures with a trained run and score them.
+
+    Returns the scores, the number of sampling steps that the budget ROWS allows, and the CPU
+    milliseconds per picture.
+    """
     chosen = dict(variant.drawn)
     if chosen.get("guide") == GUIDE:
         chosen["guide"] = f"{workdir}@{restore.steps(workdir / runs.CHECKPOINTS)[0]}"
@@ -291,12 +314,15 @@ def drawn(
 
 
 def steps_for(s: Settings) -> int:
-    """Return the largest number of steps that ROWS allow, at least 1."""
+    """Return the largest number of sampling steps within the budget ROWS, but at least 1."""
     return max(1, bisect.bisect_right(range(1, ROWS + 1), ROWS, key=functools.partial(rows, s)))
 
 
 def rows(s: Settings, steps: int) -> int:
-    """Count the rows of the network's input for a picture by running the sampler on zeros."""
+    """Return the rows of the network's input that sampling one picture in `steps` steps takes.
+
+    They are counted by running the sampler on zeros.
+    """
     sampler, goal, taken = s.sampler._replace(steps=steps), objective.make(s.diffusion), []
     sigmas, at = samplers.sampling_grid(goal.noise, sampler)
     guide = guidance.make(sampler, guidance.Model(goal.precond(at), sigmas))
@@ -327,7 +353,7 @@ if __name__ == "__main__":
     _PAGE = flags.DEFINE_string("page", None, "File for the page with the tables of all results.")
 
     def main(argv: list[str]) -> None:
-        """Train, draw and score missing variants, print all selected ones, write the page."""
+        """Run the selected variants that have no results yet, print all results, write the page."""
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start(alone=True)

@@ -1,4 +1,4 @@
-"""Write the page of the ablations: tables with intervals over seeds, and the conclusions."""
+"""Text of docs/ablations.md: tables of scores with confidence intervals, and conclusions."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ MEASURES = {
     "fd_digits": ("FD", 1.0, True),
     "v_loss": ("v-loss", 1.0, True),
 }
-"""By column of a result: its heading, its factor, and whether lower is better."""
+"""Scores by their name in a result: (heading, factor for display, whether lower is better)."""
 NOTES = {
     "objective": "Each row is a prediction target. The noise levels of training differ too: for x0 "
     "and EDM, ln sigma is normal with means -0.4 and -1.2 and standard deviation 1.2; eps and v "
@@ -31,12 +31,12 @@ NOTES = {
     "average](evaluation.md#averages-of-any-width). Training kept the widths 0.05 and 0.1; the "
     "others are computed from snapshots.",
 }
-"""The meaning of the names on each axis."""
+"""For each axis, a paragraph that explains the names of its variants."""
 _TIMES = {"step_ms": "ms per step", "steps": "steps", "picture_ms": "ms per picture"}
 
 
 class Row(NamedTuple):
-    """A variant and its results by seed."""
+    """Variant of the ablations with its results, one per seed."""
 
     axis: str
     name: str
@@ -44,19 +44,22 @@ class Row(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A mean over seeds and half its 95 % interval by Student's t (inf for one seed)."""
+    """Mean over seeds, with half the width of its 95 % confidence interval (inf for one seed)."""
 
     mean: float
     half: float
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval contains 0."""
+        """Whether the interval contains 0: the mean does not differ significantly from 0."""
         return abs(self.mean) <= self.half
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Return the interval for independent values of one normal distribution."""
+    """Return the mean and its 95 % confidence interval by Student's t.
+
+    It is assumed that the values are independent and normally distributed.
+    """
     n, mean = len(values), statistics.fmean(values)
     if n < 2:
         return Interval(mean, float("inf"))
@@ -64,7 +67,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def difference(row: Row, base: Row, measure: str) -> Interval | None:
-    """Return the difference of a row and the base over their common seeds, None without any."""
+    """Return the interval of a row's score minus the base's, paired by seed.
+
+    The result is None if the row and the base have no seed with this score in common.
+    """
     pairs = [
         (result[measure], base.results[seed][measure])
         for seed, result in row.results.items()
@@ -74,7 +80,10 @@ def difference(row: Row, base: Row, measure: str) -> Interval | None:
 
 
 def write(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
-    """Return the page on all axes that have results for the base and another row."""
+    """Return the page as Markdown, with a section for each axis that has results.
+
+    An axis needs results for the base and at least one other row. `machine` describes the computer.
+    """
     if not any(row.results for row in rows):
         return _NOTHING
     by_axis = {row.axis: [r for r in rows if r.axis == row.axis and r.results] for row in rows}
@@ -87,7 +96,7 @@ def write(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
 
 
 def _setup(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the values of the introduction."""
+    """Return the values to insert into the introduction of the page."""
     results = [result for row in rows for result in row.results.values()]
     of = lambda name: sorted(result[name] for result in results if result.get(name))
     span = lambda values: f"{values[0]:.3g} to {values[-1]:.3g}" if values else "not measured"
@@ -114,7 +123,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(row: Row, base: Row, measure: str) -> str:
-    """Return mean and interval, in bold if the difference from the base is significant."""
+    """Format a score with its interval, in bold if it differs significantly from the base."""
     values = [r[measure] for r in row.results.values() if measure in r]
     if not values:
         return ""
@@ -140,7 +149,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """Return a line per measure: the best row, its gain, and which differences are significant."""
+    """Return one line per score: the best row, and which rows differ significantly."""
     base, lines = rows[0], []
     for measure, (head, factor, less) in MEASURES.items():
         apart = {row.name: difference(row, base, measure) for row in rows[1:]}

@@ -1,19 +1,19 @@
-"""Print the TPU compiler's estimates for the train step of every model, without a TPU.
+"""Print the TPU compiler's estimates for the train steps of the models, without a TPU.
 
     python -m benchmarks.compiled --targets=v5e:4x4 --models=base64_500m,sd2_512_base
     python -m benchmarks.compiled --check
 
-The first command prints the table of docs/performance.md: the cycles of a step by kind of work, and
-the utilization that they imply. By default it compiles each distinct block of a model once and
-counts it as often as it is called (launch/planner/blocks.py). --whole compiles whole programs,
-which takes most of an hour for a big model. It needs Linux and libtpu (pip install libtpu). The
-figures are estimates: nothing runs on a TPU.
+The first command prints the table of docs/performance.md: the estimated cycles of a step by kind of
+work, and the model FLOP utilization (MFU) that follows from them. By default, it compiles each
+distinct block of a model once and counts it once per call (launch/planner/blocks.py). --whole
+compiles whole programs, which takes most of an hour for a big model. The command needs Linux and
+libtpu (pip install libtpu). Nothing runs on a TPU.
 
 Compiled programs are cached, so an interrupted command continues where it stopped. --keep writes
-the rows to benchmarks/compiled.json, with the versions of the compilers.
+the rows and the compilers' versions to benchmarks/compiled.json.
 
---check compiles a small set of blocks, and exits with code 1 if one has 5 % more cycles or
-temporary memory than in this file. Both are exact numbers, not timings.
+--check compiles a few small blocks. It exits with code 1 if one needs over 5 % more cycles or
+temporary memory than benchmarks/compiled.json states. These numbers do not vary between runs.
 """
 
 import importlib
@@ -40,7 +40,7 @@ from launch.planner.profiling import Profile
 from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)
-# Samples per device that fit with the state sharded over 16 devices, according to the planner.
+# Samples per device that, according to the planner, fit with the state sharded over 16 devices.
 BATCHES = {
     "base64_500m": 16,
     "base64_2b": 8,
@@ -60,14 +60,14 @@ _CHECK = flags.DEFINE_boolean("check", False, "Compare a small set with benchmar
 
 
 class Part(NamedTuple):
-    """Block of the small set."""
+    """Small block for --check: a module and its input shapes."""
 
     module: nn.Module
     inputs: tuple[jax.ShapeDtypeStruct, ...]
 
 
 def reduced() -> dict[str, Part]:
-    """Return small blocks of all kinds, which compile in a minute or two together."""
+    """Return one small block of each kind for --check. All compile within two minutes."""
     dtype = jnp.bfloat16
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     image, text, emb = array(2, 16, 16, 128), array(2, 128, 64), array(2, 128)
@@ -81,7 +81,7 @@ def reduced() -> dict[str, Part]:
 
 
 def main(argv: list[str]) -> None:
-    """Print the table, and write or check benchmarks/compiled.json as the flags say."""
+    """Print the table of estimates; with --keep or --check, write or check compiled.json."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     if log.version("libtpu") is None:
@@ -121,11 +121,11 @@ def main(argv: list[str]) -> None:
 
 
 def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str]:
-    """Return the kinds of accelerators whose settings the compiler gets (machine/tuning.py).
+    """Return the names of the compiler settings to use (see diffusion_jax/machine/tuning.py).
 
-    Whole programs get the settings of runs. These concern collectives, so blocks, which are
-    compiled for one chip, get none. Raises ValueError for whole programs on several kinds, because
-    libtpu reads its flags only once.
+    Whole programs are compiled with the settings of training runs. These concern collectives, so
+    blocks, which are compiled for one chip, need none. Raises ValueError for whole programs on
+    several kinds of accelerators, because libtpu reads its flags only once.
     """
     kinds = sorted({target.name for target in targets})
     if whole and len(kinds) > 1:
@@ -134,7 +134,10 @@ def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str
 
 
 def read(name: str, batch: int) -> systems.Model:
-    """Read a config with this global batch size; Stable Diffusion with stored moments and texts."""
+    """Read the config `name` from configs/ with this global batch size.
+
+    Stable Diffusion is read with stored moments and text embeddings, so only its UNet is compiled.
+    """
     config = importlib.import_module(f"configs.{name}").get_config()
     config.batch_size = batch
     if name.startswith("sd"):
@@ -144,7 +147,7 @@ def read(name: str, batch: int) -> systems.Model:
 
 
 def row(name: str, place: str, batch: int, profile: Profile) -> str:
-    """Format a row of the table."""
+    """Format one row of the table of estimates."""
     shares = (f"{kind} {100 * n / profile.total:.0f} %" for kind, n in profile.cycles.items())
     what = "whole" if _WHOLE.value else "blocks"
     return (
@@ -164,7 +167,7 @@ def _profile(model: systems.Model, target: accelerators.Target) -> Profile:
 
 
 def _reduced() -> dict[str, dict[str, float]]:
-    """Return the cycles and the temporary bytes of the small set."""
+    """Compile the blocks for --check; return the cycles and temporary bytes of each."""
     figures = {}
     for name, (module, inputs) in reduced().items():
         variables = jax.eval_shape(module.init, memory.abstract_key(), *inputs)
@@ -175,7 +178,7 @@ def _reduced() -> dict[str, dict[str, float]]:
 
 
 def _check(saved: Mapping[str, Any]) -> int:
-    """Compare the small set with saved figures; return 1 if a figure grew, else 0."""
+    """Compare the blocks for --check with saved figures; return 1 if one grew over 5 %, else 0."""
     if saved["versions"] != _versions():
         print(f"nothing to compare: saved with {saved['versions']}, installed are {_versions()}")
         return 0

@@ -1,4 +1,4 @@
-"""Draw README's emoji: random prompts held out of training, and the real picture below each.
+"""Draw the README's sheet of emoji for prompts held out of training, above the real pictures.
 
     python -m benchmarks.emoji_sheet --model=models/emoji32 --model=models/emoji64_sr \\
         --data=data/emoji/never_shown --out=docs/images/emoji.png

@@ -1,15 +1,15 @@
-"""Measure data preparation in one process and with Apache Beam: records/s and memory.
+"""Measure the speed and memory of data preparation in one process and with Apache Beam.
 
     python -m benchmarks.engines --records=100_000 --workers=1,2,4
 
-The command writes tars of small pictures with different captions. It then reshards them with
-`prepare reshard`, and stores their embeddings with `precache` and the encoder `hashed`, whose time
-is negligible: the benchmark times reading, planning, writing and the index. Each stage runs without
-an engine (0 workers) and with Beam's direct runner and the given numbers of worker processes.
+The command writes tars of small pictures with different captions. It then times two stages:
+`prepare reshard`, and `precache` of the captions' embeddings. The text encoder is `hashed`, whose
+time is negligible, so the benchmark times reading, planning, writing and indexing. Each stage runs
+in one process (0 workers), and with Beam's direct runner and each given number of worker processes.
 
-It prints a line of JSON per stage and number of workers: the rate, the peak memory of the largest
-process, whether the files equal those without an engine, and the time for 400 million records at
-this rate. The time includes the start of Beam's workers, which takes some seconds for each internal
+It prints a line of JSON per stage and number of workers: records/s, the peak memory of the largest
+process, whether the files equal those written without Beam, and the time for 400 million records at
+this rate. Times include the start of Beam's workers. This takes some seconds for each internal
 stage of Beam; `precache` has five.
 """
 
@@ -40,7 +40,7 @@ _SHARD = 2_000
 
 
 def main(argv: list[str]) -> None:
-    """Write the tars, measure and print."""
+    """Write the tars, time both stages, and print the results."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     records = _RECORDS.value

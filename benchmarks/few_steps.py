@@ -1,11 +1,11 @@
-"""Compare samplers with few steps on a run of the coloured digits: time and score of each.
+"""Compare the speed and accuracy of samplers with few steps, for a run on the coloured digits.
 
     python -m benchmarks.few_steps --run=runs/quickstart --steps=2,3,4,6,8,12
 
 The table shows, for each sampler and number of steps, the milliseconds per picture (CPU time on a
-CPU, wall time elsewhere) and the share of pictures in which the judge reads the right digit, ink
-and paper, over one picture of each prompt that training shows. All other settings are those of the
-run.
+CPU, wall time elsewhere) and the share of pictures in which the judge (a classifier) recognises the
+right digit, ink and paper. There is one picture of each prompt in the training data. All other
+settings are those of the run.
 """
 
 import time
@@ -29,7 +29,7 @@ _GRID = flags.DEFINE_string("grid", None, "The grid of noise levels; default: th
 
 
 def main(argv: list[str]) -> None:
-    """Draw with each sampler, score the pictures, print the table."""
+    """Draw with each sampler and number of steps, score the pictures, and print the table."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start(alone=True)

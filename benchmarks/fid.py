@@ -3,9 +3,10 @@
     pip install torch pytorch-fid
     python -m benchmarks.fid --batch=16
 
-Both have the same random weights and inputs, images of 299 pixels, and run in alternation. The
-command prints one line of JSON: images/s of both from the median round, their ratio, the lowest and
-highest ratio of a round, and the largest difference of features relative to the largest feature.
+Both networks have the same random weights and get the same random 299x299 images. They run in
+alternation. The command prints one line of JSON: the median images/s of both, their ratio, the
+lowest and highest ratio of a round, and the largest difference between features relative to the
+largest feature.
 """
 
 import statistics
@@ -25,7 +26,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed calls of each network.", lowe
 
 
 def main(argv: list[str]) -> None:
-    """Compile both networks, compare their outputs, measure and print."""
+    """Compare the outputs and the speed of both networks, and print the result."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     with cli.bad_input(ImportError):
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def _random_state() -> dict[str, np.ndarray]:
-    """Return random weights, by their public names, that preserve the scale of activations."""
+    """Return random weights, by their names in pytorch-fid, that keep the scale of activations."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
     state: dict[str, Any] = {"fc.weight": normal(1008, 2048) / 45, "fc.bias": normal(1008)}

@@ -1,13 +1,13 @@
-"""Measure how well fine-tuning on ten pictures learns a new word, and how much it forgets.
+"""Measure how well fine-tuning on ten pictures teaches a new word, and how much is forgotten.
 
     python -m benchmarks.finetuning pictures --out=runs/pink
     python -m benchmarks.finetuning score --workdir=runs/quickstart --workdir=runs/pink_lora
 
-The first command writes ten digits, with captions, in an ink that is not in the quick start's data.
-The second draws with each model, and the quick start's judge, extended by the new ink, scores the
-pictures. The scores are the shares with the right digit, ink and paper for the new word on all
-digits and papers (40 of these 50 prompts are not in the ten pictures) and for the old words. See
-docs/finetuning.md.
+The first command writes ten captioned pictures of digits in pink, a colour that is not in the quick
+start's data. The second command draws with each model and scores the pictures with the quick
+start's judge, a classifier that is extended to recognise pink. A score is the share of pictures
+with the right digit, ink and paper. There are separate scores for the new word (50 prompts, 40 of
+them not in the ten pictures) and for the old words. See docs/finetuning.md.
 """
 
 import argparse
@@ -28,12 +28,12 @@ _OLD_EVERY, _NEW_IMAGES = 2, 2
 
 
 def ten_prompts() -> list[Prompt]:
-    """Return prompts with each digit once and each paper twice."""
+    """Return ten prompts in the new ink, with each digit once and each paper colour twice."""
     return [Prompt(i, INK, list(digits.PAPERS)[i % len(digits.PAPERS)]) for i in range(10)]
 
 
 def write_pictures(out: pathlib.Path) -> None:
-    """Write ten PNG files with their captions."""
+    """Write the ten pictures as PNG files, with captions in text files of the same name."""
     glyphs, random = digits.load("train"), np.random.RandomState(0)
     out.mkdir(parents=True, exist_ok=True)
     for prompt in ten_prompts():
@@ -45,7 +45,11 @@ def write_pictures(out: pathlib.Path) -> None:
 
 
 def score(workdir: str, old: Sequence[str]) -> dict[str, float]:
-    """Return the shares of right pictures for prompts with the new word and for `old` prompts."""
+    """Draw with a run and return the shares of correct pictures, from 0 to 1.
+
+    "new" is the share for prompts with the new word, "new_ink" is the share of these pictures with
+    the right ink, and "old" is the share for the prompts `old`.
+    """
     from imagen_jax import cascade  # Slow to import; only drawing needs it.
 
     stages, judge = [cascade.load_model(workdir)], judges.fit_judge()
@@ -63,7 +67,7 @@ def score(workdir: str, old: Sequence[str]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one of the two commands."""
+    """Run the command `pictures` or `score`, as named by the first argument."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("command", choices=("pictures", "score"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/pink"))

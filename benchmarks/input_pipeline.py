@@ -1,18 +1,20 @@
-"""Measure the input pipeline: images/s of each source, compared with a plain loop over a tar.
+"""Measure the input pipeline's images/s for each data source, compared with a plain tar loop.
 
     python -m benchmarks.input_pipeline --num=512
 
 The command writes a data set of `num` JPEGs (512x384, quality 95, random crops of two photographs
 in scikit-learn) in every format to a temporary folder. It prints one line of JSON per source and
 size:
-- images_per_second_core: images per CPU second, without reader threads, so that other work on the
-  machine has little effect.
+- images_per_second_core: images per CPU second, without reader threads. Other work on the machine
+  has little effect on this figure.
 - images_per_second_host: images per second of wall time, with `threads` threads.
 - plain_images_per_second_core: images per CPU second of a plain loop that reads a tar with tarfile,
   decodes, resizes (bicubic) and centre-crops with Pillow, and converts to numpy.
-- ratio: the median ratio of the first to the third figure, which are measured in alternation. Each
-  figure is a median over rounds.
-- cores_for_8: the number of such cores that feed eight accelerators at the rates in RATES.
+- ratio: the median ratio of images_per_second_core to plain_images_per_second_core, which are
+  measured in alternation.
+- cores_for_8: the number of such cores that supply eight accelerators with images at the rates in
+  RATES.
+The figures are medians over rounds.
 """
 
 import functools
@@ -49,7 +51,7 @@ _SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512], "Side of the images 
 
 _BATCH = 32
 # (image size, training images/s of one accelerator): NeMo's Imagen on an H100, and MLPerf's Stable
-# Diffusion on an H200, which trains on latents but counts here as if it read images.
+# Diffusion on an H200. The latter trains on latents, but is listed as if it read images.
 RATES = {
     "base64_500m": (64, 202.4),
     "base64_2b": (64, 61.9),
@@ -60,7 +62,7 @@ RATES = {
 
 
 def main(argv: list[str]) -> None:
-    """Write the data, measure and print."""
+    """Write the data set in every format, measure each source, and print the results."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +98,7 @@ def _result(source: str, size: int, rounds: list[tuple[float, float]], host: flo
 
 
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
-    """Read about as many images as the data set has, and return their number."""
+    """Read about one epoch with this project's pipeline, and return the number of images."""
     steps = _NUM.value // _BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
     batches = pipeline.make_batches(
@@ -141,7 +143,7 @@ def _decode(data: bytes, size: int) -> np.ndarray:
 
 
 def _write(root: pathlib.Path, num: int) -> dict[str, tuple[str, str]]:
-    """Write the same images in every format; return (path, text) by source."""
+    """Write the data set in every format; return each source's (path, text field)."""
     folder = root / "folder"
     folder.mkdir()
     for i, jpeg in enumerate(_photographs(num)):

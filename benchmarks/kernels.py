@@ -1,9 +1,9 @@
-"""Compare the speed and memory of operations with their plain forms, forward and backward.
+"""Compare the speed and memory of optimized operations with straightforward implementations.
 
     python -m benchmarks.kernels --batch=4 --size=32 --width=128
 
-The command prints a table with the median milliseconds of value and gradient, compiled, and the
-temporary memory of the program. It checks that all variants of an operation compute the same
+For each implementation, the command compiles value and gradient, and prints the median milliseconds
+and the temporary memory. It checks that all implementations of an operation return the same
 numbers.
 """
 
@@ -34,7 +34,7 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 def main(argv: list[str]) -> None:
-    """Measure all operations and print the table."""
+    """Measure all implementations of each operation, and print the table."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     if _WIDTH.value % 32:
@@ -81,7 +81,7 @@ def _cases() -> dict[str, tuple[dict[str, Callable], tuple]]:
 
 
 def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
-    """Return the seconds, the temporary bytes, and the value and gradient."""
+    """Compile and time a function's value and gradient; return (seconds, temporary bytes, both)."""
     cotangent = _normal(*jax.eval_shape(function, *arguments).shape)
     loss = lambda cotangent, *a: (function(*a).astype(jnp.float32) * cotangent).sum()
     step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1, len(arguments) + 1))))
@@ -92,7 +92,7 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
 
 
 def _updates() -> dict[str, float]:
-    """Time the optimizer's and the average's update of 64 kernels, in one program or two."""
+    """Time the update of 64 kernels by AdamW and an average, compiled as one program or two."""
     params = {str(i): jnp.full((256, 256), 1.0 + i) for i in range(64)}
     tx = optimizer.adamw(optimizer.warmup_constant(1e-4, 1))
     state, ema = tx.init(params), jax.tree.map(jnp.copy, params)
@@ -121,7 +121,7 @@ def _updates() -> dict[str, float]:
 
 
 def _seconds(function: Callable, *arguments: Any) -> float:
-    """Return the median seconds of the calls after the first."""
+    """Return the median seconds of --repeats calls, after one call as warm-up."""
     return statistics.median(measure.rounds(lambda: function(*arguments), int(_REPEATS.value)))
 
 

@@ -1,4 +1,4 @@
-"""Timing, description of the machine, and output, as used by all benchmarks."""
+"""Timing, output and the description of the machine, shared by the benchmarks."""
 
 import importlib
 import json
@@ -22,29 +22,31 @@ T = TypeVar("T")
 
 
 def library(name: str) -> Any:
-    """Import a library that only benchmarks need. Raises ImportError if it is not installed.
+    """Import a library that only benchmarks need, such as torch.
 
-    Type checkers would resolve a normal `import torch` to the file torch.py in this folder.
+    Raises ImportError if it is not installed. Benchmarks use this function because type checkers
+    would resolve `import torch` to benchmarks/torch.py.
     """
     return importlib.import_module(name)
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return the result of `work`, once it is ready, and the seconds it took."""
+    """Call `work`, wait until its JAX arrays are computed, and return (result, seconds)."""
     start = time.perf_counter()
     result = jax.block_until_ready(work())
     return result, time.perf_counter() - start
 
 
 def rounds(work: Callable[[], object], count: int, warmup: int = 1) -> list[float]:
-    """Return the seconds of `count` calls, after `warmup` calls."""
+    """Return the seconds of each of `count` calls, made after `warmup` untimed calls."""
     return [timed(work)[1] for _ in range(warmup + count)][warmup:]
 
 
 def say(result: Mapping[str, Any] | str) -> None:
-    """Print a line of text, or a mapping as JSON, and write all lines so far to --workdir.
+    """Print a line of text, or a mapping as JSON.
 
-    Only the first process does this.
+    If --workdir is set, also write all lines printed so far to a file in it. Of several processes,
+    only the first one prints and writes.
     """
     if jax.process_index():
         return
@@ -56,14 +58,14 @@ def say(result: Mapping[str, Any] | str) -> None:
 
 
 def write(name: str, content: bytes | str) -> None:
-    """Write a file to --workdir, creating the folder if needed."""
+    """Write a file with this name to --workdir. Creates the folder if needed."""
     folder = pathlib.Path(str(WORKDIR.value))
     folder.mkdir(parents=True, exist_ok=True)
     files.write_whole(folder / name, content)
 
 
 def machine() -> dict[str, Any]:
-    """Return the kind of the first device, its peak memory so far, and the version of JAX."""
+    """Return the first device's kind, its peak memory so far in GiB, and the version of JAX."""
     device = jax.local_devices()[0]
     memory = hardware.memory(device)
     return {

@@ -1,9 +1,9 @@
-"""NVIDIA NeMo's two UNets of Imagen in torch, as a baseline for timing.
+"""NVIDIA NeMo's two Imagen UNets in torch, as a baseline for timing.
 
-This is an independent implementation of imagen_jax/unet.py and efficient_unet.py with fused
-attention and fixed sinusoids. Its modules have NeMo's names, so it loads the state dict of
-`imagen_jax.weights.nemo.to_nemo`. Images are NCHW. Shapes: B batch, C channels, E time embedding, L
-text tokens of width D.
+This file reimplements the networks of imagen_jax/unet.py and imagen_jax/efficient_unet.py, with
+fused attention and fixed sinusoidal time embeddings. The modules have NeMo's names, so they can
+load the state dict that `imagen_jax.weights.nemo.to_nemo` returns. Images are NCHW. Shapes: B
+batch, C channels, L text tokens of width D.
 """
 
 import math
@@ -18,16 +18,22 @@ nn, F = torch.nn, torch.nn.functional
 
 
 def make(unet: UNet | EfficientUNet, text_width: int) -> Any:
-    """Build the torch network of `unet`. Raises ValueError for options that it lacks."""
+    """Build the torch network that corresponds to `unet`.
+
+    Raises ValueError if `unet` has options that the torch networks in this file do not implement.
+    """
     unsupported = ("learned_time_dim", "null_token", "noise_aug", "resblock_updown", "dropout")
     options = [name for name in unsupported if getattr(unet, name, False)]
     if options or unet.attention != "fused" or unet.text_pooling != "attention":
-        raise ValueError(f"the networks for timing have fused attention and none of {unsupported}")
+        raise ValueError(
+            "the torch networks need attention=fused and text_pooling=attention, and none of "
+            f"{', '.join(unsupported)}"
+        )
     return _Regular(unet, text_width) if isinstance(unet, UNet) else _Efficient(unet, text_width)
 
 
 class _Conditioned(nn.Module):
-    """Base class that embeds the time and the text; subclasses are the networks."""
+    """Base class of both UNets, which embeds the time and the text."""
 
     def __init__(self, embed_dim: int, text_width: int, cond_dim: int) -> None:
         super().__init__()
@@ -44,7 +50,11 @@ class _Conditioned(nn.Module):
         )
 
     def forward(self, x, time, text, text_mask, low_res=None):
-        """Map x [B, 3, H, W], time [B], text [B, L, D], mask [B, L] and low_res to [B, 3, H, W]."""
+        """Return the network's output [B, 3, H, W].
+
+        Shapes: x [B, 3, H, W], time [B], text [B, L, D], text_mask [B, L]. A super-resolution
+        network also takes low_res [B, 3, h, w].
+        """
         emb = self.time_embed(time) + self.to_text_non_attn_cond(self.attention_pooling(text))
         if low_res is not None:
             low_res = F.interpolate(low_res, x.shape[2:], mode="bicubic")
@@ -180,7 +190,7 @@ class _Res(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention from pixels to pixels and text in one softmax, with torch's fused kernel."""
+    """Attention of pixels to all pixels and text tokens together, with torch's fused kernel."""
 
     def __init__(self, c: int, unet: UNet | EfficientUNet, cond_dim: int = 0) -> None:
         super().__init__()

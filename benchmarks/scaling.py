@@ -1,16 +1,18 @@
-"""Measure weak scaling of a config's train step on 1, 2, 4, ... nodes, as a table and a figure.
+"""Measure weak scaling of a config's train step over 1, 2, 4, ... nodes.
 
     python -m benchmarks.scaling --config=configs/base64_500m.py --workdir=runs/scaling
 
-The config's batch_size is for all nodes. Fewer nodes take their share of it, so that each device
-always has the same number of samples. Weights and data are random, as in benchmarks.train_step. One
-axis of the mesh must be -1. If a step needs several passes, set optimizer.micro_batch instead of
-accumulate. With several processes a node is a process; otherwise --devices_per_node is the number
-of devices that count as a node (for example with JAX_NUM_CPU_DEVICES=8 on one computer).
+The config's batch_size is for all nodes; fewer nodes get a proportional share of it, so that each
+device always has the same number of samples. Weights and data are random, as in
+benchmarks.train_step. One axis of the mesh must be -1. If a step needs several passes, set
+optimizer.micro_batch, not optimizer.accumulate. By default a node is one process with all its
+devices. --devices_per_node sets another number, for example to try the command with
+JAX_NUM_CPU_DEVICES=8 on one computer.
 
-The command writes scaling.csv, which is updated after each number of nodes, and scaling.png to
---workdir. They have samples/s, the samples/s of perfectly linear scaling from the first row, the
-speed-up over the first row, and the efficiency, which is measured over perfectly linear samples/s.
+The command writes the table scaling.csv and the figure scaling.png to --workdir, and updates the
+table after each number of nodes. The first row is the baseline. The table has samples/s, the
+samples/s of perfectly linear scaling, the speed-up over the baseline, and the efficiency (measured
+relative to perfectly linear samples/s).
 """
 
 import csv
@@ -41,7 +43,7 @@ _PER_NODE = flags.DEFINE_integer(
 
 
 def main(argv: list[str]) -> None:
-    """Measure one number of nodes after another."""
+    """Measure the train step on each number of nodes, and write the table and the figure."""
     step.no_arguments(argv)
     cli.start()
     with cli.bad_input():
@@ -63,7 +65,10 @@ def main(argv: list[str]) -> None:
 
 
 def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
-    """Return the numbers of nodes to measure. Raises ValueError for more nodes than there are."""
+    """Return the numbers of nodes to measure: those of --nodes, or powers of two and all nodes.
+
+    Raises ValueError if --nodes is invalid or --devices_per_node does not divide the devices.
+    """
     max_nodes = devices // per_node
     if devices % per_node:
         raise ValueError(f"--devices_per_node={per_node} does not divide {devices} devices")
@@ -76,9 +81,10 @@ def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
 
 
 def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int, Mesh, Model]]:
-    """Return, for each number of nodes, its mesh and the model with its share of the batch.
+    """Return (nodes, mesh, model) for each number of nodes to measure.
 
-    Raises ValueError unless the batch divides over all devices and every mesh uses its devices.
+    The model's batch size is in proportion to the number of nodes. Raises ValueError if the batch
+    does not divide over all devices, or a mesh does not use all devices of its nodes.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     rows = []
@@ -104,7 +110,11 @@ def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int
 def row(
     nodes: int, model: Model, timing: step.Timing, devices: int, before: Sequence[Mapping]
 ) -> dict[str, Any]:
-    """Return a row of the table; its baseline is the first row of `before`, or the row itself."""
+    """Return a row of the table for one number of nodes.
+
+    `before` holds the earlier rows, of which the first is the baseline for the speed-up and the
+    efficiency. If there are none, this row is the baseline.
+    """
     batch = model.run.batch_size
     rate = batch / timing.median
     first = before[0] if before else {"nodes": nodes, "samples_per_second": rate}
@@ -134,7 +144,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> figures.Plot:
-    """Plot samples/s and perfectly linear scaling over devices, with the efficiency as labels."""
+    """Plot measured and perfectly linear samples/s over devices, labelled with the efficiency."""
     devices = [row["devices"] for row in rows]
     labels = [f"{100 * row['efficiency']:.0f} %" for row in rows]
     lines = [

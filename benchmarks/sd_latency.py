@@ -1,12 +1,12 @@
-"""Measure the latency of Stable Diffusion as NeMo does, from a prompt's tokens to decoded pixels.
+"""Measure the latency of Stable Diffusion, from a prompt's tokens to decoded pixels, as NeMo does.
 
     python -m benchmarks.sd_latency --model=2
 
-It runs on one device, with guidance and random weights, which are as fast as trained ones. The
-command prints one line of JSON per batch size (images of one prompt). latency_s is the median over
-rounds of one program with text encoding, sampling and decoding; compile_s is not part of it.
-nemo_tensorrt_s and nemo_framework_s are NeMo's latencies on an A100 with 512 pixels and 50 steps of
-PLMS; they are null with other settings. --tiny uses a small model, to try the command.
+The model runs on one device with guidance. Its weights are random, which does not affect the speed.
+The command prints one line of JSON per batch size (the number of images). One program encodes the
+text, samples and decodes; latency_s is its median time over rounds, without the time to compile it
+(compile_s). nemo_tensorrt_s and nemo_framework_s are NeMo's latencies on an A100 for 512x512 images
+and 50 steps of PLMS, and null if the settings differ. --tiny uses a small model, for a quick trial.
 """
 
 import statistics
@@ -59,7 +59,7 @@ _NEMO = {
 
 
 def main(argv: list[str]) -> None:
-    """Measure and print one batch size after another."""
+    """Measure the latency for each batch size and print the results."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
@@ -107,7 +107,7 @@ def _model() -> tuple[TextTower, Pipeline]:
 
 
 def _random(abstract: Any) -> Any:
-    """Return small random params; kernels have the dtype of the computation."""
+    """Return small random params for these shapes, with kernels in the dtype of --dtype."""
 
     def leaf(path, shape):
         key = jax.random.key(hash(jax.tree_util.keystr(path)) % 2**31)

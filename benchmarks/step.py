@@ -17,8 +17,9 @@ from launch.planner import systems
 from launch.planner.systems import Model
 
 INPUTS = ("cached", "moments", "images")
-"""Inputs of latent diffusion: "cached" moments and text embeddings; "moments", with the text
-encoder in the step; "images", with the autoencoder in the step as well."""
+"""Inputs of a latent diffusion step. "cached": moments and text embeddings. "moments": moments and
+texts, so the step runs the text encoder. "images": images and texts, so the step also runs the
+autoencoder."""
 STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
 _INPUTS = flags.DEFINE_enum(
@@ -27,10 +28,10 @@ _INPUTS = flags.DEFINE_enum(
 
 
 class Timing(NamedTuple):
-    """Measured times of a step."""
+    """Measured times of a train step: the timed steps, and tracing, lowering and compiling."""
 
     seconds: list[float]
-    """Seconds of each step."""
+    """Seconds of each timed step."""
     trace_s: float
     lower_s: float
     compile_s: float
@@ -44,15 +45,16 @@ class Timing(NamedTuple):
         return statistics.median(self.seconds)
 
     def utilization(self, devices: int) -> float | None:
-        """Return the share of the devices' peak rate, or None if that is unknown."""
+        """Return the achieved share of the peak FLOP/s of this many devices; None if unknown."""
         kind = jax.local_devices()[0].device_kind
         return hardware.utilization(self.flops, self.median, kind, devices)
 
 
 def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
-    """Return the model of a config, without weights and data, and its --inputs.
+    """Return the model of a config, without weights and data, and the value of --inputs.
 
-    The latter are None for diffusion on pixels. Raises ValueError for mistakes in the config.
+    Instead of this value, models that diffuse pixels have None. Raises ValueError if the config has
+    mistakes.
     """
     inputs = _INPUTS.value if "latents" in config else None
     if inputs:
@@ -68,13 +70,13 @@ def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
 
 
 def no_arguments(argv: list[str]) -> None:
-    """Raise UsageError for arguments that are not flags."""
+    """Raise UsageError if the command line has arguments that are not flags."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
 
 
 def run(model: Model, mesh: Mesh) -> Timing:
-    """Compile the training loop's step for this mesh, warm up and time it."""
+    """Compile the train step for this mesh, and time it after some warm-up steps."""
     task, settings, rules = model.task, model.optimizer, model.task.rules
     tx = optimizer.make_optimizer(settings, model.run.steps)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
@@ -103,7 +105,7 @@ def run(model: Model, mesh: Mesh) -> Timing:
 
 
 def _filled(shapes: Any, shardings_of: Any) -> Any:
-    """Return arrays of these shapes, computed on the devices with a cheap hash."""
+    """Return arrays of these shapes, filled on the devices with cheap pseudorandom values."""
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if leaf.dtype == bool:

@@ -1,15 +1,16 @@
-"""Measure the time and memory that training needs to list the records of many tars.
+"""Measure the time and memory that a training process needs to list the records of many tars.
 
     python -m benchmarks.tar_index --records=20_000_000
 
-The command writes one tar, and creates links to it and copies of its index until there are enough
-records. One process then writes the list of all records. After this, `processes` processes open the
-list at the same time, read all of it, and draw samples in the order of an epoch.
+The command writes one tar, and adds links to it and copies of its index until there are enough
+records. One process then writes the list of all records. Next, several processes (--processes) open
+the list at the same time, read all of it, and draw samples in the order of an epoch.
 
-It prints one line of JSON with seconds, and with bytes per record. "memory" is the resident memory
-added by opening and reading, "own" the part of it that is not shared with other processes. "scan"
-is the time to read the headers of tars without an index. "published" extrapolates these figures to
-the 676 million records that NVIDIA trained Imagen on.
+It prints one line of JSON with times in seconds and memory in bytes per record. "memory" is the
+resident memory added by opening and reading the list, and "own" is the part of this memory that is
+not shared with other processes. "scan" is the time to read the headers of all tars if they have no
+index. "published" extrapolates these figures to the 676 million records on which NVIDIA trained
+Imagen.
 """
 
 import multiprocessing
@@ -40,7 +41,7 @@ _wait: Callable[[], Any] = lambda: None
 
 
 def main(argv: list[str]) -> None:
-    """Write the tars, measure and print."""
+    """Write the tars, measure, and print the result."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     sizes = _RECORDS.value, _TAR.value, _PROCESSES.value
@@ -49,7 +50,10 @@ def main(argv: list[str]) -> None:
 
 
 def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict[str, object]:
-    """Measure `records` records in tars of `size` records each under `folder`."""
+    """Write tars with this many records to a folder, `size` per tar; return the measured figures.
+
+    The number of records is rounded up to whole tars.
+    """
     num_tars = -(-records // size)
     records = num_tars * size
     scan = _write(folder, num_tars, size)
@@ -85,7 +89,7 @@ def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict
 
 
 def _write(folder: pathlib.Path, num_tars: int, size: int) -> float:
-    """Write a tar and its index under many names; return the seconds to scan the tar."""
+    """Write a tar and its index under `num_tars` names; return the seconds to scan one tar."""
     first = folder / _FIRST
     tars.write(first, ({tars.KEY: b"%09d" % i, "jpg": b"image", "txt": b"t"} for i in range(size)))
     start = time.perf_counter()
@@ -98,7 +102,7 @@ def _write(folder: pathlib.Path, num_tars: int, size: int) -> float:
 
 
 class _Numbers(Pictures):
-    """Stand-in for a data set, of which only the length is used."""
+    """Data set that has only a length, for drawing the order of an epoch."""
 
     def __init__(self, number: int):
         self._number = number
@@ -111,13 +115,16 @@ class _Numbers(Pictures):
 
 
 def _meet_at(barrier: Any) -> None:
-    """Store the barrier at which the processes wait for each other."""
+    """Initialize a process: store the barrier at which all processes wait for each other."""
     global _wait
     _wait = barrier.wait
 
 
 def _open(folder: pathlib.Path) -> dict[str, float]:
-    """Open the tars in this process, read every record and draw samples of an epoch."""
+    """Open the list of records in this process, read all of it and draw samples of an epoch.
+
+    Returns the seconds to open the list and to draw, and the memory in bytes.
+    """
     _wait()
     before, start = _memory(), time.perf_counter()
     data = WebDataset(folder)
@@ -137,7 +144,7 @@ def _open(folder: pathlib.Path) -> dict[str, float]:
 
 
 def _memory() -> dict[str, int]:
-    """Return this process's resident bytes, the bytes not shared with others, and the peak."""
+    """Return this process's resident memory in bytes: all, the unshared part, and the peak."""
     rows = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {row.split()[0]: int(row.split()[1]) * 1024 for row in rows}
     status = pathlib.Path("/proc/self/status").read_text()

@@ -1,20 +1,20 @@
-"""Compare the CPU time of networks with torch's, for the same weights and inputs.
+"""Compare the CPU time of this project's networks with torch's, for equal weights and inputs.
 
     pip install torch diffusers
     python -m benchmarks.torch --models=base,efficient,sd --work=forward,gradient,step
     python -m benchmarks.torch --models=t5,clip --work=forward
 
 The models base and efficient are Imagen's UNets, compared with NeMo's (benchmarks/nemo_torch.py).
-sd, encode and decode are Stable Diffusion's UNet and the halves of its VAE, compared with
+sd, encode and decode are Stable Diffusion's UNet and its VAE's encoder and decoder, compared with
 diffusers. t5 (T5-small) and clip (the text tower of CLIP-L) are compared with transformers. The
 command first checks that both networks compute the same numbers. It then runs them in alternation,
 and prints a line of JSON per model and kind of work, with the median, lowest and highest ratio of
-torch's CPU time to ours; above 1, ours is faster. A step consists of loss, gradient, AdamW (fused
-in torch) and an average.
+torch's CPU time to this project's. Above 1, this project is faster. A step consists of loss,
+gradient, AdamW (fused in torch) and an average of the parameters.
 
-CPU time is that of the whole process on --threads cores, and excludes other work on the machine
-except for its effect on caches. The default is one core, because with more cores, threads that
-wait for work use CPU time too.
+CPU time is that of the whole process on --threads cores. Other work on the machine affects it only
+through the caches. The default is one core: with more cores, CPU time includes threads that wait
+for work.
 """
 
 import os
@@ -55,21 +55,22 @@ Inputs = dict[str, np.ndarray]
 
 
 class Pair(NamedTuple):
-    """Network of ours and a torch module with the same weights and inputs."""
+    """This project's network and a torch module, with equal weights and inputs."""
 
     ours: Callable[[Any, Mapping[str, Any]], Any]
-    """Compute our output from parameters and inputs."""
+    """Compute this project's output from (params, inputs)."""
     params: Any
+    """Parameters of this project's network."""
     theirs: Any
-    """The torch module."""
+    """Torch module with the same weights."""
     inputs: Inputs
     """Inputs by name; pictures are [B, H, W, C]."""
     call: Callable[[Any, Mapping[str, Any]], Any]
-    """Compute torch's output from the module and the inputs; pictures are [B, C, H, W]."""
+    """Compute torch's output from (torch module, inputs); pictures are [B, C, H, W]."""
 
 
 def main(argv: list[str]) -> None:
-    """Check that outputs agree, measure and print."""
+    """Check that both networks' outputs agree, time the networks, and print the results."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input(ImportError):
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> None:
         for flag, valid_names in ((_MODELS, _PAIRS), (_WORK, _WORKS)):
             for name in flag.value:
                 one_of(f"--{flag.name}", name, valid_names)
-    # This must precede JAX's start, because JAX makes a thread per available core.
+    # Do this before JAX starts, because JAX creates one thread per available core.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _THREADS.value])
     torch.set_num_threads(_THREADS.value)
     cli.start(alone=True)
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> None:
 
 
 def _compare(ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
-    """Time both in alternation; return the ratios of each pair and the median seconds."""
+    """Time both functions in alternation; return the ratios of times and the median seconds."""
     pairs = [(_seconds(theirs), _seconds(ours)) for _ in range(_ROUNDS.value + 2)][2:]
     ratios = sorted(a / b for a, b in pairs)
     medians = {
@@ -113,7 +114,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _difference(pair: Pair) -> float:
-    """Return the largest difference of the outputs relative to the largest output."""
+    """Return the largest difference between both outputs, relative to the largest output."""
     torch = measure.library("torch")
 
     ours = np.asarray(jax.jit(pair.ours)(pair.params, pair.inputs))
@@ -150,7 +151,7 @@ def _gradient(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def _step(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return both steps: loss, gradient clipped to norm 1, AdamW and an average of parameters."""
+    """Return train steps (ours, torch's): gradient clipped to norm 1, AdamW, parameter average."""
     torch = measure.library("torch")
 
     def loss(params, frozen, batch, key):
@@ -310,14 +311,14 @@ def _clip(width: int) -> Pair:
 
 
 def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
-    """Load our state dict into a torch module."""
+    """Load a state dict of numpy arrays into a torch module."""
     torch = measure.library("torch")
 
     module.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})
 
 
 def _random(shapes: Any) -> Any:
-    """Return random parameters; kernels preserve the variance, scales of norms are near 1."""
+    """Return random parameters: kernels preserve the variance, norms have scales near 1."""
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
@@ -331,7 +332,7 @@ def _random(shapes: Any) -> Any:
 
 
 def _tensors(inputs: Inputs) -> dict[str, Any]:
-    """Convert the inputs to torch tensors, pictures to [B, C, H, W]."""
+    """Convert numpy inputs to torch tensors, and pictures from NHWC to NCHW."""
     torch = measure.library("torch")
 
     to_nchw = lambda x: np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.ndim == 4 else x

@@ -1,16 +1,18 @@
-"""Measure the train step of a config on synthetic data, with all devices.
+"""Measure the speed of a config's train step on synthetic data, with all devices.
 
     python -m benchmarks.train_step --config=configs/base64_500m.py --batch=256
     python -m benchmarks.train_step --config=configs/sd2_512_base.py --batch=64 --inputs=moments
 
---inputs is for Stable Diffusion: with "cached" moments and text embeddings, the step has only the
-UNet; with "moments" also CLIP; with "images" also the VAE. None of them needs weights.
+--inputs selects the inputs of a Stable Diffusion step. With "cached" (moments and text embeddings),
+the step runs only the UNet; with "moments" (and texts), also CLIP; with "images" (and texts), CLIP
+and the VAE. No weights are needed.
 
-The command prints one line of JSON. samples_per_second is from the median step after the warm-up,
-with the state donated as in training. tflops uses the FLOPs counted by
-diffusion_jax/machine/flops.py, including recomputation. known_tflop_per_sample is an independent
-count without recomputation, or null. mfu is relative to the device's peak bfloat16 rate, or null
-for devices that diffusion_jax/machine/hardware.py does not list.
+The command prints one line of JSON:
+- samples_per_second: from the median step after the warm-up, with the state donated as in training.
+- tflops: the rate by the FLOPs that diffusion_jax/machine/flops.py counts, including recomputation.
+- known_tflop_per_sample: an independent count without recomputation, or null.
+- mfu: the share of the devices' peak bfloat16 rate, or null for devices that
+  diffusion_jax/machine/hardware.py does not list.
 """
 
 from typing import Any
@@ -43,7 +45,7 @@ _KNOWN_TFLOP = {
     700_610_308: 1.574,  # sr256_600m_stacked
     639_193_348: 1.477,  # sr1024_600m, on crops of 256
 }
-# The same for Stable Diffusion's UNet with 77 tokens, by number of parameters and image size.
+# TFLOP per training sample of Stable Diffusion's UNet with 77 tokens, by (parameters, image size).
 _KNOWN_SD_TFLOP = {
     (859_520_964, 512): 2.410,
     (859_520_964, 256): 0.540,
@@ -53,7 +55,7 @@ _KNOWN_SD_TFLOP = {
 
 
 def main(argv: list[str]) -> None:
-    """Compile the step, measure it and print the result."""
+    """Compile the train step, measure it, and print the result."""
     step.no_arguments(argv)
     cli.start()
     config: dict[str, Any] = _CONFIG.value.to_dict()
