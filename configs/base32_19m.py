@@ -1,6 +1,7 @@
-"""Text-to-image model for 32x32 pictures: base32_8m at 1.5 times its width, for one GPU.
+"""Text-to-image model for 32x32 pictures, to train on one GPU: base32_8m at 1.5 times the width.
 
-18,700,813 parameters, 3.8 GFLOP per training image. It has not been trained yet.
+The model has 18,700,813 parameters and takes 3.8 GFLOP per training image. It has not been trained
+yet.
 
 python -m imagen_jax.train --config=configs/base32_19m.py --workdir=runs/base32 \
     --config.data.path=PHOTOS --config.prompts="('a dog on a beach',)"

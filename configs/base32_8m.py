@@ -1,8 +1,9 @@
-"""Text-to-image model for 32x32 pictures: trains in an hour or more on two CPU cores.
+"""Text-to-image model for 32x32 pictures, to train for an hour or more on two CPU cores.
 
-8,346,893 parameters, 1.7 GFLOP per training image.
+The model has 8,346,893 parameters and takes 1.7 GFLOP per training image. The first command writes
+a variant of this config that suits the data.
 
-python -m imagen_jax.start --data=PHOTOS  (writes a variant of this config)
+python -m imagen_jax.start --data=PHOTOS
 python -m imagen_jax.train --config=configs/base32_8m.py --workdir=runs/base32 \
     --config.data.path=PHOTOS --config.prompts="('a dog on a beach',)"
 """
@@ -15,12 +16,12 @@ from configs import base64_500m
 def get_config() -> ConfigDict:
     c = base64_500m.get_config()
     c.seed = 0
-    c.steps = 1_000_000  # The learning rate is constant: stop when the pictures are good.
+    c.steps = 1_000_000  # An upper limit: stop training when the pictures are good enough.
     c.batch_size = 64
 
     c.unet.update(
         image_size=32,
-        patch=2,  # With 4, seams between patches are visible.
+        patch=2,  # With patches of 4x4 pixels, the seams between patches are visible.
         embed_dim=64,
         channel_mult=(1, 2, 3),
         num_res_blocks=1,
@@ -30,7 +31,7 @@ def get_config() -> ConfigDict:
         dtype="float32",
     )
     c.text.update(encoder="hashed", width=256, max_tokens=16)
-    # Higher noise levels than EDM's, because the content of a picture is decided above sigma 1.
+    # Higher noise levels than EDM's, because sampling decides a picture's content above sigma 1.
     c.diffusion.update(p_mean=-0.4, p_std=1.4)
     c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.02, sigma_max=40.0, guidance=2.0)
     c.sampler.threshold = "static"

@@ -1,8 +1,9 @@
-"""Imagen's 64x64 base model with 2,171,162,116 parameters: base64_500m at twice its width.
+"""Imagen's 64x64 base model with 2,171,162,116 parameters: base64_500m at twice the width.
 
 python -m imagen_jax.train --config=configs/base64_2b.py --workdir=runs/base64_2b
 
-NeMo: global batch 2048, 2.5 million steps, 5.12 billion samples, 64 GPUs.
+NVIDIA NeMo trains this model on 64 GPUs with global batch size 2048 for 2.5 million steps (5.12
+billion samples).
 """
 
 from ml_collections import ConfigDict

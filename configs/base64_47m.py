@@ -1,6 +1,7 @@
 """Text-to-image model for 64x64 pictures, to train for a few hours on one GPU.
 
-47,125,005 parameters, 39 GFLOP per training image. It has not been trained yet.
+The model has 47,125,005 parameters and takes 39 GFLOP per training image. It has not been trained
+yet.
 
 python -m imagen_jax.train --config=configs/base64_47m.py --workdir=runs/base64 \
     --config.data.path=PHOTOS --config.prompts="('a dog on a beach',)"
@@ -26,7 +27,8 @@ def get_config() -> ConfigDict:
         cond_dim=256,
         dtype="bfloat16",
     )
-    # At twice the resolution, twice the sigma hides as much of a picture (Hoogeboom et al. 2023).
+    # At twice the resolution, twice the sigma is needed to hide as much of a picture (Hoogeboom et
+    # al. 2023).
     c.diffusion.p_mean = 0.3
     c.sampler.update(steps=24, sigma_max=80.0)
     c.optimizer.update(lr=5e-4, warmup=1_000, ema_decays=(0.999, 0.9999))

@@ -1,10 +1,11 @@
-"""Imagen's 64x64 base model, 524,897,540 parameters, as NVIDIA NeMo trains it (EDM).
+"""Imagen's 64x64 base model with 524,897,540 parameters, trained with EDM as in NVIDIA NeMo.
 
 python -m imagen_jax.train --config=configs/base64_500m.py --workdir=runs/base64_500m
 
-NeMo: global batch 4096, 1.25 million steps, 5.12 billion samples, 32 GPUs. T5-11b (width 1024, 128
-tokens) encodes the texts before training, and the embeddings are stored with the images: see
-docs/data.md. Training needs no encoder. To sample and evaluate, give it with --text_weights=FOLDER.
+NeMo trains this model on 32 GPUs with global batch size 4096 for 1.25 million steps (5.12 billion
+samples). T5-11b (width 1024, 128 tokens) encodes the texts before training, and the embeddings are
+stored with the images: see docs/data.md. Training does not need the text encoder. Sampling and
+evaluation read its weights from --text_weights=FOLDER.
 """
 
 from ml_collections import ConfigDict
@@ -17,8 +18,8 @@ def get_config() -> ConfigDict:
     c.steps = 1_250_000
     c.batch_size = 4096
 
-    # Other fields have the defaults in diffusion_jax/config/settings.py, imagen_jax/settings.py and
-    # imagen_jax/unet.py. The command line and variants of this config may change them too.
+    # All other fields have the defaults in diffusion_jax/config/settings.py, imagen_jax/settings.py
+    # and imagen_jax/unet.py. Flags and variants of this config can change them too.
     c.unet = dict(
         image_size=64,
         embed_dim=256,
@@ -38,8 +39,9 @@ def get_config() -> ConfigDict:
 
     c.optimizer = dict(lr=1e-4, schedule="constant", warmup=10_000, weight_decay=0.01)
     c.mesh = dict(fsdp=-1)  # All devices.
-    c.data = dict(source="webdataset", path="data/laion64", text="npy")  # "txt" for captions.
-    c.evaluation = dict(every=0)  # Images between evaluations; 0 for none.
+    c.data = dict(source="webdataset", path="data/laion64", text="npy")  # "txt" reads captions.
+    c.evaluation = dict(every=0)  # Training images between evaluations; 0: never.
 
     c.sample_every, c.keep_every = 10_000, 100_000
-    return c  # No prompts, which need the encoder: samples use the texts of the first pictures.
+    # Prompts would need the text encoder. Without prompts, samples use the first pictures' texts.
+    return c

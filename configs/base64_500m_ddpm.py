@@ -1,9 +1,10 @@
-"""base64_500m as a continuous-time DDPM: noise prediction, cosine log-SNR, 524,897,540 parameters.
+"""Imagen's 64x64 base model as a continuous-time DDPM, with 524,897,540 parameters.
 
 python -m imagen_jax.train --config=configs/base64_500m_ddpm.py --workdir=runs/base64_500m_ddpm
 
-NeMo's alternative to EDM, with its ancestral sampler of 250 steps. It needs thresholding, because
-the first step divides by an alpha of 4e-8.
+This is base64_500m with NeMo's alternative to EDM: noise prediction, a cosine log-SNR schedule, and
+an ancestral sampler with 250 steps. The sampler needs thresholding, because its first step divides
+by an alpha of 4e-8.
 """
 
 from ml_collections import ConfigDict

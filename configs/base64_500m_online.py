@@ -1,16 +1,18 @@
-"""base64_500m, 524,897,540 parameters, trained on captions that T5-11b encodes during training.
+"""Imagen's 64x64 base model, whose captions T5-11b encodes during training.
+
+This is base64_500m, with 524,897,540 parameters, but without precomputed text embeddings.
 
 python -m imagen_jax.train --config=configs/base64_500m_online.py --workdir=runs/base64_500m_online
 
-text.weights is a folder with config.json, spiece.model, and safetensors or a pickle. Hugging Face
-has t5-11b as a pickle that includes the decoder. This command writes only the encoder, as 19.5 GB
-of safetensors, without torch:
+text.weights is a folder with config.json, spiece.model, and the weights as safetensors or a pickle.
+Hugging Face hosts t5-11b as a pickle that includes the decoder. The following command does not need
+torch, and writes only the encoder, as 19.5 GB of safetensors:
 
 python -m diffusion_jax.text convert t5-11b weights/t5-11b-encoder
 
-The frozen encoder has 4,864,791,552 weights, 9.7 GB in bf16. They are sharded over mesh.fsdp and
-not part of checkpoints. NeMo reports that online encoding is 3 to 4 times slower than precomputed
-embeddings.
+The frozen encoder has 4,864,791,552 parameters (9.7 GB in bfloat16). They are sharded over
+mesh.fsdp and not part of checkpoints. NeMo reports that training is 3 to 4 times slower with online
+encoding than with precomputed embeddings.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,8 @@
-"""Emoji at 32x32 in given styles, skin tones and background colours: an hour on two CPU cores.
+"""Text-to-image model for 32x32 emoji, to train for an hour on two CPU cores.
 
-8,346,893 parameters. Prepare the pictures first (docs/data.md states their sources and licences):
+Prompts select the style, the skin tone and the background colour. The model has 8,346,893
+parameters. Before training, download and prepare the pictures; docs/data.md states their sources
+and licences.
 
 npm pack emoji-datasource-google
 python -m diffusion_jax.data.prepare emoji --style=noto:emoji-datasource-google-16.0.0.tgz \
@@ -17,15 +19,16 @@ def get_config() -> ConfigDict:
     c = with_emoji(base32_8m.get_config())
     c.steps = 4_000
     c.optimizer.schedule = "cosine"
-    # The quick start's weighting (docs/ablations.md) at twice its sigma, since 32x32 pictures need
-    # twice the noise of 16x16 ones. Little is learned below sigma 0.3, where sampling ends.
+    # The quick start's weighting (docs/ablations.md), moved to twice the sigma, since 32x32
+    # pictures need twice the noise of 16x16 ones. Sampling takes its last step from sigma 0.3 to 0,
+    # because the model learns little at lower noise levels.
     c.diffusion.weight = "p2(k=0.25)"
     c.sampler.sigma_min = 0.3
     return c
 
 
 def with_emoji(c: ConfigDict) -> ConfigDict:
-    """Return a config of any image size with the emoji as its data, and prompts for samples."""
+    """Return the config `c`, of any image size, with the emoji as its data and sample prompts."""
     c.data.update(source="webdataset", path="data/emoji/train", text="txt")
     c.prompts = (
         "a cat face, noto style, on a white background",
@@ -34,7 +37,7 @@ def with_emoji(c: ConfigDict) -> ConfigDict:
         "a firefighter with dark skin, noto style, on a blue background",
         "a car, noto style, on a green background",
         "a penguin, noto style, on a yellow background",
-        # The prompts from here on are not in the training data.
+        # The prompts below are not in the training data.
         "a red apple, noto style, on a blue background",
         "a pizza, noto style, on a yellow background",
         "a rocket, noto style, on a purple background",

@@ -1,7 +1,8 @@
-"""Emoji at 64x64, like emoji32, to train for a few hours on one GPU.
+"""Text-to-image model for 64x64 emoji, to train for a few hours on one GPU.
 
-47,125,005 parameters. It has not been trained yet. Prepare data/emoji as in configs/emoji32.py; use
-several --style flags for more styles, which prompts select by name.
+The model has 47,125,005 parameters. It has not been trained yet. Before training, prepare
+data/emoji as configs/emoji32.py describes. Repeat the flag --style for several styles; prompts
+select a style by its name.
 
 python -m imagen_jax.train --config=configs/emoji64.py --workdir=runs/emoji64
 """

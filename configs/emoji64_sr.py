@@ -1,6 +1,6 @@
-"""Super-resolution of emoji from 32x32 to 64x64, the stage after emoji32: an hour on two CPU cores.
+"""Super-resolution model for emoji from 32x32 to 64x64, to train for an hour on two CPU cores.
 
-3,286,321 parameters.
+The model has 3,286,321 parameters. It enlarges the pictures of emoji32.
 
 python -m imagen_jax.train --config=configs/emoji64_sr.py --workdir=runs/emoji64_sr
 python -m imagen_jax.sample --workdir=runs/emoji32 --workdir=runs/emoji64_sr \
@@ -16,8 +16,9 @@ def get_config() -> ConfigDict:
     c = emoji32.with_emoji(sr64_3m.get_config())
     c.steps = 4_000
     c.optimizer.schedule = "cosine"
-    # Sampling ends at sigma 2, where the small picture determines almost everything. In an hour, a
-    # network of this size does not learn to remove less noise than that. It trains around sigma 1.
+    # Sampling takes its last step from sigma 2 to 0. Below sigma 2, the small picture determines
+    # almost everything, and in an hour a network of this size does not learn to remove so little
+    # noise. The noise levels in training are around sigma 1.
     c.diffusion.p_mean = 0.0
     c.sampler.sigma_min = 2.0
     return c

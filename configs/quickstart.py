@@ -1,7 +1,7 @@
-"""Handwritten digits in named colours at 16x16: trains in minutes on a laptop's CPU.
+"""Quick start: handwritten digits in named colours at 16x16, trained in minutes on a laptop's CPU.
 
-3,323,889 parameters. At guidance 2, more than 99 % of pictures match their prompt if it was in the
-training data, and 91 % if it was not.
+The model has 3,323,889 parameters. At guidance scale 2, more than 99 % of pictures match their
+prompt if the prompt was in the training data, and 91 % if it was not.
 
 python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
 python -m imagen_jax.evaluate --workdir=runs/quickstart
@@ -30,8 +30,8 @@ def get_config() -> ConfigDict:
         dtype="float32",
     )
     c.text.update(encoder="hashed", width=64, max_tokens=6)
-    c.diffusion.update(precond="x0", p_mean=-0.4, weight="p2")  # See docs/ablations.md for P2.
-    # Below sigma 0.4, a single step suffices, because the network predicts the picture.
+    c.diffusion.update(precond="x0", p_mean=-0.4, weight="p2")  # docs/ablations.md explains P2.
+    # The last step goes from sigma 0.4 to 0. This suffices, because the network predicts x0.
     c.sampler.update(name="ddim", eta=1.0, steps=12, sigma_min=0.4, sigma_max=40.0, guidance=2.0)
     c.optimizer.update(
         lr=2e-3, schedule="cosine", warmup=100, b2=0.99, ema_decays=(0.999,), ema_warmup=True

@@ -1,6 +1,6 @@
-"""The quick start's digits with EDM2's magnitude-preserving UNet (config G).
+"""Variant of the quick start with EDM2's magnitude-preserving UNet (config G).
 
-Its objective, optimizer and schedule are EDM2's as well.
+The objective, the optimizer and the learning rate schedule are also EDM2's.
 
 python -m imagen_jax.train --config=configs/quickstart_mp.py --workdir=runs/quickstart_mp
 python -m imagen_jax.evaluate --workdir=runs/quickstart_mp
@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
             "embed_dim": 128,
             "channel_mult": (1,),
             "num_res_blocks": 1,
-            "attention_resolutions": (),  # The middle always has attention.
+            "attention_resolutions": (),  # The middle of the UNet always has attention.
             "head_dim": 32,
             "cond_dim": 64,
         }

@@ -1,10 +1,11 @@
-"""Stable Diffusion 1.x, trained from scratch at 256x256: 859,520,964 parameters, predicts eps.
+"""Stable Diffusion 1.x, trained from scratch at 256x256 to predict eps (859,520,964 parameters).
 
 python -m sd_jax.train --config=configs/sd1_256_pretrain.py --workdir=runs/sd1_256 \
     --config.vae.weights=weights/sd-v1-5 --config.text.weights=weights/clip-vit-large-patch14
 
-NeMo: global batch 8192, 82,500 steps, 675.8 million samples, 64 GPUs. The VAE and CLIP ViT-L/14
-are frozen; see docs/data.md for training on moments and stored embeddings.
+NVIDIA NeMo trains this model on 64 GPUs with global batch size 8192 for 82,500 steps (675.8 million
+samples). The VAE and the text encoder CLIP ViT-L/14 are frozen. docs/data.md explains how to train
+on stored moments and text embeddings.
 """
 
 from ml_collections import ConfigDict
@@ -17,10 +18,10 @@ def get_config() -> ConfigDict:
     c.steps = 82_500
     c.batch_size = 8192
 
-    # Other fields have the defaults in diffusion_jax/config/settings.py, sd_jax/settings.py,
-    # sd_jax/unet.py and sd_jax/vae.py. The command line and variants may change them.
+    # All other fields have the defaults in diffusion_jax/config/settings.py, sd_jax/settings.py,
+    # sd_jax/unet.py and sd_jax/vae.py. Flags and variants of this config can change them too.
     c.unet = dict(
-        weights="",  # Initial weights: a workdir or a checkpoint; "" for random ones.
+        weights="",  # Initial weights: a workdir or a checkpoint; "" for random weights.
         width=320,
         channel_mult=(1, 2, 4, 4),
         num_res_blocks=2,
@@ -29,7 +30,7 @@ def get_config() -> ConfigDict:
         linear_projections=False,
         dtype="bfloat16",
     )
-    c.vae = dict(weights="weights/sd-v1-5", dtype="bfloat16")  # Or a workdir, or a file.
+    c.vae = dict(weights="weights/sd-v1-5", dtype="bfloat16")  # A folder, a workdir or a file.
     c.text = dict(
         encoder="clip",
         weights="weights/clip-vit-large-patch14",  # A folder or a Hugging Face name.
@@ -38,7 +39,7 @@ def get_config() -> ConfigDict:
         read_tokens=77,
         drop_prob=0.0,
     )
-    c.conditioning = dict(drop_to="empty")  # Dropped texts are empty; NeMo's are "zeros".
+    c.conditioning = dict(drop_to="empty")  # Dropped texts become ""; NeMo uses "zeros".
 
     c.latents = dict(image_size=256, scale=0.18215)
     c.diffusion = dict(predicts="eps")
@@ -47,7 +48,7 @@ def get_config() -> ConfigDict:
     c.optimizer = dict(lr=8.192e-5, schedule="constant", warmup=10_000, weight_decay=0.0)
     c.mesh = dict(fsdp=-1)  # All devices.
     c.data = dict(source="webdataset", path="data/laion")
-    c.evaluation = dict(every=0)  # Images between evaluations; 0 for none.
+    c.evaluation = dict(every=0)  # Training images between evaluations; 0: never.
 
     c.keep_every = 10_000
     c.prompts = (

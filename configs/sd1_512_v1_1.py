@@ -1,10 +1,12 @@
-"""Stable Diffusion 1.1 at 512x512, from the 256x256 model: 859,520,964 parameters, predicts eps.
+"""Stable Diffusion 1.1 at 512x512, which predicts eps (859,520,964 parameters).
+
+Training starts from the weights of sd1_256_pretrain.
 
 python -m sd_jax.train --config=configs/sd1_512_v1_1.py --workdir=runs/sd1_1 \
     --config.unet.weights=runs/sd1_256
 
-NeMo: global batch 8192, 50,000 steps, 409.6 million samples of images with at least 1024 pixels per
-side, 256 GPUs.
+NVIDIA NeMo trains this model on 256 GPUs with global batch size 8192 for 50,000 steps (409.6
+million samples). The images have at least 1024 pixels per side.
 """
 
 from ml_collections import ConfigDict

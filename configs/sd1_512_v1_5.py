@@ -1,9 +1,12 @@
-"""Stable Diffusion 1.5 at 512x512, from 1.2: 859,520,964 parameters, predicts eps.
+"""Stable Diffusion 1.5 at 512x512, which predicts eps (859,520,964 parameters).
+
+Training starts from the weights of Stable Diffusion 1.2 (sd1_512_v1_2).
 
 python -m sd_jax.train --config=configs/sd1_512_v1_5.py --workdir=runs/sd1_5 \
     --config.unet.weights=runs/sd1_2
 
-NeMo: global batch 8192, 165,000 steps, 1.352 billion samples, 256 GPUs.
+NVIDIA NeMo trains this model on 256 GPUs with global batch size 8192 for 165,000 steps (1.352
+billion samples).
 """
 
 from ml_collections import ConfigDict

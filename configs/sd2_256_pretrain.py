@@ -1,10 +1,10 @@
-"""Stable Diffusion 2.0, trained from scratch at 256x256: 865,910,724 parameters, predicts eps.
+"""Stable Diffusion 2.0, trained from scratch at 256x256 to predict eps (865,910,724 parameters).
 
 python -m sd_jax.train --config=configs/sd2_256_pretrain.py --workdir=runs/sd2_256 \
     --config.vae.weights=weights/sd-v2-base --config.text.weights=weights/open-clip-vit-h-14
 
-NeMo: global batch 8192, 140,000 steps, 1.147 billion samples, 64 GPUs. The UNet attends to the
-second to last layer of OpenCLIP's ViT-H/14.
+NVIDIA NeMo trains this model on 64 GPUs with global batch size 8192 for 140,000 steps (1.147
+billion samples). The UNet attends to the second-to-last layer of OpenCLIP's text encoder ViT-H/14.
 """
 
 from ml_collections import ConfigDict

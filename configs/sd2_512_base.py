@@ -1,10 +1,12 @@
-"""Stable Diffusion 2.0-base at 512x512: 865,910,724 parameters, predicts eps.
+"""Stable Diffusion 2.0-base at 512x512, which predicts eps (865,910,724 parameters).
+
+Training starts from the weights of sd2_256_pretrain.
 
 python -m sd_jax.train --config=configs/sd2_512_base.py --workdir=runs/sd2_base \
     --config.unet.weights=runs/sd2_256
 
-NeMo: global batch 8192, 220,000 steps, 1.802 billion samples of images with at least 512 pixels per
-side, 10 % of them without text, 256 GPUs.
+NVIDIA NeMo trains this model on 256 GPUs with global batch size 8192 for 220,000 steps (1.802
+billion samples). The images have at least 512 pixels per side, and 10 % of the texts are dropped.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
-"""Small autoencoder for sd64_11m, from 64x64 pictures to latents of 16x16, for two CPU cores.
+"""Small autoencoder for sd64_11m that encodes 64x64 pictures as 16x16 latents.
 
-961,739 parameters.
+The model has 961,739 parameters, and trains on two CPU cores.
 
 python -m sd_jax.train_vae --config=configs/sd64_vae.py --workdir=runs/sd64_vae \
     --config.data.path=PHOTOS

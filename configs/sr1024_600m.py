@@ -1,11 +1,12 @@
-"""Imagen's 256 -> 1024 super-resolution model, an EfficientUNet of 639,193,348 parameters.
+"""Imagen's 256 to 1024 super-resolution model: an EfficientUNet with 639,193,348 parameters.
 
 python -m imagen_jax.train --config=configs/sr1024_600m.py --workdir=runs/sr1024_600m
 
-It trains on 256x256 crops of 1024x1024 images and draws whole images. This works because it attends
-only to the text. NeMo (sr1024-600m): global batch 4096, 1.25 million steps, 5.12 billion samples,
-64 GPUs; its documentation states 427 million parameters and 1.23 billion samples. NeMo's launcher
-does not scale skips: use --config.unet.scale_skips=False for its weights.
+The model trains on 256x256 crops of 1024x1024 images and samples whole images. This works because
+it attends only to the text. NVIDIA NeMo trains it (as sr1024-600m) on 64 GPUs with global batch
+size 4096 for 1.25 million steps (5.12 billion samples). NeMo's documentation states 427 million
+parameters and 1.23 billion samples. NeMo's launcher does not scale skip connections: to use weights
+from it, set --config.unet.scale_skips=False.
 """
 
 from ml_collections import ConfigDict

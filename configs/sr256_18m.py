@@ -1,6 +1,7 @@
-"""Super-resolution from 64x64 to 256x256, the stage after base64_47m, for one GPU.
+"""Super-resolution model from 64x64 to 256x256, to train on one GPU.
 
-17,747,313 parameters, 59 GFLOP per training image. It has not been trained yet.
+The model has 17,747,313 parameters and takes 59 GFLOP per training image. It enlarges the pictures
+of base64_47m. It has not been trained yet.
 
 python -m imagen_jax.train --config=configs/sr256_18m.py --workdir=runs/sr256 \
     --config.data.path=PHOTOS

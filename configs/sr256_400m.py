@@ -1,9 +1,10 @@
-"""Imagen's 64 -> 256 super-resolution model with a UNet, 408,350,468 parameters, as in NeMo.
+"""Imagen's 64 to 256 super-resolution model: a UNet with 408,350,468 parameters, as in NeMo.
 
 python -m imagen_jax.train --config=configs/sr256_400m.py --workdir=runs/sr256_400m
 
-NeMo (sr256-400m): global batch 2048, 1.25 million steps, 2.56 billion samples, 128 GPUs. Its
-documentation states 429 million parameters and 1.23 billion samples: see docs/models.md.
+NVIDIA NeMo trains this model (as sr256-400m) on 128 GPUs with global batch size 2048 for 1.25
+million steps (2.56 billion samples). NeMo's documentation states 429 million parameters and 1.23
+billion samples; docs/models.md discusses the difference.
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +23,7 @@ def get_config() -> ConfigDict:
         low_res=True,
         noise_aug=True,
     )
-    with c.unet.ignore_type():  # The base model has one number for all levels, this one a tuple.
+    with c.unet.ignore_type():  # The base model has an int here, this model a tuple.
         c.unet.num_res_blocks = (2, 2, 3, 4, 3)
     c.super_resolution.factor = 4
     c.sampler.update(steps=20, guidance=8.0)

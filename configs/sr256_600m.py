@@ -1,9 +1,10 @@
-"""Imagen's 64 -> 256 super-resolution model, an EfficientUNet of 646,023,428 parameters.
+"""Imagen's 64 to 256 super-resolution model: an EfficientUNet with 646,023,428 parameters.
 
 python -m imagen_jax.train --config=configs/sr256_600m.py --workdir=runs/sr256_600m
 
-NeMo (sr256-600m): global batch 4096, 1.25 million steps, 5.12 billion samples, 64 GPUs; its
-documentation states 1.23 billion samples (300,000 steps).
+NVIDIA NeMo trains this model (as sr256-600m) on 64 GPUs with global batch size 4096 for 1.25
+million steps (5.12 billion samples). NeMo's documentation states 1.23 billion samples (300,000
+steps).
 """
 
 from ml_collections import ConfigDict

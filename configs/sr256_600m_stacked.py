@@ -1,9 +1,9 @@
-"""sr256_600m with stacked attention: 700,610,308 parameters.
+"""Imagen's 64 to 256 EfficientUNet (sr256_600m) with stacked attention (700,610,308 parameters).
 
 python -m imagen_jax.train --config=configs/sr256_600m_stacked.py --workdir=runs/sr256_600m_stacked
 
-NeMo's launcher calls this model 600m_res_256, and NeMo itself sr256-600m-edm-noise: global batch
-4096, 1.25 million steps, 5.12 billion samples, 64 GPUs.
+NVIDIA NeMo calls this model sr256-600m-edm-noise, and NeMo's launcher calls it 600m_res_256. NeMo
+trains it on 64 GPUs with global batch size 4096 for 1.25 million steps (5.12 billion samples).
 """
 
 from ml_collections import ConfigDict
