@@ -1,4 +1,4 @@
-"""Run the web page command of a system: read the flags, load the models, start a server."""
+"""Define the web page command of a system: read flags, load models, start a server."""
 
 import ipaddress
 import secrets
@@ -26,7 +26,7 @@ def command(
     """Run `python -m PACKAGE.web --workdir=FOLDER`, with the caller's docstring as its --help.
 
     Args:
-        package: The package of the commands that draw the same pictures.
+        package: The system's package, whose command `sample` draws the same pictures.
         load: Opens the stages of a model with the given option values. A ValueError or OSError from
             it becomes a one-line message and exit code 2.
         options: The options of the system.
@@ -62,9 +62,9 @@ def command(
 
 
 def stages_of(text: str) -> list[str]:
-    """Split a value of --workdir at commas.
+    """Split a value of --workdir at commas into the workdirs of a cascade's stages.
 
-    If the whole text names an existing folder, keep it whole.
+    The name of an existing folder is not split.
     """
     return [text] if files.path(text).exists() else text.split(",")
 
@@ -100,5 +100,5 @@ def listen(application: Any, host: str, port: int, token: str) -> None:
 
 
 def _is_no_cancellation(record: LogRecord) -> bool:
-    """Return False for JAX's log record about a cancelled drawing, and True for all others."""
+    """Return whether a log record is not JAX's report of a cancelled drawing."""
     return "callback failed" not in str(record.msg)

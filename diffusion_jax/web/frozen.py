@@ -1,4 +1,4 @@
-"""Write a report on runs: the web page as one HTML file, which contains all data and pictures."""
+"""Write a report on runs: the web page as one HTML file with all data and pictures."""
 
 import base64
 import json
@@ -22,18 +22,18 @@ _SAMPLES = 12  # Sample sheets per run.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
-    """Write the report on a workdir into this workdir, and return its path."""
+    """Write the HTML report on a run into its workdir, and return the report's path."""
     out = files.path(workdir) / PAGE
     files.write_whole(out, page([workdir]))
     return out
 
 
 def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> str:
-    """Return the HTML of the report, which loads no other file.
+    """Return the HTML of a report on runs, which loads no other file.
 
     Args:
         workdirs: The workdirs of the runs.
-        bands: Bands in the plot of FID over CLIP score, drawn behind the curves.
+        bands: Shaded areas behind the curves in the plot of FID over CLIP score.
 
     Raises:
         FileNotFoundError: A folder is not the workdir of a run.

@@ -30,7 +30,7 @@ _UNWATCHED = 10.0  # Seconds after which a job that no tab watches ends.
 
 
 class Picture(NamedTuple):
-    """All values that determine a picture. The link to a picture holds the same values."""
+    """All values that determine a picture: model, prompt, seed, and choices of settings."""
 
     model: str
     prompt: str
@@ -40,7 +40,7 @@ class Picture(NamedTuple):
 
 
 class Full(Exception):
-    """The error that the queue is full."""
+    """Error raised if too many jobs wait in the queue."""
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ class Job:
     """The noise level of the previews."""
     error: str = ""
     version: int = 0
-    """The number of changes to the job. A tab compares it to notice a change."""
+    """The number of changes to the job. The server sends a report when it grows."""
     cancelled: bool = False
     watchers: int = 0
     left: float = dataclasses.field(default_factory=time.monotonic)
@@ -66,7 +66,7 @@ class Job:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Count a browser tab as watching the job inside this context."""
+        """While in this context, count one more browser tab that watches the job."""
         self.watchers += 1
         try:
             yield
@@ -81,7 +81,7 @@ class Job:
         return self.cancelled or alone
 
     def change(self, **values: Any) -> None:
-        """Set fields, and increase `version` so that tabs notice the change."""
+        """Set fields of the job, and increase `version` so that tabs receive the change."""
         for name, value in values.items():
             setattr(self, name, value)
         self.version += 1
@@ -93,7 +93,7 @@ class Job:
 
 
 class Queue:
-    """A queue of jobs, which one thread draws in order of arrival. It keeps the latest pictures."""
+    """A queue of drawing jobs. One thread draws them in order, and the latest pictures are kept."""
 
     def __init__(self, models: Mapping[str, Loaded]) -> None:
         """Start the thread that draws. `models` maps names to models."""
@@ -118,7 +118,7 @@ class Queue:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job. It ends at its next evaluation of the network, or before it begins."""
+        """Cancel a job: at once if it waits, otherwise at its next network evaluation."""
         job.cancelled = True
         with self._lock:
             self._waiting()
@@ -179,10 +179,7 @@ class Queue:
     def _draw_rows(
         self, job: Job, name: str, choices: dict[str, Any], rows: Sequence[tuple[int, Picture]]
     ) -> None:
-        """Draw pictures that have the same settings.
-
-        Pictures that are in memory are not drawn again.
-        """
+        """Draw pictures with the same settings, except those that are still in memory."""
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
         if job.unwanted:
             raise Cancelled
@@ -200,10 +197,7 @@ class Queue:
         job.change(drawn=count, looks={})
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
-        """Keep a picture in memory.
-
-        If there are too many, drop the least recently requested ones.
-        """
+        """Keep a picture in memory, and drop the least recently requested ones over the limit."""
         with self._lock:
             before = self._files.pop(picture, ())
             self._files[picture] = files
@@ -213,7 +207,7 @@ class Queue:
 
 
 class _Looks:
-    """Updates a job's previews at intervals. Raises Cancelled if the job is unwanted.
+    """Callback that updates a job's previews. Raises Cancelled if the job is unwanted.
 
     A new batch of pictures begins when the size of the images changes, as between the stages of a
     cascade. It also begins when the noise level returns to the first level of this size.

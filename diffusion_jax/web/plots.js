@@ -16,7 +16,7 @@ export function element(name, attributes = {}, ...children) {
   return node;
 }
 
-// Distinct colours: hues by the golden angle, each turn a little darker or lighter.
+// Distinct colours: hues at multiples of the golden angle, a little darker or lighter by turns.
 export function colour(n) {
   return `hsl(${(211 + 137.508 * n) % 360} 62% ${[47, 40, 56][Math.floor(n / 7) % 3]}%)`;
 }
@@ -83,7 +83,7 @@ export function plot({title, x, y, lines, bands = [], log = false, note = ""}) {
       `${inside(across(at), LEFT, WIDTH - RIGHT)} ${inside(up(ends[n]), TOP, HEIGHT - BOTTOM)}`);
     svg.append(element("path", {class: "band", d: `M${[...side(band.low), ...side(band.high).reverse()].join("L")}Z`}));
   }
-  const hits = element("g");  // Above all lines.
+  const hits = element("g");  // Click targets are drawn above all lines.
   lines.forEach((line, n) => svg.append(drawn(line, n, across, up, hits)));
   svg.append(hits);
   const legend = element("ul", {class: "legend"}, ...lines.map((line, n) => element("li", {},

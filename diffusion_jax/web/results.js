@@ -4,7 +4,7 @@
 import {element, plot, short} from "/plots.js";
 
 export const $ = (id) => document.getElementById(id);
-const frozen = JSON.parse($("kept")?.textContent ?? "null");  // The data of a frozen page, by address.
+const frozen = JSON.parse($("kept")?.textContent ?? "null");  // The data of a report, by URL.
 
 export const get = async (path) => frozen ? frozen[path] : answer(await fetch(path));
 export const post = async (path, body) => answer(await fetch(path, {
@@ -158,7 +158,8 @@ function drawLike(sweep, point) {
 const last = (values) => values.at(-1);
 const median = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
 const TOTAL = /^heldout\/.*\/loss$/;
-// Title, test of a metric's key, whether logarithmic, and label and function of a curve's number.
+// Rows: title, test of a metric's key, whether the axis is logarithmic, and, for the note below the
+// plot, a label and a function that reduces a curve to one number.
 const FIGURES = [
   ["Loss", (key) => key === "loss", true, "Median", median],
   ["Loss by noise level", (key) => key.startsWith("loss/"), true],
@@ -246,7 +247,7 @@ async function turn(view) {
   }
 }
 
-// Show the view that the address names. `drawing` returns and follows addresses of drawings.
+// Show the view that the URL names. `drawing` makes and follows URLs of drawings (see draw.js).
 export async function open(title, drawing) {
   document.title = $("title").textContent = title;
   const follow = async () => {

@@ -17,7 +17,7 @@ from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
 Workdirs = Mapping[str, Sequence[str]]
 Show = Callable[[pathlib.Path], str]
-"""A function that returns the address of a picture for the page."""
+"""A function that returns the URL under which the web page loads a picture file."""
 _SAMPLES = "samples"
 _MAX_POINTS = 400  # The largest number of points in a curve.
 _LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
@@ -25,9 +25,9 @@ _CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), content).
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the stages of each model by name.
+    """Return the workdirs of each model's stages, keyed by a unique name.
 
-    Names are unique and come from the model's last workdir.
+    The name comes from the last workdir of the model.
     """
     models: dict[str, list[str]] = {}
     for stages in workdirs:
@@ -40,10 +40,10 @@ def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
-    """Return (model name, sweep) for each sweep of these models.
+    """Return (model name, sweep) for each evaluation sweep of these models.
 
-    The workdir of a cascade's first stage holds the sweeps of the cascade, and those of that stage
-    alone.
+    The workdir of a cascade's first stage holds both the sweeps of the cascade and those of the
+    first stage alone; only those that match the model are returned.
     """
     drawn = []
     for name, stages in workdirs.items():
@@ -53,7 +53,7 @@ def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
 
 
 def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
-    """Return the data of the sweep view: points with scores, settings, pictures and metadata."""
+    """Return the data of the page's sweep view: points with scores, settings and pictures."""
     filled = [(name, one) for name, one in named_sweeps if one.rows]
     metrics = {
         column: {"label": metric.label, "axis": metric.axis or metric.label,
@@ -68,11 +68,11 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
 
 
 def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[str, Any]:
-    """Return the data of the training view: curves, progress, samples, and differences of configs.
+    """Return the data of the page's training view: curves, samples, differences of configs.
 
     Args:
         workdirs: The workdirs of the stages of each model, by the model's name.
-        show: Returns the address of a picture.
+        show: Returns the URL of a picture.
         most: The number of pictures per run, spread evenly from the first to the last. None shows
             all.
     """
@@ -95,10 +95,7 @@ def _runs(workdirs: Workdirs) -> dict[str, str]:
 
 
 def _stages(one: SweepResult) -> list[str] | None:
-    """Return the folder names of the cascade's stages that drew a sweep.
-
-    Return None for a single model.
-    """
+    """Return the folder names of the stages of the cascade in a sweep; None for single models."""
     for scored in one.scored.values():
         models = scored.card.get("models") or ()
         if len(models) > 1:
@@ -166,10 +163,7 @@ def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
 
 
 def _number(row: sweep.Row, column: str) -> float | None:
-    """Return the number in a column of scores, interval ends or guidance.
-
-    Return None if not finite.
-    """
+    """Return a column's value if it is a finite score, interval end or guidance, else None."""
     name = re.sub("_(low|high)$", "", column)
     shown = (name in table.shown() or column == "guidance") and row[column]
     return float(row[column]) if shown and math.isfinite(float(row[column])) else None
@@ -207,7 +201,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
 
 
 def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[float, float]]:
-    """Yield means over groups of `every` neighbours, so that a curve has a few hundred points."""
+    """Yield means over groups of `every` neighbours, to reduce a curve to fewer points."""
     for i in range(0, len(pairs), max(1, every)):
         part = pairs[i : i + every]
         yield sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)

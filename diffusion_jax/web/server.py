@@ -60,23 +60,23 @@ class Site:
         """Start the queue of jobs.
 
         Args:
-            package: The package whose commands draw the same pictures.
+            package: The system's package, whose command `sample` draws the same pictures.
             models: The models by name.
             workdirs: The workdirs of the stages of each model, by the model's name.
         """
         self.package, self.models, self.workdirs = package, dict(models), dict(workdirs)
         self.queue = Queue(self.models)
         self.shown: dict[str, pathlib.Path] = {}
-        """Pictures of runs, keyed by the name under which the page may request them."""
+        """Paths of pictures, keyed by the name under which the page may request them."""
 
     def show(self, picture: pathlib.Path) -> str:
-        """Return the address of a picture that belongs to a run."""
+        """Let the page request a picture file of a run, and return its URL."""
         name = hashlib.blake2b(str(picture).encode(), digest_size=12).hexdigest()
         self.shown[name] = picture
         return f"/api/shown/{name}.png"
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return the description of a model for the page: checkpoints, averages and settings."""
+        """Return what the page shows about a model: checkpoints, weight averages and settings."""
         model = self.models[name]
         last = model.stages[-1]
         folder = files.path(last.workdir) / runs.CHECKPOINTS
@@ -97,26 +97,26 @@ class Site:
         }
 
     def picture(self, request: Any) -> Picture:
-        """Return the one picture that a request describes.
+        """Check a browser's request for one picture, and return its settings.
 
-        Raise ValueError if the request is invalid.
+        Raises ValueError if the request is invalid.
         """
         if not isinstance(request, dict):
-            raise ValueError("a picture is an object with model, prompt, seed and choices")
+            raise ValueError("a picture must be a JSON object with model, prompt, seed and choices")
         name, prompt, seed = (request.get(k) for k in ("model", "prompt", "seed"))
         if name not in self.models:
             raise ValueError(f"there is no model {name!r}: choose from {', '.join(self.models)}")
         if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > _MAX_LETTERS:
-            raise ValueError(f"a prompt is a text of 1 to {_MAX_LETTERS:,} letters")
+            raise ValueError(f"the prompt must be a text of 1 to {_MAX_LETTERS:,} letters")
         if type(seed) is not int or not 0 <= seed < 2**31:
             raise ValueError(f"the seed is {seed!r}: it must be a whole number from 0 to 2^31 - 1")
         values = request.get("choices") or {}
         if not isinstance(values, dict):
-            raise ValueError("choices are an object of names and values")
+            raise ValueError("choices must be a JSON object of names and values")
         return Picture(name, prompt, seed, tuple(sorted(_checked(self.models[name], values))))
 
     def command(self, picture: Picture) -> str:
-        """Return the shell command that draws the same picture, even after further training."""
+        """Return the shell command that draws a picture again, even after further training."""
         words = ["python", "-m", f"{self.package}.sample"]
         words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model]]
         words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
@@ -135,7 +135,7 @@ class Site:
         return shlex.join([*words, "--out=pictures"])
 
     def report(self, job: Job) -> dict[str, Any]:
-        """Return the progress of a job, for the browser tab that watches it."""
+        """Return the progress of a drawing job as JSON values, for the tab that watches it."""
         return {
             "state": job.state,
             "ahead": self.queue.ahead(job) if job.state == "waiting" else 0,
@@ -147,7 +147,7 @@ class Site:
 
 
 def settings(model: Loaded) -> Options:
-    """Return the options that can override a model's settings after it is opened."""
+    """Return the options that can change the settings of an open model."""
     return {n: option for n, option in model.options.items() if option.field and not option.at_load}
 
 
@@ -292,7 +292,7 @@ def _png(content: bytes | None) -> Response:
 
 
 async def _json(request: Request) -> Any:
-    """Return the JSON of a request from our page; browsers stop other sites from sending JSON."""
+    """Return the JSON of a request from the page; browsers stop other sites from sending JSON."""
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise ValueError("the content-type of the request must be application/json")
     parts, size = [], 0
@@ -324,7 +324,7 @@ def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
 def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of a request, with checked types.
 
-    A list, which holds one value per stage, becomes a tuple. Raise ValueError for a name, type or
+    A list, which holds one value per stage, becomes a tuple. Raises ValueError for a name, type or
     value that is not allowed.
     """
     weights = {name: model.options[name] for name in ("ema", "checkpoint")}

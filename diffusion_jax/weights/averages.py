@@ -1,11 +1,11 @@
-"""Power-function averages of parameters: their names, their profiles, and how to combine them.
+"""Compute with power-function averages of parameters: their names, profiles and combinations.
 
 After t steps, the average with exponent gamma is the mean of the parameters of steps k = 1 ... t,
-weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This profile excludes the initial weights, and
-its width grows with the run. In contrast, the profile of a constant decay spans a fixed number of
-steps. The relative width sigma_rel is the standard deviation of the profile divided by t; 0.05 and
-0.10 are common. See Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion
-Models", section 3 and appendix C.
+weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This sequence of weights, the profile, excludes
+the initial parameters, and its width grows with the run. In contrast, the profile of a constant
+decay spans a fixed number of steps. The relative width sigma_rel is the standard deviation of the
+profile divided by t; 0.05 and 0.10 are common. See Karras et al. 2024, "Analyzing and Improving the
+Training Dynamics of Diffusion Models", section 3 and appendix C.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def canonical(name: str, stored: Sequence[str]) -> str:
 
 
 def order(name: str) -> tuple[bool, float]:
-    """Return a sort key for names of averages: power functions by width come first, then decays."""
+    """Return a sort key for names of averages: power functions by width, then EMAs by decay."""
     return not name.startswith(POWER), float(name.removeprefix(POWER))
 
 
@@ -63,7 +63,7 @@ def exponent(width: float) -> float:
 def combination(
     steps: Sequence[int], widths: Sequence[float], step: int, width: float
 ) -> tuple[Float[np.ndarray, "N"], float]:
-    """Return coefficients that combine stored averages into another one, and the relative error.
+    """Return coefficients that combine stored averages into another average, and the error.
 
     The coefficients are a least-squares fit of the profiles (the paper's algorithm 3) under the
     constraint that they sum to 1. So the result is a mean of weights even with few averages.

@@ -1,7 +1,7 @@
 """Make Orbax and TensorStore read and write checkpoints in buckets: gs:// and s3://.
 
 Object stores have no rename. So Orbax writes a checkpoint under its final name, and writes a commit
-file last. Each process writes its shards of arrays directly from memory with TensorStore's drivers.
+file last. Each process writes its parts of arrays directly from memory with TensorStore's drivers.
 TensorStore supports both stores, but Orbax 0.12 supports only Google's. So this module replaces
 four of Orbax's functions. Checkpoints in both stores have the same layout.
 """
@@ -18,7 +18,7 @@ _SCHEMES = tuple(f"{scheme}://" for scheme in remote.SCHEMES)
 
 
 def absolute(url: str) -> epath.Path:
-    """Return the path for Orbax of a folder in a bucket."""
+    """Return a bucket folder's path for Orbax, and prepare Orbax for buckets."""
     remote.system(url.partition("://")[0])  # Raises an error if the store's package is missing.
     _prepare()
     return epath.Path(url)
@@ -43,7 +43,7 @@ def _prepare() -> None:
 
 
 def _amazon(path: str) -> dict[str, Any] | None:
-    """Return TensorStore's description of a folder in an S3 bucket, or None for other paths."""
+    """Return the TensorStore spec of a folder in an S3 bucket, or None for other paths."""
     if not path.startswith("s3://"):
         return None
     bucket, _, inside = path.removeprefix("s3://").partition("/")

@@ -1,4 +1,4 @@
-"""Name the blocks of OpenAI's guided-diffusion UNet. The files of LDM and NeMo use these names."""
+"""Name UNet blocks as in OpenAI's guided-diffusion, whose names LDM and NeMo use too."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from diffusion_jax.weights.torch_weights import Rules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
-    """Return the torch name of each block, such as {"down_0_1_attn": "input_blocks.2.1"}.
+    """Return a map from our UNet blocks to torch names: {"down_0_1_attn": "input_blocks.2.1"}.
 
     Args:
         num_blocks: The number of blocks per level.
@@ -35,7 +35,7 @@ def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]
 def layer_name(
     path: str, places: Mapping[str, str], ends: Rules, inside: Rules, halve: str = "op"
 ) -> str:
-    """Return the torch name of a layer.
+    """Return the torch name of a UNet layer.
 
     Args:
         path: The layer's path in our params.

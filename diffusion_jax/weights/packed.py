@@ -1,6 +1,6 @@
 """Pack parameters into one small .safetensors file of 8-bit integers with a scale per channel.
 
-In a checkpoint's folder, such a file can replace the folder of parameters that Orbax wrote.
+In a checkpoint's folder, such a packed file can replace the folder of parameters that Orbax wrote.
 """
 
 import pathlib
@@ -40,7 +40,7 @@ def write(path: pathlib.Path, params: Params) -> None:
 
 
 def read(path: pathlib.Path, abstract: Params) -> Params:
-    """Read parameters from a packed file.
+    """Read parameters from a packed file (8-bit integers with a scale per channel).
 
     `abstract` is a tree of jax.ShapeDtypeStructs that sets the types and shardings.
     """
@@ -57,7 +57,7 @@ def read(path: pathlib.Path, abstract: Params) -> Params:
 
 
 def shapes(path: pathlib.Path) -> dict[str, Any]:
-    """Return the shapes in a packed file as a tree of float32 jax.ShapeDtypeStructs."""
+    """Return the shapes of packed parameters as a tree of float32 jax.ShapeDtypeStructs."""
     tree: dict[str, Any] = {}
     for name, array in torch_weights.read(path).items():
         *groups, last = name.split("/")

@@ -1,6 +1,6 @@
 """Find pretrained weights in a folder or on the Hugging Face Hub, and open them.
 
-Files are mapped into memory, and their arrays become `Stored`. Each device reads only the parts
+Files are mapped into memory, and arrays stay in them as `Stored`. Each device reads only the parts
 that it needs, so a host never holds a second copy of a model.
 """
 
@@ -47,7 +47,7 @@ _HUB_KINDS = {
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:
-    """Return the folder of a model. If no such folder exists, download "owner/model" from the Hub.
+    """Return a model's local folder, downloading "owner/model" from the Hugging Face Hub if needed.
 
     Raises:
         FileNotFoundError: There is no such folder, and the Hub has no such model.
@@ -106,7 +106,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Map the weights in a model's folder into memory, and return the arrays by name.
 
-    The function reads all files that `save_pretrained` of transformers and diffusers writes:
+    It reads all files that `save_pretrained` of transformers and diffusers writes:
     safetensors or pickles (.bin), in one file or in shards with an index. Code in a pickle is never
     executed. A variant such as fp16 is read only if the folder has no other weights.
 
@@ -219,7 +219,7 @@ def digest(params: Any) -> str:
 
 
 def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
-    """Return the files that hold or index a complete model and their sort keys, best first."""
+    """Return sort keys and paths of files that hold or index a model's weights, best first."""
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
         (m["variant"] or m["of_shards"] or "", m["kind"] == "bin", not m["index"], path.name, path)
@@ -229,7 +229,7 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.P
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    """Return whether the file is an index, and all shards in it are missing."""
+    """Return whether a file is an index of shards that are all missing."""
     shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
     return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
 
@@ -261,7 +261,7 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
 def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
     """Return the only safetensors file in a folder.
 
-    Raise an error that lists its files otherwise.
+    Raises ValueError or FileNotFoundError, which describes the files, if there is not just one.
     """
     files = sorted(path for path in folder.glob("*") if path.is_file())
     adapters = [path.name for path in files if _ADAPTER.fullmatch(path.name)]
@@ -299,7 +299,7 @@ def _check_unquantised(folder: pathlib.Path) -> None:
 
 
 def _is_sound(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry's number of bytes matches its shape. Unknown types always match."""
+    """Return whether an array's bytes in a file match its shape; True for unknown types."""
     (start, end), shape = entry["data_offsets"], entry["shape"]
     width = np.dtype(_DTYPES.get(entry["dtype"], np.void)).itemsize
     smallest = min((start, *shape)) if shape else start

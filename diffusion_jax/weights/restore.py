@@ -20,12 +20,12 @@ from diffusion_jax.task import Params
 from diffusion_jax.weights import averages, buckets, packed
 
 EMA = "ema_"
-"""The prefix of an average's item in a checkpoint.
+"""The prefix in the name of an item of a checkpoint that holds an average.
 
-Its decay, or "power-" and its width, follows.
+The decay ("0.9999") or the power-function name ("power-0.05") follows.
 """
 SNAPSHOTS = "snapshots"
-"""The name of the folder of snapshots, next to the folder of checkpoints."""
+"""The folder of snapshots of power-function averages, next to the folder of checkpoints."""
 _NOTHING = 1e-7  # Averages with a smaller coefficient are below float32's precision.
 _FAR = 0.05  # A larger relative error of an average's profile causes a warning.
 
@@ -35,7 +35,7 @@ Trace = tuple[int, epath.Path, str]
 
 
 class Damaged(ValueError):
-    """The error for a checkpoint whose files differ from what was saved."""
+    """Error for a checkpoint whose files are damaged."""
 
 
 def load_params(
@@ -44,7 +44,7 @@ def load_params(
     average: str = "ema",
     step: int | None = None,
 ) -> Params:
-    """Load parameters without reading the optimizer.
+    """Load parameters from a checkpoint, without the optimizer.
 
     Args:
         directory: The folder of the checkpoints.
@@ -69,7 +69,7 @@ def load_params(
 def load_params_and_step(
     directory: str | os.PathLike[str], abstract_params: Params, average: str, step: int | None
 ) -> tuple[Params, int]:
-    """Load parameters without the optimizer, and return them with the step of their checkpoint.
+    """Load parameters, without the optimizer; return them and the step of their checkpoint.
 
     Arguments and errors are the same as for `load_params`.
     """
@@ -88,7 +88,7 @@ def load_params_and_step(
 
 
 def name_of(folder: epath.Path, average: str) -> str:
-    """Return the full name, such as "power-0.05", of an average in the folder of one step."""
+    """Return the full name of an average in a step's folder: "0.05" may mean "power-0.05"."""
     return averages.canonical(average, stored(folder))
 
 
@@ -99,7 +99,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def absolute(directory: str | os.PathLike[str]) -> epath.Path:
-    """Return the folder of the checkpoints as a path for Orbax."""
+    """Return a folder of checkpoints as an absolute path for Orbax."""
     if remote_path := files.remote(directory):
         return buckets.absolute(str(remote_path))
     return epath.Path(directory).absolute()
@@ -150,12 +150,12 @@ def _check_sound(root: epath.Path, step: int, items_of: Callable[[int], Collecti
     if damage := _damage(root, step, items_of(step)):
         raise Damaged(
             f"the checkpoint {root / str(step)} is damaged ({damage}): choose another of "
-            f"{steps(root)}, or none for the newest sound one"
+            f"{steps(root)}, or none for the newest undamaged one"
         )
 
 
 def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
-    """Return a message about the first damaged item of a checkpoint, or None.
+    """Return a message about the first damaged item of a checkpoint, or None for no damage.
 
     If `items` is empty, all items are checked.
     """
@@ -165,7 +165,7 @@ def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
 
 
 def stored(root: epath.Path) -> list[str]:
-    """Return the names of the averages in a step's folder, sorted: first widths, then decays."""
+    """Return the names of the averages in a step's folder: power functions, then EMAs."""
     names = [path.name.removeprefix(EMA) for path in root.glob(f"{EMA}*")]
     return sorted(names, key=averages.order)
 
@@ -176,9 +176,10 @@ def powers(root: epath.Path) -> list[str]:
 
 
 def items_of(root: epath.Path, average: str) -> list[str]:
-    """Return the names of the items to read for an average.
+    """Return the names of a checkpoint's items to read for an average.
 
-    This is the item that holds the average, or else all power-function averages to compute it from.
+    This is the item that holds the average. For a power-function average that was not stored, these
+    are all stored power-function averages, from which it is computed.
 
     Raises:
         ValueError: The step's folder has no such average.
@@ -207,7 +208,7 @@ def items_of(root: epath.Path, average: str) -> list[str]:
 def traces(root: epath.Path, step: int) -> list[Trace]:
     """Return the power-function averages that were stored up to a step.
 
-    They are read from snapshots. If `step` has no snapshot, those in its checkpoint are added.
+    They come from snapshots. If `step` has no snapshot, the averages in its checkpoint are added.
 
     Args:
         root: The folder of the checkpoints.
@@ -220,7 +221,7 @@ def traces(root: epath.Path, step: int) -> list[Trace]:
 
 
 def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -> Params:
-    """Compute an average of a width that was not stored from the undamaged stored averages."""
+    """Compute a power-function average that was not stored from the undamaged stored ones."""
     sources = []
     for saved_step, folder, source in traces(root, step):
         if damage := _damage(folder.parent, saved_step, [EMA + source]):
@@ -261,7 +262,7 @@ def check_averages(root: epath.Path, expected: list[str]) -> None:
 
 
 def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
-    """Load items from a step's folder.
+    """Load items of a checkpoint, such as parameters or averages, from a step's folder.
 
     `abstract` maps the name of each item to a tree of shapes, types and shardings.
     """
@@ -273,7 +274,7 @@ def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
 
 
 def shapes(root: epath.Path, item: str) -> Any:
-    """Return the shapes of an item of a step as a tree of float32 jax.ShapeDtypeStructs."""
+    """Return the shapes of a checkpoint's item as a tree of float32 jax.ShapeDtypeStructs."""
     with _readable(root):
         if item == packed.FILE:
             return packed.shapes(_item_path(root, item))
@@ -283,7 +284,7 @@ def shapes(root: epath.Path, item: str) -> Any:
 
 
 def _item_path(root: epath.Path, item: str) -> Any:
-    """Return the path of an item. A packed file in a bucket is copied to this machine first."""
+    """Return an item's path. A packed file in a bucket is first copied to this machine."""
     return files.local(str(root / item)) if item == packed.FILE else root / item
 
 
@@ -335,6 +336,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return a leaf with a sharding. Without one, it gets the sharding of the first device."""
+    """Return a leaf with its sharding, or on the first device if it has none."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

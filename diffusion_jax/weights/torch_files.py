@@ -83,14 +83,14 @@ def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class _Storage(NamedTuple):
-    """A flat array in the file."""
+    """A flat array in a torch file, which several tensors may share."""
 
     name: str
     dtype: np.dtype
 
 
 class _Tensor(NamedTuple):
-    """A view of a storage. Its offset and strides count elements."""
+    """A torch tensor: a view of a storage, with offset and strides in elements."""
 
     storage: _Storage
     offset: int
@@ -99,7 +99,7 @@ class _Tensor(NamedTuple):
 
 
 class _Nothing:
-    """A stand-in for all classes and functions named in a pickle, which does nothing."""
+    """A class that does nothing. It replaces all other classes and functions in a pickle."""
 
     def __new__(cls, *_, **__):
         return super().__new__(cls)
@@ -163,11 +163,11 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(file) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"it holds {len(pickles)} files data.pkl instead of one")
+            raise ValueError(f"the zip holds {len(pickles)} files data.pkl instead of one")
         root = pickles[0].removesuffix("data.pkl")
         order = f"{root}byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
-            raise ValueError("it was written on a big-endian machine, which is not supported")
+            raise ValueError("the file was written on a big-endian machine, which is not supported")
         with archive.open(pickles[0]) as pickled:
             content = _Unpickler(pickled).load()
         data = np.memmap(file, np.uint8, mode="r")
@@ -176,7 +176,7 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
 
 
 def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) -> np.ndarray:
-    """Return the bytes of a file in a zip. `data` is the memory-mapped zip."""
+    """Return the bytes of member `name` of a zip; `data` is the memory-mapped zip."""
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED:  # torch does not compress.
         return np.frombuffer(archive.read(name), np.uint8)
@@ -185,7 +185,7 @@ def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) 
     start = header + 30 + int(lengths.sum())
     content = data[start : start + info.file_size]
     if check and zlib.crc32(content.data) != info.CRC:
-        raise ValueError(f"{name} in it is damaged: download it again")
+        raise ValueError(f"{name} in the zip is damaged: download the file again")
     return content
 
 
@@ -193,17 +193,17 @@ _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 def _map_old(file: IO[bytes]) -> dict[str, np.ndarray]:
-    """Read the format before torch 1.6: magic number, version, machine, content, keys, arrays."""
+    """Read a checkpoint from before torch 1.6: magic, version, machine, content, keys, arrays."""
     try:
         file.seek(0)
         magic = _Unpickler(file).load()
     except Exception:
         magic = None
     if magic != _OLD_MAGIC:
-        raise ValueError("it is not a torch checkpoint, neither in the zip nor the older format")
+        raise ValueError("the file is not a torch checkpoint, neither in zip nor in older format")
     _, machine = _Unpickler(file).load(), _Unpickler(file).load()
     if not machine.get("little_endian"):
-        raise ValueError("it was written on a big-endian machine, which is not supported")
+        raise ValueError("the file was written on a big-endian machine, which is not supported")
     pickled = _Unpickler(file)
     content, keys = pickled.load(), _Unpickler(file).load()
     spans, start, data = {}, file.tell(), np.memmap(file, np.uint8, mode="r")
@@ -213,7 +213,7 @@ def _map_old(file: IO[bytes]) -> dict[str, np.ndarray]:
         spans[key] = slice(start + 8, start + 8 + size)
         start = spans[key].stop
     if start > len(data):
-        raise ValueError("it is truncated: download it again")
+        raise ValueError("the file is truncated: download it again")
     return _arrays(content, lambda name: data[spans[name]])
 
 
@@ -225,21 +225,21 @@ def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.n
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
-    """Return the arrays of a checkpoint by name. Other values are left out."""
+    """Return the tensors of a checkpoint's state dict by name, without its other values."""
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     values = content.items() if isinstance(content, Mapping) else ()
     tensors = {name: value for name, value in values if isinstance(value, _Tensor)}
     if not tensors:
         keys = sorted(map(str, content))[:8] if isinstance(content, Mapping) else type(content)
-        raise ValueError(f"it holds {keys} instead of a state dict of arrays")
+        raise ValueError(f"the file holds {keys} instead of a state dict of arrays")
     return tensors
 
 
 def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
-    """Return a tensor as a view of its storage's bytes.
+    """Return a tensor as an array that views its storage's bytes.
 
-    Raise ValueError if it exceeds the storage.
+    Raises ValueError if it exceeds the storage.
     """
     storage, offset, shape, strides = tensor
     size = storage.dtype.itemsize
@@ -258,8 +258,8 @@ def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
         content = tar.extractfile(members[0]) if len(members) == 1 else None
         if content is None:
             raise ValueError(
-                f"it holds {len(members)} files {name} instead of one: merge models that NeMo "
-                "split over several devices"
+                f"the .nemo file holds {len(members)} files {name} instead of one: merge models "
+                "that NeMo split over several devices"
             )
         shutil.copyfileobj(content, copy)
         copy.seek(0)

@@ -1,7 +1,7 @@
 """Convert torch state dicts to params and back, with a table that uses every key exactly once.
 
-A table is a list of entries, one for each array. A missing key, a superfluous key or another shape
-is an error. So a conversion that succeeds has lost nothing.
+A table is a list of entries, one for each array. A missing key, a superfluous key or a wrong shape
+is an error, so a conversion that succeeds has lost nothing.
 """
 
 import json
@@ -54,10 +54,7 @@ class Entry(NamedTuple):
 
 
 Rules = Sequence[tuple[str, str]]
-"""Pairs of a regular expression and torch's name.
-
-The first one that matches a whole path applies.
-"""
+"""Pairs of a regular expression for paths and a torch name; the first that matches applies."""
 
 
 def rename(path: str, rules: Rules) -> str:
@@ -74,7 +71,7 @@ def table(
     name_of: Callable[[str], str],
     layouts: Sequence[tuple[str, Layout]] = (),
 ) -> list[Entry]:
-    """Return a table with an entry for each array of params.
+    """Return a conversion table with an entry for each array of params.
 
     Args:
         params: The params, which may be abstract.
@@ -100,12 +97,16 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
 def to_stored(
     state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
 ) -> Any:
-    """Convert a state dict to params. The leaves are `Stored`: the arrays stay in their file."""
+    """Convert a state dict to params with `Stored` leaves: the arrays stay in their file.
+
+    Raises:
+        ValueError: Keys are missing or superfluous, or shapes differ.
+    """
     return _arranged(state, table, abstract_params, lambda array: Stored(array, dtype))
 
 
 def to_state_dict(params: Any, table: Sequence[Entry]) -> dict[str, Float[np.ndarray, "..."]]:
-    """Convert params to a state dict, in the table's order."""
+    """Convert params to a torch state dict, in the table's order."""
     arrays = {_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     _check_table(table, arrays)
     return {e.torch: np.ascontiguousarray(e.layout.to_torch(arrays[e.path])) for e in table}
@@ -233,7 +234,7 @@ def _arranged(
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
-    """Raise ValueError unless the table has every parameter exactly once and no key twice."""
+    """Raise ValueError unless the table has every parameter once and no torch key twice."""
     paths = set(paths)
     twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
              for n, count in e.items() if count > 1]  # fmt: skip

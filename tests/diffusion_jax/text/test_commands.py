@@ -86,4 +86,4 @@ def test_what_cannot_be_converted_is_named(run, tmp_path):
     assert (code, err) == (2, f"error: {tmp_path} is not empty: choose a new folder\n")
     code, _, err = run("convert", tmp_path, tmp_path / "out")
     assert code == 2
-    assert "pytorch_model.bin: ValueError: it is not a torch checkpoint" in err
+    assert "pytorch_model.bin: ValueError: the file is not a torch checkpoint" in err

@@ -196,8 +196,8 @@ def test_the_command_has_what_the_page_was_started_with(slow):
     ("picture", "message"),
     [
         (asked(model="other"), "there is no model 'other': choose from slow"),
-        (asked(prompt=" "), "a prompt is a text of 1 to 2,000 letters"),
-        (asked(prompt="a" * 2001), "a prompt is a text of 1 to 2,000 letters"),
+        (asked(prompt=" "), "the prompt must be a text of 1 to 2,000 letters"),
+        (asked(prompt="a" * 2001), "the prompt must be a text of 1 to 2,000 letters"),
         (asked(seed=2**31), "the seed is 2147483648"),
         (asked(seed="1"), "the seed is '1'"),
         (asked(choices={"steps": 1001}), "steps is 1001: it must be at most 1,000 on this page"),
@@ -208,7 +208,7 @@ def test_the_command_has_what_the_page_was_started_with(slow):
             asked(choices={"checkpoint": float("inf")}),
             "checkpoint is inf: it must be",
         ),
-        ("a", "a picture is an object"),
+        ("a", "a picture must be a JSON object"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_a_line(site, picture, message):
