@@ -58,7 +58,7 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return encode(texts) of `make_encode` for this process's devices only.
+    """Return a function like that of `make_encode` that uses only this process's devices.
 
     So no process waits for another. `batch_tokens` is the number of tokens per device.
     """

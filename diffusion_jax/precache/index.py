@@ -188,7 +188,7 @@ def _columns() -> list[str]:
 
 
 def _header(texts: int) -> bytes:
-    """Return the header of a safetensors file with these columns."""
+    """Return the safetensors header of an index file with `texts` entries."""
     entries, end = {}, 0
     for name in _columns():
         start, end = end, end + texts * _ENTRY[name].itemsize

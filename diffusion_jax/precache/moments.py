@@ -25,7 +25,7 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
 class Work(NamedTuple):
-    """Options of an encoding run. `shard` and `batch` are the images per shard and batch."""
+    """Options of an encoding run: the images per shard and per batch, and how to run."""
 
     shard: int
     batch: int

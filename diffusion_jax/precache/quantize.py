@@ -16,9 +16,9 @@ _GROUP = 64
 
 
 def num_groups(width: int) -> int:
-    """Return the number of groups of 64 channels, or fewer if 64 does not divide the width.
+    """Return the number of channel groups that have one scale each.
 
-    Then a group has the largest power of two that divides the width.
+    A group has 64 channels, or the largest power of two that divides the width if that is smaller.
     """
     return width // math.gcd(width, _GROUP)
 

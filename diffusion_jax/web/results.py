@@ -89,7 +89,7 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
 
 
 def _runs(workdirs: Workdirs) -> dict[str, str]:
-    """Return the workdirs of all stages, each once, by the name of the folder."""
+    """Return a map from a unique name to the workdir of each stage of all models."""
     unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
     return {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
 

@@ -51,7 +51,7 @@ def order(name: str) -> tuple[bool, float]:
 
 
 def exponent(width: float) -> float:
-    """Return the exponent gamma for a relative width.
+    """Return the exponent gamma of a power-function average with a given relative width.
 
     gamma solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)). It is the largest root of the
     paper's cubic (equation 126).

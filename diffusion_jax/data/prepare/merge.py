@@ -137,7 +137,7 @@ def _last(name: str) -> str:
 
 
 class _Places(NamedTuple):
-    """Temporary tables of the places of all embeddings, split by key (machine/tables.py)."""
+    """Temporary tables that record where each embedding is stored (see machine/tables.py)."""
 
     folder: pathlib.Path
     tars: int
