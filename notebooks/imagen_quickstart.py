@@ -39,7 +39,7 @@ if importlib.util.find_spec("imagen_jax") is None:
     packages += ["jax[cuda13]"] if shutil.which("nvidia-smi") else []
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
-# SHIPPED may be any workdir. The command runs in a process of its own, which frees the device.
+# SHIPPED can be any workdir. The command runs in a separate process, so that it frees the GPU.
 SHIPPED = os.environ.get("SHIPPED", "models/emoji32")
 if os.path.isdir(SHIPPED):
     with open(f"{SHIPPED}/config.json") as file:
@@ -85,8 +85,8 @@ SCALES = os.environ.get("SCALES", "--guidance=1,2,3")
 display(Image(f"{WORKDIR}/evaluation/notebook/curve.png", width=600))
 
 # %% [markdown]
-# TensorBoard shows the losses, also by noise level, the pictures over time, the config, and the
-# scores by guidance scale.
+# TensorBoard shows the losses (in total and by noise level), the samples over time, the config,
+# and the scores by guidance scale.
 
 # %%
 os.environ.setdefault("TENSORBOARD_BINARY", f"{os.path.dirname(sys.executable)}/tensorboard")
@@ -96,7 +96,7 @@ os.environ.setdefault("TENSORBOARD_BINARY", f"{os.path.dirname(sys.executable)}/
 # %% [markdown]
 # ## Draw
 # An image depends only on its prompt and its seed. Change either and run the cell again. From here
-# on this notebook uses the device, so commands like those above would find no free memory on a GPU.
+# on, the notebook itself occupies the GPU, so commands like those above would run out of memory.
 
 # %%
 import imagen_jax
@@ -107,8 +107,8 @@ model.draw(prompts, seeds=[0, 1, 2])
 
 # %% [markdown]
 # All options of the sampler can be changed without loading the model again. To write your own
-# sampler, use `model.denoiser`, which returns D(x, sigma) for given prompts. This one is Euler's
-# method.
+# sampler, use `model.denoiser`, which returns D(x, sigma) for given prompts. The next cell
+# implements Euler's method.
 
 # %%
 import itertools
