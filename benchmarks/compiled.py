@@ -180,7 +180,7 @@ def _reduced() -> dict[str, dict[str, float]]:
 def _check(saved: Mapping[str, Any]) -> int:
     """Compare the blocks for --check with saved figures; return 1 if one grew over 5 %, else 0."""
     if saved["versions"] != _versions():
-        print(f"nothing to compare: saved with {saved['versions']}, installed are {_versions()}")
+        print(f"nothing to compare: saved with {saved['versions']}, now {_versions()}")
         return 0
     grown = 0
     for name, figures in _reduced().items():

@@ -93,7 +93,7 @@ def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int
         if remainder:
             raise ValueError(
                 f"batch_size {model.run.batch_size} does not divide over all {len(devices)} "
-                "devices: take a multiple of their number"
+                f"devices: choose a multiple of {len(devices)}"
             )
         mesh = sharding.make_mesh(*model.mesh, devices=devices[: nodes * per_node])
         if mesh.size != nodes * per_node:

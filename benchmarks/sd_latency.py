@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     cli.start()
     with cli.bad_input():
         if not all(size.isdigit() and int(size) for size in _BATCHES.value):
-            raise ValueError(f"--batches={','.join(_BATCHES.value)}: give numbers from 1 on")
+            raise ValueError(f"--batches={','.join(_BATCHES.value)}: give positive integers")
         tower, p = _model()
         check_pipeline(p)
 

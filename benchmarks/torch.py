@@ -87,7 +87,9 @@ def main(argv: list[str]) -> None:
         pair = _PAIRS[name](int(_WIDTH.value))
         error = _difference(pair)
         if not error < 1e-4:
-            raise AssertionError(f"{name}: the two networks differ by {error} of their output")
+            raise AssertionError(
+                f"{name}: the relative difference of outputs is {error}, not below 1e-4"
+            )
         for work in _WORK.value:
             ours, theirs = _WORKS[work](pair)
             result = {"model": name, "work": work, **_compare(ours, theirs), "difference": error}

@@ -144,7 +144,7 @@ def mesh_over(sizes: tuple[int, ...], devices: int) -> AbstractMesh:
         axes = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, sizes, strict=True))
         raise ValueError(
             f"mesh {axes} uses {math.prod(sizes)} of the target's {devices} devices: "
-            "set one size to -1, or book fewer"
+            "set one size to -1, or choose fewer devices"
         )
     return AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
 
@@ -163,8 +163,8 @@ def _slices(name: str, size: str) -> Target:
     chips = math.prod(target.sizes)
     if chips % target.chips_per_host:
         raise ValueError(
-            f"accelerator '{name}:{size}' has {chips} chips, which do not fill hosts of "
-            f"{target.chips_per_host}"
+            f"accelerator '{name}:{size}' has {chips} chips, not a multiple of the "
+            f"{target.chips_per_host} chips per host"
         )
     return target
 
@@ -172,7 +172,9 @@ def _slices(name: str, size: str) -> Target:
 def _gpus(name: str, size: str) -> Target:
     host = KINDS[name].gpus
     if not re.fullmatch(r"[1-9]\d*", size):
-        raise ValueError(f"accelerator '{name}:{size}': give a number, such as {name}:{host}")
+        raise ValueError(
+            f"accelerator '{name}:{size}': give a number of GPUs, such as {name}:{host}"
+        )
     count = int(size)
     if count > host and count % host:
         below = count // host * host

@@ -58,7 +58,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     gke = settings.read(Gke, groups["gke"], "gke")
     check(job)
     if not target.kind.pool:
-        raise ValueError(f"GKE has no {target.name}: use launch.slurm on a cluster that has it")
+        raise ValueError(f"GKE lacks {target.name}: use launch.slurm on a cluster that has it")
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),
@@ -76,8 +76,8 @@ def check(job: Job) -> None:
         )
     if not job.workdir.startswith("gs://"):
         raise ValueError(
-            f"job.workdir is {job.workdir!r}, but other hosts do not see a local folder, and it is "
-            "lost with its machine: choose a folder in a bucket, gs://BUCKET/..."
+            f"job.workdir is {job.workdir!r}, but other hosts cannot read a local folder, and it "
+            "is lost when its machine stops: choose a folder in a bucket, gs://BUCKET/..."
         )
 
 

@@ -80,7 +80,9 @@ def main(argv: list[str]) -> None:
         traced = estimate.trace(modelled)
     compiled, notes = None, list(model.notes)
     if lacks_kernel:
-        notes.append("blockwise attention models the kernel's memory: neither stores the scores")
+        notes.append(
+            "blockwise attention models the kernel's memory: neither stores the attention scores"
+        )
     if not _FAST.value:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
             compiled, compiler_notes = compiling.analyse(model, target, mesh)

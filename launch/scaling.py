@@ -83,7 +83,10 @@ def best(traced: Traced, target: Target, mfu: float) -> Choice:
     shapes = {(1, target.devices), (max(1, target.devices // 8), min(8, target.devices))}
     fastest = choice.best(traced, target, mfu, sorted(shapes))
     if fastest is None:
-        raise ValueError(f"nothing fits on {target.devices} {target.name}")
+        raise ValueError(
+            f"no mesh and micro batch fit into the memory of {target.devices} {target.name}: "
+            "choose more devices, or a smaller model"
+        )
     return fastest
 
 

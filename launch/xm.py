@@ -46,11 +46,11 @@ def check(job: Job, target: Target, executor: str) -> None:
     """Raise ValueError if XManager cannot start the job on the executor "local" or "vertex"."""
     if job.secrets:
         raise ValueError(
-            "job.secrets are not supported by XManager: set the variables where the run starts"
+            "job.secrets are not supported by XManager: set them in the environment of the runs"
         )
     if executor == "local":
         if "://" in job.workdir:
-            raise ValueError(f"job.workdir is {job.workdir!r}: give a folder of this machine")
+            raise ValueError(f"job.workdir is {job.workdir!r}: choose a folder on this machine")
         return
     if target.name != "a100" or target.hosts > 1:
         raise ValueError(

@@ -118,7 +118,9 @@ def lines(audit: Audit) -> list[str]:
     if audit.gathers:
         text.append("gathered: " + ", ".join(f"{gib(n)} {t}" for t, n in audit.gathers.items()))
     if audit.collectives:
-        exposed = f"{len(audit.exposed)} of {audit.collectives} collectives are not hidden"
+        exposed = (
+            f"{len(audit.exposed)} of {audit.collectives} collectives overlap with no computation"
+        )
         text.append(exposed + (f": {some(audit.exposed)}" if audit.exposed else ""))
     return text
 

@@ -238,7 +238,7 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
     ("arguments", "message"),
     [
         (("--job.workdir=gs://b/r",), "job.image is empty: build one with launch/Dockerfile"),
-        (("--job.image=i", "--job.workdir=runs/x"), "'runs/x', but other hosts do not see"),
+        (("--job.image=i", "--job.workdir=runs/x"), "'runs/x', but other hosts cannot read"),
         (("--job.image=i",), "job.workdir is empty: give a folder with"),
         ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
         ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),

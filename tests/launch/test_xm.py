@@ -36,7 +36,7 @@ def test_on_vertex_its_folder_is_in_the_bucket():
         ((*CLOUD, "--job.accelerator=h100:8"), "XManager supports only a100:1 to a100:8;"),
         ((*CLOUD, "--job.accelerator=a100:16"), "XManager supports only a100:1 to a100:8;"),
         ((*CLOUD, "--job.accelerator=a100:1", "--job.image="), "job.image is empty"),
-        (("--job.workdir=gs://bucket/x",), "give a folder of this machine"),
+        (("--job.workdir=gs://bucket/x",), "choose a folder on this machine"),
         (("--job.workdir=x", "--job.secrets=('A',)"), "not supported by XManager"),
     ],
 )
