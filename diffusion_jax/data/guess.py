@@ -134,7 +134,7 @@ def _fields(rows: Iterable[bytes | str]) -> list[str]:
 
 
 def _lines(path: pathlib.Path) -> Iterable[str]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         yield from filter(str.strip, lines)
 
 

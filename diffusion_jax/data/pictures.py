@@ -19,7 +19,7 @@ Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or 
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
 _CHUNK = 64  # Number of encoded records that are read and held in memory together.
-_FEW = 100  # The smallest denominator of the share of damaged records.
+_FEW = 100  # The share of damaged records counts at least this many records, or the whole set.
 _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
 
@@ -222,7 +222,7 @@ class Decoded(Pictures):
         if len(self._unusable) <= _NUM_WARNINGS:
             logging.warning("skipped %s: %s", name, error)
         # At the start, a single damaged record is a large share of the records read.
-        if self._num_broken > self._max_broken * max(num_read, _FEW):
+        if self._num_broken > self._max_broken * max(num_read, min(_FEW, len(self))):
             raise ValueError(
                 f"{self._num_broken} of {num_read} records are damaged, a larger share than "
                 f"data.max_broken={self._max_broken}: {self.skipped()}; the last is {name} "

@@ -77,6 +77,8 @@ def split_of(path: str) -> tuple[str, str]:
 def read_text(contents: bytes, text: str) -> Any:
     """Return the caption or embeddings in a text file, or Unusable if the file is damaged.
 
+    A caption that is not UTF-8 counts as damaged.
+
     Args:
         contents: the file's bytes.
         text: "txt" or "json:FIELD" for a caption; any other suffix is read as embeddings.
@@ -86,10 +88,17 @@ def read_text(contents: bytes, text: str) -> Any:
         if field:
             return _field(untrusted.parse_json(contents), field)
         if suffix.rsplit(".")[-1] == "txt":
-            return contents.decode("utf-8", errors="replace").strip()
+            return contents.decode("utf-8").strip()
         return embeddings.read(contents, suffix)
+    except UnicodeDecodeError:
+        return not_utf8()
     except ValueError as error:
         return Unusable("broken_text", str(error))
+
+
+def not_utf8() -> Unusable:
+    """Return the error for a caption that is not UTF-8."""
+    return Unusable("broken_text", "the text is not UTF-8")
 
 
 def cell_text(cell: Any) -> str | Unusable:
@@ -98,7 +107,7 @@ def cell_text(cell: Any) -> str | Unusable:
         cell = cell[0]
     if isinstance(cell, bytes):
         return read_text(cell, "txt")
-    return cell.strip() if isinstance(cell, str) else Unusable("no_caption", "the cell is empty")
+    return _caption(cell) if isinstance(cell, str) else Unusable("no_caption", "the cell is empty")
 
 
 def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
@@ -208,7 +217,16 @@ def check_captions(
 
 def _field(values: Any, field: str) -> str | Unusable:
     value = values.get(field) if isinstance(values, dict) else None
-    return value.strip() if isinstance(value, str) else Unusable("no_caption", f"no {field!r}")
+    return _caption(value) if isinstance(value, str) else Unusable("no_caption", f"no {field!r}")
+
+
+def _caption(text: str) -> str | Unusable:
+    """Return a caption without spaces at its ends, or Unusable if UTF-8 cannot encode it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return not_utf8()
+    return text.strip()
 
 
 def _some(first: Sequence[str], total: int) -> str:

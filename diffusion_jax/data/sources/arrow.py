@@ -13,6 +13,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.transforms import Unusable
 
 SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes beside the tables.
 
@@ -82,7 +83,7 @@ class Rows(Records):
         """Return the captions of these rows, without reading images."""
         if self._texts is None:
             return [""] * len(indices)
-        return [records.cell_text(self._texts[index].as_py()) for index in indices]
+        return [_text(self._texts[index]) for index in indices]
 
     def _read(self, index: int) -> Record:
         image, (text,) = self._images[index].as_py() or {}, self.texts([index])
@@ -148,6 +149,13 @@ def _load(place: str, split: str) -> Any:
             raise ValueError(f"{place} has the splits {', '.join(opened)}: choose {place}@SPLIT")
         (opened,) = opened.values()
     return opened.with_format("arrow")[:]  # The memory-mapped table, without a copy.
+
+
+def _text(cell: Any) -> str | Unusable:
+    try:
+        return records.cell_text(cell.as_py())
+    except UnicodeDecodeError:
+        return records.not_utf8()
 
 
 def _is_image(kind: Any) -> bool:

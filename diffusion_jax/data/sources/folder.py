@@ -17,6 +17,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import untrusted
 
 
@@ -51,7 +52,7 @@ class Folder(Records):
         is_image = lambda name: records.suffix_of(name).rpartition(".")[2] in records.IMAGE_SUFFIXES
         images = [name for name in sorted(names) if is_image(name)]
         records.check_any(len(images), self._root, suffixes)
-        self._captions: Mapping[str, str] = {}
+        self._captions: Mapping[str, str | Unusable] = {}
         if suffix in _TABLES:
             self._captions = _captions(self._root, sorted(names), suffix, field)
             captioned = set(self._captions)
@@ -106,7 +107,9 @@ def _text_name(image: str, text: str) -> str:
     return f"{os.path.splitext(image)[0]}.{text}"
 
 
-def _captions(root: pathlib.Path, names: Sequence[str], format: str, field: str) -> dict[str, str]:
+def _captions(
+    root: pathlib.Path, names: Sequence[str], format: str, field: str
+) -> dict[str, str | Unusable]:
     """Return captions by image name, from all tables under `root`.
 
     A row names its image in the column "file_name", relative to the table, as in Hugging Face's
@@ -137,7 +140,7 @@ def _captions(root: pathlib.Path, names: Sequence[str], format: str, field: str)
             else:
                 image = stems.get(posixpath.join(stem, str(row.get("key"))), "")
             if image in images and isinstance(row.get(field), str):
-                captions[image] = row[field].strip()
+                captions[image] = records.cell_text(row[field])
     if not captions:
         raise ValueError(
             f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
@@ -148,7 +151,8 @@ def _captions(root: pathlib.Path, names: Sequence[str], format: str, field: str)
 
 def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
     del field
-    with path.open(encoding="utf-8") as lines:
+    # A caption that is not UTF-8 becomes surrogates, which `cell_text` finds.
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 row = untrusted.parse_json(line) if line.strip() else {}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.data.prepare.validate import validate
+from diffusion_jax.data.sources import open_pictures, open_records
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sheets
 
@@ -133,8 +134,8 @@ def test_one_usable_record_in_a_hundred_is_found(tmp_path):
 
 
 def test_damaged_records_end_the_run_above_their_share(folder):
-    """Two of forty are damaged; of few records the share is that of a hundred."""
-    for share, fails in ((0.02, False), (0.019, True), (0.0, True)):
+    """Two of forty are damaged, which is a share of 0.05."""
+    for share, fails in ((0.05, False), (0.049, True), (0.0, True)):
         opened = open_pictures(Data("folder", path=str(folder), max_broken=share), 16)
         if fails:
             with pytest.raises(ValueError, match=rf"\d of 40 records .*max_broken={share}"):
@@ -144,12 +145,35 @@ def test_damaged_records_end_the_run_above_their_share(folder):
             assert opened.skipped() == {"broken_image": 2}
 
 
+@pytest.mark.parametrize("text", ["txt", "json:text", "jsonl:text"])
+def test_a_caption_that_is_not_utf8_is_damaged_in_training_and_in_validate(tmp_path, text):
+    path = digits.write_examples(tmp_path, 4, size=16)
+    table = b""
+    for number, caption in enumerate((b"fine", b"caf\xe9", "cafe\u0301".encode(), b"na\xefve")):
+        row = b'{"file_name": "%05d.png", "text": "%s"}\n' % (number, caption)
+        (path / f"{number:05}.txt").write_bytes(caption)
+        (path / f"{number:05}.json").write_bytes(row)
+        table += row
+    (path / "metadata.jsonl").write_bytes(table)
+    data = Data("folder", path=str(path), text=text, max_broken=0.5)
+    opened = open_pictures(data, 16)
+    assert set(opened.read(np.arange(4))[1]) == {"fine", "cafe\u0301"}
+    assert opened.skipped() == {"broken_text": 2}
+    report = validate(open_records(data))
+    assert report["unusable_first"] == ["00001.png: broken_text", "00003.png: broken_text"]
+    message = (
+        r"1 of 2 records .*max_broken=0\.2: .* 00001.png \(broken_text: the text is not UTF-8\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_pictures(data._replace(max_broken=0.2), 16).read(np.arange(2))
+
+
 def test_damaged_texts_are_counted_as_damaged(tmp_path):
     path = digits.write_examples(tmp_path, 5, size=16)
     for text in path.glob("*.txt"):
         np.save(text.with_suffix(".npy"), np.zeros((2, 3), np.float32))
     (path / "00003.npy").write_bytes(b"no array")
-    opened = open_pictures(Data("folder", path=str(path), text="npy"), 16)
+    opened = open_pictures(Data("folder", path=str(path), text="npy", max_broken=0.2), 16)
     assert all(text.shape == (2, 3) for text in opened.read(np.arange(5))[1])
     assert opened.skipped() == {"broken_text": 1}
     assert [np.shape(text) for text in opened.texts(np.arange(2, 4))] == [(2, 3), ()]
@@ -161,7 +185,7 @@ def mixture(tmp_path):
     folder = digits.write_examples(tmp_path / "b", 3, size=16)
     (folder / "00001.png").write_bytes(b"")
     parts = [(3, "webdataset", str(tar), "txt"), (1, "folder", str(folder), "txt")]
-    return open_pictures(Data("mixture", mixture=parts), 16)
+    return open_pictures(Data("mixture", mixture=parts, max_broken=0.4), 16)
 
 
 def test_a_mixture_is_its_parts_one_after_another(mixture):
