@@ -11,7 +11,8 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 Function = Callable[..., Any] | str
@@ -29,20 +30,36 @@ def one_of(field: str, value: Any, names: Iterable[str]) -> None:
     """Check that the value of a config field is one of the names.
 
     Raises:
-        ValueError: The value is not a name. The message suggests the closest name, or lists all
-            names if none is similar.
+        ValueError: The value is not a name. The message suggests the closest name and lists all.
     """
     names = list(names)
     if value not in names:
-        close = difflib.get_close_matches(str(value), names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(names)}"
-        raise ValueError(f"{field} is {value!r}: {hint}")
+        close = closest(str(value), names)
+        listed = choices(f"did you mean {close!r}?" if close else "", names)
+        raise ValueError(f"{field} is {value!r}: {listed}")
 
 
-def calls(field: str, text: str) -> list[Call]:
+def choices(question: str, names: Iterable[str]) -> str:
+    """List all names for an error message, after a question such as "did you mean 'heun'?"."""
+    listed = ", ".join(names)
+    return f"{question} Choose from {listed}" if question else f"choose from {listed}"
+
+
+def closest(text: str, names: Iterable[str]) -> str:
+    """Return the name that a misspelled text most likely means; "" if none is similar.
+
+    Names that start with the text come first: euler_a means euler_ancestral rather than euler.
+    Other programs write some samplers differently, so "DPM++ 2M" is compared as dpmpp_2m.
+    """
+    text, names = re.sub(r"[\s-]", "_", text.lower().replace("+", "p")), list(names)
+    starting = [name for name in names if text and name.startswith(text)]
+    return next(iter([*starting, *difflib.get_close_matches(text, names, n=1)]), "")
+
+
+def calls(field: str, text: str, names: Collection[str] = ()) -> list[Call]:
     """Parse calls joined by +, such as "NAME + NAME(VALUE, PARAMETER=VALUE)".
 
-    Raises ValueError if the text has another form.
+    Raises ValueError if the text has another form. `names` are the valid names, for the message.
     """
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
@@ -52,6 +69,8 @@ def calls(field: str, text: str) -> list[Call]:
             node = node.left
         return [_call(part) for part in (node, *reversed(parts))]
     except (SyntaxError, ValueError) as error:
+        if names and "(" not in text:
+            one_of(field, text, names)
         raise ValueError(
             f"{field} is {text!r}: write a name, optionally with parameters, such as "
             "NAME(PARAMETER=VALUE)"
@@ -73,7 +92,7 @@ def bound(
     Raises:
         ValueError: The name or a parameter is unknown, or `text` joins several names by +.
     """
-    (call, *more) = calls(field, text)
+    (call, *more) = calls(field, text, table)
     if more:
         raise ValueError(f"{field} is {text!r}: it takes one name, not {len(more) + 1} joined by +")
     return bind(field, call, table, group)

@@ -6,13 +6,12 @@ valid values: an interval of numbers or a table of names.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 
-from diffusion_jax.config import ranges
+from diffusion_jax.config import named, ranges
 from diffusion_jax.config.ranges import DTYPES, Amount, Count, Decay, Positive, Scale, Share
 
 CROPS = ("center", "random")
@@ -278,9 +277,9 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
     dot = f"{name}." if name else ""
     unknown = sorted(group.keys() - fields.keys())
     if unknown:
-        close = difflib.get_close_matches(unknown[0], list(fields), n=1)
-        hint = f"did you mean {dot}{close[0]}?" if close else f"choose from {', '.join(fields)}"
-        raise ValueError(f"unknown config field {dot}{unknown[0]}: {hint}")
+        close = named.closest(unknown[0], fields)
+        listed = named.choices(f"did you mean {dot}{close}?" if close else "", fields)
+        raise ValueError(f"unknown config field {dot}{unknown[0]}: {listed}")
     missing = [f for f in sorted(fields) if fields[f] is dataclasses.MISSING and f not in group]
     if missing:
         raise ValueError(f"the config lacks {', '.join(dot + field for field in missing)}")

@@ -146,7 +146,7 @@ def bound(field: str, text: str) -> list[functools.partial]:
     Return the functions with their parameters bound. Raises ValueError if a name or a parameter is
     unknown. `field` is the name of the config field, for error messages.
     """
-    return [named.bind(field, call, GUIDANCE) for call in named.calls(field, text)]
+    return [named.bind(field, call, GUIDANCE) for call in named.calls(field, text, GUIDANCE)]
 
 
 def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:

@@ -4,12 +4,11 @@ A system lists its options in one table. The function `read` converts and checks
 values: flags, keywords in notebooks, requests of the web page, and points of a sweep.
 """
 
-import difflib
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from diffusion_jax.config import ranges
+from diffusion_jax.config import named, ranges
 from diffusion_jax.config.settings import Lora
 
 
@@ -112,7 +111,9 @@ def read(options: Options, values: Values) -> dict[str, Any]:
     typed = {}
     for name, value in values.items():
         if name not in options:
-            raise ValueError(f"there is no option {name!r}: {_hint(name, options)}")
+            close = named.closest(name, options)
+            listed = named.choices(f"did you mean {close}?" if close else "", options)
+            raise ValueError(f"there is no option {name!r}: {listed}")
         if value is not None:
             option = options[name]
             typed[name] = ranges.typed(value, option.hint)
@@ -176,8 +177,3 @@ def varied(points: Sequence[Sequence[Overrides]]) -> list[dict[str, str]]:
     differing = [f for f in fields if any(values(p, f) != values(points[0], f) for p in points)]
     text = lambda row: ",".join(map(str, row if len(set(row)) > 1 else row[:1]))
     return [{field: text(values(point, field)) for field in differing} for point in points]
-
-
-def _hint(name: str, names: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"

@@ -5,6 +5,7 @@ import types
 import pytest
 
 from diffusion_jax.config import named
+from diffusion_jax.diffusion import samplers
 
 
 def scaled(x, *, factor=2.0, shift=0.0):
@@ -61,3 +62,21 @@ def test_several_are_joined_by_plus_in_their_order():
 def test_what_cannot_be_is_one_line(text, message):
     with pytest.raises(ValueError, match=message):
         value(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("euler_a", "euler_ancestral"),
+        ("dpm++", "dpmpp_2m"),
+        ("DPM++ 2M SDE", "dpmpp_2m_sde"),
+        ("huen", "heun"),
+        ("sampler", ""),
+    ],
+)
+def test_an_unknown_sampler_is_answered_with_the_likeliest_name_and_all_names(name, meant):
+    with pytest.raises(ValueError) as error:
+        samplers.bound("sampler.name", name)
+    listed = ", ".join(samplers.SAMPLERS)
+    question = f"did you mean {meant!r}? Choose" if meant else "choose"
+    assert str(error.value) == f"sampler.name is {name!r}: {question} from {listed}"

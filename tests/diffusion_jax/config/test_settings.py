@@ -40,9 +40,13 @@ def test_the_configs_own_values_are_read_without_its_groups():
         (
             {"widht": 1, "sizes": ()},
             "unet",
-            "unknown config field unet.widht: did you mean unet.width?",
+            "unknown config field unet.widht: did you mean unet.width? Choose from width, sizes",
         ),
-        ({"width": 1, "size": ()}, "", "unknown config field size: did you mean sizes?"),
+        (
+            {"width": 1, "size": ()},
+            "",
+            "unknown config field size: did you mean sizes? Choose from width, sizes",
+        ),
         (
             {"width": 1, "sizes": (), "qqq": 0},
             "unet",
@@ -143,8 +147,8 @@ def test_values_in_their_ranges_are_taken(values):
         ("sizes", 3, "is 3: it must be a tuple, each a whole number"),
         ("blocks", "two", "is 'two': it must be a whole number or a tuple, each a whole number"),
         ("decays", (0.9, 9999), "is (0.9, 9999): it must be from 0 to below 1"),
-        ("crop", "centre", "is 'centre': did you mean 'center'?"),
-        ("grid", "evn", "is 'evn': did you mean 'even'?"),
+        ("crop", "centre", "is 'centre': did you mean 'center'? Choose from center, random"),
+        ("grid", "evn", "is 'evn': did you mean 'even'? Choose from even"),
         ("prompts", (3,), "is (3,): it must be a tuple, each a text"),
         ("flip", "no", "is 'no': it must be True or False"),
         ("path", 7, "is 7: it must be a text"),
