@@ -34,6 +34,8 @@ class Kind(NamedTuple):
     on_one_host: tuple[int, ...] = ()
     """Sizes (in chips) of the TPU slices that have a single host; other slices have four chips per
     host."""
+    chips: int = 256
+    """Number of chips of the largest TPU slice."""
     cores: int = 1
     """Number of JAX devices per TPU chip."""
     gpus: int = 8
@@ -54,15 +56,15 @@ class Kind(NamedTuple):
 # MI300X, so the H100 value is used.
 KINDS: Mapping[str, Kind] = {
     "v4": Kind(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
-               "tpu-v4-podslice", 3),
+               "tpu-v4-podslice", 3, chips=4096),
     "v5e": Kind(PEAKS["TPU v5e"], 16 * GB, 819 * GB, 200 * GB, 3.125 * GB,
                 "tpu-v5-lite-podslice", 2, (1, 4, 8)),
     "v5p": Kind(PEAKS["TPU v5"], 95 * 2**30, 2765 * GB, 600 * GB, 6.25 * GB,
-                "tpu-v5p-slice", 3),
+                "tpu-v5p-slice", 3, chips=6144),
     "v6e": Kind(PEAKS["TPU v6"], 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB,
                 "tpu-v6e-slice", 2, (1, 4, 8)),
     "v7x": Kind(PEAKS["TPU7x"], 96 * 2**30, 3690 * GB, 300 * GB, 6.25 * GB,
-                "tpu7x", 3, cores=2),
+                "tpu7x", 3, chips=9216, cores=2),
     "a100": Kind(PEAKS["A100"], 40 * GB, 1555 * GB, 300 * GB, 25 * GB, "nvidia-tesla-a100"),
     "a100-80gb": Kind(PEAKS["A100"], 80 * GB, 2039 * GB, 300 * GB, 25 * GB, "nvidia-a100-80gb"),
     "h100": Kind(PEAKS["H100"], 80 * GB, 3350 * GB, 450 * GB, 50 * GB, "nvidia-h100-80gb"),
@@ -72,6 +74,13 @@ KINDS: Mapping[str, Kind] = {
                   gpus=4, linked=72),
     "mi300x": Kind(PEAKS["MI300X"], 192 * GB, 5300 * GB, 448 * GB, 50 * GB, ""),
 }  # fmt: skip
+
+# Topologies of TPU slices by number of dimensions (the pages above, and GKE's page on TPUs). With
+# three dimensions, whole cubes of 4x4x4 chips can be joined to larger slices.
+_SMALL = {
+    2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
+}
 
 
 class Target(NamedTuple):
@@ -160,11 +169,19 @@ def _slices(name: str, size: str) -> Target:
             f"{example}*2 for two slices"
         )
     target = Target(name, tuple(map(int, match.groups()[:-1])), int(match.groups()[-1] or 1))
-    chips = math.prod(target.sizes)
-    if chips % target.chips_per_host:
+    small = _SMALL[torus]
+    is_large = torus == 3 and all(n % 4 == 0 for n in target.sizes)
+    is_sold = is_large and list(target.sizes) == sorted(target.sizes)
+    if target.topology not in small and not is_sold:
+        larger = ", or three multiples of 4 in ascending order, such as 4x4x8" * (torus == 3)
         raise ValueError(
-            f"accelerator '{name}:{size}' has {chips} chips, not a multiple of the "
-            f"{target.chips_per_host} chips per host"
+            f"accelerator '{name}:{size}': there is no such {name} slice; choose "
+            f"{', '.join(small)}{larger}"
+        )
+    if (chips := math.prod(target.sizes)) > target.kind.chips:
+        raise ValueError(
+            f"accelerator '{name}:{size}' has {chips} chips, but a {name} slice has at most "
+            f"{target.kind.chips}"
         )
     return target
 
