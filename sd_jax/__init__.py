@@ -1,10 +1,10 @@
-"""Stable Diffusion: text-to-image in latents. `sd_jax.load` opens a run to draw from."""
+"""Stable Diffusion: text-to-image in latents. `sd_jax.load` opens a trained model to draw with."""
 
 import importlib
 from typing import Any
 
 
-def __getattr__(name: str) -> Any:  # Import `load` when it is used: `import sd_jax` stays fast.
+def __getattr__(name: str) -> Any:  # Imports `load` at its first use, to keep `import sd_jax` fast.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("sd_jax.notebook").load

@@ -1,11 +1,12 @@
-"""Draw with a Stable Diffusion model, trained here or elsewhere.
+"""Draw images with a Stable Diffusion model, trained here or elsewhere.
 
     from sd_jax import drawing
 
     model = drawing.load("runs/sd_quickstart", *drawing.choose(steps=20))
     images = drawing.draw(model, ["a red seven on gray paper"], seeds=[0])
 
-`load` also opens diffusers directories and single files of CompVis, Stability, MLPerf and NeMo.
+`load` opens training runs, diffusers directories, and single checkpoint files of CompVis,
+Stability, MLPerf and NeMo.
 """
 
 import os
@@ -33,13 +34,17 @@ OPTIONS: Options = {
     ),
     **options.of_group("sampler", settings.Sampler),
 }  # fmt: skip
-"""The options of a model, keyed by the names of their flags and keywords."""
+"""The options for drawing, keyed by name; flags and keyword arguments have the same names."""
 
 
 def choose(**values: Any) -> Choice:
-    """Convert values of OPTIONS to a Choice, the arguments of `load`.
+    """Convert option values, such as steps=20, to a Choice, whose fields are arguments of `load`.
 
-    Raises ValueError for an unknown name, and for a value of another type or out of range.
+    Args:
+        **values: Values keyed by option name, a key of OPTIONS.
+
+    Raises:
+        ValueError: A name is unknown, or a value has the wrong type or is out of range.
     """
     return options.choose(OPTIONS, values)
 
@@ -53,19 +58,20 @@ def load(
     file: File = NO_FACTS,
     strength: float = 1.0,
 ) -> Model:
-    """Open the model of a training run's workdir, a diffusers directory or a single file.
+    """Open the model of a training run, a diffusers directory or a single checkpoint file.
 
     Args:
-        path: The workdir, directory or file.
-        overrides: Values that replace those of the config, keyed by field; see `choose`.
-        weights: The saved weights of a run; for a file, its averaged or its raw weights.
-        guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
-        file: Facts that a directory or a file may not contain.
-        strength: The share of the steps that draw over a given picture; see settings.Pipeline.
+        path: The run's workdir, the directory or the file.
+        overrides: Values that replace those of the model's config, keyed by field, such as
+            "sampler.steps"; `choose` makes them.
+        weights: For a run, the checkpoint and average to load. For a file, averaged or raw weights.
+        guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
+        file: Facts that a directory or a file may lack, such as what the UNet predicts.
+        strength: For image-to-image, the share of the steps to run, in (0, 1].
 
     Raises:
-        FileNotFoundError: If the path, or something that it names, does not exist.
-        ValueError: If a part of the model is missing, or the arguments do not fit it.
+        FileNotFoundError: The path, or a file that the model or an argument names, does not exist.
+        ValueError: A part of the model is missing, or the arguments do not fit the model.
     """
     path = files.path(path)
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
@@ -87,13 +93,22 @@ def draw(
     images: UInt8[np.ndarray, "N H W 3"] | None = None,
     masks: Bool[np.ndarray, "N H W"] | None = None,
 ) -> UInt8[np.ndarray, "N H W 3"]:
-    """Draw one image for each prompt and its seed; None stands for the model's settings.
+    """Draw one image for each prompt, with the seed at the same position.
 
-    With `images`, image n is drawn over images[n]; with `masks`, only where masks[n] is True. Image
-    n depends only on its own prompt, seed, picture and mask.
+    Args:
+        model: The model.
+        prompts: One prompt per image.
+        seeds: One seed per image.
+        negative_prompt: The text that guidance leads away from; None for the model's setting.
+        guidance: The guidance scale; None for the model's setting.
+        images: Pictures to draw over (image-to-image), one per image; None draws from noise alone.
+        masks: For inpainting, True at the pixels to redraw; None redraws all pixels.
+
+    Returns:
+        The images. Image n depends only on its own prompt, seed, picture and mask.
 
     Raises:
-        ValueError: If the numbers of prompts, seeds and images differ, or a size does not fit.
+        ValueError: The numbers of prompts, seeds and images differ, or a size does not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
@@ -119,10 +134,19 @@ def draw_batches(
     pictures: Mapping[str, np.ndarray] | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Images]:
-    """Draw like `draw`, but yield `batch_size` images at a time, in about [-1, 1].
+    """Yield the images of `draw` in batches, as floats in about [-1, 1].
 
-    `pictures` holds pictures and masks, keyed by sampling.IMAGE and MASK. If guidance changes
-    nothing, the negative prompt is not even encoded.
+    If the guidance scale has no effect, the negative prompt is not encoded.
+
+    Args:
+        model: The model.
+        prompts: One prompt per image.
+        seeds: One seed per image.
+        negative_prompt: The text that guidance leads away from; None for the model's setting.
+        guidance: The guidance scale; None for the model's setting.
+        pictures: Pictures to draw over and masks, keyed by sampling.IMAGE and sampling.MASK.
+        batch_size: The number of images per batch; None for a default that depends on the image
+            size.
     """
     s: settings.Sampler = model.settings.sampler
     negative_prompt = s.negative_prompt if negative_prompt is None else negative_prompt
@@ -134,7 +158,7 @@ def draw_batches(
 
 
 def card(model: Model) -> dict[str, Any]:
-    """Return the facts about model and sampler that the command writes beside each picture."""
+    """Return the settings of a model and its sampler, as metadata to save with each image."""
     p = model.settings
     card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
     height, width = p.output_shape
@@ -146,7 +170,7 @@ def card(model: Model) -> dict[str, Any]:
 
 
 def describe_guidance(model: Model) -> dict[str, Any]:
-    """Return a card's fields on LoRA, the guiding model, and guidance other than the default."""
+    """Return metadata on LoRA, the guiding model, and guidance settings other than the default."""
     s: settings.Sampler = model.settings.sampler
     differs = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
     differs |= {"guidance_high": s.guidance_high < float("inf")}
@@ -155,7 +179,10 @@ def describe_guidance(model: Model) -> dict[str, Any]:
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
-    """Return the card fields of the grid and of churn that differ from the defaults."""
+    """Return the sampler's noise-level grid and churn as metadata.
+
+    Values equal to the default are left out, except those of a grid that is set.
+    """
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
     has_grid, defaults = sampler.grid or sampler.end, sampler._field_defaults
     fields = {name: getattr(sampler, name) for name in (*names, "churn")}
@@ -164,5 +191,5 @@ def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
 
 
 def default_batch_size(model: Model) -> int:
-    """Return the default batch size; larger images use smaller batches."""
+    """Return how many images to draw at once by default; larger images use smaller batches."""
     return program.default_batch_size(*model.settings.output_shape)

@@ -1,4 +1,4 @@
-"""Draw over pictures with Stable Diffusion: a sampler of latents that keeps the known parts."""
+"""Image-to-image and inpainting with Stable Diffusion: wrap a sampler so that it edits latents."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +17,15 @@ IMAGE, MASK = "image", "mask"
 def over(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
 ) -> Callable[[Sampler], Sampler]:
-    """Return a wrapper of samplers that redraws batch[IMAGE], only where batch[MASK] if given.
+    """Return a function that wraps a sampler, so that it edits the pictures in a batch.
 
-    A latent is redrawn if any of its pixels is; see diffusion.editing.
+    Args:
+        p: The model's settings; p.strength is the share of the steps to run.
+        vae_params: The weights of the VAE, which encodes the pictures.
+        batch: The pictures at "image", uint8 [B, H, W, 3]. Optionally a mask at "mask", [B, H, W],
+            True at the pixels to redraw. A latent is redrawn if the mask is True at any of its
+            pixels.
+        keys: One key per picture for the noise that is added to its latents.
     """
     factor, pixels = vae.factor(p.vae), to_range(batch[IMAGE], p.latents.pixels)
     moments: Any = p.vae.apply(vae_params, pixels, method="encode")

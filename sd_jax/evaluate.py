@@ -1,29 +1,31 @@
-"""Score Stable Diffusion models over a range of guidance.
+"""Score Stable Diffusion models by FID and CLIP score over a range of guidance scales.
 
     python -m sd_jax.evaluate --workdir=runs/sd2_512 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=val2014_512.npz \\
         --inception=pt_inception-2015-12-05-6726825d.pth \\
         --clip=weights/CLIP-ViT-H-14-laion2B-s32B-b79K
 
-This command draws the prompts at each guidance and scores the pictures by FID and CLIP score, as a
-curve over guidance. A model of the coloured digits is scored by their judge, which needs none of
-these files. --checkpoint, --ema and all sampler settings take lists, whose values make more points:
---sampler=ddim,dpmpp_2m --steps=10,20,50 --eta=0,1. Every point draws with the same seeds. Features
-are saved batch by batch, so that an interrupted sweep continues.
+This command draws an image for each prompt at each guidance scale, and plots the scores of these
+images as a curve over guidance. A model trained on the built-in coloured digits is scored by a
+built-in classifier of digits, which needs none of these files. --checkpoint, --ema and all sampler
+settings take lists; each combination of values is one more point: --sampler=ddim,dpmpp_2m
+--steps=10,20,50 --eta=0,1. All points draw with the same seeds. Features are saved after each
+batch, so that the same command continues an interrupted sweep.
 
-Several models, trained here or elsewhere, share one figure with a curve each:
+Several models, trained here or elsewhere, can share one figure with a curve each:
 
     python -m sd_jax.evaluate --workdir=runs/sd1_256 --model=weights/sd-v1-5 \\
         --model=weights/sd-v2-0-base --size=256 --out=runs/beside ...
 
-Each draws at its own size, with its config's sampler or its directory's scheduler unless --sampler,
---steps or --grid is given; --size resizes the pictures before they are scored.
+Each model draws images of its own size. A run uses the sampler of its config, and a directory that
+of its scheduler, unless --sampler, --steps or --grid is given. --size resizes the images before
+they are scored.
 
-WORKDIR/evaluation/NAME, of the first run or of --out, receives sweep.csv, fid_scores.csv and
-clip_scores.csv, curve.png and .pdf, a sheet of pictures for each guidance, and scores/, a card with
-each score. The scores are also written to the metrics, and WORKDIR/report.html shows everything
-on one page (to compare with MLPerf's reference runs:
-python -m diffusion_jax.report WORKDIR --rcp).
+The results are written to WORKDIR/evaluation/NAME, where WORKDIR is --out or else that of the first
+run: sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a sheet of images for each
+guidance scale, and scores/ with a metadata card for each score. The scores are also written to the
+run's metrics, and WORKDIR/report.html shows everything on one page (to compare with MLPerf's
+reference runs: python -m diffusion_jax.report WORKDIR --rcp).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,16 +52,16 @@ GUIDANCE = (1.5, 2, 3, 4, 5, 6, 7, 8)
 def open_run(
     workdir: str, points: Sequence[Values] = ({},), weights: Sequence[Weights] = (Weights(),)
 ) -> Subject:
-    """Open the model of a run to evaluate.
+    """Open the model of a training run for evaluation.
 
     Args:
         workdir: The workdir of the run.
-        points: For each point, the values of drawing.OPTIONS.
-        weights: The weights to evaluate.
+        points: The option values of each point of the sweep, keyed as in drawing.OPTIONS.
+        weights: The saved weights of the run to evaluate.
 
     Raises:
-        FileNotFoundError: If there is no such run.
-        ValueError: If the values do not fit the run.
+        FileNotFoundError: There is no such run.
+        ValueError: The option values do not fit the run.
     """
     choice = drawing.choose(**points[0])._replace(weights=weights[0])
     s, model = read_run(workdir, choice.overrides), drawing.load(workdir, *choice)
@@ -70,7 +72,18 @@ def open_run(
 def open_model(
     path: str, points: Sequence[Values] = ({},), file: File = NO_FACTS, ema: str = "ema"
 ) -> Subject:
-    """Open a model trained by other code for evaluation. Raises the errors of drawing.load."""
+    """Open a diffusers directory or a checkpoint file for evaluation.
+
+    Args:
+        path: The directory or file.
+        points: The option values of each point of the sweep, keyed as in drawing.OPTIONS.
+        file: Facts that the model's files may lack.
+        ema: "ema" for averaged weights if the file has them, or "raw".
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: The model lacks a part, or the option values do not fit it.
+    """
     choice = drawing.choose(**points[0])._replace(weights=Weights(ema))
     described = {"lora": list(file.lora)} if file.lora else {}
     return _subject(drawing.load(path, *choice, file=file), described, "", [], points)
@@ -118,7 +131,7 @@ if __name__ == "__main__":
     _FILE = file_flags.define()
 
     def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
-        """Open the models that the flags name."""
+        """Open the models that --workdir and --model name, each with all points of the sweep."""
         if not (_WORKDIR.value or _MODEL.value):
             raise ValueError(
                 "there is no model: give --workdir=FOLDER of a training run or --model=PATH"

@@ -1,4 +1,4 @@
-"""Flags for models that were trained elsewhere: facts that their files may not contain."""
+"""Command-line flags for models that were trained elsewhere: facts that their files may lack."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,16 @@ from absl import flags
 
 from sd_jax.weights.published import File
 
-flags.disclaim_key_flags()  # --help lists them with the command that defines them.
+flags.disclaim_key_flags()  # --help lists the flags under the command that calls `define`.
 
 
 def check_unused(is_file: bool, file: File) -> None:
-    """Raise ValueError if these flags are given without a model's files."""
+    """Raise ValueError if a flag of this module is given without --model.
+
+    Args:
+        is_file: Whether --model is given.
+        file: The values of the flags.
+    """
     if not is_file and any(value is not None for value in file):
         raise ValueError(
             "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --model"
@@ -18,7 +23,7 @@ def check_unused(is_file: bool, file: File) -> None:
 
 
 def define() -> Callable[[], File]:
-    """Define the flags; return a function that reads them."""
+    """Define flags such as --prediction and --lora; return a function that reads them as a File."""
     dtypes = ["bfloat16", "float32"]
     holders = [
         flags.DEFINE_enum(

@@ -1,9 +1,11 @@
-"""Models in a notebook, trained here or elsewhere.
+"""Draw with Stable Diffusion models in a notebook.
 
-import sd_jax
+    import sd_jax
 
-model = sd_jax.load("runs/sd_quickstart")
-model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="dpmpp_2m")
+    model = sd_jax.load("runs/sd_quickstart")
+    model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="dpmpp_2m")
+
+The path may also be a diffusers directory or a single checkpoint file.
 """
 
 import os
@@ -17,16 +19,17 @@ from sd_jax.drawing import NO_FACTS, File
 
 
 def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) -> Loaded:
-    """Open a run, a diffusers directory or a single file.
+    """Open a training run, a diffusers directory or a single checkpoint file, to draw with it.
 
     Args:
-        path: The workdir, directory or file.
-        file: Facts that a directory or a file may not contain.
-        **values: Values of drawing.OPTIONS, the flags of the command `sample`.
+        path: The run's workdir, the directory or the file.
+        file: Facts that a directory or a file may lack, such as what the UNet predicts.
+        **values: Options for drawing, such as steps=20: the keys of drawing.OPTIONS, which are also
+            the flags of sd_jax.sample.
 
     Raises:
-        FileNotFoundError: If there is no such model.
-        ValueError: If a value does not fit the model.
+        FileNotFoundError: There is no such model.
+        ValueError: A value does not fit the model.
     """
     model = drawing.load(path, *drawing.choose(**values), file=file)
     card = lambda models: drawing.card(models[0])

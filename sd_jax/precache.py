@@ -1,20 +1,21 @@
-"""Encode the images of a data set once, so that training reads their moments.
+"""Encode the images of a data set once, so that training reads the VAE's moments instead.
 
     python -m sd_jax.precache --config=configs/sd1_512_v1_5.py --config.data.path=photos \\
         --config.vae.weights=weights/sd-v1-5 --out=moments
     python -m sd_jax.train --config=configs/sd1_512_v1_5.py --config.data.source=moments \\
         --config.data.path=moments --workdir=runs/sd1
 
-Use the same config and overrides as for training. --out gets webdataset tars of KEY.npy, the means
-and log variances of an image's latents, and KEY.txt, its caption. Training draws new latents from
-the moments at each step. A manifest records the VAE and the pixel range; training refuses moments
-of another VAE. Encode captions with python -m diffusion_jax.precache.
+Use the same config and overrides as for training. --out receives webdataset tars. For each image
+they hold KEY.npy, the means and log variances of its latents, and KEY.txt, its caption. At each
+step, training samples new latents from these moments. A manifest records the VAE and the pixel
+range, and training refuses moments of another VAE. To precompute text embeddings, use python -m
+diffusion_jax.precache.
 
-After a kill, the same command continues. To share the work between machines or processes, run the
-command in each with --workers=N and its own --worker=0 ... N-1, on a shared folder. If a worker
-dies, the others do its work. Each uses all of its devices. --engine=beam runs the work
-on Apache Beam (docs/data.md). --verify compares all tars with the checksums of the finished work,
-and encodes damaged ones again.
+If the command is killed, run it again to continue. To share the work between machines or processes,
+run the command in each with --workers=N and its own --worker=0 ... N-1, on a shared folder. If a
+worker dies, the others do its work. Each worker uses all of its devices. --engine=beam runs the
+work on Apache Beam (docs/data.md). --verify compares all finished tars with their recorded
+checksums, and encodes damaged ones again.
 """
 
 import pathlib
@@ -52,7 +53,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Encode the images of a config into moments."""
+    """Write the VAE moments of the images of --config to the folder --out."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
@@ -65,10 +66,15 @@ def main(argv: list[str]) -> None:
 
 
 def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
-    """Write the moments of a config's images to `out`; return the number of tars in `out`.
+    """Write the VAE moments of a config's images as tars; return the number of tars in the folder.
 
-    `work.batch` is the number of images per device. Raises ValueError or OSError for data that have
-    no moments, or if `out` holds other moments.
+    Args:
+        s: The settings of a training config.
+        out: The folder for the tars.
+        work: How to divide the work; `work.batch` is the number of images per device.
+
+    Raises:
+        ValueError, OSError: The data cannot be encoded to moments, or `out` holds other moments.
     """
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(
@@ -87,10 +93,10 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
 
 
 class Encoder(engines.Portable):
-    """The VAE's encoder on the devices of this process, with the weights of the config."""
+    """Encoder of the VAE with the weights of a config, on the devices of this process."""
 
     def __init__(self, s: Settings):
-        """Read the weights; `identity` describes everything that the moments depend on."""
+        """Read the VAE's weights, and describe in `identity` everything that moments depend on."""
         vae_params = read_vae(s.vae_weights, s.vae)
         self.identity = made_by(s.latents, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
@@ -102,7 +108,10 @@ class Encoder(engines.Portable):
 
 
 def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.Encode:
-    """Return encode(images: uint8 [B, H, W, 3]) -> moments, on all devices of `mesh`."""
+    """Return a function that encodes images to VAE moments, on all devices of a mesh.
+
+    It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z].
+    """
     where = sharding.batch_sharding(mesh)
     params = sharding.place_all(vae_params, mesh, task.RULES)
 

@@ -1,11 +1,11 @@
-"""Fetch the data of the MLPerf benchmark, or prepare them from their sources (docs/mlperf.md).
+"""Download the data of the MLPerf benchmark, or prepare them from the sources (docs/mlperf.md).
 
     python -m sd_jax.prepare mlperf --out=mlperf
     python -m sd_jax.prepare laion --metadata=laion/metadata --out=laion/licensed
     python -m sd_jax.prepare captions --annotations=captions_val2014.json --out=val2014_30k.tsv
     python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
 
-Every command writes complete files and skips existing ones, so a killed command can run again.
+Every command writes only complete files and skips existing ones: if it is killed, run it again.
 --dry_run prints what a command would do.
 """
 
@@ -23,7 +23,10 @@ from sd_jax.mlperf import coco, download, laion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; bad input gives a one-line message and exit code 2."""
+    """Run the command that the arguments name: mlperf, laion, captions or images.
+
+    Bad input ends it with a one-line message and exit code 2.
+    """
     cli.start(alone=True)
     options = _parser().parse_args(arguments)
     with cli.bad_input():
@@ -92,7 +95,7 @@ def _images(options: argparse.Namespace) -> None:
 
 
 def _out(options: argparse.Namespace, folder: files.Path) -> pathlib.Path:
-    """Return the folder to write to; a dry run does not create or check it."""
+    """Return the output folder; raise ValueError if it is not writable, except in a dry run."""
     return files.path(folder) if options.dry_run else files.folder(folder, "--out")
 
 
@@ -141,5 +144,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.mark_as_parsed()  # argparse reads the flags; absl's log waits for this.
+    flags.FLAGS.mark_as_parsed()  # argparse reads the flags, but absl's logging needs parsed flags.
     main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Previews of latents during sampling, in approximately the colours of the decoded picture."""
+"""Previews of latents during sampling: images in approximately the colours of the decoded ones."""
 
 from typing import Any
 
@@ -12,15 +12,24 @@ from sd_jax.settings import Pipeline
 
 
 def sketched(denoise: Denoiser, preview: Preview, p: Pipeline, vae_params: Any) -> Denoiser:
-    """Wrap a denoiser so that it shows a preview of each denoised latent."""
+    """Return a denoiser that also sends a preview of each denoised latent to a function.
+
+    Args:
+        denoise: The denoiser; its results do not change.
+        preview: Called on the host with RGB images [B, h, w, 3] and the noise level.
+        p: The model's settings.
+        vae_params: The weights of the VAE, which determine the colours.
+    """
     matrix, grey = colours(p, vae_params)
     return programs.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
 
 
 def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
-    """Return the RGB change per unit of each latent channel, and the RGB of a zero latent.
+    """Return a linear approximation of the VAE's decoder: a matrix [Z, 3] and a colour [3].
 
-    The former is the VAE's first-order response to latents that are constant over the image.
+    The RGB of a scaled latent z is about z @ matrix + colour. The colour is the RGB of a zero
+    latent, and the matrix is the decoder's first-order response to latents that are constant over
+    the image.
     """
     z = p.vae.latent_channels
     flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale

@@ -1,17 +1,18 @@
-"""Compare runs of the MLPerf benchmark with the convergence of the reference.
+"""Compare runs of the MLPerf benchmark with the convergence of MLPerf's reference runs.
 
     python -m sd_jax.rcp runs/mlperf/0 runs/mlperf/1 ... --out=convergence
 
 Each argument is a file of mllog lines, written by any program, or a folder with result.txt (a
-workdir of sd_jax.mlperf) or result_*.txt (a submission). The command prints the samples to target
-of each run, their olympic mean, MLPerf's verdict (ruleset 5.0.0), and FID and CLIP beside the
-curves of the reference. --out names a folder for fid.png and clip.png. The exit code is 1 if the
-verdict is FAIL.
+workdir of sd_jax.mlperf) or result_*.txt (a submission). For each run the command prints the
+samples to target, the number of training images when it met the targets. It also prints the mean
+without the fastest and slowest run, MLPerf's verdict (ruleset 5.0.0), and FID and CLIP score beside
+the curves of the reference. --out names a folder for fid.png and clip.png. The exit code is 1 if
+the verdict is FAIL.
 
     python -m sd_jax.rcp runs/mlperf/* --package=submission --system=our_system.json
 
-also writes the submission of ten runs in the layout of MLCommons' package checker: the logs, the
-system's description (from the logs, the manifests and the fields of --system) and the code.
+also writes a submission of ten runs, in the layout that MLCommons' package checker expects: the
+logs, the code, and the system's description (from the logs, the manifests and the file --system).
 
     python -m sd_jax.rcp runs/*/* --tables
 
@@ -32,7 +33,7 @@ _FAILED_EXIT = 1
 
 
 def main(argv: list[str]) -> None:
-    """Read the results, print the report, and write into --out."""
+    """Read the results, print the comparison, and write the figures and the submission."""
     cli.start(alone=True)
     with cli.bad_input(ModuleNotFoundError):
         if len(argv) < 2:
@@ -53,9 +54,12 @@ def main(argv: list[str]) -> None:
 
 
 def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None) -> None:
-    """Write the submission of these logs and print the missing parts.
+    """Write a submission from the logs of its runs, and print what it still lacks.
 
-    `described` is a JSON file with fields of the system's description.
+    Args:
+        out: The folder to write to.
+        paths: The logs of the runs.
+        described: A JSON file with fields of the system's description, or None.
     """
     system = pretrained.read_json(described) if described else {}
     folder, empty = package.write(out, paths, system)

@@ -6,26 +6,28 @@
     python -m sd_jax.sample --model=weights/sd-v1-5 --prompts=captions.txt --out=pictures \\
         --negative_prompt="blurred" --guidance=7.5 --sampler=dpmpp_2m --steps=25
 
---workdir is a run of sd_jax.train. --model is a diffusers directory, or a file of CompVis,
-Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz). A file needs CLIP's vocabulary,
---tokenizer=FOLDER, and a file of 2.x also --prediction=eps or v, the kind of its output. By default
-a run draws with its own settings. Other models draw at the size that they were trained at, with 50
-steps at guidance 7.5, by the directory's own scheduler or PLMS. Each sampler setting is a flag
-(--eta, --churn, --grid ...).
+--workdir is a run of sd_jax.train. --model is a diffusers directory, or a checkpoint file of
+CompVis, Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz). A file needs a folder with
+CLIP's tokenizer, --tokenizer=FOLDER. A file of 2.x also needs --prediction=eps or --prediction=v,
+the quantity that its UNet predicts. By default a run draws with the settings of its config. Other
+models draw at the size that they were trained at, with 50 steps and guidance scale 7.5, using the
+scheduler of the directory, or PLMS if there is none. Each sampler setting is a flag (--eta,
+--churn, --grid ...).
 
-A LoRA trained here is a run, --workdir, and --lora_scale is its strength. LoRA files of diffusers
-and kohya are merged into a --model, as FILE or FILE:STRENGTH: --lora=style.safetensors:0.7
---lora=cat.pt.
+A LoRA trained here is a run: give it as --workdir, and its strength as --lora_scale. LoRA files of
+diffusers and kohya are merged into a --model. Give each as FILE or FILE:STRENGTH:
+--lora=style.safetensors:0.7 --lora=cat.pt.
 
-Image-to-image: --image=photo.png --strength=0.6 takes one picture for all prompts, or one for each,
-and draws over it in the last 0.6 of the steps. Pictures are resized to --height and --width if
-these are given. Inpainting: --mask=mask.png, in the picture's size, is white where the picture is
-redrawn; the black part stays the same to the last pixel. At --strength=1 the new part starts from
+Image-to-image: --image=photo.png --strength=0.6 draws over the picture in the last 60% of the
+steps. Give one picture for all prompts, or one for each. Pictures are resized to --height and
+--width if these are given. Inpainting: --mask=mask.png has the size of the picture. White pixels
+are redrawn, and black pixels stay exactly as they are. At --strength=1 the redrawn part starts from
 noise.
 
 --out receives a PNG for each image, sheet.png with all images and their prompts, and metadata.jsonl
-with all settings to draw an image again. Image n has the seed --seed + n and depends on its seed,
-prompts and picture alone: --seed=5 --num_images=1 draws the sixth image of --seed=0.
+with all settings that are needed to draw an image again. Image n has the seed --seed + n, and
+depends only on its seed, prompts and picture: --seed=5 --num_images=1 draws the sixth image of
+--seed=0.
 """
 
 import itertools
@@ -57,7 +59,15 @@ _PREVIEW = flags.DEFINE_integer(
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the model and the inputs that the flags name."""
+    """Open the model and the pictures that the flags name, and return a Session that draws.
+
+    Args:
+        prompts: The prompts, at least one.
+        out: The output folder, where --preview_every writes preview.png.
+
+    Raises:
+        ValueError: There is no prompt, or the flags contradict each other.
+    """
     if bool(_WORKDIR.value) == bool(_MODEL.value):
         raise ValueError("give exactly one of --workdir=FOLDER (a training run) and --model=PATH")
     file = _FILE()
@@ -89,7 +99,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _preview(out: pathlib.Path) -> Preview:
-    """Return a function that writes every n-th preview (--preview_every) to preview.png."""
+    """Return a function that writes every --preview_every-th preview to preview.png in `out`."""
     steps = itertools.count(1)
 
     def show(sketches: ArrayLike, sigma: ArrayLike) -> None:
@@ -102,7 +112,7 @@ def _preview(out: pathlib.Path) -> Preview:
 
 
 def _pictures(num_texts: int) -> Mapping[str, np.ndarray]:
-    """Return the pictures to draw over and their masks, one for each text; {} without any."""
+    """Return the pictures of --image and --mask, one for each text; {} if there are none."""
     opened = _PICTURES(num_texts)
     if opened is None:
         return {}
