@@ -22,7 +22,10 @@ _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB o
 
 
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
-    """Return a Task's `sample`; the arguments are those of make_begin."""
+    """Return the function `sample` of a Task, which draws a batch of images.
+
+    The arguments are those of make_begin.
+    """
     return samplers.whole(make_begin(p, *arguments, **named), p.sampler)
 
 
@@ -32,19 +35,19 @@ def make_begin(
     preview: Preview | None = None,
     guide: Settings | None = None,
 ) -> samplers.Begin:
-    """Return a Task's `begin`, which makes a sampler's arguments.
+    """Return the function `begin` of a Task, which prepares the arguments of the sampler.
 
-    Its `frozen` holds the weights of "text" and "vae", and of "guide" if there is one. Its `batch`
-    holds the tokens of `prompts`. To draw over pictures it also holds IMAGE, uint8 [B, H, W, 3],
-    and optionally MASK [B, H, W], True at the pixels to draw (see diffusion.editing; the strength
-    is p.strength).
+    Its argument `frozen` holds the weights of the text encoder and the VAE at "text" and "vae", and
+    those of a guiding model at "guide". Its argument `batch` holds the tokens that `prompts`
+    returns. To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3]. For inpainting, it
+    also holds "mask" [B, H, W], which is True at the pixels to redraw (see diffusion.editing).
 
     Args:
-        p: The model's settings.
+        p: The model's settings; p.strength is the share of the steps that editing runs.
         encoder: The text encoder.
-        preview: Called on the host at each evaluation of the denoiser, with sketches of x0 of the
-            size of latents, and the noise level.
-        guide: Settings of a second model that guides this one.
+        preview: Called on the host at each evaluation of the denoiser, with the noise level and
+            small RGB images of x0, which have the height and width of the latents.
+        guide: The settings of a second model that guides this one; None for no such model.
     """
     unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
@@ -89,13 +92,17 @@ def make_begin(
 
 
 def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], Denoiser]:
-    """Return a function that maps a text context to the denoiser D."""
+    """Return a function that maps a text context to the denoiser D(x, sigma)."""
     network: Any = lambda text: lambda x, time: unet.apply(params, x, time, text)
     return lambda text: precond.denoiser(network(text), scalings)
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
-    """Return a sampling batch: the tokens of texts and of one negative prompt for all or each."""
+    """Return a sampling batch: the tokens of texts and of their negative prompts.
+
+    `negative` is one negative prompt for all texts, or one for each text. The names of its tokens
+    start with "negative_".
+    """
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
     tokens = encoder.tokenize(negatives)
     return {**encoder.tokenize(texts), **{NEGATIVE + k: v for k, v in tokens.items()}}
@@ -104,7 +111,10 @@ def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence
 def attended(
     p: Pipeline, encoder: TextEncoder, frozen: Any, batch: Mapping[str, Any]
 ) -> Float[Array, "B L D"]:
-    """Encode texts as the UNet's context, padded with zeros to conditioning.pad_to tokens."""
+    """Encode a batch of tokens as the UNet's text context [B, L, D].
+
+    The context is padded with zeros to conditioning.pad_to tokens.
+    """
     text = encoder.encode(frozen["text"], dict(batch))[0]
     more = max(0, p.conditioning.pad_to - text.shape[1])
     return jnp.pad(text, ((0, 0), (0, more), (0, 0)))

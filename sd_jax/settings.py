@@ -1,4 +1,4 @@
-"""The config of a Stable Diffusion model: typed settings and their check."""
+"""The settings of a Stable Diffusion config, with their types and ranges, and their checks."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -38,40 +38,40 @@ _Level = Annotated[float, "[0, 2097152]"]
 
 
 class Latents(NamedTuple):
-    """The latents that are noised: `scale` times a sample of the VAE's posterior."""
+    """Settings of the latents, which are `scale` times a sample of the VAE's posterior."""
 
     image_size: ranges.Count
-    """Side of the square training images."""
+    """Side of the square training images in pixels."""
     scale: ranges.Positive = vae_module.SCALE
-    """One over the standard deviation of the VAE's samples."""
+    """The inverse of the standard deviation of the VAE's samples."""
     pixels: Annotated[str, PIXELS] = "symmetric"
-    """Range of the VAE's images: "symmetric" for [-1, 1], in which it was trained, or "unit" for
-    [0, 1], in which MLPerf's published moments were computed."""
+    """Range of the pixels that the VAE encodes: "symmetric" for [-1, 1], as in the VAE's training,
+    or "unit" for [0, 1], as in MLPerf's published moments."""
 
 
 class Conditioning(NamedTuple):
-    """The UNet's text context."""
+    """Settings of the text context that the UNet attends to."""
 
     drop_to: Annotated[str, DROP_TO] = "empty"
-    """What replaces dropped texts: "empty" for the embeddings of "", as in sampling, or "zeros", as
-    in NeMo."""
+    """The replacement of dropped texts: "empty" for the embeddings of the empty prompt, as in
+    sampling, or "zeros", as in NeMo."""
     pad_to: ranges.Amount = 0
-    """Number of tokens to which zeros pad the context (NeMo: 80 for CLIP's 77); 0 for no
-    padding."""
+    """Number of tokens to which the context is padded with zeros; 0 for no padding. NeMo pads the
+    77 tokens of CLIP to 80."""
 
 
 class Diffusion(NamedTuple):
-    """The objective: what the UNet predicts, the noise of training, and the loss."""
+    """Settings of the objective: the UNet's prediction, the noise levels of training, the loss."""
 
     predicts: PrecondName = "eps"
-    """What the UNet predicts, a name in precond.PRECONDS, such as eps or v."""
+    """What the UNet predicts, such as eps or v: a key of precond.PRECONDS."""
     offset_noise: ranges.Share = 0.0
-    """Scale of offset noise, one normal draw per image and channel; 0 for none."""
+    """Scale of offset noise, which is one normal draw per image and channel; 0 for none."""
     min_snr: ranges.Scale = 0.0
-    """Bound on the weight of steps with little noise (Hang et al. 2023: 5); 0 for no weighting."""
+    """Bound on the loss weight at low noise levels (5 in Hang et al. 2023); 0 for no weighting."""
     noise: NoiseName = "scaled_linear"
-    """The noise levels of training: LDM's table "scaled_linear", or another name in noise.NOISES.
-    With "zero_terminal_snr", eps cannot be predicted."""
+    """The noise levels of training: LDM's table "scaled_linear", or another key of noise.NOISES.
+    With "zero_terminal_snr", the UNet cannot predict eps."""
     distance: DistanceName = "l2"
     """The distance between prediction and target: l1, l2 or huber."""
     weight: WeightName = "min_snr"
@@ -79,40 +79,41 @@ class Diffusion(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """How images are drawn."""
+    """Settings for drawing images: the sampler, its noise levels, and guidance."""
 
     name: SamplerName = "plms"
-    """A name in samplers.SAMPLERS, possibly with arguments: restart(low=0.5)."""
+    """The sampler, a key of samplers.SAMPLERS, possibly with arguments: restart(low=0.5)."""
     steps: Annotated[int, "[1, 1000]"] = 50
-    """Number of steps."""
+    """Number of sampling steps."""
     eta: ranges.Share = 0.0
-    """The share of new noise of the sampler ddim; 1 for DDPM's ancestral sampling."""
+    """The share of new noise in the sampler ddim; 1 gives DDPM's ancestral sampling."""
     guidance: ranges.Scale = 7.5
-    """The guidance scale; 1 for none."""
+    """The guidance scale; 1 for no guidance."""
     negative_prompt: str = ""
-    """The text that guidance leads away from; "" for the dropped text."""
+    """The text that guidance leads away from; "" for the replacement of dropped texts."""
     height: ranges.Amount = 0
     """The height of the images in pixels; 0 for the training size."""
     width: ranges.Amount = 0
     """The width of the images in pixels; 0 for the training size."""
     churn: ranges.Scale = 0.0
-    """The amount of new noise of the sampler heun (S_churn of Karras et al. 2022)."""
+    """The amount of new noise in the sampler heun (S_churn in Karras et al. 2022)."""
     grid: GridName = ""
-    """The noise levels of the steps, a key of GRIDS; "" for the default of noise and sampler."""
+    """The spacing of the noise levels, a key of GRIDS; "" for the default of noise and sampler."""
     end: EndName = ""
-    """The end of the grid: "zero", or "sigma_min" for the level of time 0."""
+    """The last noise level of the grid: "zero", or "sigma_min" for the level of time 0."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The first time of the grid "leading"."""
+    """The smallest time of the grid "leading"."""
     sigma_min: _Level = 0.0
-    """The smallest level of the grids "karras" and "exponential"; 0 for the table's smallest."""
+    """The smallest noise level of the grids "karras" and "exponential"; 0 for the table's."""
     sigma_max: _Level = 0.0
-    """The largest level of these grids; 0 for the table's largest. It also clips other grids."""
+    """The largest noise level of the grids "karras" and "exponential"; 0 for the table's. It also
+    clips other grids."""
     rho: ranges.Positive = 7.0
-    """The exponent of Karras et al.'s grid (2022, equation 5)."""
+    """The exponent rho of the grid "karras" (Karras et al. 2022, equation 5)."""
     unit_start: bool = True
-    """Start from N(0, 1) in the model's own coordinates, not from sigma * eps."""
+    """Start from N(0, 1) in the model's own coordinates instead of sigma * eps."""
     guiding: GuidingName = "cfg"
-    """Kinds of guidance: keys of GUIDANCE joined by +, such as apg(norm=5)+rescale."""
+    """The kinds of guidance: keys of GUIDANCE joined by +, such as apg(norm=5)+rescale."""
     guidance_low: ranges.LowLevel = 0.0
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
@@ -120,7 +121,7 @@ class Sampler(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """The settings that drawing needs, for models trained here or elsewhere."""
+    """All settings that drawing needs, for models trained here or elsewhere."""
 
     unet: UNet
     vae: VAE
@@ -129,27 +130,30 @@ class Pipeline(NamedTuple):
     diffusion: Diffusion
     sampler: Sampler
     strength: float = 1.0
-    """Share of the steps that image-to-image takes; 1 keeps the least of the picture."""
+    """Share of the steps that image-to-image runs; 1 keeps the least of the picture."""
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """Height and width of the images."""
+        """Height and width of the drawn images in pixels."""
         size = self.latents.image_size
         return self.sampler.height or size, self.sampler.width or size
 
     @property
     def steps_taken(self) -> int:
-        """Number of steps that image-to-image takes."""
+        """Number of sampling steps that image-to-image runs."""
         return round(self.strength * self.sampler.steps)
 
 
 class Settings(NamedTuple):
-    """A checked config. Weights are a workdir, a file or a diffusers directory."""
+    """Checked settings of a training config.
+
+    Weights are given by the path of a workdir, a checkpoint file or a diffusers directory.
+    """
 
     run: Run
     unet: UNet
     unet_weights: str
-    """The initial weights, or those that LoRA adapts; "" for random weights."""
+    """The UNet's initial weights, or the weights that LoRA adapts; "" for random weights."""
     vae: VAE
     vae_weights: str
     """The weights of the frozen VAE."""
@@ -167,13 +171,16 @@ class Settings(NamedTuple):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The settings that drawing needs."""
+        """The subset of the settings that drawing needs."""
         groups = self.conditioning, self.latents, self.diffusion, self.sampler
         return Pipeline(self.unet, self.vae, *groups)
 
     @property
     def output_size(self) -> int:
-        """Side of the square images that are scored. Raises ValueError if they are not square."""
+        """Side in pixels of the images that evaluation scores.
+
+        Raises ValueError if the images are not square.
+        """
         height, width = self.pipeline.output_shape
         if height != width:
             raise ValueError(
@@ -183,9 +190,9 @@ class Settings(NamedTuple):
 
 
 class Reconstruction(NamedTuple):
-    """The autoencoder's loss: the distance of images plus `kl` times KL(posterior || N(0, 1)).
+    """Settings of an autoencoder's loss: image distance plus `kl` times KL(posterior || N(0, 1)).
 
-    Both are divided by the number of values in the images, so that `kl` is LDM's kl_weight.
+    Both terms are divided by the number of values in the images, so that `kl` is LDM's kl_weight.
     """
 
     image_size: ranges.Count
@@ -197,12 +204,12 @@ class Reconstruction(NamedTuple):
 
 
 class AutoencoderSettings(NamedTuple):
-    """A checked config of sd_jax.train_vae."""
+    """Checked settings of a config of sd_jax.train_vae."""
 
     run: Run
     vae: VAE
     vae_weights: str
-    """The initial weights; "" for random weights."""
+    """The VAE's initial weights; "" for random weights."""
     reconstruction: Reconstruction
     optimizer: Optimizer
     mesh: MeshShape
@@ -210,12 +217,15 @@ class AutoencoderSettings(NamedTuple):
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Return the checked settings of a config. Raises ValueError."""
+    """Return the checked settings of a training config. Raises ValueError for invalid values."""
     return systems.read(config, "sd_jax")
 
 
 def uses_moments(data: Data) -> bool:
-    """Return whether the data are moments. Raises ValueError for moments mixed with images."""
+    """Return whether training reads VAE moments instead of images.
+
+    Raises ValueError if a mixture has both.
+    """
     kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
     if len({kind == MOMENTS for kind in kinds}) > 1:
         raise ValueError(
@@ -225,7 +235,7 @@ def uses_moments(data: Data) -> bool:
 
 
 def check(s: Settings) -> None:
-    """Raise ValueError for settings that contradict each other."""
+    """Raise ValueError if the settings of a training config contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
@@ -238,8 +248,8 @@ def check(s: Settings) -> None:
 
 
 def check_pipeline(p: Pipeline) -> None:
-    """Raise ValueError for settings that cannot draw anything."""
-    for name in ("conditioning", "latents", "diffusion", "sampler"):  # Some come from a flag.
+    """Raise ValueError if a model cannot draw with these settings."""
+    for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may set these.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
     objective.check(p.diffusion)
@@ -260,7 +270,11 @@ def check_pipeline(p: Pipeline) -> None:
 
 
 def check_size(p: Pipeline, field: str, size: int) -> None:
-    """Raise ValueError unless the UNet can halve the latents of images of `size` pixels."""
+    """Raise ValueError if images with a side of `size` pixels do not fit the VAE and the UNet.
+
+    The size must be a multiple of f * 2^n, where f is the VAE's downsampling factor and n is the
+    number of downsampling layers of the UNet. `field` is the name of the size in the message.
+    """
     factor, halvings = vae_module.factor(p.vae), len(p.unet.channel_mult) - 1
     unit = factor * 2**halvings
     if size < unit or size % unit:
@@ -305,7 +319,7 @@ def _check_data(s: Settings) -> None:
 
 
 def check_autoencoder(s: AutoencoderSettings) -> None:
-    """Raise ValueError for settings that contradict each other."""
+    """Raise ValueError if the settings of an autoencoder config contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     vae_module.check(s.vae)
     size, unit = s.reconstruction.image_size, vae_module.factor(s.vae)

@@ -2,9 +2,9 @@
 
     python -m sd_jax.start --data=PHOTOS [--hours=2] [--out=configs/mine.py] [--vae=FOLDER]
 
-It works like imagen_jax.start, whose --help describes PHOTOS. --vae is a diffusers directory, a
-checkpoint file or a workdir of sd_jax.train_vae. Without it, a quarter of the time is spent on
-training an autoencoder on these pictures first.
+The command works like imagen_jax.start, whose --help describes PHOTOS. --vae names a trained VAE: a
+diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Without --vae, the first
+quarter of the time is for training an autoencoder on these pictures.
 """
 
 from typing import Any
@@ -24,7 +24,10 @@ _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels")
 
 
 def candidates() -> list[Candidate]:
-    """Return a UNet with the VAE of --vae, or with a VAE that is trained first."""
+    """Return the only model to choose from: a UNet with the VAE of --vae, or with a new VAE.
+
+    A new VAE is trained first, as a stage of its own.
+    """
     unet = Stage("sd64_11m", "", "sd_jax.train", train.prepare)
     if _VAE.value:
         fields = read_fields(_VAE.value)
@@ -35,7 +38,11 @@ def candidates() -> list[Candidate]:
 
 
 def read_fields(path: str) -> Changes:
-    """Return the config fields of a VAE on disk. Raises ValueError if `path` holds no VAE."""
+    """Return the config fields that a VAE on disk determines, such as vae.width.
+
+    `path` is a diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises
+    ValueError if it holds no VAE.
+    """
     if (files.path(path) / runs.CHECKPOINTS).is_dir():
         fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]
         scale = 1.0

@@ -28,15 +28,17 @@ from sd_jax.vae import Latents, Moments
 
 
 def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
-    """Return a model's init, loss and sampler as a Task.
+    """Return a Task: the initialisation, loss and sampling of a Stable Diffusion model.
 
-    A training batch holds the encoder's tokens and "image", uint8 [B, H, W, 3], or "moments", float
-    [B, h, w, 2 Z]. A sampling batch is made by sampling.prompts.
+    A training batch holds the text encoder's tokens, and the images either as "image", uint8 [B, H,
+    W, 3], or as VAE moments, "moments", float [B, h, w, 2 Z]. sampling.prompts makes sampling
+    batches.
 
     Args:
-        s: The model's settings.
+        s: The settings of a training config.
         encoder: The text encoder, whose weights are frozen.
-        vae_params: The VAE's weights, also frozen; None for training on moments without sampling.
+        vae_params: The weights of the VAE, which are also frozen. They may be None for training on
+            moments without sampling.
     """
     unet, vae = s.unet, s.vae
     goal = objective.make(s.diffusion)
@@ -88,7 +90,10 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """Return the task, with shapes in place of the VAE's weights, and a training batch of one."""
+    """Return a Task and a batch of one blank image (or moments), to trace a training step.
+
+    The Task holds shapes in place of the VAE's weights. The batch holds no tokens.
+    """
     vae, side = s.vae, s.latents.image_size
     small = side // vae_module.factor(vae)
     if uses_moments(s.data):
@@ -101,11 +106,17 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
 
 
 def posterior_sample(key: jax.Array, moments: Moments) -> Latents:
-    """Draw latents from the posterior of each image, without the latents' scale."""
+    """Draw a latent from each posterior of the VAE, without the factor latents.scale."""
     return vae_module.sample(moments, normal_like(key, moments[..., : moments.shape[-1] // 2]))
 
 
 def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
-    """Replace the tokens of the rows where `keep` is False by those of the empty prompt."""
+    """Return a batch's tokens, with those of the empty prompt in rows where `keep` is False.
+
+    Args:
+        batch: The batch with tokens.
+        empty: The tokens of one empty prompt.
+        keep: Whether each text is kept, [B].
+    """
     where = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
     return {name: jnp.where(where(name), batch[name], row) for name, row in empty.items()}

@@ -4,16 +4,17 @@
         --config.unet.weights=runs/sd1_2 --config.vae.weights=weights/sd-v1-5 \\
         --config.text.weights=weights/clip-vit-large-patch14 --config.data.path=shards
 
-The VAE and the text encoder are frozen. They run inside the step, sharded over the mesh, and no
-checkpoint holds them. Training is faster with --config.data.source=moments, written once by
-python -m sd_jax.precache, and --config.text.store, written by python -m diffusion_jax.precache.
+The VAE and the text encoder are frozen. They run inside the training step, sharded over the mesh,
+and are not saved in checkpoints. Training is faster with precomputed moments of the images,
+--config.data.source=moments (written by python -m sd_jax.precache), and precomputed text
+embeddings, --config.text.store (written by python -m diffusion_jax.precache).
 
-Any value of the config can be changed on the command line: --config.optimizer.lr=2e-4. A sharded
-run is --config.mesh.fsdp=8 --config.mesh.replica=4.
+Any value of the config can be changed on the command line: --config.optimizer.lr=2e-4. To shard the
+model, set for example --config.mesh.fsdp=8 --config.mesh.replica=4.
 
-The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
-config.prompts under samples/, checkpoints/, config.json and manifest.json. not_finite.json reports
-where the first loss or gradient that was not finite came from. Running the same command again
+The workdir receives metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), images of
+config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
+not finite, not_finite.json reports where the first one came from. Running the same command again
 continues exactly from the last checkpoint. SIGTERM saves a checkpoint and exits with code 143.
 """
 
@@ -39,8 +40,12 @@ from sd_jax.weights.initial import read_unet, read_vae
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Open the text encoder, the VAE, the data and the model; ValueError or OSError on failure."""
-    # The text encoder, the VAE's weights, and the data: this process's rows of each batch.
+    """Open everything that training needs: the text encoder, the VAE, the data and the model.
+
+    Raises:
+        ValueError, OSError: An input is missing or does not fit the settings.
+    """
+    # The text encoder, the VAE's weights and the data, of which this process reads its own rows.
     encoder = lookup.open_encoder(s.text)
     vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
     batches = open_batches(s, encoder, vae_params, mesh)
@@ -52,10 +57,10 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance)
 
     def open_prompts(prompts):
-        lookup.open_prompts(s.text, encoder, False, prompts)  # Checks that a store holds them.
+        lookup.open_prompts(s.text, encoder, False, prompts)  # Raises if the store lacks one.
         return tokenize
 
-    # The model, with random or given weights; training changes all of them or only a LoRA.
+    # The model with random or given weights. Training changes all weights or only LoRA factors.
     read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder, vae_params)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
@@ -65,9 +70,11 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
 def open_batches(
     s: Settings, encoder: TextEncoder, vae_params: Any, mesh: sharding.Mesh
 ) -> Batches:
-    """Open the training data of a config: this process's rows of each batch.
+    """Open the training data of a config, as batches of which this process reads its own rows.
 
-    Raises ValueError for moments of another size or, if they have a manifest, of another VAE.
+    Raises:
+        ValueError: Moments have another size than the config expects, or their manifest names
+            another VAE.
     """
     if not uses_moments(s.data):
         pictures = sources.open_pictures(s.data, s.latents.image_size)
@@ -82,7 +89,7 @@ def open_batches(
 
 
 def made_by(latents: Latents, vae_params: Any) -> dict[str, Any]:
-    """Return a manifest of moments: the settings and a digest of the VAE that they depend on."""
+    """Return the manifest of VAE moments: the settings and a digest of the VAE that made them."""
     identity = {"image_size": latents.image_size, "scale": latents.scale, "pixels": latents.pixels}
     return identity | ({"vae": pretrained.digest(vae_params)} if vae_params else {})
 

@@ -1,10 +1,11 @@
-"""Train the autoencoder of Stable Diffusion on reconstruction and KL, without a discriminator.
+"""Train Stable Diffusion's autoencoder on reconstruction and KL loss, without a discriminator.
 
     python -m sd_jax.train_vae --config=configs/sd_quickstart_vae.py --workdir=runs/sd_vae
 
 Give the workdir to sd_jax.train as --config.vae.weights. The metric `latent_std` is the standard
-deviation of the latents; --config.latents.scale should be its inverse. Reconstructions of the first
-pictures are under samples/. Config, data, checkpoints and SIGTERM work as in sd_jax.train.
+deviation of the latents: set --config.latents.scale of sd_jax.train to its inverse. Reconstructions
+of the first pictures are written to samples/. Config, data, checkpoints and SIGTERM work as in
+sd_jax.train.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from sd_jax.settings import AutoencoderSettings
 from sd_jax.vae import Moments
 from sd_jax.weights.initial import read_vae as read_vae_weights
 
-_SHOWN = 8  # Pictures that are reconstructed during training.
+_SHOWN = 8  # Number of pictures to reconstruct during training.
 
 
 def read_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
@@ -37,9 +38,9 @@ def read_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
 
 
 def make_task(s: AutoencoderSettings) -> Task:
-    """Return the task: init, loss, and reconstructions of batch["image"], float in [-1, 1].
+    """Return a Task: the initialisation and loss of an autoencoder, and reconstruction of images.
 
-    Reconstructions decode the mean of the posterior.
+    Reconstruction takes batch["image"], float in [-1, 1], and decodes the mean of the posterior.
     """
     size = s.reconstruction.image_size
     distance = DISTANCES[s.reconstruction.distance]
@@ -69,17 +70,21 @@ def make_task(s: AutoencoderSettings) -> Task:
 
 
 def divergence(moments: Moments) -> Float[Array, "B"]:
-    """Return KL(posterior || N(0, 1)) of each image, in nats."""
+    """Return KL(posterior || N(0, 1)) in nats for each image, from the moments of its posterior."""
     mean, std = vae_module.mean_and_std(moments)
     return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
 
 
 def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Open the data; ValueError or OSError if this fails."""
+    """Open the training data of an autoencoder, and its initial weights if the config names any.
+
+    Raises:
+        ValueError, OSError: The data are missing or do not fit the settings.
+    """
     pictures = sources.open_pictures(s.data, s.reconstruction.image_size)
     batches = training_batches(pictures, lambda texts: {}, s.run, s.data, mesh)
 
-    # The first pictures, which are reconstructed during training.
+    # The first pictures, to be reconstructed during training.
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
     examples = loop.Examples({"image": np.asarray(to_range(images))}, captions, guidance=1.0)

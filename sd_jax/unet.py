@@ -2,9 +2,9 @@
 
 It computes the same numbers as LDM's openaimodel (Rombach et al. 2022).
 
-Arrays are NHWC. Shapes: B batch, H W height and width of the latents, h w those at a level, C
-channels of a level, E = 4 width time embedding, L text tokens of width D, T query tokens, N heads,
-K head dim.
+Arrays are NHWC. Shapes: B batch; H W height and width of the latents, h w those at a level; C
+channels of a level; E = 4 width channels of the time embedding; L text tokens of width D; T query
+tokens; N heads of width K.
 """
 
 import functools
@@ -33,7 +33,10 @@ from diffusion_jax.nn.layers import (
 
 
 class UNet(nn.Module):
-    """Network F(x, time | text); its fields are the `unet` group of a config (defaults: 2.0's)."""
+    """The network F(x, time, text) of Stable Diffusion, with the sizes of version 2.0 by default.
+
+    Its fields are the `unet` group of a config.
+    """
 
     width: Count = 320
     """Channels of the first convolution, which `channel_mult` multiplies."""
@@ -46,15 +49,15 @@ class UNet(nn.Module):
     transformer_depth: Count = 1
     """Blocks per transformer, as in LDM's configs."""
     num_heads: Amount = 0
-    """Number of heads of each transformer (8 in 1.x); 0 for its width / head_dim."""
+    """Number of heads of each transformer (8 in 1.x); 0 for the transformer's width / head_dim."""
     head_dim: Count = 64
-    """Width of a head; not used if num_heads is set."""
+    """Width of each head; unused if num_heads is set."""
     linear_projections: bool = True
     """Whether checkpoint files store the first and last layer of a transformer as linear layers
-    (2.x) instead of 1x1 convolutions (1.x). The numbers are the same."""
+    (2.x) instead of 1x1 convolutions (1.x). The network computes the same numbers."""
     norm_groups: Count = 32
-    """Groups of the norms in residual blocks and before the output (16 in MLPerf). Norms of
-    transformers always have 32."""
+    """Number of groups of the group norms in residual blocks and before the output (16 in MLPerf).
+    The group norms of transformers always have 32."""
     in_channels: Count = 4
     """Channels of the latents."""
     out_channels: Count = 4
@@ -76,17 +79,21 @@ class UNet(nn.Module):
         time: Float[Array, "B"],
         text: Float[Array, "B L D"],
     ) -> Float[Array, "B H W {self.out_channels}"]:
-        """Return F in float32.
+        """Return the network's prediction F in float32.
 
-        `time` is a timestep from 0 to 999, possibly fractional. Attention sees every text token.
+        Args:
+            x: The noisy latents in the network's coordinates.
+            time: Timesteps from 0 to 999, possibly fractional.
+            text: The text context; attention has no mask and sees every token.
 
-        Raises ValueError unless height and width can be halved at every level but the last.
+        Raises:
+            ValueError: The height or width of x is not a multiple of 2^(levels - 1).
         """
         self._check_size(x.shape[1], x.shape[2])
         emb = ops.sinusoid(time, self.width).astype(self.dtype)  # [B, width]
         emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)  # [B, E]
         emb = dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype)
-        emb = nn.silu(emb)  # LDM applies this SiLU in every residual block; here once for all.
+        emb = nn.silu(emb)  # LDM does this in each residual block; the result is equal.
         text = text.astype(self.dtype)
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps), self.norm_groups, dtype=self.dtype
@@ -143,7 +150,10 @@ class UNet(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Residual block: norm -> SiLU -> conv, twice; the time is added before the second norm."""
+    """Residual block of the UNet: norm, SiLU and convolution, twice.
+
+    The time embedding is added before the second norm.
+    """
 
     norm_groups: int
     width: int
@@ -151,7 +161,7 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"], emb: Float[Array, "B E"]):
-        """Return [B, H, W, width]. SiLU must already be applied to `emb`."""
+        """Return features [B, H, W, width], given features x and a time embedding after SiLU."""
         h = GroupNorm(self.norm_groups, silu=True, name="norm1")(x)
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         emb = dense(emb, self.width, "emb", dtype=self.dtype)
@@ -164,7 +174,7 @@ class ResBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Transformer over pixels: self-attention, attention to text, gated layer, `depth` times."""
+    """Transformer over pixels: `depth` times self-attention, attention to text, and gated MLP."""
 
     depth: int
     num_heads: int
@@ -174,7 +184,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], text: Float[Array, "B L D"]):
-        """Return x plus the transformer's output; inside, each layer has a residual."""
+        """Return x plus the transformer's output. Each layer inside also has a residual."""
         c = x.shape[-1]
         heads = self.num_heads or c // self.head_dim
         attend = functools.partial(Attention, heads, self.implementation, self.dtype)
@@ -194,7 +204,7 @@ class Transformer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention from every token of x to every token of `tokens`, without a mask."""
+    """Multi-head attention from every token of x to every token of `tokens`, without a mask."""
 
     num_heads: int
     implementation: str = "auto"
@@ -202,26 +212,29 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T C"], tokens: Float[Array, "B L D"]):
-        """Return [B, T, C]. Only the output layer has a bias."""
+        """Return the attention's output [B, T, C]. Only the output layer has a bias."""
         c = x.shape[-1]
         head_dim = c // self.num_heads
         layer = functools.partial(ToHeads, 1, self.num_heads, head_dim, False, self.dtype)
         (q,), (k,), (v,) = (
             layer(name=name)(y) for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
         )  # [B, T, N, K], [B, L, N, K], [B, L, N, K]
-        # cuDNN has no heads this wide. They occur only at low resolutions, with few tokens.
+        # cuDNN does not support such wide heads, which occur only at low resolutions.
         too_wide = self.implementation == "cudnn" and head_dim > 128
         out = attend(q, k, v, implementation="xla" if too_wide else self.implementation)
         return FromHeads(c, dtype=self.dtype, name="out")(out)  # [B, T, C]
 
 
 def transformer_widths(unet: UNet) -> set[int]:
-    """Return the widths of all transformers, including the one in the middle."""
+    """Return the widths of all transformers, including the one in the middle of the UNet."""
     return {unet.width * unet.channel_mult[level] for level in (*unet.attention_levels, -1)}
 
 
 def check(unet: UNet) -> None:
-    """Raise ValueError for inconsistent fields. This is cheap: call it before compiling."""
+    """Raise ValueError if a UNet's fields are inconsistent.
+
+    The check is cheap, so call it before compiling.
+    """
     levels = len(unet.channel_mult)
     blocks = blocks_per_level(unet.num_res_blocks, levels)
     if len(blocks) != levels:

@@ -2,8 +2,8 @@
 
 It computes the same numbers as LDM's AutoencoderKL (Rombach et al. 2022).
 
-Images are NHWC in [-1, 1]. Shapes: B batch, H W height and width of the images, h w those at a
-level (at the deepest level those of the latents), C channels of a level, Z channels of the latents.
+Images are NHWC in [-1, 1]. Shapes: B batch; H W height and width of the images, h w those at a
+level (at the deepest level, of the latents); C channels of a level; Z channels of the latents.
 """
 
 import functools
@@ -23,14 +23,14 @@ from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
 
 SCALE = 0.18215
-"""1 / standard deviation of the latents: the UNet's input is SCALE times a sample."""
+"""1 / standard deviation of the latents: the UNet's latents are SCALE times a VAE sample."""
 Moments = Float[Array, "B h w _"]
-"""Z channels of means, then Z channels of log variances."""
+"""The posterior of images: Z channels of means, then Z channels of log variances."""
 Latents = Float[Array, "B h w Z"]
 
 
 class VAE(nn.Module):
-    """Encoder and decoder; its fields are the `vae` group of a config."""
+    """Encoder and decoder of Stable Diffusion; the fields are the `vae` group of a config."""
 
     width: Count = 128
     """Channels of the first convolution, which `channel_mult` multiplies."""
@@ -44,7 +44,7 @@ class VAE(nn.Module):
     """The type of activations; parameters are float32."""
 
     def setup(self) -> None:
-        """Define the two halves, with parameters params["encoder"] and params["decoder"]."""
+        """Define encoder and decoder; their parameters are params["encoder"] and ["decoder"]."""
         shape = (self.width, self.channel_mult, self.num_res_blocks)
         self.encoder = Encoder(*shape, self.latent_channels, self.dtype)
         self.decoder = Decoder(*shape, self.dtype)
@@ -52,14 +52,19 @@ class VAE(nn.Module):
     def __call__(
         self, images: Float[Array, "B H W _"], eps: Latents
     ) -> tuple[Float[Array, "B H W _"], Moments]:
-        """Return the decoded sample of the posterior, and the posterior's moments."""
+        """Encode images and decode a sample of the posterior, drawn with the normal noise `eps`.
+
+        Returns:
+            The decoded images, and the posterior's moments [B, h, w, 2 Z].
+        """
         moments = self.encode(images)
         return self.decode(sample(moments, eps)), moments
 
     def encode(self, images: Float[Array, "B H W _"]) -> Moments:
-        """Return the moments of the posterior; see `sample` and `mean_and_std`.
+        """Return the moments of the posterior of images: means, then log variances.
 
-        Raises ValueError unless height and width can be halved at every level but the last.
+        Raises:
+            ValueError: The height or width of the images is not a multiple of 2^(levels - 1).
         """
         unit = factor(self)
         if images.shape[1] % unit or images.shape[2] % unit:
@@ -70,7 +75,7 @@ class VAE(nn.Module):
         return self.encoder(images)
 
     def decode(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Return images, roughly in [-1, 1], for latents without SCALE."""
+        """Return images, roughly in [-1, 1], for latents that are not multiplied by SCALE."""
         return self.decoder(z)
 
 
@@ -85,7 +90,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W _"]) -> Moments:
-        """Return the moments [B, h, w, 2 Z]."""
+        """Return the moments [B, h, w, 2 Z] of images: Z means, then Z log variances."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = images.astype(self.dtype)  # [B, H, W, 3]
         h = conv(h, self.width, "init_conv", kernel=3, dtype=self.dtype)  # [B, H, W, width]
@@ -113,7 +118,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Return images, which are not clipped to [-1, 1]."""
+        """Return images for latents `z`; values are not clipped to [-1, 1]."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
         width = self.width * self.channel_mult[-1]
@@ -132,14 +137,14 @@ class Decoder(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Residual block: norm -> SiLU -> conv, twice."""
+    """Residual block of the VAE: group norm, SiLU and convolution, twice."""
 
     width: int
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"]):
-        """Return [B, H, W, width]."""
+        """Return features [B, H, W, width] for features `x`."""
         h = GroupNorm(eps=1e-6, silu=True, name="norm1")(x)  # [B, H, W, C]
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         h = GroupNorm(eps=1e-6, silu=True, name="norm2")(h)
@@ -150,15 +155,15 @@ class ResBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of pixels with one head; computes `query_chunk` queries at a time."""
+    """Self-attention over pixels with one head, for `query_chunk` queries at a time."""
 
     query_chunk: int = 4096
-    """Memory grows with this times the number of pixels / 64."""
+    """Number of queries at a time; memory grows with this times the number of pixels / 64."""
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]):
-        """Return x + the attention's output, [B, H, W, C]."""
+        """Return x plus the attention's output, [B, H, W, C]."""
         b, c = x.shape[0], x.shape[-1]
         normed = GroupNorm(eps=1e-6, name="norm")(x).reshape(b, -1, c)  # [B, HW, C]
         # [B, HW, 1, C] each, with one head
@@ -167,7 +172,7 @@ class Attention(nn.Module):
         attend_rows = lambda rows: attend(rows, k, v, implementation="xla")
         if tokens <= self.query_chunk:
             out = attend_rows(q)  # [B, HW, 1, C]
-        else:  # The same rows in chunks: each query has its own softmax.
+        else:  # Chunks change no result, since each query has its own softmax.
             chunks = -(-tokens // self.query_chunk)
             q = jnp.pad(q, ((0, 0), (0, chunks * self.query_chunk - tokens), (0, 0), (0, 0)))
             q = q.reshape(b, chunks, self.query_chunk, 1, c)
@@ -178,27 +183,34 @@ class Attention(nn.Module):
 
 
 def factor(vae: VAE) -> int:
-    """Return the side of a latent in pixels: 8 for four levels."""
+    """Return the downsampling factor of a VAE, in pixels per latent: 8 for four levels."""
     return 2 ** (len(vae.channel_mult) - 1)
 
 
 def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
-    """Return mean and standard deviation of the posterior; log variances clip to [-30, 20]."""
+    """Return mean and standard deviation of the posterior, given its moments.
+
+    Log variances are clipped to [-30, 20].
+    """
     mean, log_variance = jnp.split(moments, 2, axis=-1)
     return mean, jnp.exp(jnp.clip(log_variance, -30, 20) / 2)
 
 
 def sample(moments: Moments, eps: Latents) -> Latents:
-    """Return mean + std * eps, a posterior sample without SCALE if `eps` is standard normal."""
+    """Return mean + std * eps, given the moments of the posterior.
+
+    If `eps` is standard normal, this is a sample of the posterior, without the factor SCALE.
+    """
     mean, std = mean_and_std(moments)
     return mean + std * eps
 
 
 def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
-    """Compute decode(z) in slices of about `at_once` images per device, to save memory.
+    """Decode latents `z` in slices of at most `at_once` images per device, to save memory.
 
-    Together with Attention.query_chunk this decodes large images without tiles and seams.
-    Consecutive rows of z are assumed to be on the same device, as in a batch sharded over a mesh.
+    Together with Attention.query_chunk, this decodes large images without splitting them into
+    tiles, and hence without seams. Consecutive rows of z must be on the same device, as in a batch
+    sharded over a mesh.
     """
     devices = math.gcd(len(z), jax.device_count())
     per_device = len(z) // devices
@@ -215,7 +227,7 @@ def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int)
 
 
 def check(vae: VAE) -> None:
-    """Raise ValueError for fields from which the layers cannot be built."""
+    """Raise ValueError if a VAE cannot be built from its fields."""
     for mult in (1, *vae.channel_mult):
         if vae.width * mult < 32 or vae.width * mult % 32:
             raise ValueError(

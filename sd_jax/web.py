@@ -1,13 +1,12 @@
-"""A page to draw with Stable Diffusion models, compare them, and watch them train.
+"""A web page to draw with Stable Diffusion models, compare them, and watch them train.
 
     python -m sd_jax.web --workdir=runs/sd_quickstart [--workdir=runs/other ...] [--port=8765]
 
-It prints the address to open. Only this machine can reach the page, unless --host names another
-address; then the page needs the token that is printed with it. Pictures appear while they are
-drawn, each with a link and the command that draws it again. A grid compares the values of two
-settings. Sweeps and training curves are read from the runs. It needs the extra [web]: pip install
-starlette uvicorn.
-A --workdir may also be a diffusers directory.
+The command prints the address of the page. Only this machine can reach the page, unless --host
+names another address; then the page needs the token that is printed with the address. Images appear
+while they are drawn, each with a link and the command that draws it again. A grid of images
+compares the values of two settings. Sweeps and training curves are read from the runs. A --workdir
+may also be a diffusers directory. The command needs the extra [web]: pip install starlette uvicorn.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,11 @@ from sd_jax.notebook import load
 
 
 def open_model(stages: Sequence[str], values: Values) -> Loaded:
-    """Open a model. Raises ValueError for a cascade."""
+    """Open one model with the given option values.
+
+    Raises:
+        ValueError: `stages` has several workdirs: Stable Diffusion has no cascades.
+    """
     if len(stages) > 1:
         raise ValueError(
             f"--workdir={','.join(stages)}: this path does not exist, and Stable Diffusion has no "
