@@ -3,20 +3,22 @@
     python -m sd_jax.weights convert --from=PATH --to=PATH [--names=nemo] [--ema=raw]
         [--config=YAML] [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER] [--lora=FILE:0.7]
 
-reads UNet, VAE and text encoder from a file of CompVis, Stability, MLPerf or NeMo (.ckpt, .nemo,
-.safetensors, .npz), a diffusers directory, or a workdir. If --to ends in .safetensors or .npz, it
-writes a file with LDM's or NeMo's names, otherwise a new diffusers directory. Such a directory gets
-the tokenizer of --tokenizer, or of --from if that is a diffusers directory. The command prints the
-parts it found, reads back what it wrote, and compares both bit by bit.
+The command reads UNet, VAE and text encoder from a checkpoint file of CompVis, Stability, MLPerf or
+NeMo (.ckpt, .nemo, .safetensors, .npz), a diffusers directory, or a workdir. If --to ends in
+.safetensors or .npz, it writes one file with LDM's or NeMo's parameter names. Otherwise it writes a
+new diffusers directory, and copies the tokenizer from --tokenizer or, by default, from --from if
+that is a diffusers directory. The command prints the parts that it read, reads the written
+checkpoint back, and compares the two bit by bit.
 
-The arrays of a file do not show everything. Set --norm_groups=16 for MLPerf's models and
---predicts=v for models that predict v. The number of heads is known only for the sizes of 1.x and
-2.x: for other models give LDM's yaml (--config=v1-inference.yaml). Files written by this project
-contain all of this.
+A checkpoint file may not hold all settings of its model. Set --norm_groups=16 for MLPerf's models
+and --predicts=v for models that predict v. The number of attention heads is known only for the
+sizes of Stable Diffusion 1.x and 2.x. For other sizes, give LDM's yaml of the model
+(--config=v1-inference.yaml). Files written by this project hold all settings.
 
-LoRA files of diffusers or kohya are merged into the weights with --lora=FILE or FILE:STRENGTH. The
-factors of a LoRA run are merged into its base weights, whose new place --unet_weights=PATH gives if
-they have moved. --names=diffusers or --names=kohya writes only the factors, in that format.
+--lora=FILE or --lora=FILE:STRENGTH merges a LoRA file of diffusers or kohya into the weights. The
+factors of a LoRA run are merged into the base weights that it adapted. If these have moved, give
+their new path as --unet_weights=PATH. With --names=diffusers or --names=kohya, only the factors of
+a LoRA run are written, in that format.
 """
 
 import os
@@ -44,14 +46,14 @@ _LORA = flags.DEFINE_multi_string(
     "lora", [], "LoRA to merge, as FILE or FILE:STRENGTH; may be repeated."
 )
 _BASE = flags.DEFINE_string(
-    "unet_weights", None, "New place of a LoRA run's base weights, if they have moved."
+    "unet_weights", None, "New path of a LoRA run's base weights, if they have moved."
 )
 _EMA = flags.DEFINE_string(
     "ema", "ema", 'Weights to read: "ema" for averages if the input has them, or "raw".'
 )
 _CONFIG = flags.DEFINE_string("config", None, "LDM's yaml of the model, for a single file.")
 _GROUPS = flags.DEFINE_integer(
-    "norm_groups", None, "Groups of the norms in residual blocks; 16 for MLPerf's models."
+    "norm_groups", None, "Number of groups of the norms in residual blocks; 16 for MLPerf's models."
 )
 _PREDICTS = flags.DEFINE_string("predicts", None, 'The UNet\'s prediction: "eps" or "v".')
 _TOKENIZER = flags.DEFINE_string(
@@ -60,7 +62,7 @@ _TOKENIZER = flags.DEFINE_string(
 
 
 def main(argv: list[str]) -> None:
-    """Run the command in `argv`, which is always `convert`."""
+    """Run `convert`. For any other command in `argv`, print the usage and exit with code 2."""
     cli.start(alone=True)
     match argv[1:]:
         case ["convert"] if _FROM.value and _TO.value:
@@ -72,9 +74,9 @@ def main(argv: list[str]) -> None:
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Convert `source` to `target` as the flags say, and verify the result.
+    """Convert the checkpoint `source` to `target` with the options in the flags, and verify it.
 
-    Raises ValueError if the written checkpoint differs from the one that was read.
+    Raises ValueError if the checkpoint that is read back from `target` differs from `source`.
     """
     target = files.path(target)
     is_run = (files.path(source) / runs.CHECKPOINTS).is_dir()

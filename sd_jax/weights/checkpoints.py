@@ -1,7 +1,7 @@
-"""Reading and writing of whole Stable Diffusion checkpoints: UNet, VAE and text encoder.
+"""Read and write complete Stable Diffusion checkpoints: UNet, VAE and text encoder.
 
-It reads files of CompVis, Stability and MLPerf (.ckpt, .safetensors) and of NeMo (.ckpt, .nemo),
-and diffusers directories. Code inside a file is never executed.
+The readers accept diffusers directories and the single files of CompVis, Stability and MLPerf
+(.ckpt, .safetensors) and of NeMo (.ckpt, .nemo). They never execute code inside a file.
 """
 
 import json
@@ -30,7 +30,7 @@ _PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_ch
 
 
 class UNetPart(NamedTuple):
-    """UNet, the width of the text that it attends to, and its float32 params on the host."""
+    """A UNet, the width of the text that it attends to, and its float32 params on the host."""
 
     network: UNet
     text_width: int
@@ -38,28 +38,28 @@ class UNetPart(NamedTuple):
 
 
 class VAEPart(NamedTuple):
-    """VAE and its float32 params on the host."""
+    """A VAE and its float32 params on the host."""
 
     network: VAE
     params: Any
 
 
 class Checkpoint(NamedTuple):
-    """Parts of a checkpoint, which are None if it lacks them."""
+    """The parts and settings of a Stable Diffusion checkpoint. A missing part is None."""
 
     unet: UNetPart | None
     vae: VAEPart | None
     report: list[str]
-    """One line per part, for the user: its names and its size."""
+    """One line for the user per part: its number of arrays, their naming, its parameter count."""
     text: TextPart | None = None
     predicts: str | None = None
     """The UNet's prediction, "eps" or "v"; None if the checkpoint does not say."""
     latent_size: int = 64
-    """Side of the latents that the model was trained on."""
+    """Side of the latents that the model was trained on, in latent pixels."""
     scale: float = SCALE
     """Factor from a sample of the VAE's posterior to the UNet's input."""
     scheduler: Mapping[str, Any] | None = None
-    """Content of a diffusers directory's scheduler_config.json."""
+    """Content of a diffusers directory's scheduler_config.json; None without such a file."""
 
 
 def load(
@@ -71,17 +71,19 @@ def load(
     heads: tuple[int, int] | None = None,
     parts: Collection[str] = PARTS,
 ) -> Checkpoint:
-    """Read the given parts of a file or a diffusers directory.
+    """Read a checkpoint, or only some of its parts, from a file or a diffusers directory.
 
     Args:
-        path: A file, or a diffusers directory.
-        ema: "ema" for averaged weights if the file has them in addition to the raw ones, or "raw".
-        norm_groups: For files, groups of the norms in residual blocks; 16 for MLPerf's, else 32.
-        config: For files, LDM's yaml of the model.
+        path: A checkpoint file, or a diffusers directory.
+        ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
+        norm_groups: For files, the number of groups in the group norms of residual blocks: 16 for
+            MLPerf's models. The default is the value in the file's config, else 32.
+        config: For files, the path of LDM's yaml of the model.
         heads: For files, (num_heads, head_dim), used if neither `config` nor the file has them.
-        parts: The parts to read, of PARTS.
+        parts: The parts to read: "unet", "vae" and "text".
 
-    Raises FileNotFoundError, or ValueError that lists the keys that do not fit.
+    Raises FileNotFoundError if `path` does not exist. Raises ValueError if it holds no supported
+    model; if arrays are missing or unknown, the message lists their names.
     """
     path = files.local(path)
     if ema not in ("ema", "raw"):
@@ -105,18 +107,21 @@ def save_diffusers(
     tokenizer: str | os.PathLike[str] | None = None,
     scheduler: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write a directory for StableDiffusionPipeline.from_pretrained, completely or not at all.
+    """Write a diffusers directory for StableDiffusionPipeline.from_pretrained.
+
+    After an error, no incomplete directory is left.
 
     Args:
         checkpoint: The parts to write.
         folder: The directory, which must be empty or not exist.
-        predicts: The UNet's prediction, "eps" or "v"; by default the checkpoint's, else "eps".
-        tokenizer: Diffusers directory whose tokenizer to copy, if it has one. Without a tokenizer,
-            the caller of from_pretrained has to pass one.
-        scheduler: Diffusers directory whose scheduler to copy, if it has one; by default the
+        predicts: The UNet's prediction, "eps" or "v"; by default the value in
+            the checkpoint, else "eps".
+        tokenizer: Diffusers directory whose tokenizer is copied, if it has one. Without a
+            tokenizer, the caller of from_pretrained has to pass one.
+        scheduler: Diffusers directory whose scheduler is copied, if it has one. Otherwise the
             scheduler is DDIM.
 
-    Raises ValueError for networks that diffusers does not have.
+    Raises ValueError if `folder` is not empty, or diffusers has no such network.
     """
     folder = files.path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -142,9 +147,10 @@ def save_diffusers(
 
 
 def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str = "ldm") -> None:
-    """Write all parts to one .safetensors or .npz file with LDM's or NeMo's names.
+    """Write all parts of a checkpoint to one .safetensors or .npz file.
 
-    The file's metadata describes what the arrays do not show; see ldm_config.
+    `dialect` chooses the parameter names: "ldm" or "nemo". Settings that the arrays do not show,
+    such as the number of attention heads, are written to the file's metadata (see ldm_config).
     """
     if dialect not in ("ldm", "nemo"):
         raise ValueError(f"names is {dialect!r}: choose 'ldm' or 'nemo' for a file of weights")
@@ -166,7 +172,7 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
 
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
-    """Return whether two checkpoints have the same parts, equal to the last bit."""
+    """Return whether two checkpoints have the same parts, with bitwise equal parameters."""
     pairs = ((a.unet, b.unet), (a.vae, b.vae), (a.text, b.text))
     return all(
         (x is None) == (y is None)
@@ -178,7 +184,7 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
 
 
 def _from_folder(folder: pathlib.Path, wanted: Collection[str]) -> Checkpoint:
-    """Read the wanted parts of a pipeline's directory, or of a single network's directory."""
+    """Read the wanted parts from a diffusers directory of a pipeline or of a single network."""
     _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     if not places:
@@ -249,7 +255,7 @@ def _vae(network: VAE, state: StateDict) -> VAEPart:
 
 
 def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] | None) -> UNet:
-    """Guess the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
+    """Infer the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
     if names.unet_dialect(arrays) == "diffusers":
         raise ValueError("a UNet with diffusers' names must be read from its directory, which has "
                          "its config.json")  # fmt: skip
@@ -264,7 +270,7 @@ def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] 
 
 
 def _check_pipeline(index: pathlib.Path) -> None:
-    """Raise ValueError for another pipeline, with parts that Stable Diffusion does not have."""
+    """Raise ValueError if a model_index.json lists parts that Stable Diffusion does not have."""
     parts = pretrained.read_json(index) if index.is_file() else {}
     part_names = [name for name, value in parts.items() if isinstance(value, list) and value[0]]
     if unknown := [name for name in part_names if name not in _PIPELINE]:
@@ -277,7 +283,7 @@ def _check_pipeline(index: pathlib.Path) -> None:
 def _for_diffusers(
     checkpoint: Checkpoint,
 ) -> dict[str, tuple[str, str, dict[str, Any], dict[str, np.ndarray]]]:
-    """Return the library, file name, config and arrays of each part."""
+    """Map each part to its library, file name, config and arrays in a diffusers directory."""
     parts = {}
     if checkpoint.unet:
         unet, text_width, params = checkpoint.unet
@@ -321,7 +327,10 @@ def _scheduler(predicts: str) -> dict[str, Any]:
 
 
 def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
-    """Read a scheduler's config, None without a file. Raises ValueError for unsupported noise."""
+    """Read a scheduler's config, or return None if there is no file.
+
+    Raises ValueError if its noise schedule or prediction type is not supported.
+    """
     config = pretrained.read_json(path) if path.is_file() else None
     try:
         schedulers.read_diffusion(config or {})

@@ -1,4 +1,8 @@
-"""Splitting the arrays of a single file into UNet, VAE, text encoder, averages and buffers."""
+"""Split the arrays of a Stable Diffusion checkpoint file into UNet, VAE and text encoder.
+
+Such a file may also hold averages of the UNet's weights, and buffers, such as those of the noise
+schedule, that are no parameters.
+"""
 
 import re
 
@@ -12,9 +16,9 @@ PREFIXES = {
     "vae": ("model.first_stage_model.", "first_stage_model."),
     "text": ("model.cond_stage_model.", "cond_stage_model."),
 }
-"""Prefixes of the names of each part: NeMo's, LDM's, and those of a file with only a UNet."""
+"""Prefixes of the array names of each part: NeMo's, LDM's, and that of files with only a UNet."""
 _EMA = "model_ema."
-# Arrays of the noise schedule, the loss and the averages' counters.
+# Arrays that are no parameters: the noise schedule, the loss, and the counters of the averages.
 _NO_WEIGHTS = re.compile(
     r"(model\.)?(betas|\w*alphas_cumprod(_prev)?|posterior_\w+|lvlb_weights|logvar|scale_factor)"
     r"|model_ema\.(decay|num_updates)|loss\..*"
@@ -22,10 +26,11 @@ _NO_WEIGHTS = re.compile(
 
 
 def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]]:
-    """Split a file's arrays into "unet", "vae" and "text", without prefixes and without buffers.
+    """Return the arrays of a checkpoint file for each of its parts "unet", "vae" and "text".
 
-    If no name has a prefix, all arrays belong to one network. With ema="ema", the UNet's averages
-    replace its raw weights if the file has both. Raises ValueError that lists unknown names.
+    Prefixes of names and buffers that are no parameters are removed. If no name has a prefix, all
+    arrays belong to one network. With ema="ema", the UNet's averages replace its raw weights if
+    the file has both. Raises ValueError, which lists the names, if arrays belong to no part.
     """
     parts: dict[str, dict[str, np.ndarray]] = {}
     averages, strays = {}, {}
@@ -51,7 +56,7 @@ def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]
 
 
 def has_averages(state: StateDict) -> bool:
-    """Return whether a file also holds averages of the UNet."""
+    """Return whether the arrays of a checkpoint file include averages of the UNet's weights."""
     return any(name.startswith(f"{_EMA}diffusion_model") for name in state)
 
 
@@ -64,7 +69,10 @@ def _part(name: str) -> tuple[str, str]:
 
 
 def _averaged(raw: StateDict, averages: StateDict) -> dict[str, np.ndarray]:
-    """Return the averages by the names of the raw weights, whose dots CompVis leaves out."""
+    """Return the averages under the names of the raw weights.
+
+    CompVis names an average like its weight, but without dots.
+    """
     names_of = {f"diffusion_model{name.replace('.', '')}": name for name in raw}
     if names_of.keys() != averages.keys():
         missing = [name for flat, name in names_of.items() if flat not in averages]

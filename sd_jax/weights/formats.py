@@ -1,7 +1,8 @@
-"""Conversion of model configs of LDM, NeMo and diffusers, and networks inferred from weights.
+"""Convert UNet and VAE configs from and to LDM, NeMo and diffusers, or infer them from weights.
 
-LDM's fields are those of openaimodel.UNetModel, and NeMo's are the same with a few more. Each
-family has a table that maps our fields to its names, and lists its options for other models.
+LDM's fields are those of openaimodel.UNetModel. NeMo has the same fields and a few more. Each
+config format has a table that maps this project's fields to its names. The table also lists options
+that must have Stable Diffusion's value.
 """
 
 import itertools
@@ -20,16 +21,16 @@ Config = Mapping[str, Any]
 
 
 class _Family(NamedTuple):
-    """Config format of a family of models for one kind of network."""
+    """A config format for one kind of network, such as a diffusers UNet."""
 
     what: str
-    """Name for messages, such as "LDM UNet"."""
+    """Name of the format in messages, such as "LDM UNet"."""
     needed: Sequence[str]
-    """Fields without a default."""
+    """Fields that a config must contain, because they have no default."""
     fields: Mapping[str, tuple[str, Any]]
-    """Our field to the family's name for it and its default."""
+    """Maps a field of this project's network to its name in the format and its default there."""
     only: Config
-    """Further options, each with the only value that is supported: Stable Diffusion's."""
+    """Further options of the format. Each maps to its only supported value, Stable Diffusion's."""
 
 
 _LDM_UNET = _Family(
@@ -121,7 +122,8 @@ _DIFFUSERS_VAE = _Family(
 def unet_from_ldm(config: Config, norm_groups: int | None = None) -> UNet:
     """Build the UNet of an LDM or NeMo config. Raises ValueError for unsupported options.
 
-    `norm_groups` overrides the config's (NeMo's resblock_gn_groups); the default is 32.
+    `norm_groups` is the number of groups in the norms of residual blocks. None means the value in
+    the config (NeMo's resblock_gn_groups), or 32 if there is none.
     """
     fields = _read(config, _LDM_UNET)
     factors = _ints(config["attention_resolutions"])
@@ -141,7 +143,10 @@ def unet_from_ldm(config: Config, norm_groups: int | None = None) -> UNet:
 
 
 def unet_to_ldm(unet: UNet, text_width: int) -> dict[str, Any]:
-    """Return the fields of LDM's openaimodel.UNetModel, the inverse of `unet_from_ldm`."""
+    """Convert a UNet to the fields of LDM's openaimodel.UNetModel, the inverse of `unet_from_ldm`.
+
+    `text_width` is the width of the text embeddings that the UNet attends to.
+    """
     return _written(unet, _LDM_UNET) | {
         "attention_resolutions": [2**level for level in unet.attention_levels],
         "num_heads": unet.num_heads or -1,
@@ -175,7 +180,10 @@ def unet_from_diffusers(config: Config) -> UNet:
 
 
 def latent_size(config: Config) -> int:
-    """Return the side of the latents in a diffusers UNet's config, by default 64."""
+    """Return the side of the latents, `sample_size`, of a diffusers UNet config; by default 64.
+
+    Raises ValueError if the latents are not square.
+    """
     size = config.get("sample_size") or 64
     sides = {size} if isinstance(size, int) else set(size)
     if len(sides) > 1:
@@ -184,7 +192,10 @@ def latent_size(config: Config) -> int:
 
 
 def vae_from_diffusers(config: Config) -> VAE:
-    """Build the VAE of a diffusers AutoencoderKL config. Raises ValueError as for the UNet."""
+    """Build the VAE of a diffusers AutoencoderKL config.
+
+    Raises ValueError for unsupported options.
+    """
     fields = _read(config, _DIFFUSERS_VAE)
     vae = VAE(**fields, **_widths(_ints(config["block_out_channels"])))
     vae_module.check(vae)
@@ -192,7 +203,11 @@ def vae_from_diffusers(config: Config) -> VAE:
 
 
 def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
-    """Return a UNet2DConditionModel's config.json. Raises ValueError if diffusers has none."""
+    """Convert a UNet to the config.json of diffusers' UNet2DConditionModel.
+
+    `text_width` is the width of the text embeddings that the UNet attends to. Raises ValueError if
+    diffusers cannot express the UNet.
+    """
     widths = _diffusers_widths(unet.width, unet.channel_mult, "unet")
     if unet.norm_groups != 32:
         raise ValueError(
@@ -213,7 +228,10 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
 
 
 def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
-    """Return an AutoencoderKL's config.json. Raises ValueError if diffusers has none."""
+    """Convert a VAE to the config.json of diffusers' AutoencoderKL.
+
+    Raises ValueError if diffusers cannot express the VAE.
+    """
     widths = _diffusers_widths(vae.width, vae.channel_mult, "vae")
     return _written(vae, _DIFFUSERS_VAE) | {
         "block_out_channels": widths,
@@ -228,9 +246,9 @@ def unet_from_weights(
 ) -> UNet:
     """Infer the UNet from the shapes of arrays with LDM's or NeMo's names.
 
-    Shapes do not show groups and heads, (num_heads, head_dim), so these are arguments. Without
-    `heads`, a model with linear projections (2.x) has heads of width 64, and one with 1x1
-    convolutions (1.x) has 8 heads.
+    Shapes do not show the numbers of norm groups and attention heads, so these are arguments.
+    `heads` is (num_heads, head_dim). If it is None, a UNet with linear projections (as in Stable
+    Diffusion 2.x) gets heads of width 64, and one with 1x1 convolutions (1.x) gets 8 heads.
     """
     first = state["input_blocks.0.0.weight"]
     indices = range(1, _count(r"input_blocks\.(\d+)\.", state))
@@ -258,7 +276,7 @@ def unet_from_weights(
 
 
 def is_published(unet: UNet) -> bool:
-    """Return whether a UNet has the size of Stable Diffusion 1.x and 2.x, whose heads are known."""
+    """Return whether a UNet has the widths and levels of Stable Diffusion 1.x and 2.x."""
     sizes = ("width", "channel_mult", "num_res_blocks", "attention_levels", "transformer_depth")
     return all(getattr(unet, field) == getattr(UNet, field) for field in sizes)
 
@@ -279,7 +297,7 @@ def vae_from_weights(state: StateDict) -> VAE:
 
 
 def check_only(config: Config, options: Config) -> None:
-    """Raise ValueError if the config has an option with a value other than the one in `options`."""
+    """Raise ValueError if `config` sets an option to another value than `options` does."""
     for name, supported in options.items():
         value = config.get(name, supported)
         if (list(value) if isinstance(value, tuple) else value) != supported:
@@ -289,7 +307,10 @@ def check_only(config: Config, options: Config) -> None:
 
 
 def _read(config: Config, family: _Family) -> dict[str, Any]:
-    """Translate a foreign config to our fields. Raises ValueError for a network we do not have."""
+    """Translate a config of a format to this project's fields.
+
+    Raises ValueError if a needed field is missing, or an option is not supported.
+    """
     missing = [name for name in family.needed if name not in config]
     if missing:
         keys = ", ".join(map(str, config)) or "nothing"
@@ -306,19 +327,22 @@ def _read(config: Config, family: _Family) -> dict[str, Any]:
 
 
 def _written(network: UNet | VAE, family: _Family) -> dict[str, Any]:
-    """Return a family's config of a network: its fields, and the options that have one value."""
+    """Translate the fields of a network to a config of a format, the inverse of `_read`."""
     fields = {theirs: getattr(network, ours) for ours, (theirs, _) in family.fields.items()}
     return {**family.only, **fields}
 
 
 def _count(pattern: str, state: StateDict) -> int:
-    """Return 1 + the largest number that `pattern` matches in the names."""
+    """Return 1 + the largest number that `pattern` captures in the names of arrays; 0 if none."""
     matches = (re.match(pattern, name) for name in state)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]:
-    """Convert numbers of heads to (num_heads, head_dim); head_dim counts only if num_heads is 0."""
+    """Convert the number of heads of all levels, or of each level, to (num_heads, head_dim).
+
+    If num_heads is not 0, head_dim has no effect.
+    """
     if isinstance(heads, int):
         return heads, 64
     dims = {width / n for width, n in zip(widths, heads, strict=True)}
@@ -333,7 +357,7 @@ def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]
 
 
 def _widths(widths: Sequence[int]) -> dict[str, Any]:
-    """Convert the widths of the levels to a first width and multiples of it."""
+    """Convert the widths of the levels to the fields `width` and `channel_mult` of a network."""
     if any(width % widths[0] for width in widths):
         raise ValueError(
             f"block_out_channels is {list(widths)}: they must be multiples of the first"

@@ -1,4 +1,4 @@
-"""Reading the weights that training starts from: the frozen VAE's, and a UNet's."""
+"""Read the weights that training starts from: those of the frozen VAE, and initial UNet weights."""
 
 import os
 from typing import Any
@@ -14,7 +14,7 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
 
-# Fields that do not change what a network computes, or belong to Flax.
+# Fields that do not change the function that a network computes, or belong to Flax.
 _EXECUTION = (
     "parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "linear_projections",
 )  # fmt: skip
@@ -23,8 +23,9 @@ _EXECUTION = (
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
     """Return a VAE's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    From a workdir of sd_jax.train_vae, the averaged weights are read. Raises FileNotFoundError, or
-    ValueError if `path` holds no VAE or one with other fields than `vae`.
+    From a workdir of sd_jax.train_vae, the averaged weights are read. Raises FileNotFoundError if
+    `path` does not exist, and ValueError if it holds no VAE, or a VAE whose fields differ from
+    those of `vae`.
     """
     if _is_workdir(path):
         return _averaged(path, names.abstract_vae(vae))
@@ -34,9 +35,9 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     """Return a UNet's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    A workdir may be given as WORKDIR@STEP. Numbers of heads and groups that a file does not show
-    are taken from `unet`. Raises FileNotFoundError, or ValueError if `path` holds no UNet, or one
-    with other fields or another text width.
+    `path` may also be WORKDIR@STEP, for the checkpoint of that step. If a file does not contain its
+    numbers of heads and groups, they are taken from `unet`. Raises FileNotFoundError if `path` does
+    not exist. Raises ValueError if it holds no UNet, or a UNet with other fields or text width.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):
@@ -60,9 +61,11 @@ def of_run(
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """Return the params of a workdir's UNet; `which` and `step` are those of restore.load_params.
+    """Return the params of the UNet that a run trained, with LoRA factors merged into them.
 
-    `base` is the place of a LoRA run's base weights, by default the path in its config.
+    `which` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
+    largest decay. `step` is the step of a checkpoint; None: the newest. `base` is the path of the
+    weights that a LoRA run adapts; None: the path in its config.
     """
     run = read_settings(runs.load(workdir, "sd_jax"))
     finetune.check_wanted(base, run.lora)

@@ -1,8 +1,8 @@
-"""LDM's config of a whole model, which describes what the arrays of a single file do not show.
+"""Read and write LDM configs, which hold the settings of a model that its arrays do not show.
 
-Arrays show neither the number of heads and groups nor the UNet's prediction. LDM stores these in a
-yaml next to its checkpoints (v1-inference.yaml), NeMo inside a .nemo file, and files written by
-this project in their metadata, in LDM's form.
+Arrays show neither the numbers of heads and groups nor whether the UNet predicts eps or v. LDM
+stores these settings in a yaml file next to its checkpoints (v1-inference.yaml), and NeMo inside a
+.nemo file. Files written by this project store them as an LDM config in their metadata.
 """
 
 import json
@@ -19,28 +19,33 @@ from sd_jax.weights import formats
 
 Config = Mapping[str, Any]
 METADATA = "ldm_config"
-"""Key of the config in a file's metadata."""
+"""Key of the LDM config in the metadata of a checkpoint file."""
 _TEXT = ("num_attention_heads", "hidden_act", "layer_norm_eps")
 _ONLY = {"linear_start": 0.00085, "linear_end": 0.012, "timesteps": 1000, "beta_schedule": "linear"}
 _PREDICTS = ("eps", "v")
 
 
 class Facts(NamedTuple):
-    """Facts about a model; None or the usual value if its config does not state them."""
+    """Settings of a model that its arrays do not show, read from an LDM config.
+
+    If the config lacks a setting, the value is None or that of Stable Diffusion 1.x.
+    """
 
     unet: UNet | None
     predicts: str | None
     latent_size: int
     scale: float
     text: Config
-    """The text tower's heads, activation and eps, by transformers' names. Only files written by
-    this project have them."""
+    """The text encoder's number of heads, activation and layer norm eps, under transformers' names.
+    Only files written by this project have them."""
 
 
 def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Config:
-    """Read the yaml or JSON file `config`, or else the config inside the weights' file, or {}.
+    """Return the LDM config of the checkpoint file `path`, or {} if there is none.
 
-    Raises FileNotFoundError, or ValueError if a file is not such a config.
+    `config` is the path of a yaml or JSON file. If it is None, the config inside the checkpoint
+    file is read. Raises FileNotFoundError if `config` does not exist, and ValueError if it is no
+    LDM config.
     """
     if config is None and path.suffix == ".nemo":
         return torch_files.read_nemo_config(path)
@@ -62,7 +67,10 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
 
 
 def read(config: Config, norm_groups: int | None = None) -> Facts:
-    """Read the facts in an LDM or NeMo config. Raises ValueError for unsupported models."""
+    """Convert an LDM or NeMo config to Facts. Raises ValueError for unsupported models.
+
+    `norm_groups` overrides the number of groups in the UNet's residual blocks.
+    """
     model = _fields(config.get("model", config))
     formats.check_only(model, _ONLY)
     predicts = model.get("parameterization")
@@ -80,7 +88,10 @@ def read(config: Config, norm_groups: int | None = None) -> Facts:
 
 
 def write(facts: Facts, text_width: int) -> str:
-    """Return the facts as a JSON config, the inverse of `read`."""
+    """Return Facts as an LDM config in JSON, the inverse of `read`.
+
+    `text_width` is the width of the text embeddings that the UNet attends to.
+    """
     model = {"image_size": facts.latent_size, "scale_factor": facts.scale}
     model |= {"parameterization": facts.predicts} if facts.predicts else {}
     if facts.unet:
@@ -90,6 +101,6 @@ def write(facts: Facts, text_width: int) -> str:
 
 
 def _fields(group: Any) -> Config:
-    """Return the fields of a group; LDM has them in `params`, NeMo in the group itself."""
+    """Return the fields of a config group. LDM nests them in `params`, NeMo does not."""
     group = group if isinstance(group, Mapping) else {}
     return group.get("params") or {name: v for name, v in group.items() if name != "params"}

@@ -1,8 +1,9 @@
-"""Merging LoRA files into a model's weights, and writing a run's factors as a LoRA file.
+"""Merge LoRA files into a model's weights, and write the factors of a LoRA run to a LoRA file.
 
-It reads and writes the names of diffusers (when reading, also those from before peft) and of
-kohya's scripts. A file may also change the text encoder, although runs here train only the UNet.
-LoHa, LoKr and DoRA, which are not products of two factors, are rejected.
+LoRA files have the parameter names of diffusers or of kohya's scripts. Diffusers' names from before
+peft can be read but not written. A file may also change the text encoder, although LoRA runs of
+this project train only the UNet. LoHa, LoKr and DoRA are rejected, because their changes are not
+products of two factors.
 """
 
 import json
@@ -29,7 +30,7 @@ from sd_jax.weights.checkpoints import Checkpoint
 
 DIALECTS = ("diffusers", "kohya")
 FILE = "pytorch_lora_weights.safetensors"
-"""Name of the file in a diffusers folder."""
+"""Name of the LoRA file in a diffusers folder."""
 _METADATA = "lora_adapter_metadata"
 _PARTS = (
     (r"(?:base_model\.model\.)?unet\.|lora_unet_|base_model\.model\.(?!text)", "unet"),
@@ -44,7 +45,7 @@ _FACTORS = (
 
 
 class Layer(NamedTuple):
-    """Change of a layer's weight [out, in, ...]: scale * up @ down, in torch's axes."""
+    """The change scale * up @ down of a layer's weight [out, in, ...], in torch's order of axes."""
 
     down: np.ndarray
     up: np.ndarray
@@ -56,8 +57,9 @@ class Layer(NamedTuple):
 def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
     """Return the checkpoint with LoRA files merged into it.
 
-    Each entry of `files` is FILE, FILE:STRENGTH, or a diffusers folder in place of FILE. Raises
-    ValueError if one is not a LoRA, or belongs to another model.
+    Each entry of `files` is PATH or PATH:STRENGTH, where PATH is a LoRA file or a diffusers folder
+    and the default strength is 1. Raises ValueError if a file is not a LoRA, or belongs to another
+    model.
     """
     for text in files:
         path, strength = _parse(text)
@@ -73,7 +75,11 @@ def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
 
 
 def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
-    """Return a file's changes, keyed by part ("unet" or "text") and layer name without dots."""
+    """Read the changes in a LoRA file, keyed by part ("unet" or "text") and by the layer's name.
+
+    Underscores replace the dots in names. Raises ValueError if the file is not a LoRA with two
+    factors per layer.
+    """
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     state, strays = torch_files.read_state_dict(path), []
     for name, array in state.items():
@@ -102,9 +108,16 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
 def write(
     path: str | os.PathLike[str], params: Params, s: Lora, unet: UNet, dialect: str = "diffusers"
 ) -> None:
-    """Write the factors of a LoRA run with the names of `dialect`, one of DIALECTS.
+    """Write the factors of a LoRA run to a file with the names of "diffusers" or "kohya".
 
-    For diffusers, `up` is multiplied by the scale, since some of its versions ignore alpha.
+    For diffusers, `up` is multiplied by alpha / rank, because some versions of it ignore alpha.
+
+    Args:
+        path: The file.
+        params: The factors of each layer.
+        s: The settings of the LoRA.
+        unet: The UNet that the factors change.
+        dialect: "diffusers" or "kohya".
     """
     table = {
         e.path.removeprefix("params/").removesuffix("/kernel"): e
@@ -146,7 +159,10 @@ def _parse(text: str) -> tuple[pathlib.Path, float]:
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
-    """Parse an array's name to (part, layer, "down", "up" or "alpha"); None for other names."""
+    """Split an array's name into part, layer and kind ("down", "up" or "alpha").
+
+    Return None for a name that no LoRA has.
+    """
     # Before peft, diffusers stored the factors in attention processors.
     name = re.sub(r"\.processor\.to_(\w)_lora\.", r".to_\1.lora.", name)
     name = re.sub(r"\.processor\.to_out_lora\.", ".to_out.0.lora.", name)
@@ -162,7 +178,7 @@ def _place(name: str) -> tuple[str, str, str] | None:
 
 
 def _read_metadata(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Return diffusers' metadata of each part, such as lora_alpha and alpha_pattern."""
+    """Return the metadata that diffusers writes for each part, such as lora_alpha."""
     metadata: dict[str, dict[str, Any]] = {}
     text = torch_weights.read_metadata(path).get(_METADATA)
     for name, value in (json.loads(text) if text else {}).items():
@@ -173,7 +189,10 @@ def _read_metadata(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
-    """Make a Layer with scale alpha / rank; alpha is the layer's, the metadata's, or the rank."""
+    """Build a Layer with scale alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+
+    Alpha comes from the layer's arrays, else from the metadata. The default is the rank.
+    """
     name, rank = arrays["name"], len(arrays["down"])
     patterns: Mapping[str, float] = metadata.get("alpha_pattern") or {}
     matching = [alpha for end, alpha in patterns.items() if f".{name}".endswith(f".{end}")]
@@ -184,7 +203,10 @@ def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
 
 
 def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
-    """Return each part's entries, keyed by the names of all dialects without dots."""
+    """Return the table entries of each part, keyed by layer names with underscores for dots.
+
+    The UNet's layers have keys for LDM's and diffusers' names.
+    """
     tables: dict[str, dict[str, Entry]] = {}
     if opened.unet:
         unet, _, params = opened.unet
@@ -209,7 +231,10 @@ def _merged(
     strength: float,
     path: pathlib.Path,
 ) -> Params:
-    """Return the parameters with strength * scale * up @ down added to each layer."""
+    """Return the parameters with strength * scale * up @ down added to each changed layer.
+
+    Raises ValueError if the model lacks a layer of the file `path`.
+    """
     unknown = [layer.name for key, layer in layers.items() if key not in table]
     if unknown:
         raise ValueError(
@@ -229,7 +254,10 @@ def _merged(
 
 
 def _product(entry: Entry, layer: Layer, weight: np.ndarray, path: pathlib.Path) -> np.ndarray:
-    """Return scale * up @ down in torch's axes. Raises ValueError if the shapes do not fit."""
+    """Return scale * up @ down in the shape of the torch weight.
+
+    Raises ValueError if the shapes do not fit.
+    """
     shape = entry.layout.to_torch(np.broadcast_to(np.float32(0), weight.shape)).shape
     up, down = layer.up, layer.down
     # A 1x1 convolution has the same shape as a linear layer.

@@ -1,7 +1,8 @@
-"""Tables of the names that LDM, NeMo and diffusers have for Stable Diffusion's parameters.
+"""Convert Stable Diffusion's parameters to and from the names of LDM, NeMo and diffusers.
 
-CompVis', Stability's and MLPerf's checkpoints have LDM's names, and so has NeMo's VAE. The prefixes
-of names in whole checkpoints are not part of these tables (see file_parts.py).
+Each naming is called a dialect: "ldm", "nemo" or "diffusers". The checkpoints of CompVis, Stability
+and MLPerf have LDM's names, and so has NeMo's VAE. The prefixes that names have in complete
+checkpoints are handled elsewhere (see file_parts.py).
 """
 
 import functools
@@ -75,7 +76,7 @@ _INSIDE = {
     ),
     "diffusers": (("emb", "time_emb_proj"), ("skip", "conv_shortcut"), *_TRANSFORMER),
 }
-# diffusers counts the levels on the way up from the deepest one; `_reversed_up` converts to this.
+# On the way up, diffusers counts the levels from the deepest one. `_reversed_up` converts to this.
 _DIFFUSERS_PLACES = (
     (r"(down|up)_(\d+)_(\d+)_res", r"\1_blocks.\2.resnets.\3"),
     (r"(down|up)_(\d+)_(\d+)_attn", r"\1_blocks.\2.attentions.\3"),
@@ -115,7 +116,10 @@ _VAE = {
 
 
 def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
-    """Return the name of every UNet parameter in a dialect; `params` may be abstract."""
+    """Return the names of all UNet parameters in checkpoints of "ldm", "nemo" or "diffusers".
+
+    The leaves of `params` may be arrays or shapes.
+    """
     projection = LINEAR if unet.linear_projections else CONV2D_1
     layouts = [(".*/skip", CONV2D_1), (".*_attn/(in|out)", projection)]
     names = {"places": _ldm_places(unet), "ends": _ENDS[dialect], "inside": _INSIDE[dialect]}
@@ -128,7 +132,10 @@ def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
 
 
 def vae_table(params: Any, vae: VAE, dialect: str) -> list[Entry]:
-    """Return the name of every VAE parameter in a dialect; `params` may be abstract."""
+    """Return the names of all VAE parameters in checkpoints of "ldm", "nemo" or "diffusers".
+
+    The leaves of `params` may be arrays or shapes.
+    """
     layouts = [(".*/(skip|quant|post_quant)", CONV2D_1)]
     if dialect == "diffusers":
         levels = vae.channel_mult
@@ -146,30 +153,42 @@ def _ldm_places(unet: UNet) -> dict[str, str]:
 
 
 def _reversed_up(path: str, levels: Sequence[int]) -> str:
-    """Count the levels on the way up from the deepest one, as diffusers does."""
+    """Renumber the levels on the way up in a path. Level 0 becomes the deepest, as in diffusers."""
     return re.sub(r"\bup_(\d+)", lambda m: f"up_{len(levels) - 1 - int(m[1])}", path)
 
 
 def unet_dialect(state: StateDict) -> str:
-    """Return the dialect of a UNet's names. Raises ValueError for unknown names."""
+    """Return whether a UNet's arrays have "ldm", "nemo" or "diffusers" names.
+
+    Raises ValueError if they have other names.
+    """
     marks = {"diffusers": "conv_norm_out.weight", "nemo": "out.1.weight", "ldm": "out.2.weight"}
     return _dialect(state, marks, "a Stable Diffusion UNet")
 
 
 def vae_dialect(state: StateDict) -> str:
-    """Return the dialect of a VAE's names. Raises ValueError for unknown names."""
+    """Return whether a VAE's arrays have "ldm" or "diffusers" names.
+
+    Raises ValueError if they have other names.
+    """
     marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
     return _dialect(state, marks, "an autoencoder")
 
 
 def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
-    """Convert a state dict of any dialect to params. Raises ValueError with keys that differ."""
+    """Convert a UNet's state dict, with LDM's, NeMo's or diffusers' names, to params.
+
+    Raises ValueError, which lists the keys, if keys are missing or unknown.
+    """
     dialect, abstract = unet_dialect(state), abstract_unet(unet, text_width)
     return torch_weights.to_params(state, unet_table(abstract, unet, dialect), abstract)
 
 
 def vae_from_torch(state: StateDict, vae: VAE) -> Any:
-    """Convert a state dict of any dialect to params. Raises ValueError with keys that differ."""
+    """Convert a VAE's state dict, with LDM's or diffusers' names, to params.
+
+    Raises ValueError, which lists the keys, if keys are missing or unknown.
+    """
     dialect = vae_dialect(state)
     state = _with_current_names(state) if dialect == "diffusers" else state
     abstract = abstract_vae(vae)
@@ -177,17 +196,17 @@ def vae_from_torch(state: StateDict, vae: VAE) -> Any:
 
 
 def unet_to_torch(params: Any, unet: UNet, dialect: str) -> dict[str, np.ndarray]:
-    """Convert UNet params to a state dict of a dialect."""
+    """Convert a UNet's params to a state dict with the names of "ldm", "nemo" or "diffusers"."""
     return torch_weights.to_state_dict(params, unet_table(params, unet, dialect))
 
 
 def vae_to_torch(params: Any, vae: VAE, dialect: str) -> dict[str, np.ndarray]:
-    """Convert VAE params to a state dict of a dialect."""
+    """Convert a VAE's params to a state dict with the names of "ldm", "nemo" or "diffusers"."""
     return torch_weights.to_state_dict(params, vae_table(params, vae, dialect))
 
 
 def activations(unet: UNet) -> dict[str, str]:
-    """Map LDM's name of each block to our name of the layer that computes the block's output."""
+    """Map LDM's name of each UNet block to this project's name of the layer with its output."""
     outputs = {"time_embed": "time_dense2", "input_blocks.0": "init_conv"}
     for path, torch in _ldm_places(unet).items():
         outputs[torch.rpartition(".")[0]] = path  # The last layer of a block overwrites the others.
@@ -195,12 +214,12 @@ def activations(unet: UNet) -> dict[str, str]:
 
 
 def text_width(state: StateDict) -> int:
-    """Return the width of the text that a UNet's state dict attends to."""
+    """Return the width of the text embeddings that a UNet attends to, given its state dict."""
     return next(w.shape[1] for name, w in state.items() if name.endswith("attn2.to_k.weight"))
 
 
 def abstract_unet(unet: UNet, text_width: int) -> Any:
-    """Return the shapes of a UNet's parameters. Raises ValueError for inconsistent fields."""
+    """Return the shapes of a UNet's parameters. Raises ValueError if its fields are invalid."""
     unet_module.check(unet)
     size = 2 ** (len(unet.channel_mult) - 1)
     x, time, text = (
@@ -211,7 +230,7 @@ def abstract_unet(unet: UNet, text_width: int) -> Any:
 
 
 def abstract_vae(vae: VAE) -> Any:
-    """Return the shapes of a VAE's parameters. Raises ValueError for inconsistent fields."""
+    """Return the shapes of a VAE's parameters. Raises ValueError if its fields are invalid."""
     vae_module.check(vae)
     size = vae_module.factor(vae)
     images = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
@@ -223,7 +242,7 @@ _OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_att
 
 
 def _with_current_names(state: StateDict) -> dict[str, np.ndarray]:
-    """Rename the attention of a diffusers VAE from before version 0.14 to the current names."""
+    """Rename the attention layers of a VAE of diffusers before 0.14 to the current names."""
     renamed = {}
     for name, array in state.items():
         block, _, suffix = name.partition(".attentions.0.")

@@ -1,4 +1,4 @@
-"""Open models that were trained elsewhere: diffusers directories and single files."""
+"""Open Stable Diffusion models from diffusers directories and single checkpoint files."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -32,18 +32,19 @@ model was trained on."""
 
 
 class File(NamedTuple):
-    """Facts that a model's files may lack; None means the files' own value, or the usual one."""
+    """Settings of a model that its files may lack. None means the files' value or a default."""
 
     predicts: str | None = None
-    """The UNet's prediction, "eps" or "v"; by default the scheduler's, or "eps" for 1.x."""
+    """The UNet's prediction, "eps" or "v". If the files do not contain it, the default is "eps" for
+    Stable Diffusion 1.x; 2.x has no default."""
     tokenizer: str | None = None
-    """Folder with CLIP's tokenizer, which single files lack."""
+    """Folder with CLIP's tokenizer, which a single file does not contain."""
     norm_groups: int | None = None
-    """Groups of the norms in residual blocks: 16 for MLPerf's files."""
+    """Number of groups of the norms in residual blocks: 16 for MLPerf's files."""
     dtype: DTypeLike | None = None
-    """Type that the networks compute in; by default bfloat16, or float32 on CPUs."""
+    """Data type in which the networks compute; by default bfloat16, or float32 on CPUs."""
     config: str | None = None
-    """LDM's yaml of a single file (see ldm_config)."""
+    """Path of LDM's yaml config, for a model in a single file (see ldm_config)."""
     lora: Sequence[str] | None = None
     """LoRA files to merge into the model, as FILE or FILE:STRENGTH (see lora_files)."""
 
@@ -58,7 +59,14 @@ def load_model(
     file: File = NO_FACTS,
     strength: float = 1.0,
 ) -> Model:
-    """Open the model of a diffusers directory or a file: its settings are a Pipeline.
+    """Open the model in a diffusers directory or a file. The model's settings are a Pipeline.
+
+    Args:
+        path: The diffusers directory or the file.
+        overrides: Values that replace settings, keyed by field, such as "sampler.steps".
+        ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
+        file: Settings that the files may lack.
+        strength: The share of the sampling steps, if the model draws over a picture.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -108,7 +116,10 @@ def _whole(
     text_weights: str | None,
     lora: Sequence[str],
 ) -> tuple[UNetPart, VAEPart, TextPart]:
-    """Return all parts, from the given paths or else the checkpoint, with LoRA files merged."""
+    """Return UNet, VAE and text encoder with the LoRA files `lora` merged into them.
+
+    The VAE and the text encoder are read from the given paths, or else taken from `opened`.
+    """
     if vae_weights:
         network = opened.vae.network if opened.vae else VAE()  # All versions have the same network.
         opened = opened._replace(vae=VAEPart(network, read_vae(vae_weights, network)))
@@ -127,7 +138,10 @@ def _whole(
 
 
 def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, vae: VAE) -> Pipeline:
-    """Return a checkpoint's settings. Raises ValueError if the UNet's prediction is unknown."""
+    """Build the settings of a checkpoint.
+
+    Raises ValueError if it is unknown whether the UNet predicts eps or v.
+    """
     predicts = file.predicts or opened.predicts or ("" if unet.linear_projections else "eps")
     if not predicts:
         raise ValueError(
@@ -151,7 +165,10 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
 def _sampler(
     path: pathlib.Path, scheduler: Mapping[str, Any] | None, overrides: Overrides
 ) -> Sampler:
-    """Return the directory's sampler unless it is unsupported, with overrides."""
+    """Return the sampler of a diffusers scheduler with overrides.
+
+    DEFAULTS is used if the scheduler is missing, unsupported, or overridden by another name.
+    """
     chosen = {
         field.removeprefix("sampler."): value
         for field, value in overrides.items()
@@ -171,7 +188,10 @@ def _sampler(
 def _encoder(
     path: pathlib.Path, text: TextPart, tokenizer: pathlib.Path, width: int, dtype: DTypeLike
 ) -> TextEncoder:
-    """Return the text encoder without its weights, with the tokenizer in a folder."""
+    """Return a TextEncoder without weights, with the tokenizer in the folder `tokenizer`.
+
+    Raises ValueError if there is no tokenizer, or the text width is not `width`.
+    """
     if text.tower.width != width:
         raise ValueError(
             f"the UNet in {path} attends to text of width {width}, but the text encoder has width "
@@ -187,7 +207,10 @@ def _encoder(
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:
-    """Cast kernels to the type that they are used in, which saves memory and changes no result."""
+    """Cast kernels to the data type `dtype` of the computation.
+
+    This saves memory and does not change results, because the network would cast them anyway.
+    """
 
     def cast(path, leaf):
         return leaf.astype(dtype) if path[-1].key == "kernel" else leaf

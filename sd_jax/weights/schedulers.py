@@ -1,7 +1,7 @@
-"""Conversion of diffusers' scheduler_config.json to settings of a sampler.
+"""Convert a scheduler_config.json of diffusers to sampler settings.
 
-A model from a diffusers directory is drawn as by its own pipeline: with its scheduler's solver on
-its scheduler's grid. Both become fields of settings.Sampler, so cards and metadata state them.
+So a model from a diffusers directory draws with the solver and the time grid of its own scheduler.
+Both become fields of settings.Sampler, and are therefore saved with each picture.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,17 @@ _TABLE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_lin
 
 
 class Scheduler(NamedTuple):
-    """A diffusers scheduler class."""
+    """A scheduler class of diffusers, and the sampler of this project that replaces it."""
 
     sampler: str
-    """Our sampler that takes the same steps."""
+    """Name of this project's sampler that takes the same steps."""
     defaults: Config = MappingProxyType({})
-    """Defaults of the class where they differ from those of most schedulers."""
+    """Defaults of the class that differ from those of most schedulers."""
     only: Config = MappingProxyType({})
-    """Options of the class, each with its supported values."""
+    """Maps options of the class to their supported values."""
     exploding: bool = False
-    """Whether latents start as sigma * eps instead of N(0, 1) on grids that reach the last time."""
+    """Whether sampling starts from sigma * eps, instead of N(0, 1), if the grid includes the last
+    training timestep."""
 
 
 _LDM = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True}
@@ -67,9 +68,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_diffusion(config: Config) -> tuple[str, str]:
-    """Return the UNet's prediction ("eps" or "v") and its noise schedule.
+    """Return the UNet's prediction, "eps" or "v", and the name of the noise schedule.
 
-    Raises ValueError for unsupported values.
+    `config` is the content of a scheduler_config.json. Raises ValueError for unsupported values.
     """
     for name, supported in _TABLE.items():
         if config.get(name, supported) != supported:
@@ -86,9 +87,10 @@ def read_diffusion(config: Config) -> tuple[str, str]:
 
 
 def read_sampler(config: Config, sampler: Sampler) -> Sampler:
-    """Return `sampler` with a scheduler's solver and grid, and the same number of steps.
+    """Return `sampler` with the solver and grid of a diffusers scheduler.
 
-    Raises ValueError, with a one-line message, for an unsupported scheduler or option.
+    The number of steps does not change. `config` is the content of a scheduler_config.json. Raises
+    ValueError for an unsupported scheduler or option.
     """
     name = config.get("_class_name", "")
     if name not in SCHEDULERS:
@@ -124,9 +126,9 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
 def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
     """Return the sampler on a Karras or exponential grid.
 
-    The grid ends at the config's sigma_min and sigma_max. If the config lacks these,
-    k-diffusion's solvers use the ends of the grid from their timestep spacing; other solvers
-    use the ends of the noise schedule.
+    The grid ends at sigma_min and sigma_max of the config. If the config lacks these, solvers of
+    k-diffusion (`exploding`) use the ends of the grid that their timestep spacing gives. Other
+    solvers use the ends of the noise schedule.
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:

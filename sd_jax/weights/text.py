@@ -1,7 +1,8 @@
-"""Text encoder of a Stable Diffusion checkpoint: CLIP's text tower, with the names of each format.
+"""Read and write the text encoder of a Stable Diffusion checkpoint, CLIP's text tower.
 
-The UNet of 1.x attends to the output of the last layer of OpenAI's CLIP. That of 2.x attends to the
-second to last layer of OpenCLIP, so the last layer is dropped, as in diffusers' directories.
+The UNet of Stable Diffusion 1.x attends to the output of the last layer of OpenAI's CLIP. The UNet
+of 2.x attends to the output of the second to last layer of OpenCLIP, so the last layer is dropped,
+as in diffusers directories.
 """
 
 import os
@@ -21,26 +22,30 @@ _WIDTHS = (512, 640, 768, 1024, 1280)
 
 
 class TextPart(NamedTuple):
-    """Text tower, whose normalised last layer the UNet attends to, and its float32 params."""
+    """A text tower and its float32 params. The UNet attends to its layer-normalised output."""
 
     tower: TextTower
     params: Any
     pads_with_0: bool
-    """Whether texts are padded with 0, as in OpenCLIP, instead of the end token."""
+    """Whether texts are padded with the token 0, as in OpenCLIP, instead of the end token."""
 
 
 def from_folder(folder: str | os.PathLike[str]) -> TextPart:
-    """Read the text encoder in a transformers or OpenCLIP folder; raises as `open_clip` does."""
+    """Read the text encoder in a folder of transformers or OpenCLIP.
+
+    Raises FileNotFoundError if the folder has no weights or no config, and ValueError if the
+    weights are not CLIP's or disagree with the config.
+    """
     opened = clip_weights.open_clip(pathlib.Path(folder))
     return _part(opened, clip_weights.is_open_clip(opened.state))
 
 
 def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
-    """Convert the arrays under LDM's "cond_stage_model." to a text encoder.
+    """Convert the arrays under LDM's prefix "cond_stage_model." to a text encoder.
 
-    Without a number of heads in `config`, heads have width 64, as in OpenAI's and OpenCLIP's
-    models. Raises LookupError if the arrays are not CLIP's, or have a width that none of these
-    models has.
+    If `config` has no number of heads, heads have width 64, as in the models of OpenAI and
+    OpenCLIP. Raises LookupError if the arrays are not CLIP's. Raises LookupError also if the number
+    of heads is unknown, because no model of OpenAI or OpenCLIP has this width.
     """
     state = {re.sub(r"^transformer\.(?=text_model\.)", "", name): w for name, w in state.items()}
     of_open_clip = clip_weights.is_open_clip(state)
@@ -56,9 +61,10 @@ def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
 
 
 def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
-    """Return the arrays under the names that follow LDM's "cond_stage_model.".
+    """Convert a text encoder to arrays with LDM's names, without the prefix "cond_stage_model.".
 
-    For 2.x, the dropped last layer is written as zeros, which add nothing to its input.
+    For Stable Diffusion 2.x, the dropped last layer is written as zeros, so that it returns its
+    input unchanged.
     """
     state = _state(part)
     if not part.pads_with_0:
@@ -73,7 +79,7 @@ def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
 
 
 def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config.json and the arrays of a CLIPTextModel."""
+    """Return the config.json and the arrays of transformers' CLIPTextModel."""
     tower = part.tower
     end = tower.vocab_size - 1
     config = {

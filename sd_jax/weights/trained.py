@@ -1,4 +1,4 @@
-"""Loading workdirs as models to draw from, or as checkpoints to write in other formats."""
+"""Load a Stable Diffusion run as a model that draws, or as a checkpoint to convert."""
 
 import os
 from collections.abc import Mapping
@@ -31,11 +31,18 @@ def load_model(
     guide: str = "",
     strength: float = 1.0,
 ) -> Model:
-    """Open the model of a training run: its settings are a Pipeline.
+    """Open the model of a training run. The model's settings are a Pipeline.
+
+    Args:
+        workdir: The workdir of the run.
+        overrides: Values that replace values of the config, keyed by field.
+        weights: The saved weights to draw with.
+        guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
+        strength: The share of the sampling steps, if the model draws over a picture.
 
     Raises:
         FileNotFoundError: If there is no such run, checkpoint or guide.
-        ValueError: If they do not fit together.
+        ValueError: If the arguments do not fit the run.
     """
     s = read_run(workdir, overrides)
     if not s.vae_weights:
@@ -57,7 +64,7 @@ def load_model(
     if guiding:
         frozen["guide"] = guiding.params
 
-    # The UNet, or the factors that a run of LoRA trained beside it.
+    # The UNet, to which a LoRA run adds its factors.
     trained = task.make_task(s, encoder, None)._replace(frozen=frozen)
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh)
@@ -74,17 +81,21 @@ def load_model(
 
 
 def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
-    """Return a run's settings with overrides. Raises the errors of draw.model.read_run."""
+    """Return a run's settings with overrides.
+
+    Raises FileNotFoundError if there is no run, and ValueError if the overrides do not fit it.
+    """
     return model.read_run(workdir, overrides, "sd_jax")
 
 
 def to_checkpoint(
     workdir: str | os.PathLike[str], ema: str = "ema", base: str | None = None
 ) -> Checkpoint:
-    """Return the UNet of a workdir with its VAE and text encoder, if it has them.
+    """Read the UNet of a run as a Checkpoint, with the VAE and CLIP text encoder of its config.
 
-    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
-    default, from the path in its config.
+    The factors of a LoRA run are merged into its base weights. These are read from `base` or, by
+    default, from the path in the run's config. `ema` is "raw", the name of an average such as
+    "0.9999", or "ema" for the average with the largest decay.
     """
     s = read_run(workdir)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -104,7 +115,11 @@ def to_checkpoint(
 def write_lora(
     workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema"
 ) -> None:
-    """Write the factors of a LoRA run to a file with the names of `dialect`."""
+    """Write the factors of a LoRA run to a file with the names of "diffusers" or "kohya".
+
+    `ema` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
+    largest decay. Raises ValueError for a run without LoRA.
+    """
     s = read_run(workdir)
     if not s.lora.rank:
         raise ValueError(f"{workdir} is not a LoRA run: it has no factors to write")
