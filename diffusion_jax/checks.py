@@ -36,7 +36,7 @@ class Check(NamedTuple):
     run: Run
     shapes: Sequence[tuple[int, ...]]
     plain: str = ""
-    """The name of another check. This one should not take longer. "" compares with none."""
+    """The name of the check whose time this one is compared with; "" for no comparison."""
 
 
 def on(device: Any) -> list[dict[str, Any]]:
@@ -182,7 +182,7 @@ def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]
 
 
 def rates(device: Any) -> dict[str, Any]:
-    """Measure the TFLOP/s of a device.
+    """Measure the TFLOP/s of a matrix product and a convolution on a device.
 
     "peak" is the manufacturer's figure, or None if it is unknown.
     """
@@ -200,14 +200,17 @@ def rates(device: Any) -> dict[str, Any]:
 
 
 def matmul(size: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """Return a product of two square matrices, and its number of floating-point operations."""
+    """Return a function that multiplies two square matrices, and its floating-point operations."""
     a = jnp.ones((size, size), dtype)
     multiply = jax.jit(jnp.matmul)
     return lambda: multiply(a, a), 2.0 * size**3
 
 
 def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """Return a 3x3 convolution from 66x66 to 64x64 pixels, and its floating-point operations."""
+    """Return a function that convolves images, and its number of floating-point operations.
+
+    It is a 3x3 convolution from 66x66 to 64x64 pixels.
+    """
     x = jnp.ones((batch, 66, 66, channels), dtype)
     kernel = jnp.ones((3, 3, channels, channels), dtype)
     convolve = jax.jit(_conv(1, 0))
@@ -219,7 +222,7 @@ def rate(run: Callable[[], jax.Array], flops: float) -> float:
 
 
 def seconds(run: Callable[[], Any], long: float) -> float:
-    """Return the mean seconds per call, from about `long` seconds of calls after a first one."""
+    """Return the mean seconds per call over about `long` seconds, after one call to warm up."""
     jax.block_until_ready(run())
     start, calls, result = time.perf_counter(), 0, None
     while time.perf_counter() - start < long:

@@ -146,7 +146,7 @@ def bad_input(
     usual: tuple[type[Exception], ...] = (ValueError, OSError),
     code: int = exits.REFUSED,
 ) -> Iterator[None]:
-    """Turn errors that a user can fix into one line and exit code `code`.
+    """Turn errors that a user can fix into a one-line message and exit code `code`.
 
     Catch the `usual` types only around checks of the input, because elsewhere they indicate bugs.
     For Busy and a full disk, the exit code tells launchers to start the command again.

@@ -171,7 +171,10 @@ ALONE = Share()
 
 
 class Portable:
-    """An object that is pickled as the call that creates it, such as open data or an encoder."""
+    """An object, such as open data or an encoder, that is pickled as the call that created it.
+
+    Unpickling repeats this call.
+    """
 
     _made: tuple[Any, ...] = ()
 

@@ -40,7 +40,7 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
     Args:
       task: the task that trains all parameters.
       s: the config's `lora` group.
-      weights: the config's `unet.weights`; "": none.
+      weights: the path in the config's `unet.weights`, or "" for none.
       read: reads `weights` as host arrays.
 
     Raises ValueError or FileNotFoundError if there are no weights to adapt or `s` does not fit.
@@ -106,7 +106,7 @@ def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
     """Return the task to draw with. For a LoRA run, it adds the factors to the base weights.
 
     `read` reads the base weights. All arrays of `task.frozen` must be on the devices already.
-    Raises ValueError if these are not the weights that the run was trained on.
+    Raises ValueError if the LoRA was trained on other base weights.
     """
     if not s.rank:
         return task

@@ -77,10 +77,10 @@ def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Recor
 def make_scorer(
     task: Task, frozen: Any, mesh: Mesh, records: Records, batch_size: int
 ) -> Callable[[Params], dict[str, float]]:
-    """Return score(params) -> {name: loss}, computed for `batch_size` rows at a time.
+    """Return a function that computes the held-out losses, keyed by name, of a model's parameters.
 
-    The loss of each row is float32. The means are computed in float64, in an order that does not
-    depend on the number of devices.
+    It processes `batch_size` rows at a time. The loss of each row is float32. The means are taken
+    in float64, in an order that does not depend on the number of devices.
     """
     where, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     assert task.measure is not None
@@ -113,7 +113,7 @@ def make_scorer(
 def of_all(
     score: Callable[[Params], dict[str, float]], raw: Params, ema: Mapping[str, Params]
 ) -> dict[str, float]:
-    """Return the losses of the parameters and of all averages.
+    """Return the held-out losses of the raw parameters and of all averages.
 
     The keys are names such as "heldout/ema_0.999/loss".
     """
@@ -139,7 +139,7 @@ def measure_run(
     sigmas: Sequence[float] = (),
     base: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure the held-out losses of a run. Return one line of output for each kind of weights.
+    """Measure the held-out losses of a run. Return one dict of losses for each kind of weights.
 
     Args:
       workdir: the workdir of the run.

@@ -16,7 +16,7 @@ from diffusion_jax.web import frozen
 
 
 def main(argv: list[str]) -> None:
-    """Read the runs and write the page."""
+    """Write the HTML page about the workdirs in `argv`."""
     cli.start(alone=True)
     with cli.bad_input():
         if len(argv) < 2:

@@ -1,6 +1,7 @@
-"""The Task: the interface between a system and the training loop, sampling and evaluation.
+"""The Task: the functions of a model that the training loop, sampling and evaluation call.
 
-The functions at the end of the file are shared by the losses of all systems.
+Each system (a package with models to train) builds its own Task. The functions at the end of the
+file are shared by the losses of all systems.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +41,7 @@ class Measure(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A system as pure functions, with the sharding of its parameters."""
+    """A model as pure functions, with the sharding of its parameters."""
 
     init: Callable[[PRNGKeyArray], Params]
     """key -> the initial parameters."""
@@ -59,7 +60,7 @@ class Task(NamedTuple):
     measure: Measure | None = None
     """Measures the loss of single images. None: the system has no held-out loss."""
     begin: Begin | None = None
-    """Maps the arguments of `sample` to the start of the sampler. `sample` calls it."""
+    """Maps the arguments of `sample` to the arguments of the sampler. `sample` calls it."""
 
 
 def to_range(

@@ -1,4 +1,4 @@
-"""Imagen: text-to-image diffusion in pixels. `imagen_jax.load` opens a run to draw from."""
+"""Imagen: text-to-image diffusion in pixels. `imagen_jax.load` opens a trained model."""
 
 import importlib
 from typing import Any

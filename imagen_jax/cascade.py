@@ -64,7 +64,8 @@ def load(
         choices: A Choice for each run, from `choose`.
         embedded: Whether the models will draw from text embeddings computed elsewhere. If so,
             their text encoders are not opened.
-        strengths: For each run, the share of its sampling steps, if it draws over a picture.
+        strengths: For each run, the share of its sampling steps that run if it draws over a
+            picture.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
@@ -100,7 +101,7 @@ def load_model(
         guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
         embedded: Whether the model will draw from text embeddings computed elsewhere. If so,
             its text encoder is not opened.
-        strength: The share of the sampling steps, if the model draws over a picture.
+        strength: The share of the sampling steps that run if the model draws over a picture.
         encoders: A cache, empty at first. Models that are opened with the same cache share the
             weights of their text encoders.
 

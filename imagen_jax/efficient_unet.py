@@ -63,7 +63,10 @@ class EfficientUNet(Network):
         *,
         train: bool = False,
     ) -> Float[Array, "B H W 3"]:
-        """Return F in float32. `time` is the preconditioner's c_noise. `train` has no effect."""
+        """Return the network's raw output F, in float32.
+
+        `time` is the preconditioner's c_noise. `train` has no effect.
+        """
         del train
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
@@ -118,7 +121,10 @@ class EfficientUNet(Network):
 
 
 def attention_widths(unet: EfficientUNet) -> list[int]:
-    """Return the widths of attention. On the way up, a level has the width of the one above."""
+    """Return the channel widths of all attention blocks.
+
+    On the way up, the blocks of a level have the width of the next shallower level.
+    """
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     return [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
 

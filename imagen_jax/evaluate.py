@@ -2,9 +2,10 @@
 
     python -m imagen_jax.evaluate --workdir=runs/quickstart
 
-This command draws coloured digits, and a judge reads digit, ink and paper back from each picture. A
-picture is right if all three are; prompts that training never showed are counted separately. Models
-of other pictures are scored by FID and CLIP score, as a curve over guidance:
+For a model of the synthetic digits, this command draws coloured digits, and a judge reads the digit
+and the colours of ink and paper back from each picture. A picture is right if all three are right.
+Prompts that were not in the training data are counted separately. Other models are scored by FID
+and CLIP score, as a curve over guidance:
 
     python -m imagen_jax.evaluate --workdir=runs/base64 --workdir=runs/sr256 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=coco_256.npz \\

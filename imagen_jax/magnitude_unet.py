@@ -61,7 +61,7 @@ class MagnitudeUNet(Network):
         *,
         train: bool = False,
     ) -> Float[Array, "B H W 3"]:
-        """Return F in float32.
+        """Return the network's raw output F, in float32.
 
         `time` is the preconditioner's c_noise. Dropout needs train=True and an rng "dropout".
         """
@@ -159,7 +159,7 @@ class MagnitudeUNet(Network):
 
 
 class Block(nn.Module):
-    """Residual block followed by optional attention (figure 21)."""
+    """Residual block followed by optional attention (EDM2, figure 21)."""
 
     width: int
     decoder: bool = False
@@ -168,7 +168,7 @@ class Block(nn.Module):
     """"up" to double or "down" to halve the resolution at the start of the block; "" for neither.
     """
     attention: str = ""
-    """Kind of attention: a key of ATTENTION, or "" for none."""
+    """Kind of attention: "fused", "cross", "self", or "" for none."""
     head_dim: int = 64
     dropout: float = 0.0
     train: bool = False

@@ -11,10 +11,10 @@ flag (--eta, --churn, --rho, --sigma_max, --guidance_low ...):
         --steps=30,20 --prompts=captions.txt --out=pictures
 
 Give --prompt several times, or a file with one prompt per line as --prompts. The text encoder is
-the one that the models were trained with. Models trained on stored embeddings need its weights,
---text_weights=FOLDER, or texts that it has embedded elsewhere, --embeddings=FILE (.npy, .npz or
-.safetensors, one text each). If the first model is a super-resolution model, it enlarges the
-pictures of --low_res, one for each text.
+the one that the models were trained with. Models trained on stored embeddings need the weights of
+this encoder, --text_weights=FOLDER, or texts that it has embedded before, --embeddings=FILE (.npy,
+.npz or .safetensors, one text each). If the first model is a super-resolution model, it enlarges
+the pictures of --low_res, one for each text.
 
 Image-to-image: --image=photo.png --strength=0.6 takes one square picture for all texts, or one for
 each, and resizes it for each stage. The first stage draws over it in the last 0.6 of its steps, and
@@ -61,7 +61,7 @@ _BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once. One value, o
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the cascade and the inputs that the flags name."""
+    """Open the models and the input files that the command-line flags name."""
     del out
     if bool(prompts) == bool(_EMBEDDINGS.value):
         raise ValueError(
@@ -100,7 +100,10 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _strengths(num_stages: int) -> list[float]:
-    """Return the strength of each stage. A single --strength is for the first; the others get 1."""
+    """Return the strength of each stage. If --strength has one value, only the first stage gets it.
+
+    The other stages then get 1.
+    """
     strengths = option_flags.each("strength", _STRENGTH.value, Share, num_stages)
     return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
 

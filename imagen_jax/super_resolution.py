@@ -32,7 +32,7 @@ class LowRes(NamedTuple):
 
 
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
-    """Return the input c_in * (image + sigma * eps) for a small image, and the time c_noise."""
+    """Return noisy small images, c_in * (image + sigma * eps), and their time c_noise."""
     c = scalings(sigma)
     noisy = image + sigma[:, None, None, None] * eps
     return LowRes(c.c_in[:, None, None, None] * noisy, c.c_noise)

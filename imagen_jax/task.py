@@ -1,4 +1,4 @@
-"""A Task, the functions that training and sampling call, for an Imagen model."""
+"""Build the Task of an Imagen model: the functions that training and sampling call."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def make_task(
         encoder: The text encoder. Its weights are the frozen weights of the Task.
         guide: Settings of a second model that guides this one. The frozen weights are then
             {"text", "guide"}.
-        strength: The share of the sampling steps, if the model draws over a picture.
+        strength: The share of the sampling steps that run if the model draws over a picture.
     """
     unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
@@ -123,7 +123,7 @@ def _make_begin(
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
     def negative(frozen, text, mask):
-        """Encode the negative prompt for each image. Zeros with the text's mask replace ""."""
+        """Encode the negative prompt for each image. For "", return zeros and the text's mask."""
         if not prompt:
             return jnp.zeros_like(text), mask
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}
@@ -168,7 +168,7 @@ def _make_begin(
 def _denoiser_of(
     s: Settings, params: Any, scalings: Precond | None = None
 ) -> Callable[[Any], Denoiser]:
-    """Return a function of text, mask, small image and its time that returns the denoiser D."""
+    """Return a function that maps (text, mask, small image, its time) to the denoiser D."""
     scalings = scalings or objective.make(s.diffusion).scalings
     network: Any = lambda inputs: lambda x, time: s.unet.apply(params, x, time, *inputs)
     return lambda inputs: precond.denoiser(network(inputs), scalings)

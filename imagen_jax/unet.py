@@ -64,7 +64,7 @@ class UNet(Network):
         *,
         train: bool = False,
     ) -> Float[Array, "B H W 3"]:
-        """Return F in float32.
+        """Return the network's raw output F, in float32.
 
         `time` is the preconditioner's c_noise. Dropout needs train=True and an rng "dropout".
         """
@@ -110,7 +110,7 @@ class UNet(Network):
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _layers(self, train):
-        """Return the residual block and the attention block, complete but for width and name."""
+        """Return the residual block and the attention block, with all fields but width and name."""
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,

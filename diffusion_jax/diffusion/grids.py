@@ -113,7 +113,8 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
 def linspace(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at evenly spaced times from the largest to 0.
 
-    The last step starts at time 0, unless the end needs a time: then the end is at time 0.
+    The last step starts at time 0. If the end of the grid also needs a time (see `_has_end`), then
+    the grid ends at time 0 instead.
     """
     last = noise.steps - 1 if noise.steps else 1
     times = np.linspace(0, last, s.steps + _has_end(noise, places))[::-1]

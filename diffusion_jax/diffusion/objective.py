@@ -47,7 +47,7 @@ class Objective(NamedTuple):
         return self.precond(self.noise.time)
 
     def with_learned(self, params: Mapping[str, Any]) -> Any:
-        """Add the initial parameters of the weighting, if it is learned, to the network's."""
+        """Return the network's params plus the initial params of the weighting, if it has any."""
         return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
 
     def shifted(self, key: PRNGKeyArray, eps: Images) -> Images:

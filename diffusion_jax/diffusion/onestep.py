@@ -74,7 +74,10 @@ def heun_steps(
     noise: Draws,
     s_noise: Scalar = 1.0,
 ) -> Images:
-    """Run the loop of `heun` with one gamma per step."""
+    """Run Heun's method (see `heun`) with churn that may differ between steps.
+
+    Step i first raises the noise level by the factor 1 + gammas[i].
+    """
     n = len(sigmas) - 1
 
     def evaluate(carry, k):

@@ -124,10 +124,11 @@ def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Run the splash kernel; masked keys get a segment that no query belongs to.
+    """Run JAX's splash kernel on the shards of all devices.
 
-    The compiler cannot partition a kernel: each device calls it on its share of the batch, and of
-    the heads if the mesh's tensor axis divides them.
+    The compiler cannot partition a kernel. So each device calls it on its share of the batch, and
+    of the heads if the mesh's tensor axis divides them. Masked keys get a segment that no query
+    belongs to.
     """
     if valid is None:
         valid = jnp.ones(k.shape[:2], bool)
@@ -147,7 +148,11 @@ def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
-    """Expects q [B, T, N, K], scaled; k, v [B, S, N, K]; valid [B, S]; T, S multiples of 128."""
+    """Run JAX's splash kernel on one device.
+
+    The arguments are q [B, T, N, K], already scaled, k and v [B, S, N, K], and valid [B, S]. T and
+    S are multiples of 128.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -179,7 +184,7 @@ def _divisor(length: int, limit: int) -> int:
 
 
 def _blockwise(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Split the keys into blocks of equal size, padding the last one."""
+    """Compute attention over blocks of keys. The last block is padded to the size of the others."""
     if valid is None:
         valid = jnp.ones(k.shape[:2], bool)
     blocks = -(-k.shape[1] // _BLOCK)
@@ -193,9 +198,10 @@ def _blockwise(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 @jax.custom_vjp
 def _in_blocks(q: Array, k: Array, v: Array, valid: Array) -> Array:
-    """Expects q [B, N, T, K], scaled; k, v [blocks, B, N, S, K]; valid [blocks, B, S].
+    """Compute attention over blocks of keys, with memory for the scores of one block only.
 
-    In the usual form, with the keys of all blocks in one axis s:
+    The arguments are q [B, N, T, K], already scaled, k and v [blocks, B, N, S, K], and valid
+    [blocks, B, S]. In the usual form, with the keys of all blocks in one axis s:
 
         scores = einsum("bntk,bnsk->bnts", q, k)
         weights = exp(scores - max(scores))
@@ -261,7 +267,10 @@ _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 
 @jax.jit
 def recomputed(q, k, valid):
-    """Recompute a block's scores, as [B, N, S, T]; machine.flops skips this function by name."""
+    """Recompute the attention scores of a block, as [B, N, S, T].
+
+    machine.flops finds this function by its name, and does not count its operations.
+    """
     return jnp.where(valid[:, None, :, None], _einsum("bnsk,bntk->bnst", k, q), _MASKED)
 
 

@@ -27,7 +27,7 @@ _EPS = 1e-4
 def normalize(x: Float[Array, "..."], axes: int | Sequence[int] = -1) -> Float[Array, "..."]:
     """Divide x by its magnitude along the axes, computed in float32; zeros stay zeros.
 
-    This is pixel norm over channels and weight norm over a weight's inputs (equation 47).
+    This is the pixel norm of EDM2 over channels, and its weight norm over inputs (equation 47).
     """
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axes, keepdims=True)
     # The paper's form is x / (eps + sqrt(square)). The maximum avoids the square root's infinite
@@ -36,24 +36,27 @@ def normalize(x: Float[Array, "..."], axes: int | Sequence[int] = -1) -> Float[A
 
 
 def mp_silu(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """Apply SiLU and divide by its magnitude for standard normal x (equation 81)."""
+    """Apply SiLU and divide by its magnitude for standard normal x (EDM2, equation 81)."""
     return nn.silu(x) / 0.596
 
 
 def mp_sum(a: Float[Array, "*S"], b: Float[Array, "*S"], t: float) -> Float[Array, "*S"]:
-    """Interpolate from a to b by t (equation 88), assuming that they are uncorrelated."""
+    """Interpolate from a to b by t (EDM2, equation 88).
+
+    The result has magnitude 1 if a and b have magnitude 1 and are uncorrelated.
+    """
     return ((1 - t) * a + t * b) / np.hypot(1 - t, t).item()
 
 
 def mp_cat(a: Float[Array, "*S C"], b: Float[Array, "*S D"]) -> Float[Array, "*S C+D"]:
-    """Concatenate the channels so that a and b contribute equally (equation 103, t = 1/2)."""
+    """Concatenate channels so that a and b contribute equally (EDM2, equation 103, t = 1/2)."""
     c, d = a.shape[-1], b.shape[-1]
     half = ((c + d) / 2) ** 0.5
     return jnp.concatenate([half / c**0.5 * a, half / d**0.5 * b], axis=-1)
 
 
 def mp_fourier(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
-    """Embed t as cosines with fixed random frequencies and phases (equation 75).
+    """Embed t as cosines with fixed random frequencies and phases (EDM2, equation 75).
 
     numpy guarantees that the numbers of RandomState never change, so all runs share them.
     """
@@ -64,7 +67,10 @@ def mp_fourier(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
 
 
 class MPConv(nn.Module):
-    """Convolution whose weights have magnitude 1 (equation 47); a linear layer if `kernel` is 1."""
+    """Convolution whose weights have magnitude 1 (EDM2, equation 47).
+
+    If `kernel` is 1, it is a linear layer.
+    """
 
     width: int
     kernel: int = 1
@@ -87,7 +93,7 @@ class MPConv(nn.Module):
 
 
 def forced(params: Any) -> Any:
-    """Return the tree with its `unit_kernel` parameters scaled to magnitude 1 (equation 66)."""
+    """Return `params` with all `unit_kernel` arrays scaled to magnitude 1 (EDM2, equation 66)."""
 
     def force(path, leaf):
         return _to_unit(leaf) if getattr(path[-1], "key", "") == UNIT else leaf

@@ -10,7 +10,7 @@ and train accept. FILE is read without torch, and no code in it is executed.
 writes the weights of a workdir under NeMo's names as .safetensors or .npz. --ema=raw exports the
 raw weights instead of their average, --ema=0.9999 the average with this decay, and --checkpoint=N
 the weights of step N. The LoRA factors of a LoRA run are merged into its base weights; if these
-have moved, give their new place with --unet_weights=PATH.
+have moved, give their new path with --unet_weights=PATH.
 """
 
 import sys
@@ -32,7 +32,7 @@ _EMA = flags.DEFINE_string(
     "ema", "ema", 'EMA decay such as 0.9999, "ema" for the largest, or "raw" for the raw weights.'
 )
 _BASE = flags.DEFINE_string(
-    "unet_weights", None, "New place of a LoRA run's base weights, if they have moved."
+    "unet_weights", None, "New path of a LoRA run's base weights, if they have moved."
 )
 _STEP = flags.DEFINE_integer("checkpoint", None, "Saved step to export; default: the last.")
 

@@ -20,9 +20,9 @@ Network = UNet | EfficientUNet | MagnitudeUNet
 def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
     """Return the parameters of a network, float32 on the host.
 
-    `path` is a NeMo checkpoint, or a run as WORKDIR or WORKDIR@STEP. From a run, its average is
-    read. Raises FileNotFoundError if nothing is there. Raises ValueError if the parameters belong
-    to another network.
+    `path` is a NeMo checkpoint, or a run as WORKDIR or WORKDIR@STEP. From a run, the average with
+    the largest decay is read. Raises FileNotFoundError if `path` does not exist. Raises ValueError
+    if the parameters belong to another network.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():

@@ -66,7 +66,7 @@ def load_model(
         overrides: Values that replace settings, keyed by field, such as "sampler.steps".
         ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
         file: Settings that the files may lack.
-        strength: The share of the sampling steps, if the model draws over a picture.
+        strength: The share of the sampling steps that run if the model draws over a picture.
 
     Raises:
         FileNotFoundError: If a file is missing.

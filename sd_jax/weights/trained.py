@@ -38,7 +38,7 @@ def load_model(
         overrides: Values that replace values of the config, keyed by field.
         weights: The saved weights to draw with.
         guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
-        strength: The share of the sampling steps, if the model draws over a picture.
+        strength: The share of the sampling steps that run if the model draws over a picture.
 
     Raises:
         FileNotFoundError: If there is no such run, checkpoint or guide.
