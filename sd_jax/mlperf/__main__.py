@@ -7,13 +7,15 @@
         --config.evaluation.inception=pt_inception-2015-12-05-6726825d.pth \\
         --config.evaluation.clip=clip-vit-h-14
 
-The run evaluates after every 512,000 images (config.evaluation.every, rounded up to whole steps).
-It stops when FID and CLIP score meet both targets in one evaluation, or after config.steps. The
-number after the config's name is the global batch size, which also sets the learning rate.
+The number after the config's name is the global batch size, which also sets the learning rate. The
+model is evaluated after every 512,000 training images (config.evaluation.every, rounded up to whole
+steps). The run ends when FID and CLIP score both meet their targets in one evaluation, or after
+config.steps.
 
-The workdir, which all hosts must share, gets the files of sd_jax.train and result.txt. MLPerf's
-own checkers read result.txt, and python -m sd_jax.rcp compares it with the reference. After a kill,
-the same command continues the run. docs/mlperf.md shows all steps, from a bare machine to a result.
+All hosts must share the workdir. The command writes the files of sd_jax.train and the log
+result.txt there. MLPerf's checkers read result.txt, and python -m sd_jax.rcp compares the result
+with MLPerf's reference runs. If a run is killed, the same command continues it. docs/mlperf.md
+describes all steps, from installation to a result.
 """
 
 import pathlib
@@ -52,7 +54,7 @@ _CLEARED = flags.DEFINE_bool(
 
 
 def main(argv: list[str]) -> None:
-    """Check everything, then train and evaluate."""
+    """Run the benchmark that the flags describe, or continue it."""
     init_start = int(time.time() * 1000)
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)

@@ -1,6 +1,6 @@
-"""The scores of the MLPerf benchmark: FID and CLIP score of images drawn from 30,000 captions.
+"""Scores of the MLPerf benchmark: FID and CLIP score of images drawn from 30,000 COCO captions.
 
-Images go from the sampler to Inception and CLIP without leaving the devices, so FID is
+Images go from the sampler to Inception and CLIP without leaving the devices. FID is therefore
 computed from float images, without rounding to 8 bits.
 """
 
@@ -44,19 +44,20 @@ _WHOLE: sharding.Rules = [(".*", sharding.FSDP)]
 
 
 class Evaluate(NamedTuple):
-    """The functions that score a model."""
+    """Functions that score a model."""
 
     score: Callable[[Params, int], Scores]
-    """(params, step) -> {"FID", "CLIP"}."""
+    """Maps the UNet's parameters and their training step to {"FID": ..., "CLIP": ...}."""
     warm_up: Callable[[Params], None]
-    """(params): compile and run the programs on one batch, whose scores are discarded."""
+    """Compiles the programs and runs them on one batch. The results are discarded."""
 
 
 class Judge(NamedTuple):
-    """The captions to draw, and the networks and statistics that score the images."""
+    """Inputs of the evaluation: captions to draw, scoring networks and reference statistics."""
 
     captions: list[str]
     real: frechet.Reference
+    """The statistics of Inception's features of real images, for FID."""
     inception: Extractor
     clip: Clip
 
@@ -64,8 +65,14 @@ class Judge(NamedTuple):
 def open_judge(evaluation: Evaluation) -> Judge:
     """Read the captions, reference statistics and network weights that a config names.
 
-    The judge has the first `num_prompts` captions of the table (all 30,000 in the benchmark).
-    Raises ValueError or FileNotFoundError if a file is missing, unreadable or does not fit.
+    Args:
+        evaluation: The `evaluation` group of the config. Only the first `num_prompts` captions of
+            the file `prompts` are used (all 30,000 in the benchmark).
+
+    Raises:
+        ValueError: If a path is empty, num_prompts is out of range, or a file is malformed or does
+            not fit.
+        FileNotFoundError: If a file is missing.
     """
     for name in ("prompts", "reference", "inception", "clip"):
         if not getattr(evaluation, name):
@@ -92,12 +99,20 @@ def make_evaluate(
     s: Settings, task: Task, encoder: TextEncoder, judge: Judge, mesh: Mesh,
     workdir: pathlib.Path, batch_size: int,
 ) -> Evaluate:  # fmt: skip
-    """Return functions that score a checkpoint, with the same result in every process.
+    """Return functions that draw images from all captions and compute FID and CLIP score.
 
-    Features are saved in `workdir` after each batch, so that a kill loses at most one batch. The
-    noise depends on (seed, step, caption number) alone, so an image depends neither on the number
-    of devices nor on `batch_size`, which must be a multiple of the number of devices. Both scores
-    are NaN if an image is not finite.
+    Every process gets the same scores. Both are NaN if any image has a value that is not finite.
+    The initial noise of an image depends only on the seed, the training step and the number of the
+    caption, not on the batch size or the number of devices.
+
+    Args:
+        s: The settings of the run.
+        task: The task that draws the images.
+        encoder: The text encoder of the model.
+        judge: The captions, the scoring networks and the reference statistics.
+        mesh: The devices.
+        workdir: The folder to save features in after each batch; a restart loses at most one batch.
+        batch_size: Images drawn at once on all devices, a multiple of the number of devices.
 
     Raises:
         ValueError: If `workdir` holds features of other captions, networks, seed or sampler.
@@ -146,7 +161,7 @@ def make_evaluate(
 
 
 def _card(s: Settings, judge: Judge) -> dict[str, Any]:
-    """Return everything that the features depend on, except the model's weights."""
+    """Return the settings that saved features depend on, in addition to the model's weights."""
     return {
         "prompts": prompt_files.fingerprint(judge.captions),
         "images": len(judge.captions),
@@ -159,10 +174,10 @@ def _card(s: Settings, judge: Judge) -> dict[str, Any]:
 
 
 def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
-    """Return the jitted program that draws images from texts.
+    """Return a jitted function that draws images from texts.
 
-    It returns the pixels in [0, 255], the same pixels rounded down, and whether each image is
-    finite.
+    Its results are the pixels as floats in [0, 255], the pixels rounded down, and for each image
+    whether all its values are finite.
     """
     where = sharding.batch_sharding(mesh)
 
@@ -171,7 +186,7 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
         keys = jax.vmap(lambda i: jax.random.fold_in(noise, i))(places)
         images = task.sample(params, frozen, texts, keys, jnp.full(len(places), guidance))
         pixels = jnp.clip((images.astype(jnp.float32) + 1) / 2, 0, 1) * 255
-        # The reference truncates the images for CLIP to 8 bits instead of rounding them.
+        # MLPerf's reference code truncates the images for CLIP to 8 bits instead of rounding.
         return pixels, jnp.floor(pixels), jnp.isfinite(images).all((1, 2, 3))
 
     draw = sharding.ambient(mesh, draw)
@@ -183,7 +198,7 @@ def _scores(judge: Judge, features: loop.Features, step: int) -> Scores:
         total = len(judge.captions)
         logging.error("%d of %d images of step %d are not finite: no score", broken, total, step)
         return {"FID": math.nan, "CLIP": math.nan}
-    # The rules define FID by covariances (here in float64), even for few images.
+    # MLPerf's rules define FID by full covariances, here in float64, even for few images.
     fid = METRICS["fid"].score(gaussian(features["inception"]), judge.real)
     clip = METRICS["clip_score"].score(features["clip"][:, None])
     return {"FID": fid.value, "CLIP": clip.value}

@@ -1,6 +1,6 @@
-"""The COCO-2014 validation set of the MLPerf benchmark: 30,000 captions and their images.
+"""The COCO-2014 validation subset of the MLPerf benchmark: 30,000 captions and their images.
 
-The images are resized to squares without keeping the aspect ratio.
+The images are resized to squares, which changes their aspect ratio.
 """
 
 import csv
@@ -23,17 +23,18 @@ _COLUMNS = ("image_id", "id", "caption")
 
 
 class Caption(NamedTuple):
-    """A caption of COCO, with its number and the number of its image."""
+    """A caption of COCO, with COCO's numbers of the caption and of the image that it describes."""
 
     image_id: int
     id: int
+    """The number of the caption."""
     caption: str
 
 
 def read_annotations(path: pathlib.Path) -> list[Caption]:
-    """Return the captions of captions_val2014.json, in the order of the file.
+    """Return the captions of COCO's captions_val2014.json, in the order of the file.
 
-    Raises ValueError if the file has another format.
+    Newlines and surrounding spaces are removed. Raises ValueError if the file has another format.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -46,9 +47,12 @@ def read_annotations(path: pathlib.Path) -> list[Caption]:
 def choose(captions: Sequence[Caption], number: int = NUMBER) -> list[Caption]:
     """Return the subset of captions that MLPerf evaluates on, sorted by id.
 
-    Shuffle the captions, keep the first of each image, and take the first `number`. The shuffle
-    equals sample(frac=1, random_state=2023) of pandas. Raises ValueError if there are fewer than
-    `number` images.
+    As in MLPerf's script, the captions are shuffled, only the first caption of each image is kept,
+    and the first `number` of these captions are taken. The shuffle equals
+    sample(frac=1, random_state=2023) of pandas.
+
+    Raises:
+        ValueError: If the captions describe fewer than `number` images.
     """
     order = np.random.RandomState(SEED).permutation(len(captions))
     of_image: dict[int, Caption] = {}
@@ -63,7 +67,7 @@ def choose(captions: Sequence[Caption], number: int = NUMBER) -> list[Caption]:
 
 
 def to_tsv(captions: Sequence[Caption]) -> str:
-    """Return the captions as a table with tabs and a header, byte for byte as pandas writes it."""
+    """Return the captions as tab-separated text with a header line, exactly as pandas writes it."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -72,9 +76,11 @@ def to_tsv(captions: Sequence[Caption]) -> str:
 
 
 def read_tsv(path: pathlib.Path) -> list[Caption]:
-    """Read a table that `to_tsv` wrote.
+    """Read captions from a .tsv file with the columns image_id, id and caption.
 
-    Raises ValueError that names a missing column or the first malformed row.
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If a column is missing or a row is malformed; the message names it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file of captions at {path}")
@@ -100,14 +106,18 @@ def _caption(path: pathlib.Path, number: int, row: Mapping[str, Any]) -> Caption
 
 
 def image_name(image_id: int) -> str:
-    """Return the file name of an image, such as COCO_val2014_000000000042.jpg."""
+    """Return COCO's file name of an image, such as COCO_val2014_000000000042.jpg."""
     return f"COCO_val2014_{image_id:012}.jpg"
 
 
 def squash(contents: bytes, size: int = SIZE) -> bytes:
-    """Resize an image file to size x size pixels, whatever its aspect ratio, as a JPEG.
+    """Resize an image to a square, ignoring its aspect ratio, and return it as a JPEG file.
 
-    The resize is bicubic, the quality is Pillow's default of 75.
+    The resize is bicubic, and the JPEG quality is Pillow's default of 75.
+
+    Args:
+        contents: The bytes of the image file.
+        size: The side of the square in pixels.
     """
     with untrusted.open_image(contents) as image:
         small = image.resize((size, size), Image.Resampling.BICUBIC)
@@ -119,10 +129,16 @@ def squash(contents: bytes, size: int = SIZE) -> bytes:
 def squash_all(
     captions: Sequence[Caption], images: pathlib.Path, out: pathlib.Path, threads: int = 8
 ) -> int:
-    """Squash the images of the captions, from a folder or val2014.zip, into `out`.
+    """Resize the images of captions with `squash`, and return the number of images written.
 
-    Images that `out` already holds are skipped. Returns the number of images written. Raises
-    FileNotFoundError that names the first missing image.
+    Args:
+        captions: The captions whose images to resize.
+        images: The folder of COCO's images, or the file val2014.zip.
+        out: The folder to write to. Images that it already holds are skipped.
+        threads: The number of images to resize at once.
+
+    Raises:
+        FileNotFoundError: If an image is missing; the message names it.
     """
     out.mkdir(parents=True, exist_ok=True)
     names = [image_name(row.image_id) for row in captions]
@@ -137,7 +153,10 @@ def squash_all(
 
 
 def _reader(images: pathlib.Path) -> Callable[[str], bytes]:
-    """Return read(name) for a folder, or for a zip, in which the image may lie in any folder."""
+    """Return a function that maps an image's file name to its bytes.
+
+    `images` is a folder, or a zip file that may hold the image in any of its folders.
+    """
     if images.is_dir():
         return lambda name: (images / name).read_bytes()
     if not zipfile.is_zipfile(images):

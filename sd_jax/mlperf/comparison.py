@@ -1,4 +1,4 @@
-"""Compare benchmark runs with the reference's convergence: the report of `python -m sd_jax.rcp`."""
+"""Compare benchmark runs with MLPerf's reference runs, as a text and as figures."""
 
 import math
 import pathlib
@@ -27,12 +27,15 @@ def check_alike(runs: Sequence[Result]) -> int:
 
 
 def describe(runs: Sequence[Result], verdict: Verdict) -> str:
-    """Return the report as text."""
+    """Return a text that compares benchmark runs with MLPerf's reference runs.
+
+    It lists the runs, the verdict, and the scores beside those of the reference runs.
+    """
     return "\n".join([*_runs(runs), "", *_verdict(runs, verdict), "", *_curves(runs)])
 
 
 def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
-    """Write fid.png and clip.png into a folder, created if missing."""
+    """Write fid.png and clip.png, figures of both scores over training images, to a folder."""
     out.mkdir(parents=True, exist_ok=True)
     for metric, label in _LABELS.items():
         lines, bands = plotted(runs, metric)
@@ -41,7 +44,11 @@ def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
 
 
 def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]]:
-    """Return the lines and bands of a figure: the runs, the target and the reference's range."""
+    """Return the curves of one score over millions of training images, for a figure.
+
+    The lines are the runs and the target. The band is the range of MLPerf's reference runs with the
+    nearest batch size. `metric` is "FID" or "CLIP".
+    """
     size, curve = convergence.nearest_curve(runs[0].batch_size)
     scores = curve.fid if metric == "FID" else curve.clip
     images = (curve.images / 1e6).tolist()
@@ -88,7 +95,10 @@ def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
 
 
 def _curves(runs: Sequence[Result]) -> list[str]:
-    """Compare FID and CLIP at each evaluation that the reference and a run share."""
+    """Return text lines with the mean FID and CLIP score of the runs and the reference runs.
+
+    There is one line for each evaluation of the reference runs that a run also has.
+    """
     size, curve = convergence.nearest_curve(runs[0].batch_size)
     lines = [f"runs beside the reference of batch size {size}, its mean (lowest to highest run):"]
     lines.append("    images       FID             reference     CLIP                    reference")
@@ -105,9 +115,10 @@ def _curves(runs: Sequence[Result]) -> list[str]:
 
 
 def _near(runs: Sequence[Result], metric: str, images: int) -> list[float]:
-    """Return the scores of the runs' evaluations nearest to `images`, within a tenth of it.
+    """Return each run's score at its evaluation nearest to `images` training images.
 
-    Runs evaluate at multiples of their batch size, so rarely at exactly `images`.
+    Runs without an evaluation within 10% of `images` are left out. Runs evaluate at multiples of
+    their batch size, so rarely at exactly `images`.
     """
     nearest = [min(run.evaluations, key=lambda n: abs(n - images), default=0) for run in runs]
     pairs = zip(runs, nearest, strict=True)

@@ -1,9 +1,9 @@
-"""MLPerf's convergence test: runs may not converge faster than the reference.
+"""MLPerf's convergence test: runs may not converge faster than MLPerf's reference runs.
 
-The test drops the fastest and the slowest of ten runs. The mean samples to target of the others
-may not be significantly below the reference's mean at the same batch size. MLCommons' package
-(mlperf_logging.rcp_checker) holds the reference convergence points, prunes them and computes the
-limit of the t-test.
+Samples to target is the number of training images when a run first met the targets for FID and
+CLIP score. The test drops the fastest and the slowest of ten runs. The mean of the others must not
+be significantly below the mean of the reference runs at the same batch size. MLCommons' package
+(mlperf_logging.rcp_checker) holds the reference means and computes the limit by a t-test.
 """
 
 import csv
@@ -21,54 +21,60 @@ from sd_jax.mlperf import mllog, rules
 
 
 class Result(NamedTuple):
-    """A finished or unfinished benchmark run, read from its log."""
+    """Outcome of a benchmark run, finished or not, read from its log."""
 
     name: str
-    """The workdir, or the path of another program's log."""
+    """The workdir of the run, or the path of a log that has another name than result.txt."""
     batch_size: int
     status: str
-    """"running" until the log has a run_stop event, then "success" or "aborted"."""
+    """The status "running" until the log has a run_stop event, then "success" or "aborted"."""
     evaluations: dict[int, dict[str, float]]
-    """{samples: {"FID": ..., "CLIP": ...}}, ascending; a score may still be missing."""
+    """The scores {"FID": ..., "CLIP": ...} keyed by the number of training images, in ascending
+    order. A score may still be missing."""
     samples_to_target: int | None
-    """Samples at the first evaluation that meets both targets; None if the run did not succeed."""
+    """Training images at the first evaluation that meets both targets; None if the run has not
+    ended with success."""
 
 
 class Reference(NamedTuple):
-    """Samples to target of the reference runs at one batch size."""
+    """Samples to target of MLPerf's reference runs at one batch size."""
 
     mean: float
-    """The mean without the fastest and the slowest run."""
+    """The mean without the fastest and the slowest reference run."""
     lowest: float
-    """The lowest mean that passes, because it is not significantly faster."""
+    """The lowest mean with which runs pass: it is not significantly below `mean`."""
     origin: str
-    """A text that says how the values were derived from the published points."""
+    """A description of the published batch sizes from which the values were derived."""
 
 
 class Verdict(NamedTuple):
-    """The outcome of the test on runs of one batch size."""
+    """Outcome of the convergence test on runs of one batch size."""
 
     passed: bool
     reason: str
     mean: float
-    """The olympic mean in samples; infinite if runs did not converge."""
+    """The mean samples to target without the fastest and the slowest run; infinite if too many runs
+    did not converge."""
     reference: Reference | None = None
     scale: float = 1.0
-    """The factor on a submission's score; above 1 for runs faster than the reference."""
+    """The factor by which MLPerf multiplies the score of a submission. It is above 1 if the runs
+    converged faster than the mean reference run."""
 
 
 class Curve(NamedTuple):
-    """The scores of the reference runs of one batch size, [run, evaluation]."""
+    """Scores of the R reference runs of one batch size at E evaluations."""
 
     images: Int[np.ndarray, "E"]
+    """The number of training images at each evaluation."""
     fid: Float[np.ndarray, "R E"]
     clip: Float[np.ndarray, "R E"]
 
 
 def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Return the result files at `paths`: files, or folders with result.txt or result_*.txt.
+    """Return the paths of the logs of benchmark runs.
 
-    Raises FileNotFoundError if a path has none.
+    Each path is a log, or a folder that holds result.txt or result_*.txt. Raises FileNotFoundError
+    if a path has no log.
     """
     results = []
     for path in map(pathlib.Path, paths):
@@ -84,7 +90,11 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
 
 
 def read(path: str | os.PathLike[str]) -> Result:
-    """Read a result file. Raises ValueError if it lacks the batch size."""
+    """Read the outcome of a benchmark run from its log.
+
+    Raises:
+        ValueError: If the log lacks the batch size or holds a malformed line.
+    """
     path = pathlib.Path(path)
     events = mllog.read(path)
     sizes = [event.value for event in events if event.key == "global_batch_size"]
@@ -96,14 +106,13 @@ def read(path: str | os.PathLike[str]) -> Result:
 
 
 def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
-    """Test runs of one batch size by MLPerf's rules.
+    """Test by MLPerf's rules whether runs converged no faster than the reference runs.
 
-    One run may fail to converge. The reference is interpolated between its batch sizes. Below the
-    smallest of them, runs are compared with the smallest; above the largest, no run passes.
+    The test fails if more than one run did not converge.
 
     Args:
-        batch_size: The global batch size of the runs.
-        samples: Samples to target of each run, None for a run that did not converge.
+        batch_size: The global batch size of the runs; see `reference_at`.
+        samples: The samples to target of each run; None for a run that did not converge.
     """
     mean = olympic_mean([math.inf if n is None else n for n in samples])
     if (lost := list(samples).count(None)) > 1 or not math.isfinite(mean):
@@ -118,13 +127,21 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
 
 
 def olympic_mean(values: Sequence[float | int]) -> float:
-    """Return the mean without the lowest and highest value; of one or two values, their mean."""
+    """Return the mean without the lowest and the highest value.
+
+    One or two values are all averaged.
+    """
     ordered = sorted(values)
     return float(np.mean(ordered[1:-1] if len(ordered) > 2 else ordered))
 
 
 def reference_at(batch_size: int) -> Reference | None:
-    """Return the reference at a batch size; None above the largest batch size that it has."""
+    """Return the samples to target of MLPerf's reference runs at a batch size.
+
+    Between two published batch sizes the values are interpolated. For a batch size below the
+    smallest one, the values of the smallest are returned. Above the largest one, there is no
+    reference, and the result is None.
+    """
     checker = _rcp_checker().RCP_Checker("training", rules.VERSION, rules.NAME, False)
     points = sorted(checker.pruned_rcp_data.values(), key=lambda point: point["BS"])
     at_least = [point for point in points if point["BS"] >= batch_size]
@@ -142,9 +159,9 @@ def reference_at(batch_size: int) -> Reference | None:
 
 
 def read_curves() -> dict[int, Curve]:
-    """Return the curves of the reference runs by batch size.
+    """Return the scores of MLPerf's reference runs at each evaluation, keyed by batch size.
 
-    Their learning rate is 1.25e-7 per sample of the batch.
+    These runs used a learning rate of 1.25e-7 times the batch size.
     """
     with rcp.PATH.open() as file:
         columns = ("global_batch_size", "run", "images", "fid", "clip")
@@ -154,7 +171,7 @@ def read_curves() -> dict[int, Curve]:
 
 
 def nearest_curve(batch_size: int) -> tuple[int, Curve]:
-    """Return the reference batch size nearest to `batch_size` by ratio, and its curve."""
+    """Return MLPerf's reference runs with the batch size nearest by ratio: (batch size, scores)."""
     curves = read_curves()
     size = min(curves, key=lambda size: abs(math.log(size / batch_size)))
     return size, curves[size]
@@ -165,7 +182,7 @@ def _rcp_checker() -> Any:
 
 
 def _samples_to_target(path: pathlib.Path, status: str) -> int | None:
-    if status != mllog.SUCCESS:  # The checker would only warn.
+    if status != mllog.SUCCESS:  # MLCommons' checker would only warn.
         return None
     try:
         _, samples, *_ = _rcp_checker().read_submission_file(path, rules.VERSION, False)

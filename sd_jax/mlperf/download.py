@@ -1,8 +1,8 @@
-"""Download and verify the files that MLCommons publishes for the benchmark.
+"""Download and verify the data sets and weights that MLCommons publishes for the benchmark.
 
-MLCommons publishes a set as two files, which its own downloader reads too: NAME.uri holds the
-address of the set's folder; NAME.md5 holds the hashes and names of its files. A hash that the
-benchmark's rules or authors state takes precedence over the one in NAME.md5.
+MLCommons describes each set of files by two lists, which its own downloader also reads. NAME.uri
+holds the URL of the set's folder, and NAME.md5 holds the hashes and names of its files. If the
+benchmark's rules or a file's authors state a hash, that hash replaces the one in NAME.md5.
 """
 
 import json
@@ -34,9 +34,9 @@ SETS: Mapping[str, Mapping[str, str]] = {
         )
     },
 }
-"""The sets, each with the files that it must hold and their hashes."""
+"""The sets of files. For each, the files that it must contain, with their official hashes."""
 VERIFIED = ".verified.json"
-"""The file in a set's folder that records the verified files, {name: [hash, bytes]}."""
+"""Name of the file that records a set's verified files, as {path: [hash, size in bytes]}."""
 _FLAGS = (
     ("data.path", MOMENTS, "*.tar"), ("vae.weights", VAE, "*.ckpt"),
     ("text.weights", CLIP, "*.bin"), ("evaluation.prompts", PROMPTS, "*.tsv"),
@@ -51,11 +51,18 @@ _TOKENIZER = ("config.json", "vocab.json", "merges.txt", *_LAST)
 
 
 def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
-    """Return the address of a set's folder, and the hashes of its files by their relative paths.
+    """Download the lists of a set; return the URL of its folder, and the hash of each file.
+
+    Args:
+        source: The URL of the folder with the lists.
+        name: The name of the set, a key of SETS.
+
+    Returns:
+        The URL, and the hashes keyed by relative path.
 
     Raises:
-        OSError: If the lists cannot be downloaded.
-        ValueError: If they are malformed, or lack a file of SETS.
+        OSError: If a list cannot be downloaded.
+        ValueError: If a list is malformed, or a file that SETS requires is not listed.
     """
     stem = f"{source.rstrip('/')}/stable-diffusion-{name}"
     with tempfile.TemporaryDirectory() as folder:
@@ -88,13 +95,19 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
 def download(
     name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False
 ) -> int:
-    """Download the missing files of a set into `out`/NAME; return the number of files in the set.
+    """Download the missing files of a set; return the number of files in the set.
 
-    Existing files are hashed once, or again with `verify`. Complete files are kept when a later one
-    fails.
+    If a download fails, the files that are already complete are kept.
+
+    Args:
+        name: The name of the set, a key of SETS.
+        out: The folder to write to; the set gets a subfolder with its name.
+        source: The URL of the folder with the lists of files.
+        threads: The number of files to download at once.
+        verify: Check the hashes of all existing files; otherwise only those not yet verified.
 
     Raises:
-        ValueError: If the hash of an existing file differs.
+        ValueError: If an existing file has the wrong hash.
         OSError: If a file cannot be downloaded.
     """
     base, hashes = read_list(source, name)
@@ -128,14 +141,21 @@ def download(
 def missing(
     folder: pathlib.Path, hashes: Mapping[str, str], present: bool = False
 ) -> list[pathlib.Path]:
-    """Return the files of a set that its folder lacks, or, with `present`, holds."""
+    """Return the paths of a set's files that do not exist yet, or with `present` those that do.
+
+    Args:
+        folder: The folder of the set.
+        hashes: The hashes of the set's files, keyed by relative path.
+        present: Return the existing files instead.
+    """
     return [folder / path for path in hashes if (folder / path).is_file() is present]
 
 
 def fetch_tokenizer(out: pathlib.Path) -> None:
-    """Download the config and tokenizer of CLIP from the Hub; MLCommons' set lacks them.
+    """Download CLIP's config and tokenizer from the Hugging Face Hub, unless they exist.
 
-    Raises OSError that names the files to copy by hand if the download fails.
+    MLCommons' set of CLIP's weights lacks these files. `out` is the parent of the set's folder.
+    Raises OSError if the download fails; the message names the files to copy by hand.
     """
     folder = out / CLIP
     if all((folder / name).is_file() for name in _LAST):
@@ -160,7 +180,10 @@ def fetch_tokenizer(out: pathlib.Path) -> None:
 
 
 def config_flags(out: pathlib.Path) -> list[str]:
-    """Return the flags of sd_jax.mlperf that name the files in `out`."""
+    """Return command-line flags for sd_jax.mlperf that name the downloaded files.
+
+    `out` is the folder that holds the sets. Files that are missing get no flag.
+    """
     flags = []
     for flag, name, pattern in _FLAGS:
         for path in sorted((out / name).rglob(pattern))[:1]:

@@ -1,4 +1,4 @@
-"""Filter LAION-400M's tables of URLs for rows with a licence, which form MLPerf's data set."""
+"""Filter LAION-400M's tables of image URLs: keep images with a licence, as in MLPerf's data set."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,21 @@ import pyarrow.parquet
 from diffusion_jax.machine import files
 
 COLUMNS = ("SAMPLE_ID", "URL", "TEXT", "HEIGHT", "WIDTH", "LICENSE", "NSFW", "similarity")
-"""The columns to keep: URL and TEXT for img2dataset, the others for each image's .json file."""
+"""The columns to keep. The download tool img2dataset reads URL and TEXT, and writes the others to
+each image's .json file."""
 NONE = "?"
-"""The licence value of rows without a licence, which are dropped."""
-_BATCH = 65_536  # Rows in memory at once, and rows of a row group in the new file.
+"""The value of LICENSE in rows without a licence, which are dropped."""
+_BATCH = 65_536  # Rows to read at once, and the least rows of a row group in the new file.
 
 
 def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, int]:
-    """Copy the rows of a parquet file whose LICENSE is not "?"; return (rows kept, rows read).
+    """Copy the rows of a parquet file that have a licence; return (rows kept, rows read).
 
-    The file is read page by page. `target` appears only once it is complete. Raises ValueError if
-    `source` is not a parquet file or lacks a column.
+    Rows whose LICENSE is "?" are dropped; rows with an empty LICENSE are kept. The file is read
+    page by page, to save memory. `target` exists only once it is complete.
+
+    Raises:
+        ValueError: If `source` is not a parquet file or lacks a column of COLUMNS.
     """
     with files.whole(target) as temporary, _open(source) as file:
         _check_columns(source, file.schema_arrow.names)
@@ -30,14 +34,24 @@ def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, in
 def filter_table(
     source: pathlib.Path, out: pathlib.Path, names: Sequence[str], number: int
 ) -> dict[str, int]:
-    """Filter the table names[number] of a folder into another folder; return the row counts."""
+    """Filter one table of a folder with `filter_licensed`, and write it to another folder.
+
+    Args:
+        source: The folder of the tables.
+        out: The folder for the filtered table, which keeps its file name.
+        names: The file names of all tables.
+        number: The index in `names` of the table to filter.
+
+    Returns:
+        The numbers of rows, {"kept": ..., "read": ...}.
+    """
     rows_kept, rows_read = filter_licensed(source / names[number], out / names[number])
     return {"kept": rows_kept, "read": rows_read}
 
 
 def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:
     try:
-        # Stream pages: by default pyarrow reads a whole row group, often a gigabyte.
+        # Read page by page: by default pyarrow reads a whole row group, often a gigabyte.
         opened = path.open("rb") if files.remote(path) else path
         return pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
     except pa.ArrowInvalid as error:
@@ -60,12 +74,16 @@ def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:
 
 
 def _groups(file: pyarrow.parquet.ParquetFile, schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield the rows to keep, joined over batches, because a batch keeps only few rows."""
+    """Yield the rows with a licence, in tables of at least _BATCH rows (the last may be smaller).
+
+    Each table becomes a row group of the new file. Batches are joined, because only few rows of a
+    batch have a licence.
+    """
     waiting: list[pa.RecordBatch] = []
     for batch in file.iter_batches(_BATCH, columns=list(COLUMNS)):
         licence = batch.column(batch.schema.get_field_index("LICENSE"))
         keep = pyarrow.compute.call_function("not_equal", [licence, pa.scalar(NONE)])
-        # Keep rows without an entry: in the pandas of the reference, NaN != "?" is true.
+        # Keep rows with an empty LICENSE, as MLPerf's script does: in pandas, NaN != "?" is true.
         keep = pyarrow.compute.fill_null(keep, True)
         waiting.append(batch.filter(keep).select(list(COLUMNS)))
         if sum(part.num_rows for part in waiting) >= _BATCH:

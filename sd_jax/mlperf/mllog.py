@@ -1,8 +1,8 @@
-"""Result files of mllog lines: read those of any program, and write ours across restarts.
+"""Read and write logs of benchmark runs in mllog, the format of MLPerf's results.
 
-Only process 0 writes. When a killed run continues, `recover` removes incomplete entries from its
-log (a block without its end, an evaluation without its scores, steps after the last checkpoint),
-and the run logs them again.
+Only process 0 writes. When a killed run continues, `recover` first removes incomplete entries from
+its log (a block without an end, an evaluation without scores, steps after the last checkpoint). The
+run then logs these entries again.
 """
 
 import importlib
@@ -23,33 +23,42 @@ _TOKEN = ":::MLLOG "
 
 
 class Event(NamedTuple):
-    """One line of mllog."""
+    """An event of an mllog file, stored as one line."""
 
     key: str
     value: Any
     metadata: Mapping[str, Any]
     time_ms: int
+    """The time in milliseconds since the Unix epoch."""
 
 
 def open_log(workdir: pathlib.Path) -> Any:
-    """Return MLCommons' MLLogger, which appends lines to `workdir`/result.txt.
+    """Return an MLLogger of MLCommons that appends events to result.txt in a workdir.
 
-    Only process 0 writes. Raises ModuleNotFoundError if the package mlperf-logging is missing.
+    The logger writes only in process 0. Raises ModuleNotFoundError if the package mlperf-logging is
+    missing.
     """
     mllog, path = package("mllog.mllog"), workdir / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     first = jax.process_index() == 0
-    # A logger without a parent, so that it writes nowhere else.
+    # This logger has no parent, so its lines appear only in the file.
     logger = logging.Logger("mllog", logging.INFO)
     logger.addHandler(logging.FileHandler(path) if first else logging.NullHandler())
     return mllog.MLLogger(logger, root_dir=str(pathlib.Path(__file__).parents[2]))
 
 
 def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
-    """Cut a run's log after the last complete entry up to `samples` images; return its events.
+    """Remove incomplete entries from the end of a run's log; return the remaining events.
 
-    Call this before opening the log. A run without a checkpoint (samples=0) starts from an empty
-    log, with a new clock. Raises ValueError if a line of the file is not mllog's.
+    Call this function before `open_log`.
+
+    Args:
+        workdir: The workdir of the run, with the log result.txt.
+        samples: The number of training images at the last checkpoint. Later entries are removed.
+            With 0 the log becomes empty, so that the run starts again with a new clock.
+
+    Raises:
+        ValueError: If a line of the log is not in mllog's format.
     """
     path = workdir / RESULT
     if not path.exists():
@@ -66,22 +75,22 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
-    """Return the events of all mllog lines in a log; lines may have prefixes.
+    """Return the events of a log. Other lines, and text before an event, are ignored.
 
-    Raises ValueError if one is malformed.
+    Raises ValueError if an mllog line is malformed.
     """
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     return _parse(text.splitlines(), path)
 
 
 def status(events: Sequence[Event]) -> str:
-    """Return the status of the last "run_stop" event: "success" or "aborted"; else "running"."""
+    """Return the status of a run: "success" or "aborted" if it has ended, otherwise "running"."""
     stops = [event.metadata.get("status") for event in events if event.key == "run_stop"]
     return str(stops[-1]) if stops else RUNNING
 
 
 def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
-    """Return {samples: {metric: score}} of the "eval_accuracy" events, in ascending order."""
+    """Return the logged scores {images: {metric: score}}, ordered by number of training images."""
     scores: dict[int, dict[str, float]] = {}
     for event in events:
         if event.key == "eval_accuracy":
@@ -91,12 +100,15 @@ def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
-    """Return the times in milliseconds at which training blocks ended, by the number of samples."""
+    """Return when training blocks ended, in milliseconds, keyed by number of training images."""
     return {e.metadata["samples_count"]: e.time_ms for e in events if e.key == "block_stop"}
 
 
 def package(module: str) -> Any:
-    """Import a module of MLCommons' package; if it is missing, the error says how to install it."""
+    """Import a module of MLCommons' package mlperf-logging and return it.
+
+    Raises ModuleNotFoundError with the command that installs the package if it is missing.
+    """
     try:
         return importlib.import_module(f"mlperf_logging.{module}")
     except ModuleNotFoundError as error:
@@ -119,7 +131,10 @@ def _parse(lines: Sequence[str], path: str | os.PathLike[str]) -> list[Event]:
 
 
 def _whole(events: Sequence[Event], samples: int) -> int:
-    """Return how many events at the start of the log are complete, up to `samples` images."""
+    """Return how many events remain when incomplete entries at the end of a log are removed.
+
+    Events after `samples` training images are removed too. Without "run_start" none remain.
+    """
     whole = 0
     for i, event in enumerate(events, 1):
         if not samples or event.metadata.get("samples_count", 0) > samples:

@@ -1,8 +1,8 @@
-"""Write a submission in the layout of MLCommons' package checker: ten logs, the system, the code.
+"""Write an MLPerf submission of ten runs, in the layout that MLCommons' package checker expects.
 
-ORG/systems/PLATFORM.json
-ORG/results/PLATFORM/stable_diffusion/result_0.txt ... result_9.txt
-ORG/benchmarks/stable_diffusion/implementations/PLATFORM/   the code, and its hash
+ORG/systems/PLATFORM.json   the description of the system, with a hash of the code
+ORG/results/PLATFORM/stable_diffusion/result_0.txt ... result_9.txt   the logs
+ORG/benchmarks/stable_diffusion/implementations/PLATFORM/   the code
 """
 
 import hashlib
@@ -23,7 +23,7 @@ STATUS = {
     "cloud": "Available cloud",
     "research": "Research, Development, or Internal (RDI)",
 }
-"""The availability of a system: {name in the log: name in the system's description}."""
+"""The availability of a system: its name in the system's description, keyed by that in the log."""
 FIELDS = (
     "submitter", "division", "status", "system_name", "number_of_nodes",
     "host_processors_per_node", "host_processor_model_name", "host_processor_core_count",
@@ -36,7 +36,7 @@ FIELDS = (
     "accelerator_interconnect_topology", "cooling", "hw_notes", "framework",
     "other_software_stack", "operating_system", "sw_notes",
 )  # fmt: skip
-"""The fields of a system's description; the checker requires all of them."""
+"""The fields of a system's description; MLCommons' package checker requires all of them."""
 _CODE = ("diffusion_jax", "sd_jax", "configs", "launch")
 _ALIKE = ("submission_org", "submission_platform", "submission_division", "submission_status")
 
@@ -44,18 +44,18 @@ _ALIKE = ("submission_org", "submission_platform", "submission_division", "submi
 def write(
     out: pathlib.Path, results: Sequence[pathlib.Path], system: Mapping[str, Any]
 ) -> tuple[pathlib.Path, list[str]]:
-    """Write the submission of ten logs into a folder below `out`.
+    """Write an MLPerf submission of ten runs: the logs, the system's description and the code.
 
     Args:
-        out: The folder that gets the submitter's folder.
-        results: The logs of the runs.
-        system: Fields of the system's description that the logs and manifests lack.
+        out: The parent of the submitter's folder, which is named after the submitter.
+        results: The paths of the logs of the runs.
+        system: Fields of the system's description; they override those from log and manifest.
 
     Returns:
         The submitter's folder, and the fields of the system's description that are still empty.
 
     Raises:
-        ValueError: If the logs do not form a submission; nothing is written then.
+        ValueError: If the logs do not form a submission. Nothing is written in this case.
     """
     logs = {path: mllog.read(path) for path in results}
     header = check(logs)
@@ -77,7 +77,12 @@ def write(
 
 
 def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
-    """Return the header that all logs share. Raises ValueError if they do not form a submission."""
+    """Return the submitter, system, division and status, which all logs must share.
+
+    Raises:
+        ValueError: If there are not exactly ten logs with different seeds, or a value is missing,
+            invalid or differs between logs.
+    """
     if len(logs) != rules.RUNS:
         raise ValueError(
             f"a submission has {rules.RUNS} runs: give {rules.RUNS} logs, not {len(logs)}"
@@ -102,7 +107,7 @@ def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
 
 
 def values(events: Sequence[Event], key: str) -> list[Any]:
-    """Return the values that a log holds under a key."""
+    """Return the values of all events of a log that have a certain key, in the order of the log."""
     return [event.value for event in events if event.key == key]
 
 
@@ -120,7 +125,7 @@ def _same(logs: Mapping[pathlib.Path, Sequence[Event]], key: str) -> str:
 
 
 def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str, Any]:
-    """Return the fields of the system that the log and the manifest beside it hold."""
+    """Return fields of the system's description from a log and the manifest in its folder."""
     fields = {
         "submitter": header["submission_org"],
         "system_name": header["submission_platform"],
@@ -142,7 +147,7 @@ def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str,
 
 
 def _sources() -> Iterator[tuple[str, bytes]]:
-    """Yield the names and contents of the source files."""
+    """Yield the relative path and the content of each source file of this project."""
     root = pathlib.Path(__file__).parents[2]
     paths = [path for folder in _CODE for path in sorted((root / folder).rglob("*"))]
     for path in [*paths, root / "requirements.txt", root / "README.md", root / "docs/mlperf.md"]:

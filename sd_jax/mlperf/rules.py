@@ -1,4 +1,4 @@
-"""The rules of MLPerf training for Stable Diffusion: targets, and fixed values of the config."""
+"""Rules of MLPerf training for Stable Diffusion: targets, and the values that configs must have."""
 
 import math
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from sd_jax.settings import Settings
 NAME, VERSION = "stable_diffusion", "5.0.0"
 """The name of the benchmark, and the last version of the rules that includes it."""
 TARGETS = {"FID": 90.0, "CLIP": 0.15}
-"""One evaluation must score at most this FID and at least this CLIP score."""
+"""The targets: one evaluation must have at most this FID and at least this CLIP score."""
 RUNS = 10
 """The number of runs in a submission."""
 EVERY = 512_000
-"""Images between evaluations, rounded up to whole steps."""
+"""The number of training images between evaluations, to be rounded up to whole steps."""
 
 
 def meets_targets(scores: Mapping[str, float]) -> bool:
-    """Return whether the scores {"FID", "CLIP"} of one evaluation meet both targets.
+    """Return whether the scores of one evaluation, keyed by "FID" and "CLIP", meet both targets.
 
-    A missing score or NaN meets none.
+    The result is False if a score is missing or NaN.
     """
     if not scores.keys() >= TARGETS.keys():
         return False
@@ -27,12 +27,16 @@ def meets_targets(scores: Mapping[str, float]) -> bool:
 
 
 def steps_between(s: Settings) -> int:
-    """Return the number of steps from one evaluation to the next."""
+    """Return the number of training steps between evaluations."""
     return -(-s.evaluation.every // s.run.batch_size)
 
 
 def check(s: Settings) -> None:
-    """Raise ValueError for a config that cannot run the benchmark."""
+    """Raise ValueError if the benchmark cannot run with these settings.
+
+    The benchmark needs an interval between evaluations, one guidance scale, enough steps for one
+    evaluation, random initial weights, and a VAE.
+    """
     if s.evaluation.every < 1 or len(s.evaluation.guidance) != 1:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every} and evaluation.guidance "
@@ -54,7 +58,7 @@ def check(s: Settings) -> None:
 
 
 def departures(s: Settings) -> list[str]:
-    """Return a line for each value that the rules of the closed division do not allow."""
+    """Return a line for each setting with a value that MLPerf's closed division does not allow."""
     o = s.optimizer
     rules = [
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
@@ -76,9 +80,9 @@ def departures(s: Settings) -> list[str]:
 
 
 def hyperparameters(s: Settings) -> dict[str, Any]:
-    """Return the hyperparameters that a log must hold, under the names of the rules.
+    """Return the hyperparameters that a log must hold, keyed by their names in MLPerf's rules.
 
-    The learning rate is the one after the warm-up, already multiplied by the batch size.
+    The learning rate is the value after the warm-up, which already includes the factor batch size.
     """
     o = s.optimizer
     return {

@@ -1,6 +1,6 @@
-"""A run of the benchmark: training blocks alternate with evaluations, all recorded in its log.
+"""Run the MLPerf benchmark: alternate between training and evaluation, and log both.
 
-A killed run continues where it stopped: the log and the checkpoints record what is done.
+A killed run continues where it stopped, because the log and the checkpoints record its progress.
 """
 
 import contextlib
@@ -39,47 +39,53 @@ MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
 
 
 class Submission(NamedTuple):
-    """The log's header beyond the config: the submitter, division and system."""
+    """Facts about a submission that each log states in its header."""
 
     division: str
+    """The division of MLPerf, "closed" or "open"."""
     org: str
+    """The submitter."""
     platform: str
+    """The name of the system."""
     status: str
+    """The availability of the system: "onprem", "cloud" or "research"."""
     cache_cleared: bool
+    """Whether the system's caches were cleared before the run."""
 
 
 class OpenRun(NamedTuple):
-    """A run whose config, networks and log are open and checked; its data are not open yet."""
+    """A benchmark run with checked settings and open networks and log, but without its data."""
 
     s: Settings
     config: Mapping[str, Any]
     workdir: pathlib.Path
     mode: str
+    """What to do: "inline" (train and evaluate in turn), "train" or "evaluate"."""
     mesh: Mesh
     encoder: TextEncoder
     vae_params: Any
     task: Task
     log: Any
-    """MLCommons' MLLogger."""
+    """MLCommons' MLLogger, which appends to the log of the run."""
     events: list[Event]
-    """The events that the log held when it was opened."""
+    """The events that the log held when it was opened; empty for a new run."""
 
     @property
     def interval(self) -> int:
-        """The number of steps from one evaluation to the next."""
+        """The number of training steps between evaluations."""
         return rules.steps_between(self.s)
 
     @property
     def last(self) -> int:
-        """The step of the last evaluation."""
+        """The training step of the last planned evaluation."""
         return self.s.run.steps // self.interval * self.interval
 
     def samples(self, step: int) -> int:
-        """Return the number of images seen at a step."""
+        """Return the number of images that the model was trained on by a step."""
         return step * self.s.run.batch_size
 
     def at(self, step: int) -> dict[str, Any]:
-        """Return the metadata of a step's log entries."""
+        """Return the metadata for log events at a step: the number of training images."""
         return {"samples_count": self.samples(step)}
 
 
@@ -87,18 +93,19 @@ def go(
     config: ConfigDict, workdir: pathlib.Path, mode: str, seed: int | None, eval_batch: int,
     submission: Submission, init_start: int,
 ) -> str:  # fmt: skip
-    """Start or continue a run; return its status at the end.
+    """Start or continue a benchmark run; return its status "running", "success" or "aborted".
 
-    Bad input ends the command with exit code 2.
+    Invalid input ends the process with a one-line message and exit code 2.
 
     Args:
         config: The whole config.
         workdir: The workdir, shared by all processes.
-        mode: One of MODES.
-        seed: The seed; None for the seed in the workdir, or for a new run one from the system.
-        eval_batch: Images per device and batch in an evaluation.
-        submission: The header of the log.
-        init_start: The start of the command in milliseconds since the epoch.
+        mode: "inline" to train and evaluate in turn, "train" only to train, or "evaluate" to
+            evaluate the checkpoints.
+        seed: The seed. None continues with the run's seed, or draws a random one for a new run.
+        eval_batch: The images that each device draws at once in an evaluation.
+        submission: Facts about the submission, for the header of the log.
+        init_start: The start time of the command, in milliseconds since the Unix epoch.
     """
     with contextlib.ExitStack() as stack:
         with cli.bad_input(ModuleNotFoundError):
@@ -122,7 +129,10 @@ def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> Conf
 def _open(
     config: ConfigDict, workdir: pathlib.Path, mode: str, stack: contextlib.ExitStack
 ) -> OpenRun:
-    """Open a run and lock its workdir until `stack` closes; ValueError or OSError on bad input."""
+    """Open a benchmark run, and lock its workdir until `stack` closes.
+
+    Raises ValueError or OSError if the config, a file or the workdir is invalid.
+    """
     s = read_settings(config.to_dict())
     rules.check(s)
     for departure in rules.departures(s):
@@ -151,7 +161,7 @@ def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
 
 
 def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init_start: int) -> str:
-    """Finish the run; return its status at the end."""
+    """Train and evaluate as run.mode says; return the status of the run at the end."""
     if evaluate and run.mode == EVALUATE:
         return _rounds(run, evaluate, lambda step: None)
     program = _warm_up(run, evaluate)
@@ -170,7 +180,10 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
 
 
 def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
-    """Compile the training step; run it and the evaluation once, before the clock starts."""
+    """Run the training step and the evaluation once, to compile them before the clock starts.
+
+    Returns the compiled training step.
+    """
     s, (_, row) = run.s, example(run.s, run.encoder)
     rows = (
         s.run.batch_size
@@ -187,7 +200,7 @@ def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
 
 
 def _log_header(run: OpenRun, submission: Submission, init_start: int) -> None:
-    """Log everything up to the start of the clock that does not depend on the data."""
+    """Log the submission, the hyperparameters and the start of the clock (run_start)."""
     log, header = run.log, submission._asdict()
     log.event("cache_clear", header.pop("cache_cleared"))
     log.event("submission_benchmark", rules.NAME)
@@ -202,9 +215,10 @@ def _log_header(run: OpenRun, submission: Submission, init_start: int) -> None:
 
 
 def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> str:
-    """Evaluate until one evaluation meets the targets or the steps end; return the status.
+    """Evaluate checkpoints in order until one meets the targets; return the status of the run.
 
-    `reach` trains to a step. The status is "running" if that leaves a checkpoint missing.
+    The function `reach` trains to a given step. The status is "success", "aborted" if no evaluation
+    meets the targets, or "running" if a checkpoint is still missing.
     """
     done = mllog.evaluations(run.events)
     for step in range(run.interval, run.last + 1, run.interval):
@@ -220,7 +234,7 @@ def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> s
 
 
 def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> None:
-    """Train to a step, with a block in the log and a checkpoint for each interval.
+    """Train to a step. For each evaluation interval, log a block and save a checkpoint.
 
     On SIGTERM, save a checkpoint and exit with code 143.
     """
@@ -240,7 +254,13 @@ def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> 
 
 
 def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
-    """Return a callback of the loop that logs the ends of blocks after the first `passed` ones."""
+    """Return a callback for the training loop that logs the end of a block and the next start.
+
+    Args:
+        run: The benchmark run.
+        passed: The number of blocks that were already completed.
+        last: The step at which training ends.
+    """
     steps = itertools.count((passed + 1) * run.interval, run.interval)
 
     def log_block(draw, params):
@@ -255,7 +275,7 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
-    """Score the checkpoint of a step and log the scores."""
+    """Evaluate the checkpoint of a step, log its scores, and return them."""
     run.log.start("eval_start", metadata=run.at(step))
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))
@@ -269,7 +289,10 @@ def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
 
 
 def _stop(run: OpenRun, status: str, step: int) -> str:
-    """Log run_stop, with the time at which training reached the evaluated step."""
+    """Log run_stop and return the status.
+
+    In mode "evaluate", the time of run_stop is the time at which training reached the step.
+    """
     reached = mllog.block_ends(run.events) if run.mode == EVALUATE else {}
     time_ms = reached.get(run.samples(step))
     run.log.end("run_stop", time_ms=time_ms, metadata={"status": status, **run.at(step)})

@@ -1,4 +1,4 @@
-"""Tables of convergence by batch size, as MLPerf publishes them, from the logs of runs."""
+"""Markdown tables of the convergence of benchmark runs by batch size, as MLPerf publishes them."""
 
 import collections
 import statistics
@@ -15,7 +15,11 @@ _CURVES = ("samples", "global batch size", "runs", *(f"mean {name}" for name in 
 
 
 def markdown(runs: Sequence[Result]) -> str:
-    """Return two Markdown tables: samples to target, and mean scores at each evaluation."""
+    """Return two Markdown tables of benchmark runs, with rows by batch size.
+
+    The first shows how many images the runs trained on before they met the targets, the second the
+    mean scores at each evaluation.
+    """
     by_size = collections.defaultdict(list)
     for run in sorted(runs, key=lambda run: run.batch_size):
         by_size[run.batch_size].append(run)
