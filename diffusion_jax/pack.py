@@ -16,7 +16,6 @@ from absl import flags
 
 from diffusion_jax import averages, cli, runs
 from diffusion_jax.machine import checksums, files
-from diffusion_jax.train import checkpoint
 from diffusion_jax.weights import packed, restore
 
 flags.disclaim_key_flags()  # The flags are only defined if this module runs as a command.
@@ -47,7 +46,7 @@ def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> 
         packed.write(place / packed.FILE, jax.device_get(params))
         checksums.write(place)
         # Orbax needs this file if the folder is later copied to a bucket.
-        files.write_whole(place / checkpoint.COMMIT, "")
+        files.write_whole(place / checksums.COMMIT, "")
     return place / packed.FILE
 
 

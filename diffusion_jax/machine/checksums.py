@@ -1,6 +1,6 @@
 """Write and compare checksums of the files in a folder, to detect damage.
 
-Several processes share the work. Each process lists and compares its own part of the files. For a
+Several processes share the comparison. Each process compares its own part of the files. For a
 folder in a bucket, the store computes the checksums and returns them in its listing, so no file is
 read.
 """
@@ -15,25 +15,22 @@ from collections.abc import Callable, Collection, Iterator
 from diffusion_jax.machine import files
 
 FOLDER = "checksums"
-"""The subfolder that holds the lists, one JSON file per process: {path: [bytes, SHA-256]}."""
+"""The subfolder that holds the lists, JSON files of {path: [bytes, SHA-256]}.
+
+This code writes one list. Earlier versions wrote one for each process.
+"""
+COMMIT = "commit_success.txt"
+"""Orbax writes this file last in a bucket, because a bucket cannot rename folders."""
+METADATA = "_CHECKPOINT_METADATA"
+"""Orbax's file about a checkpoint. It holds no array, and is also written after the list."""
 
 
-def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
-    """Write the checksums of part `part` of `parts` of the files in a folder.
-
-    Files that end in .tmp are unfinished and are left out.
-    """
+def write(folder: files.Path) -> None:
+    """Write the checksums of the files in a folder."""
     folder, look = files.path(folder), _look(folder)
-    if bucket := files.remote(folder):
-        names = bucket.objects()
-    else:
-        inside = lambda path: path.relative_to(folder).as_posix()
-        names = map(inside, filter(pathlib.Path.is_file, folder.rglob("*")))
-    is_listed = lambda name: not name.startswith(f"{FOLDER}/") and not name.endswith(".tmp")
-    ordered = sorted(filter(is_listed, names), key=lambda name: name.split("/"))
     (folder / FOLDER).mkdir(exist_ok=True)
-    listed = {name: look(name, True) for name in ordered[part::parts]}
-    files.write_whole(_list(folder, part, parts), json.dumps(listed, indent=1))
+    listed = {name: look(name, True) for name in _names(folder)}
+    files.write_whole(folder / FOLDER / "0-of-1.json", json.dumps(listed, indent=1))
 
 
 def read_back(
@@ -50,8 +47,8 @@ def read_back(
         OSError: A file differs from its list.
     """
     folder, look = files.path(folder), _look(folder)
-    listed = json.loads(_list(folder, part, parts).read_text())
-    for path, (size, digest) in listed.items():
+    listed, _ = _lists(folder)
+    for path, (size, digest) in sorted(listed.items())[part::parts]:
         if unless():
             return
         if not files.remote(folder):
@@ -63,13 +60,24 @@ def read_back(
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """Return a message about the first file that differs from its list, or None.
+    """Return a message about the first file that differs from its list or is in none, or None.
 
     If `items` names subfolders, only those are compared. Only part `part` of `parts` of the files
     is compared. A folder without lists counts as undamaged, because earlier versions wrote none.
     """
-    first = next(damaged(folder, items, part, parts), None)
-    return first and f"{first[0]}: {first[1]}"
+    if not exist(folder):
+        return None
+    for name, difference in damaged(folder, items, part, parts):
+        return f"{name}: {difference}"
+    listed, _ = _lists(files.path(folder))
+    unlisted = (name for name in _names(files.path(folder)) if name not in listed)
+    is_wanted = lambda name: not items or name.partition("/")[0] in items
+    return next((f"{name}: it has no checksum" for name in filter(is_wanted, unlisted)), None)
+
+
+def exist(folder: files.Path) -> bool:
+    """Return whether a folder has a subfolder for lists, which may be empty."""
+    return (files.path(folder) / FOLDER).exists()
 
 
 def damaged(
@@ -79,13 +87,9 @@ def damaged(
 
     If `items` names subfolders, only those are compared. A folder without lists yields nothing.
     """
-    folder, look, listed = files.path(folder), _look(folder), {}
-    for path in sorted((folder / FOLDER).glob("*.json")):
-        try:
-            entries = json.loads(path.read_bytes())
-            listed |= {name: (int(size), str(digest)) for name, (size, digest) in entries.items()}
-        except (ValueError, TypeError, AttributeError):
-            yield f"{FOLDER}/{path.name}", "not a list of files"
+    folder, look = files.path(folder), _look(folder)
+    listed, unreadable = _lists(folder)
+    yield from ((f"{FOLDER}/{name}", "not a list of files") for name in unreadable)
     names = [n for n in sorted(listed) if not items or n.partition("/")[0] in items][part::parts]
     for whole in (False, True):  # Sizes first, because they are quick to compare.
         for name in list(names):
@@ -95,8 +99,35 @@ def damaged(
                 yield name, difference
 
 
-def _list(folder: pathlib.Path, part: int, parts: int) -> pathlib.Path:
-    return folder / FOLDER / f"{part}-of-{parts}.json"
+def _lists(folder: pathlib.Path) -> tuple[dict[str, tuple[int, str]], list[str]]:
+    """Return all entries of a folder's lists, and the names of the lists that cannot be read."""
+    listed, unreadable = {}, []
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        try:
+            entries = json.loads(path.read_bytes())
+            listed |= {name: (int(size), str(digest)) for name, (size, digest) in entries.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            unreadable.append(path.name)
+    return listed, unreadable
+
+
+def _names(folder: pathlib.Path) -> list[str]:
+    """Return the names of the files that need a checksum.
+
+    Hidden files and unfinished ones, whose names end in .tmp, need none.
+    """
+    if bucket := files.remote(folder):
+        names = bucket.objects()
+    else:
+        inside = lambda path: path.relative_to(folder).as_posix()
+        names = map(inside, filter(pathlib.Path.is_file, folder.rglob("*")))
+    wanted = []
+    for name in names:
+        first, last = name.partition("/")[0], name.rpartition("/")[2]
+        is_passing = last.startswith(".") or last.endswith(".tmp")
+        if not is_passing and first not in (FOLDER, COMMIT, METADATA):
+            wanted.append(name)
+    return sorted(wanted, key=lambda name: name.split("/"))
 
 
 def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:

@@ -3,9 +3,10 @@
 Each step has a folder. The folder holds one item for each part that can be read alone: `params`, an
 `ema_<decay>` for each average, `optimizer` (with the step and the count of skipped steps), `data`
 (the position of the data iterator, one file per process) and `metadata` (JSON values from the
-caller). The folder also holds checksums of all files. After each save, the files are read back and
-compared with the checksums. A run starts from the newest checkpoint whose files match. Snapshots
-are folders of the same format that hold only the power-function averages.
+caller). The folder also holds checksums of all files, which are written before the folder gets its
+final name. After each save, the files are read back and compared with the checksums. A run starts
+from the newest checkpoint whose files match. Snapshots are folders of the same format that hold
+only the power-function averages.
 """
 
 import asyncio
@@ -35,8 +36,6 @@ from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import averages, restore
 
 _DELETED = "deleted"  # The folder of checkpoints that are being deleted.
-COMMIT = "commit_success.txt"
-"""Orbax writes this file last in a bucket, because a bucket cannot rename folders."""
 _DAMAGED = "damaged"  # The folder of checkpoints that failed their checksums.
 
 
@@ -81,6 +80,8 @@ class Checkpointer:
             # Old steps are renamed before they are deleted, so that a kill during a deletion does
             # not leave a folder that looks whole.
             todelete_subdir=_DELETED,
+            # Despite its name, Orbax calls this in process 0 before the folder gets its final name.
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
             # With this prefix, checkpoints and snapshots use different barriers.
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 barrier_sync_key_prefix=pathlib.Path(directory).name
@@ -89,6 +90,7 @@ class Checkpointer:
         self._directory = restore.absolute(directory)
         self._checking: futures.Future[None] | None = None
         self._hurried = threading.Event()
+        self._saving: int | None = None
         self._snapshots: Snapshots | None = None
         self._checker = futures.ThreadPoolExecutor(1, "checksums")
         self._clear_unfinished()
@@ -142,8 +144,11 @@ class Checkpointer:
         if step in restore.steps(self._directory):
             return
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        self._saving = step
         with self._explained():
-            self._manager.save(step, args=ocp.args.Composite(**items, **others), force=True)
+            args = ocp.args.Composite(**items, **others)
+            listed = {restore.LISTED: True}
+            self._manager.save(step, args=args, force=True, custom_metadata=listed)
         self._checking = self._checker.submit(self._finish, step)
 
     def snapshots(self, settings: Optimizer) -> "Snapshots":
@@ -211,12 +216,18 @@ class Checkpointer:
                 "the disk full?"
             ) from error
 
+    def _write_checksums(self) -> None:
+        """Write the checksums of the step that is being saved."""
+        folders = self._directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        # In a bucket, an unfinished checkpoint has its final name.
+        for folder in list(folders) or [self._directory / str(self._saving)]:
+            checksums.write(folder)
+
     def _finish(self, step: int) -> None:
-        """Wait until a step is written, then write its checksums and read its files back."""
+        """Wait until a step is written, then read its files back."""
         self._manager.wait_until_finished()  # `wait` reports its error.
         if step in restore.steps(self._directory):
             part = self._directory / str(step), jax.process_index(), jax.process_count()
-            checksums.write(*part)
             checksums.read_back(*part, unless=self._hurried.is_set)
 
     def _clear_unfinished(self) -> None:
@@ -258,7 +269,7 @@ def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath
             place.rmtree()
         if remote := files.remote(directory / place.name):
             # Without this file Orbax takes the folder for an unfinished save, and deletes it.
-            (place.parent / COMMIT).write_text("")
+            (place.parent / checksums.COMMIT).write_text("")
             remote.copy_to(files.path(place))
             _delete(directory / place.name)
         else:
@@ -272,7 +283,7 @@ def _delete(folder: epath.Path) -> None:
     The commit file is deleted first. If the process is killed midway, the rest does not count as a
     checkpoint.
     """
-    (folder / COMMIT).unlink(missing_ok=True)
+    (folder / checksums.COMMIT).unlink(missing_ok=True)
     folder.rmtree()
 
 

@@ -5,6 +5,7 @@ a packed workdir, a .safetensors file of weights (packed.py) replaces each folde
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ EMA = "ema_"
 
 The decay ("0.9999") or the power-function name ("power-0.05") follows.
 """
+LISTED = "has_checksums"
+"""The mark in a checkpoint's metadata that it was saved with a list of checksums."""
 SNAPSHOTS = "snapshots"
 """The folder of snapshots of power-function averages, next to the folder of checkpoints."""
 _NOTHING = 1e-7  # Averages with a smaller coefficient are below float32's precision.
@@ -160,8 +163,30 @@ def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
     If `items` is empty, all items are checked.
     """
     part = jax.process_index(), jax.process_count()
-    messages = distributed.gather_text(checksums.damage(root / str(step), items, *part) or "")
-    return next(filter(None, messages), None)
+    message = _without_list(root, step) or checksums.damage(root / str(step), items, *part)
+    return next(filter(None, distributed.gather_text(message or "")), None)
+
+
+def _without_list(root: epath.Path, step: int) -> str | None:
+    """Return a message if the list of a checkpoint's checksums was lost.
+
+    Earlier versions wrote no lists. A run that was continued has lists from some step on. So a
+    checkpoint has lost its list if an older one has a list, or if its metadata mentions checksums.
+    """
+    listed = [other for other in steps(root) if checksums.exist(root / str(other))]
+    if step in listed:
+        return None
+    metadata = root / str(step) / checksums.METADATA
+    mentioned = listed and metadata.exists() and LISTED.encode() in metadata.read_bytes()
+    if mentioned or any(other < step for other in listed):
+        return f"{checksums.FOLDER}: missing, although other checkpoints of the run have one"
+    _warn_without_list(root)
+    return None
+
+
+@functools.cache
+def _warn_without_list(root: epath.Path) -> None:
+    logging.warning("checkpoints in %s have no checksums: damage to them goes unnoticed", root)
 
 
 def stored(root: epath.Path) -> list[str]:

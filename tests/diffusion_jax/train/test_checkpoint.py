@@ -282,7 +282,51 @@ def test_each_save_lists_what_it_wrote(saved):
         listed = json.loads((folder / "checksums" / "0-of-1.json").read_text())
         there = {path.relative_to(folder).as_posix() for path in folder.rglob("*")
                  if path.is_file() and path.parent.name != "checksums"}  # fmt: skip
-        assert listed.keys() == there and len(there) > 10
+        late = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax writes these after the list.
+        assert listed.keys() == there - late and len(there) > 10
+
+
+def test_checksums_are_written_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
+    """Otherwise a kill in between would leave a checkpoint whose damage goes unnoticed."""
+    write, seen = checksums.write, []
+
+    def watch(folder):
+        write(folder)
+        seen.append((restore.steps(tmp_path), (folder / "checksums" / "0-of-1.json").exists()))
+
+    monkeypatch.setattr(checksums, "write", watch)
+    save(tmp_path, 10, 20)
+    assert seen == [([], True), ([10], True)]
+
+
+@pytest.mark.parametrize("harm", ["no folder", "no list", "an empty list"])
+@pytest.mark.parametrize("step", [10, 20])
+def test_a_checkpoint_without_its_checksums_is_damaged_if_another_has_some(
+    saved, tmp_path, harm, step
+):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    damaged_file(tmp_path / str(step))
+    path = tmp_path / str(step) / "checksums" / "0-of-1.json"
+    path.write_text("{}") if harm == "an empty list" else path.unlink()
+    if harm == "no folder":
+        path.parent.rmdir()
+    reason = "checksums: missing, alth" if harm == "no folder" else "params/.*: it has no checksum"
+    with pytest.raises(restore.Damaged, match=rf"{step} is damaged \({reason}"):
+        restore.load_params(tmp_path, jax.eval_shape(lambda: random_state().params), "raw", step)
+    assert restore.newest_sound(tmp_path) == 30 - step
+
+
+def test_checkpoints_of_earlier_code_are_read_with_one_warning(saved, tmp_path, caplog):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    for step in ("10", "20"):
+        shutil.rmtree(tmp_path / step / "checksums")
+        path = tmp_path / step / "_CHECKPOINT_METADATA"
+        path.write_text(path.read_text().replace(restore.LISTED, "other"))
+    assert [restore.newest_sound(tmp_path) for _ in range(2)] == [20, 20]
+    assert caplog.text.count(f"checkpoints in {tmp_path} have no checksums: damage to them") == 1
+    save(tmp_path, 30)  # Code of today continues the run.
+    damaged_file(tmp_path / "30")
+    assert restore.newest_sound(tmp_path) == 20
 
 
 def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_again(
