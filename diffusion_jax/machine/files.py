@@ -175,6 +175,18 @@ def whole(
             temporary.unlink(missing_ok=True)
 
 
+def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:
+    """Delete the temporary files that killed writers of these files left.
+
+    Nobody else may be writing these files. In a bucket there are no temporary files.
+    """
+    targets = {path for path in paths if not remote(path)}
+    for folder in {path.parent for path in targets}:
+        for temporary in folder.glob(".*.tmp"):
+            if folder / temporary.name[1:].rsplit(".", 2)[0] in targets:
+                temporary.unlink(missing_ok=True)
+
+
 def remove_tree(folder: Path) -> None:
     """Delete a folder with its content, if it exists."""
     if place := remote(folder):

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jaxtyping import UInt8
 
-from diffusion_jax.machine import events, files, remote, tuning
+from diffusion_jax.machine import events, files, remote, tuning, untrusted
 from diffusion_jax.task import LEVELS
 
 METRICS = "metrics.jsonl"
@@ -110,14 +111,43 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line before the last one is damaged.
     """
-    lines = files.path(path).read_text(encoding="utf-8").split("\n")[:-1]
-    read = []
-    for number, line in enumerate(lines, 1):
+    lines, damaged = _parse(path)
+    if damaged:
+        raise ValueError(damaged[0])
+    return lines
+
+
+def read_sound_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the parsed lines of a metrics.jsonl file. Damaged lines are left out with a warning.
+
+    A run continues with this function, because its metrics do not affect what it learns.
+    """
+    lines, damaged = _parse(path)
+    if damaged:
+        logging.warning("%s; leaving out %d such lines", damaged[0], len(damaged))
+    return lines
+
+
+def _parse(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the parsed lines of a metrics.jsonl file, and one message per damaged line."""
+    lines, damaged = [], []
+    for number, line in enumerate(files.path(path).read_bytes().split(b"\n")[:-1], 1):
         try:
-            read.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {line[:80]!r}") from error
-    return read
+            lines.append(_metrics(untrusted.parse_json(line)))
+        except ValueError:
+            text = untrusted.printable(line[:80].decode(errors="backslashreplace"))
+            damaged.append(f"{path}, line {number} is damaged: {text!r}")
+    return lines, damaged
+
+
+def _metrics(line: Any) -> dict[str, Any]:
+    """Return a line of metrics. Raise ValueError if it is not one."""
+    is_number = lambda value: type(value) in (int, float)
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        raise ValueError("not a line of metrics")
+    if not all(value is None or is_number(value) for value in line.values()):
+        raise ValueError("not a line of numbers")
+    return line
 
 
 def write_manifest(
@@ -127,11 +157,11 @@ def write_manifest(
 
     An entry holds the config, the seed, the first step, the start time, the command line, package
     versions, the git commit (None outside a checkout), the devices, and the environment variables
-    that JAX, XLA and their libraries read.
+    that JAX, XLA and their libraries read. A damaged file is written again, without the entries of
+    earlier starts.
     """
     path = files.path(workdir) / MANIFEST
     versions = {package: version(package) for package in _PACKAGES}
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
     run = {
         "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "first_step": step,
@@ -145,7 +175,19 @@ def write_manifest(
     }
     if jax.process_index() == 0:
         # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.
-        files.write_whole(path, json.dumps({"runs": [*runs, run]}, indent=1, default=_plain))
+        text = json.dumps({"runs": [*_runs(path), run]}, indent=1, default=_plain)
+        files.write_whole(path, text)
+
+
+def _runs(path: pathlib.Path) -> list[Any]:
+    """Return the entries of a manifest, or none with a warning if the file is damaged."""
+    if not path.exists():
+        return []
+    try:
+        return list(untrusted.parse_json(path.read_bytes())["runs"])
+    except (ValueError, TypeError, KeyError) as error:
+        logging.warning("%s is damaged (%r): writing it again", path, error)
+        return []
 
 
 def version(package: str) -> str | None:
@@ -173,7 +215,7 @@ def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _drop_after(path: pathlib.Path, step: int) -> None:
-    lines = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
+    lines = [json.dumps(line) + "\n" for line in read_sound_metrics(path) if line["step"] <= step]
     files.write_whole(path, "".join(lines))
 
 

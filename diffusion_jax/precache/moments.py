@@ -69,6 +69,7 @@ def run(
     write = functools.partial(_write, source, encode, out, work.shard, work.batch)
     work.engine.fill(range(total), path, write)
     if (finished := _count(out, total)) == total:
+        files.remove_unfinished(map(path, range(total)))
         files.write_whole(out / moments.MANIFEST, json.dumps(manifest | {"finished": True}))
         if work.verify or not (out / checksums.FOLDER).exists():
             checksums.write(out)
@@ -87,8 +88,13 @@ def _count(out: pathlib.Path, total: int) -> int:
 def _write(
     source: Pictures, encode: Encode, out: pathlib.Path, size: int, batch: int, shard: int
 ) -> None:
-    rows = range(shard * size, min((shard + 1) * size, len(source)))
-    tars.write(_path(out, shard), _encoded(source, encode, rows, batch))
+    rows, path = range(shard * size, min((shard + 1) * size, len(source))), _path(out, shard)
+    try:
+        tars.write(path, _encoded(source, encode, rows, batch))
+    except FileNotFoundError:
+        # Another worker wrote the last missing shard, and removed the temporary file of this one.
+        if not path.exists():
+            raise
 
 
 def _encoded(

@@ -203,7 +203,7 @@ def _free(workdir: pathlib.Path) -> int | float:
 
 def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
     path = workdir / log.METRICS
-    lines = log.read_metrics(path) if path.exists() else []
+    lines = log.read_sound_metrics(path) if path.exists() else []
     speeds = [line["images_per_second"] for line in lines if line.get("images_per_second")]
     if not speeds:
         return f"{run.steps:,} steps; their speed is measured during training"

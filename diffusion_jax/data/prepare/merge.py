@@ -80,6 +80,7 @@ def merge(
         places = places._replace(ranges=tables.num_ranges(rows))
         engine.fill(range(places.ranges), places.sorted, places.sort, noun="ranges", name="sorting")
         path = lambda number: out / names[number]
+        files.remove_unfinished(map(path, range(len(tars))))
         counts = engine.fill(range(len(tars)), path, work(_open_join), noun="tars", name="joining")
         files.remove_tree(places.folder)
     if counts["no_embedding"] and not counts["merged"]:

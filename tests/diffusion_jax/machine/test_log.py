@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from diffusion_jax.machine import log
 
@@ -43,6 +44,23 @@ def test_a_resumed_run_holds_no_step_twice_and_no_torn_line(tmp_path):
     metrics = log.read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [10, 20, 30, 40, 50]
     assert [line["loss"] for line in metrics] == [2.5, 5.0, 7.5, 10.0, 12.5]
+
+
+BROKEN = (b'{"step": 2', b"\xff\x00\x1b", b"[2]", b'{"loss": 2}', b'{"step": "2"}', b"[" * 10**5,
+          b'{"step": 2, "images_per_second": "fast"}')  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
+def test_a_damaged_line_is_named_and_a_run_continues_without_it(tmp_path, caplog, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=rf"^{path}, line 2 is damaged: '.*'$") as error:
+        log.read_metrics(path)
+    assert str(error.value).isprintable() and len(str(error.value)) < len(str(path)) + 150
+    write(tmp_path, [4], resumed_from=3)
+    assert [line["step"] for line in log.read_metrics(path)] == [1, 3, 4]
+    assert f"{path}, line 2 is damaged: " in caplog.text
+    assert caplog.text.count("; leaving out 1 such lines") == 1
 
 
 def test_a_new_run_in_an_old_folder_starts_its_metrics_anew(tmp_path):
@@ -84,6 +102,20 @@ def test_the_manifest_lists_every_run_with_what_it_ran_on(tmp_path):
     assert first["versions"].keys() >= {"python", "jaxlib", "flax", "optax", "orbax-checkpoint"}
     assert first["devices"] == {"platform": "cpu", "kind": "cpu", "count": 8, "processes": 1}
     assert first["start"] <= second["start"] and first["start"].endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\x00\x80", b"[1]", b'{"runs": 3}', b"{}", b"[" * 10**5],
+    ids=["empty", "binary", "a list", "a number", "no runs", "deep"],
+)
+def test_a_damaged_manifest_is_written_again(tmp_path, caplog, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    log.write_manifest(tmp_path, {}, seed=7, step=300)
+    (run,) = json.loads((tmp_path / "manifest.json").read_text())["runs"]
+    assert run["first_step"] == 300
+    assert f"{tmp_path}/manifest.json is damaged (" in caplog.text
+    assert "): writing it again" in caplog.text
 
 
 def test_a_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path):

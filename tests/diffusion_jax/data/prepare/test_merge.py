@@ -48,6 +48,13 @@ def test_each_image_gets_its_own_embedding(tars):
     assert merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out") == {}
 
 
+def test_temporary_files_of_a_killed_merge_are_removed(tars):
+    (tars / "out").mkdir()
+    (tars / "out" / ".00000.tar.0123abcd.tmp").touch()
+    merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
+    assert sorted(path.name for path in (tars / "out").iterdir()) == ["00000.tar", "00001.tar"]
+
+
 def test_many_records_need_no_open_file_each(tars):
     count = len(os.listdir("/proc/self/fd")) + 200
     records = [{"__key__": b"%05d" % i, "jpg": b"x"} for i in range(count)]

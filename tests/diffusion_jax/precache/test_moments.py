@@ -1,0 +1,48 @@
+"""Moments are written shard by shard, and nothing of a killed worker stays."""
+
+import numpy as np
+
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.precache import moments
+from diffusion_jax.precache.moments import Work
+
+NAMES = ["000000.tar", "000001.tar", "checksums", "moments.json"]
+
+
+class Four(Pictures):
+    """Four pictures of their own number."""
+
+    def __len__(self):
+        return 4
+
+    def usable(self, indices):
+        images = np.zeros((len(indices), 2, 2, 3), np.uint8) + indices[:, None, None, None]
+        return indices, images.astype(np.uint8), [str(index) for index in indices]
+
+    def read(self, *_):
+        raise NotImplementedError
+
+    def texts(self, indices):
+        raise NotImplementedError
+
+
+def encode(images):
+    return images[:, :1, :1, :2].astype(np.float32)
+
+
+def test_temporary_files_of_killed_workers_are_removed_at_the_end(tmp_path):
+    stale = tmp_path / ".000001.tar.0123abcd.tmp"
+    other = tmp_path / ".notes.tar.0123abcd.tmp"
+    stale.touch(), other.touch()
+    assert moments.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, *NAMES]
+
+
+def test_a_shard_that_another_worker_wrote_meanwhile_is_left_to_it(tmp_path):
+    def overtaken(images):
+        if not (tmp_path / NAMES[0]).exists():
+            assert moments.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+        return encode(images)
+
+    assert moments.run(Four(), overtaken, tmp_path, {}, Work(2, 2)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
