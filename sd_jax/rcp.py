@@ -65,7 +65,7 @@ def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None
     folder, empty = package.write(out, paths, system)
     for path in paths:
         if package.values(mllog.read(path), "cache_clear") != [True]:
-            print(f"{path}: the caches were not cleared (--cache_cleared), as the rules require")
+            print(f"{path}: the caches were not cleared, as the rules require (--cache_cleared)")
     if empty:
         print(f"{folder}/systems: fill in {', '.join(empty)}, or give them with --system")
     print(f"{folder}: python -m mlperf_logging.package_checker {folder} training {rules.VERSION}")

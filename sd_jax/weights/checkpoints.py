@@ -239,7 +239,7 @@ def _from_file(
             text_part = text.from_ldm(parts["text"], facts.text)
             report.append(_text_line(parts["text"], text_part))
         except LookupError as error:
-            report.append(f"text: {len(parts['text'])} arrays {error}, left out")
+            report.append(f"text: {len(parts['text'])} arrays left out: {error}")
     return Checkpoint(
         unet_part, vae_part, report, text_part, facts.predicts, facts.latent_size, facts.scale
     )
@@ -262,9 +262,9 @@ def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] 
     unet = formats.unet_from_weights(arrays, norm_groups or 32, heads)
     if heads is None and not formats.is_published(unet):
         raise ValueError(
-            f"its UNet has width {unet.width} and {len(unet.channel_mult)} levels, and the number "
-            "of attention heads is known only for the sizes of 1.x and 2.x: give LDM's yaml of the "
-            "model, --config=v1-inference.yaml"
+            f"the UNet has width {unet.width} and {len(unet.channel_mult)} levels, and the number "
+            "of attention heads is known only for the sizes of Stable Diffusion 1.x and 2.x: give "
+            "LDM's yaml of the model, --config=v1-inference.yaml"
         )
     return unet
 
@@ -275,8 +275,8 @@ def _check_pipeline(index: pathlib.Path) -> None:
     part_names = [name for name, value in parts.items() if isinstance(value, list) and value[0]]
     if unknown := [name for name in part_names if name not in _PIPELINE]:
         raise ValueError(
-            f"it is a {parts.get('_class_name')} with {unknown[0]}: only Stable Diffusion 1.x and "
-            "2.x are supported, whose parts are unet, vae and text_encoder"
+            f"the model is a {parts.get('_class_name')} with {unknown[0]}, but only Stable "
+            "Diffusion 1.x and 2.x are supported, whose parts are unet, vae and text_encoder"
         )
 
 
@@ -335,7 +335,7 @@ def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
     try:
         schedulers.read_diffusion(config or {})
     except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
+        raise ValueError(f"{path}: {error}") from error
     return config
 
 

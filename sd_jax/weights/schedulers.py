@@ -75,13 +75,13 @@ def read_diffusion(config: Config) -> tuple[str, str]:
     for name, supported in _TABLE.items():
         if config.get(name, supported) != supported:
             raise ValueError(
-                f"has {name} {config[name]!r}: only Stable Diffusion's own schedule is supported, "
+                f"{name} is {config[name]!r}: only Stable Diffusion's own schedule is supported, "
                 "scaled_linear from 0.00085 to 0.012 in 1000 steps"
             )
     kind = config.get("prediction_type", "epsilon")
     predictions = {theirs: ours for ours, theirs in PREDICTS.items()}
     if kind not in predictions:
-        raise ValueError(f"has prediction_type {kind!r}: choose from {', '.join(predictions)}")
+        raise ValueError(f"prediction_type is {kind!r}: choose from {', '.join(predictions)}")
     noise = "zero_terminal_snr" if config.get("rescale_betas_zero_snr") else "scaled_linear"
     return predictions[kind], noise
 

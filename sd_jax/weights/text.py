@@ -51,10 +51,10 @@ def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
     of_open_clip = clip_weights.is_open_clip(state)
     embedding = next((w for n, w in state.items() if n.endswith("token_embedding.weight")), None)
     if embedding is None:
-        raise LookupError("that are not CLIP's")
+        raise LookupError("they are not CLIP's")
     width = embedding.shape[1]
     if "num_attention_heads" not in config and width not in _WIDTHS:
-        raise LookupError(f"of a CLIP of width {width} with an unknown number of heads")
+        raise LookupError(f"the number of heads of a CLIP of width {width} is unknown")
     defaults = {"hidden_act": "gelu" if of_open_clip else "quick_gelu"}
     defaults |= {"num_attention_heads": width // 64}
     return _part(clip_weights.from_state(state, defaults | dict(config)), of_open_clip)

@@ -86,7 +86,7 @@ def test_caches_that_were_not_cleared_are_pointed_out(runs, tmp_path, capsys):
     other = write_run(tmp_path / "9", seed=7, cleared=False)
     rcp.pack(tmp_path / "packed", [*runs[:9], other], None)
     said = capsys.readouterr().out
-    assert f"{other}: the caches were not cleared (--cache_cleared)" in said
+    assert f"{other}: the caches were not cleared, as the rules require" in said
     assert said.count("were not cleared") == 1
     system = json.loads((tmp_path / "packed/us/systems/eight_h100.json").read_text())
     assert system["sw_notes"].startswith("code sha256 ")

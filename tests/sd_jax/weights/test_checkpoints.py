@@ -176,7 +176,7 @@ def test_a_text_encoder_of_another_kind_is_left_out(tmp_path):
     (tmp_path / "ldm.yaml").write_text(YAML)
     read = load(tmp_path / "a.npz")
     assert read.text is None
-    assert read.report[2] == "text: 1 arrays that are not CLIP's, left out"
+    assert read.report[2] == "text: 1 arrays left out: they are not CLIP's"
 
 
 def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
@@ -198,9 +198,9 @@ def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"beta_schedule": "linear"}, "has beta_schedule 'linear': only Stable Diffusion's own"),
-        ({"trained_betas": [0.1]}, r"has trained_betas \[0.1\]: only Stable"),
-        ({"prediction_type": "sample"}, "prediction_type 'sample': choose from epsilon, v_pre"),
+        ({"beta_schedule": "linear"}, "beta_schedule is 'linear': only Stable Diffusion's own"),
+        ({"trained_betas": [0.1]}, r"trained_betas is \[0.1\]: only Stable"),
+        ({"prediction_type": "sample"}, "prediction_type is 'sample': choose from epsilon, v_pre"),
     ],
 )
 def test_another_schedule_is_refused(folder, tmp_path, config, message):
@@ -215,7 +215,7 @@ def test_another_pipeline_is_refused(folder, tmp_path):
     index |= {"_class_name": "StableDiffusionXLPipeline"}
     index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    message = "it is a StableDiffusionXLPipeline with text_encoder_2: only Stable Diffusion 1.x and"
+    message = "a StableDiffusionXLPipeline with text_encoder_2, but only Stable Diffusion 1.x and 2"
     with pytest.raises(ValueError, match=message):
         checkpoints.load(tmp_path)
 

@@ -49,7 +49,7 @@ def file(tmp_path):
 
 
 def test_heads_that_nothing_says_are_refused(file):
-    message = "its UNet has width 32 and 2 levels, and the number of attention heads is known only"
+    message = "the UNet has width 32 and 2 levels, and the number of attention heads is known only"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}.*--config=v1-inference\.yaml"):
         checkpoints.load(file)
     linear = {n: w[..., 0, 0] if w.ndim == 4 and ".proj_" in n else w for n, w in state().items()}
@@ -58,8 +58,8 @@ def test_heads_that_nothing_says_are_refused(file):
         checkpoints.load(file.with_name("linear.npz"))
     read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
     assert read.unet.network == FOUR and read.text is None
-    why = "a CLIP of width 24 with an unknown number of heads, left out"
-    assert read.report[1] == f"text: {len(text())} arrays of {why}"
+    why = "the number of heads of a CLIP of width 24 is unknown"
+    assert read.report[1] == f"text: {len(text())} arrays left out: {why}"
 
 
 @pytest.mark.parametrize(
