@@ -179,9 +179,10 @@ def describe_guidance(model: Model) -> dict[str, Any]:
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
-    """Return the sampler's noise-level grid and churn as metadata.
+    """Return the settings of the sampler's noise levels and churn, as metadata.
 
-    Values equal to the default are left out, except those of a grid that is set.
+    Settings with default values are left out. If the sampler sets its own grid of noise levels, all
+    settings of the grid are included.
     """
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
     has_grid, defaults = sampler.grid or sampler.end, sampler._field_defaults

@@ -6,26 +6,26 @@
         --clip=weights/CLIP-ViT-H-14-laion2B-s32B-b79K
 
 This command draws an image for each prompt at each guidance scale, and plots the scores of these
-images as a curve over guidance. A model trained on the built-in coloured digits is scored by a
-built-in classifier of digits, which needs none of these files. --checkpoint, --ema and all sampler
-settings take lists; each combination of values is one more point: --sampler=ddim,dpmpp_2m
---steps=10,20,50 --eta=0,1. All points draw with the same seeds. Features are saved after each
-batch, so that the same command continues an interrupted sweep.
+images as a curve over guidance. A model of the built-in coloured digits is scored by a built-in
+judge, which recognises digits and colours and needs none of these files. --checkpoint, --ema and
+all sampler settings take lists. Each combination of values is one point of the sweep:
+--sampler=ddim,dpmpp_2m --steps=10,20,50 --eta=0,1. All points draw with the same seeds. Features
+are saved after each batch, so that the same command continues an interrupted sweep.
 
 Several models, trained here or elsewhere, can share one figure with a curve each:
 
     python -m sd_jax.evaluate --workdir=runs/sd1_256 --model=weights/sd-v1-5 \\
         --model=weights/sd-v2-0-base --size=256 --out=runs/beside ...
 
-Each model draws images of its own size. A run uses the sampler of its config, and a directory that
-of its scheduler, unless --sampler, --steps or --grid is given. --size resizes the images before
-they are scored.
+Each model draws images of its own size. A run uses the sampler of its config, and a diffusers
+directory uses its scheduler, unless --sampler, --steps or --grid is given. --size resizes the
+images before they are scored.
 
-The results are written to WORKDIR/evaluation/NAME, where WORKDIR is --out or else that of the first
-run: sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a sheet of images for each
-guidance scale, and scores/ with a metadata card for each score. The scores are also written to the
-run's metrics, and WORKDIR/report.html shows everything on one page (to compare with MLPerf's
-reference runs: python -m diffusion_jax.report WORKDIR --rcp).
+The results are written to WORKDIR/evaluation/NAME. WORKDIR is --out or, by default, that of the
+first run. The files are sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a sheet
+of images for each guidance scale, and scores/ with a metadata card for each score. The scores are
+also written to the run's metrics, and WORKDIR/report.html shows everything on one page (to compare
+with MLPerf's reference runs: python -m diffusion_jax.report WORKDIR --rcp).
 """
 
 from collections.abc import Mapping, Sequence

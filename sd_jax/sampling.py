@@ -22,9 +22,9 @@ _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB o
 
 
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
-    """Return the function `sample` of a Task, which draws a batch of images.
+    """Return a function that draws a batch of images, to be the field `sample` of a Task.
 
-    The arguments are those of make_begin.
+    `p` and the other arguments are those of make_begin.
     """
     return samplers.whole(make_begin(p, *arguments, **named), p.sampler)
 
@@ -35,18 +35,20 @@ def make_begin(
     preview: Preview | None = None,
     guide: Settings | None = None,
 ) -> samplers.Begin:
-    """Return the function `begin` of a Task, which prepares the arguments of the sampler.
+    """Return a function that prepares the sampler's arguments, to be the field `begin` of a Task.
 
-    Its argument `frozen` holds the weights of the text encoder and the VAE at "text" and "vae", and
-    those of a guiding model at "guide". Its argument `batch` holds the tokens that `prompts`
-    returns. To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3]. For inpainting, it
-    also holds "mask" [B, H, W], which is True at the pixels to redraw (see diffusion.editing).
+    The argument `frozen` of that function holds the weights of the text encoder and the VAE at
+    "text" and "vae", and those of a guiding model at "guide". Its argument `batch` holds the tokens
+    that `prompts` returns. To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3]. For
+    inpainting, it also holds "mask" [B, H, W], which is True at the pixels to redraw (see
+    diffusion.editing).
 
     Args:
         p: The model's settings; p.strength is the share of the steps that editing runs.
         encoder: The text encoder.
-        preview: Called on the host at each evaluation of the denoiser, with the noise level and
-            small RGB images of x0, which have the height and width of the latents.
+        preview: Called on the host at each evaluation of the denoiser, with small RGB images of x0,
+            which have the height and width of the latents, and the noise level. None for no
+            previews.
         guide: The settings of a second model that guides this one; None for no such model.
     """
     unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)

@@ -106,17 +106,20 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
 
 
 def posterior_sample(key: jax.Array, moments: Moments) -> Latents:
-    """Draw a latent from each posterior of the VAE, without the factor latents.scale."""
+    """Return one random latent per image, drawn from the posterior with the given moments.
+
+    The result is not multiplied by latents.scale.
+    """
     return vae_module.sample(moments, normal_like(key, moments[..., : moments.shape[-1] // 2]))
 
 
 def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
-    """Return a batch's tokens, with those of the empty prompt in rows where `keep` is False.
+    """Return the tokens of a batch, with dropped texts replaced by the empty prompt.
 
     Args:
-        batch: The batch with tokens.
+        batch: The batch, which holds the tokens of its texts.
         empty: The tokens of one empty prompt.
-        keep: Whether each text is kept, [B].
+        keep: False for each text to drop, [B].
     """
     where = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
     return {name: jnp.where(where(name), batch[name], row) for name, row in empty.items()}

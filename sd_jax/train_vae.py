@@ -76,7 +76,7 @@ def divergence(moments: Moments) -> Float[Array, "B"]:
 
 
 def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Open the training data of an autoencoder, and its initial weights if the config names any.
+    """Open everything that training an autoencoder needs: the data and the model.
 
     Raises:
         ValueError, OSError: The data are missing or do not fit the settings.

@@ -19,10 +19,10 @@ from sd_jax.notebook import load
 
 
 def open_model(stages: Sequence[str], values: Values) -> Loaded:
-    """Open one model with the given option values.
+    """Open the model to draw with, given its workdir and values of options.
 
     Raises:
-        ValueError: `stages` has several workdirs: Stable Diffusion has no cascades.
+        ValueError: `stages` has several workdirs, but Stable Diffusion has no cascades.
     """
     if len(stages) > 1:
         raise ValueError(
