@@ -98,22 +98,27 @@ class Sampler(NamedTuple):
     churn: ranges.Scale = 0.0
     """The amount of new noise in the sampler heun (S_churn in Karras et al. 2022)."""
     grid: GridName = ""
-    """The spacing of the noise levels, a key of GRIDS; "" for the default of noise and sampler."""
+    """The spacing of the noise levels, a key of grids.GRIDS; "" for the default of diffusion.noise,
+    or else of the sampler."""
     end: EndName = ""
-    """The last noise level of the grid: "zero", or "sigma_min" for the level of time 0."""
+    """The last noise level: "zero" for 0, "sigma_min" for the smallest noise level, or "" for the
+    default of diffusion.noise, or else of the sampler."""
     offset: Annotated[int, "[0, 1000]"] = 1
     """The smallest time of the grid "leading"."""
     sigma_min: _Level = 0.0
-    """The smallest noise level of the grids "karras" and "exponential"; 0 for the table's."""
+    """The smallest noise level of the grids "karras" and "exponential". 0 means the smallest
+    level of a discrete noise schedule, or else 0.002."""
     sigma_max: _Level = 0.0
-    """The largest noise level of the grids "karras" and "exponential"; 0 for the table's. It also
-    clips other grids."""
+    """The largest noise level of the grids "karras" and "exponential". 0 means the largest
+    level of a discrete noise schedule, or else 80. On a discrete schedule, this value also clips
+    the grids "leading", "trailing" and "linspace"."""
     rho: ranges.Positive = 7.0
     """The exponent rho of the grid "karras" (Karras et al. 2022, equation 5)."""
     unit_start: bool = True
-    """Start from N(0, 1) in the model's own coordinates instead of sigma * eps."""
+    """Whether sampling starts from sqrt(1 + sigma^2) * eps instead of sigma * eps. The network of a
+    variance-preserving model then receives standard normal noise first."""
     guiding: GuidingName = "cfg"
-    """The kinds of guidance: keys of GUIDANCE joined by +, such as apg(norm=5)+rescale."""
+    """The kinds of guidance: keys of guidance.GUIDANCE joined by +, such as apg(norm=5)+rescale."""
     guidance_low: ranges.LowLevel = 0.0
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
@@ -130,7 +135,7 @@ class Pipeline(NamedTuple):
     diffusion: Diffusion
     sampler: Sampler
     strength: float = 1.0
-    """Share of the steps that image-to-image runs; 1 keeps the least of the picture."""
+    """Share of the sampling steps that image-to-image runs, in (0, 1]; 1 starts from pure noise."""
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -156,7 +161,7 @@ class Settings(NamedTuple):
     """The UNet's initial weights, or the weights that LoRA adapts; "" for random weights."""
     vae: VAE
     vae_weights: str
-    """The weights of the frozen VAE."""
+    """The weights of the frozen VAE; "" for training on moments without sampling."""
     text: Text
     conditioning: Conditioning
     latents: Latents
@@ -200,7 +205,7 @@ class Reconstruction(NamedTuple):
     distance: DistanceName = "l1"
     """The distance between images and their reconstructions: l1, l2 or huber."""
     kl: ranges.Share = 1e-2
-    """The weight of the KL divergence."""
+    """The weight of the KL divergence in the loss."""
 
 
 class AutoencoderSettings(NamedTuple):

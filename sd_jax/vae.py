@@ -75,7 +75,7 @@ class VAE(nn.Module):
         return self.encoder(images)
 
     def decode(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Return images, roughly in [-1, 1], for latents that are not multiplied by SCALE."""
+        """Return images, roughly in [-1, 1], for latents without the factor latents.scale."""
         return self.decoder(z)
 
 

@@ -129,7 +129,7 @@ def squash(contents: bytes, size: int = SIZE) -> bytes:
 def squash_all(
     captions: Sequence[Caption], images: pathlib.Path, out: pathlib.Path, threads: int = 8
 ) -> int:
-    """Resize the images of captions with `squash`, and return the number of images written.
+    """Resize the images that captions describe to squares; return the number of images written.
 
     Args:
         captions: The captions whose images to resize.

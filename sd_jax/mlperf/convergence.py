@@ -1,4 +1,4 @@
-"""MLPerf's convergence test: runs may not converge faster than MLPerf's reference runs.
+"""MLPerf's convergence test: runs must not converge faster than MLPerf's reference runs.
 
 Samples to target is the number of training images when a run first met the targets for FID and
 CLIP score. The test drops the fastest and the slowest of ten runs. The mean of the others must not
@@ -129,7 +129,7 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
 def olympic_mean(values: Sequence[float | int]) -> float:
     """Return the mean without the lowest and the highest value.
 
-    One or two values are all averaged.
+    If there are only one or two values, all of them are averaged.
     """
     ordered = sorted(values)
     return float(np.mean(ordered[1:-1] if len(ordered) > 2 else ordered))
@@ -171,7 +171,7 @@ def read_curves() -> dict[int, Curve]:
 
 
 def nearest_curve(batch_size: int) -> tuple[int, Curve]:
-    """Return MLPerf's reference runs with the batch size nearest by ratio: (batch size, scores)."""
+    """Return the nearest batch size of MLPerf's reference runs (by ratio), and their scores."""
     curves = read_curves()
     size = min(curves, key=lambda size: abs(math.log(size / batch_size)))
     return size, curves[size]

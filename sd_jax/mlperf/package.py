@@ -77,7 +77,7 @@ def write(
 
 
 def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
-    """Return the submitter, system, division and status, which all logs must share.
+    """Return the header fields of a submission, such as its submitter, which all logs must share.
 
     Raises:
         ValueError: If there are not exactly ten logs with different seeds, or a value is missing,

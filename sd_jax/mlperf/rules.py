@@ -82,7 +82,7 @@ def departures(s: Settings) -> list[str]:
 def hyperparameters(s: Settings) -> dict[str, Any]:
     """Return the hyperparameters that a log must hold, keyed by their names in MLPerf's rules.
 
-    The learning rate is the value after the warm-up, which already includes the factor batch size.
+    The learning rate is the value after the warm-up, already scaled by the batch size.
     """
     o = s.optimizer
     return {
