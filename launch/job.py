@@ -24,7 +24,7 @@ from diffusion_jax.config import ranges, settings
 from diffusion_jax.config.settings import MeshShape, Optimizer
 from diffusion_jax.machine import files, tuning
 from diffusion_jax.train import optimizer
-from launch import accelerators
+from launch import accelerators, fields
 from launch.accelerators import Target
 
 _JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
@@ -84,6 +84,8 @@ class Launcher(NamedTuple):
     """Submit the rendered texts of all runs. Raises ValueError or ImportError on failure."""
     folder: Callable[[str], str] = str
     """Convert a run's workdir to the path that the job's command gets as --workdir."""
+    note: str = ""
+    """What the launcher understood, printed before the runs are submitted."""
 
 
 Groups = Mapping[str, Any]
@@ -108,7 +110,7 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
             rendered = [launcher.render(run) for run in all_runs]
             for run in all_runs:
                 check_mesh(run, target)
-        print(table(all_runs), file=sys.stderr)
+        print(*filter(None, (table(all_runs), launcher.note)), sep="\n", file=sys.stderr)
         if dry_run.value:
             print("\n".join(rendered))
             return
@@ -144,6 +146,7 @@ def read() -> tuple[Job, Target, Groups]:
     Raises ValueError if the job is invalid.
     """
     values = _JOB.value.to_dict()
+    fields.check(values)
     job_values, groups = settings.split(values)
     groups = settings.complete({name: {} for name in _GROUPS}, groups, "")
     job = settings.read(Job, job_values, "")
@@ -152,11 +155,7 @@ def read() -> tuple[Job, Target, Groups]:
 
 
 def check(job: Job) -> None:
-    """Raise ValueError if the job's name, workdir or config file is invalid for every launcher."""
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", job.name):
-        raise ValueError(
-            f"job.name is {job.name!r}: use at most 40 lower-case letters, digits and dashes"
-        )
+    """Raise ValueError if the job's workdir or config file is invalid for every launcher."""
     if not job.workdir:
         raise ValueError("job.workdir is empty: give a folder with --job.workdir=...")
     if job.config and not os.path.exists(job.config.partition(":")[0]):
@@ -207,6 +206,11 @@ def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
         variables[name] = value
     kinds = ("tpu", target.name) if target.is_tpu else ("gpu",)
     return variables | tuning.environment(kinds, variables)
+
+
+def trains(job: Job) -> bool:
+    """Return whether the job's command trains a model, and saves checkpoints in its workdir."""
+    return job.command.rpartition(".")[2].startswith("train")
 
 
 def folders(job: Job, run: Run) -> list[str]:
@@ -276,8 +280,7 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
     unet = (config_of(run) or {}).get("unet", {})
     has_kernels = unet.get("attention_impl") in ("cudnn", "splash")  # A CPU cannot trace them.
     attention = ["--config.unet.attention_impl=blockwise"] if has_kernels else []
-    is_training = job.command.rpartition(".")[2].startswith("train")
-    memory = [f"--device_memory={target.kind.memory:.0f}"] if is_training else []
+    memory = [f"--device_memory={target.kind.memory:.0f}"] if trains(job) else []
     argv = [sys.executable, "-m", *command(run, folder), *attention, *memory, "--rehearse"]
     environ = os.environ | variables
     try:

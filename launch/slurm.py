@@ -11,7 +11,8 @@ A run that is preempted or nears its time limit saves a checkpoint and is requeu
 crashes or hangs, or finds its workdir in use, is requeued up to job.restarts times. The file
 WORKDIR/crashes-JOBID counts these restarts; if the workdir is in a bucket, the file is
 NAME-crashes-JOBID in the folder where sbatch was called. A run that rejected its config, flags or
-data (exit code 2) is not requeued.
+data (exit code 2) is not requeued. A training run that is preempted three times in a row without a
+new checkpoint ends; this is not checked if the workdir is in a bucket.
 
 If job.image is set, commands run in this container image (with Pyxis). The workdir and all folders
 in the config, the flags and job.mounts are mounted. Otherwise commands run in the environment that
@@ -20,6 +21,8 @@ lists names of variables that must be set in the shell that submits the job. job
 more options of sbatch, such as "--reservation=NAME".
 """
 
+import math
+import re
 import shlex
 from typing import NamedTuple
 
@@ -28,6 +31,22 @@ from launch import job as jobs
 from launch import templates
 from launch.accelerators import Target
 from launch.job import Job, Launcher, Run
+
+_TIMES = {
+    r"(\d+)": (60,),
+    r"(\d+):(\d+)": (60, 1),
+    r"(\d+):(\d+):(\d+)": (3600, 60, 1),
+    r"(\d+)-(\d+)": (86400, 3600),
+    r"(\d+)-(\d+):(\d+)": (86400, 3600, 60),
+    r"(\d+)-(\d+):(\d+):(\d+)": (86400, 3600, 60, 1),
+}
+"""Forms of sbatch's time limit, with the seconds in a unit of each number."""
+_OPTIONS = {
+    r"-a|--arr": "its tasks would share a workdir; use job.sweep, which gives each run its own",
+    r"-t|--time(?!-)": "set job.slurm.time instead",
+    r"--sig": "set job.slurm.grace instead",
+}
+"""Options of sbatch that a job cannot set in job.slurm.options, with advice."""
 
 
 class Slurm(NamedTuple):
@@ -54,7 +73,8 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
         for script in scripts:
             jobs.pipe(["sbatch"], script, "run it on a login node")
 
-    return Launcher(lambda run: render(job, slurm, target, run), submit)
+    note = reading(slurm.time)
+    return Launcher(lambda run: render(job, slurm, target, run), submit, note=note)
 
 
 def check(job: Job, slurm: Slurm, target: Target) -> None:
@@ -63,8 +83,18 @@ def check(job: Job, slurm: Slurm, target: Target) -> None:
     The job needs valid sbatch options, GPUs, and a workdir that is an absolute path or a URL.
     """
     for option in slurm.options:
-        if not option.startswith("-") or "\n" in option:
+        if not option.startswith("-"):
             raise ValueError(f"job.slurm.options holds {option!r}: write --NAME=VALUE")
+        for pattern, advice in _OPTIONS.items():
+            if re.search(rf"(?:^|\s)(?:{pattern})", option):
+                raise ValueError(f"job.slurm.options holds {option!r}: {advice}")
+    limit = seconds(slurm.time)
+    if slurm.grace >= limit:
+        raise ValueError(
+            f"{reading(slurm.time)}, which is not longer than job.slurm.grace={slurm.grace} s: the "
+            "run would be requeued before its first step; write hours as 5:00:00, or choose a "
+            "smaller grace"
+        )
     if target.is_tpu:
         raise ValueError(
             f"job.accelerator is {job.accelerator}: choose GPUs for Slurm, such as h100:64"
@@ -77,12 +107,40 @@ def check(job: Job, slurm: Slurm, target: Target) -> None:
         )
 
 
+def seconds(time: str) -> float:
+    """Return a time limit as sbatch reads it, in seconds; infinite if there is none.
+
+    Raises ValueError if the time has none of sbatch's forms.
+    """
+    if time.lower() in ("", "infinite", "unlimited"):
+        return math.inf
+    for form, sizes in _TIMES.items():
+        if match := re.fullmatch(form, time, re.ASCII):
+            parts = zip(match.groups(), sizes, strict=True)
+            return sum(int(number) * size for number, size in parts) or math.inf
+    raise ValueError(
+        f"job.slurm.time is {time!r}: write HOURS:MINUTES:SECONDS, such as 24:00:00, or "
+        "DAYS-HOURS, such as 2-12"
+    )
+
+
+def reading(time: str) -> str:
+    """Return a sentence that says how sbatch reads a time limit."""
+    limit = seconds(time)
+    if limit == math.inf:
+        return "job.slurm.time sets no limit; the partition may have one"
+    minutes, rest = divmod(int(limit), 60)
+    return f"job.slurm.time={time} means {minutes // 60} h {minutes % 60} min {rest} s"
+
+
 def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     """Return the sbatch script of a run."""
     image = []
     if job.image:
         workdir = [] if "://" in run.workdir else [run.workdir]
         folders = dict.fromkeys([*workdir, *jobs.folders(job, run)])
+        if unclear := [folder for folder in folders if re.search("[:,]", folder)]:
+            raise ValueError(f"{unclear[0]} cannot be mounted: its name contains ':' or ','")
         mounts = ",".join(f"{folder}:{folder}" for folder in folders)
         image = [
             "--container-image",
@@ -98,8 +156,11 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     prefix = f"{run.name}-crashes-" if "://" in run.workdir else f"{run.workdir}/crashes-"
     crashes = shlex.quote(prefix) + '"$SLURM_JOB_ID"'
+    watch = "" if "://" in run.workdir or not jobs.trains(job) else shlex.quote(run.workdir)
     values = {"job": job, "slurm": slurm, "target": target, "run": run}
-    return templates.fill("slurm.sh", srun=line, exports=exports, crashes=crashes, **values)
+    return templates.fill(
+        "slurm.sh", srun=line, exports=exports, crashes=crashes, workdir=watch, **values
+    )
 
 
 if __name__ == "__main__":

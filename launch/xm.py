@@ -13,6 +13,7 @@ buckets under /gcs. job.env lists the environment variables of each run. Failed 
 restarted.
 """
 
+import itertools
 import shlex
 import sys
 from typing import Any
@@ -57,6 +58,9 @@ def check(job: Job, target: Target, executor: str) -> None:
             f"job.accelerator is {job.accelerator}: on Vertex, XManager supports only a100:1 to "
             "a100:8; use launch.gke"
         )
+    for text in (*job.overrides, *job.flags, *itertools.chain(*job.sweep), *job.env):
+        if "$(" in text:
+            raise ValueError(f"{text!r} holds '$(', which Vertex replaces: use launch.gke")
     if not job.image:
         raise ValueError("job.image is empty: build and push one, see launch/Dockerfile")
     if not job.workdir.startswith("gs://"):

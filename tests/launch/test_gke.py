@@ -197,12 +197,15 @@ def test_variables_buckets_and_a_patch_are_in_the_manifest(rendered):
                             env: [{name: TPU_LOG, value: "1"}]}]}}}}
     """
     ((manifest,), _) = rendered(
-        BASE, *THERE, "--job.env=('LIBTPU_INIT_ARGS=--a=true --b=2',)", "--job.restarts=3",
+        BASE, *THERE, "--job.env=('LIBTPU_INIT_ARGS=--a=true --b=2', 'A=$(B) $$ $C')",
+        "--job.restarts=3", "--job.flags=('--only=$(HOME)',)",
         "--job.overrides=('data.path=/gcs/pictures/laion/*.tar',)", f"--job.gke.patch={patch}",
     )  # fmt: skip
     _, job, pod, container = parts(manifest)
     env = {row["name"]: row["value"] for row in container["env"]}
     assert (env["LIBTPU_INIT_ARGS"], env["TPU_LOG"]) == (f"--a=true --b=2 {TPU}", "1")
+    # Kubernetes writes $ for $$, and replaces $(NAME) otherwise.
+    assert (env["A"], container["args"][-2]) == ("$$(B) $$$$ $$C", "--only=$$(HOME)")
     assert container["ports"] == [{"containerPort": 55527}]
     assert container["args"][0] == "imagen_jax.train"  # What the patch leaves out stays.
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from diffusion_jax.machine import exits
+from launch import accelerators, slurm
+from launch.job import Job, Run
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 # Each says what it was called with. srun is the command until scancel tells it to stop.
@@ -47,7 +49,8 @@ def test_a_node_is_a_process_with_all_its_gpus(script):
 
 
 def run(script, folder, *, work="true", code=0, signal=None, **environment):
-    """(exit code, what the stand-ins were called with)."""
+    """(exit code, what the stand-ins were called with). /shared is in the folder."""
+    script = script.replace("/shared/", f"{folder}/shared/")
     for name, content in STAND_INS.items():
         path = folder / name
         path.write_text(f"#!/bin/bash\n{content}\n")
@@ -69,11 +72,12 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
 
 def test_srun_gets_the_command_whole(script, tmp_path):
     code, said = run(script, tmp_path, HF_TOKEN="x")
+    shared = tmp_path / "shared"
     assert (code, said) == (0, [
         "srun --kill-on-bad-exit=0 --wait=60 --container-image registry#name:tag "
-        "--container-mounts /shared/runs/1:/shared/runs/1 "
+        f"--container-mounts {shared}/runs/1:{shared}/runs/1 "
         "python -m imagen_jax.train --config=configs/quickstart.py --config.prompts=('a b',) "
-        "--config.seed=1 --workdir=/shared/runs/1"
+        f"--config.seed=1 --workdir={shared}/runs/1"
     ])  # fmt: skip
 
 
@@ -105,6 +109,84 @@ def test_a_crash_is_queued_again_as_often_as_the_job_says(tmp_path):
     assert (tmp_path / "a run" / "crashes-7").read_text() == f"1\n134\n{exits.BUSY}\n"
 
 
+JOB = Job("run", "imagen_jax.train", "", (), (), (), "h100:8", "", "/x", ())
+SLURM = slurm.Slurm("", "", "24:00:00", 300, "")
+
+
+def test_three_preemptions_without_a_checkpoint_end_a_run_and_a_crash_or_a_checkpoint_is_new(
+    tmp_path,
+):
+    run_of = Run("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
+    text = slurm.render(JOB, SLURM, accelerators.parse("h100:8"), run_of)
+    ends, said = [], []
+    for code in [143, 143, 1, 143, 143]:
+        ended, said = run(text, tmp_path, code=code)
+        ends.append((ended, said.count("scontrol requeue 7")))
+    (tmp_path / "a run" / "checkpoints" / "50").mkdir(parents=True)
+    for code in [143, 143, 143, 143]:
+        ended, said = run(text, tmp_path, code=code)
+        ends.append((ended, said.count("scontrol requeue 7")))
+    assert ends == [
+        (143, 1), (143, 2), (1, 3), (143, 4), (143, 5), (143, 6), (143, 7), (1, 7), (1, 7),
+    ]  # fmt: skip
+    # The last start, by hand, ended before srun.
+    assert sum(line.startswith("srun") for line in said) == 8
+
+
+def test_a_task_of_an_array_ends_before_it_starts(script, tmp_path):
+    assert run(script, tmp_path, HF_TOKEN="x", SLURM_ARRAY_TASK_ID="0") == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds", "reading"),
+    [
+        ("5", 300, "job.slurm.time=5 means 0 h 5 min 0 s"),
+        ("5:00", 300, "job.slurm.time=5:00 means 0 h 5 min 0 s"),
+        ("5:00:01", 18001, "job.slurm.time=5:00:01 means 5 h 0 min 1 s"),
+        ("2-12", 216000, "job.slurm.time=2-12 means 60 h 0 min 0 s"),
+        ("2-12:30", 217800, "job.slurm.time=2-12:30 means 60 h 30 min 0 s"),
+        ("1-0:0:9", 86409, "job.slurm.time=1-0:0:9 means 24 h 0 min 9 s"),
+        ("", float("inf"), "job.slurm.time sets no limit; the partition may have one"),
+        ("0", float("inf"), "job.slurm.time sets no limit; the partition may have one"),
+    ],
+)
+def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds, reading):
+    assert (slurm.seconds(time), slurm.reading(time)) == (seconds, reading)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"time": "2:00"},
+            "job.slurm.time=2:00 means 0 h 2 min 0 s, which is not longer than job.",
+        ),
+        ({"time": "5:00"}, "write hours as 5:00:00, or choose a smaller grace"),
+        ({"time": "1h"}, "job.slurm.time is '1h': write HOURS:MINUTES:SECONDS, such as 24:00:00"),
+        ({"options": ("exclusive",)}, "job.slurm.options holds 'exclusive': write --NAME=VALUE"),
+        ({"options": ("--array=0-1",)}, "use job.sweep, which gives each run its own"),
+        ({"options": ("-Q -a 0-1",)}, "holds '-Q -a 0-1': its tasks would share a workdir"),
+        ({"options": ("--time=2:00",)}, "holds '--time=2:00': set job.slurm.time instead"),
+    ],
+)
+def test_settings_that_slurm_would_misread_are_refused(changes, message):
+    with pytest.raises(ValueError) as raised:
+        slurm.check(JOB, SLURM._replace(**changes), accelerators.parse("h100:8"))
+    assert message in str(raised.value)
+
+
+def test_the_longest_grace_is_shorter_than_the_time():
+    allowed = SLURM._replace(time="5:01", options=("--time-min=2:00", "--comment=array"))
+    slurm.check(JOB, allowed, accelerators.parse("h100:8"))
+
+
+def test_a_folder_that_pyxis_would_split_is_refused():
+    job = JOB._replace(image="i", mounts=("/etc:/x",))
+    run_of, target = Run("run", ("x.train",), "/x", ()), accelerators.parse("h100:8")
+    with pytest.raises(ValueError, match=r"^/etc:/x cannot be mounted: its name contains ':' or"):
+        slurm.render(job, SLURM, target, run_of)
+
+
 def test_a_container_sees_every_path_of_config_and_flags(tmp_path):
     weights = tmp_path / "inception.safetensors"
     weights.touch()
@@ -122,13 +204,14 @@ def test_a_container_sees_every_path_of_config_and_flags(tmp_path):
 
 
 def test_environment_and_options_are_in_the_script():
-    text, _ = printed(
+    text, notes = printed(
         "slurm", BASE, "--job.workdir=/x", "--job.accelerator=h100:8",
         "--job.env=('XLA_FLAGS=--a=1 --b=2', 'NCCL_DEBUG=INFO')",
         "--job.slurm.options=('--reservation=ours',)",
     )  # fmt: skip
     header, body = text.split("\n\n", 1)
     assert "#SBATCH --reservation=ours" in header
+    assert notes.splitlines()[-1] == "job.slurm.time=24:00:00 means 24 h 0 min 0 s"
     assert "export XLA_FLAGS='--a=1 --b=2'\nexport NCCL_DEBUG=INFO\n" in body
     assert "export JAX_COMPILATION_CACHE_DIR=/x/compiled\n" in body
     assert "export XLA_CLIENT_MEM_FRACTION=0.9\n" in body
@@ -172,8 +255,8 @@ def test_a_config_may_take_an_argument():
     ("arguments", "message"),
     [
         (("--job.workdir=/x", "--job.accelerator=v5p:2x2x2"), "choose GPUs for Slurm, such as"),
-        (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.slurm.options=('exclusive',)"),
-         "job.slurm.options holds 'exclusive': write --NAME=VALUE"),
+        (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.slurm.partition=a\nb"),
+         "job.slurm.partition holds 'a\\nb': remove line breaks"),
         (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
          "job.env holds 'A B=1': write NAME=VALUE"),
         (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "of a folder that all nodes see"),

@@ -36,9 +36,11 @@ def test_on_vertex_its_folder_is_in_the_bucket():
         ((*CLOUD, "--job.accelerator=h100:8"), "XManager supports only a100:1 to a100:8;"),
         ((*CLOUD, "--job.accelerator=a100:16"), "XManager supports only a100:1 to a100:8;"),
         ((*CLOUD, "--job.accelerator=a100:1", "--job.image="), "job.image is empty"),
+        ((*CLOUD, "--job.accelerator=a100:1", "--job.env=('A=$(B)',)"),
+         "'A=$(B)' holds '$(', which Vertex replaces: use launch.gke"),
         (("--job.workdir=gs://bucket/x",), "choose a folder on this machine"),
         (("--job.workdir=x", "--job.secrets=('A',)"), "not supported by XManager"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
     assert message in refused("xm", SWEEP, *arguments)

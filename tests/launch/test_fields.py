@@ -1,0 +1,36 @@
+"""Texts of a job file that would change a script or a manifest in another place than their own."""
+
+import pytest
+
+from launch import fields
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ({"slurm": {"partition": "gpu\n#SBATCH --uid=0"}},
+         "job.slurm.partition holds 'gpu\\n#SBATCH --uid=0': remove line breaks"),
+        ({"slurm": {"partition": "gpu --uid=0"}},
+         "job.slurm.partition is 'gpu --uid=0': use letters, digits and . , _ -"),
+        ({"slurm": {"account": "me #"}}, "job.slurm.account is 'me #': use letters, digits and"),
+        ({"slurm": {"time": "1:00:00\rx"}}, "job.slurm.time holds '1:00:00\\rx': remove line"),
+        ({"slurm": {"options": ("-v", "-v\n")}}, "job.slurm.options holds '-v\\n': remove line"),
+        ({"secrets": ("A", "X}'\ntouch pwned")}, "job.secrets holds \"X}'\\ntouch pwned\": remove"),
+        ({"secrets": ("A:-$(id)",)}, "job.secrets is 'A:-$(id)': write names of environment var"),
+        ({"gke": {"namespace": "a b"}}, "job.gke.namespace is 'a b': use lower-case letters, dig"),
+        ({"workdir": "/x\x00"}, "job.workdir holds '/x\\x00': remove line breaks and control"),
+        ({"sweep": (("seed=1\u2028",),)}, "job.sweep holds 'seed=1\\u2028': remove line breaks"),
+    ],
+)  # fmt: skip
+def test_a_text_that_reaches_further_than_its_place_is_refused(job, message):
+    with pytest.raises(ValueError) as raised:
+        fields.check(job)
+    assert message in str(raised.value)
+
+
+def test_shell_commands_and_yaml_have_lines_and_overrides_any_character():
+    fields.check({
+        "name": "a-1", "secrets": ("HF_TOKEN",), "overrides": ("prompts=('größe $(A) \"b\"',)",),
+        "slurm": {"setup": "module load x\nsource y", "partition": "gpu,a100-80", "account": ""},
+        "gke": {"patch": "spec:\n  suspend: true\n", "queue": "", "namespace": "a.b-c"},
+    })  # fmt: skip
