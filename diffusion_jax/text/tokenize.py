@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
+_PIECE = 2048  # Characters of a caption that are cleaned at once, far more than CLIP reads.
 _BPE = "bpe_simple_vocab_16e6.txt.gz"
 # Splits T5's control tokens, so that their names in a caption are never read as control tokens.
 _IN_CONTROL = Regex(r"(?<=</s|<pad|<unk)>")
@@ -225,7 +226,9 @@ def _mend(text: str) -> str:
     """Fix wrong decodings, curly quotes, HTML entities and repeated spaces, as open_clip does."""
     import ftfy  # Only OpenCLIP needs it.
 
-    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
+    # For "&amp;amp;...", ftfy takes time quadratic in the length of the pieces that it fixes.
+    fixed = ftfy.fix_text(text, max_decode_length=_PIECE)
+    return " ".join(html.unescape(html.unescape(fixed)).split())
 
 
 def _checked(text: Any) -> str:

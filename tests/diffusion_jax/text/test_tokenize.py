@@ -4,6 +4,7 @@ import gzip
 import json
 import threading
 
+import ftfy
 import numpy as np
 import pytest
 import sentencepiece
@@ -84,6 +85,19 @@ def test_open_clip_mends_texts_as_its_own_tokenizer(clip_folder, text):
     """Curly quotes, wrong decodings, entities, controls, white space, Greek capitals."""
     begin, *body, end = ids(tokenize.clip(clip_folder, open_clip=True), text, 200)
     assert (begin, body, end) == (2512, OPEN_CLIP[text], 2513)
+
+
+def test_open_clip_cleans_a_long_caption_in_linear_time(clip_folder, monkeypatch):
+    """ftfy removes one level of "&amp;amp;..." in each pass over the text."""
+    lengths = []
+    unescape = ftfy.FIXERS["unescape_html"]
+    counted = lambda text: (lengths.append(len(text)), unescape(text))[1]
+    monkeypatch.setitem(ftfy.FIXERS, "unescape_html", counted)
+    clip = tokenize.clip(clip_folder, open_clip=True)
+    assert ids(clip, "a &" + 500 * "amp;" + " b") == ids(clip, "a & b")
+    lengths.clear()
+    ids(clip, "a &" + 5000 * "amp;")
+    assert 0 < sum(lengths) < 3e6  # In one piece, 5000 passes over 10,000 characters on average.
 
 
 def test_control_tokens_in_a_caption_are_transformers_in_openais_clip_alone(clip_folder):
