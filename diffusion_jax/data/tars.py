@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import pathlib
-import pickle
 import re
 import tarfile
 import tempfile
@@ -24,7 +23,7 @@ from jaxtyping import Int
 
 from diffusion_jax.data import storage
 from diffusion_jax.data.records import check_exists, suffix_of
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 
 KEY = "__key__"
 BLOCK = 512
@@ -180,7 +179,7 @@ def _wdinfo(path: str) -> list[str]:
     return [name if absolute(name) or not folder else f"{folder}/{name}" for name in names]
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _PlainUnpickler(untrusted.Unpickler):
     """An unpickler of lists, dictionaries, numbers and strings that refuses to call functions."""
 
     def find_class(self, module: str, name: str) -> Any:

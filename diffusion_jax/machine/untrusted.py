@@ -7,6 +7,8 @@ import io
 import json
 import math
 import os
+import pickle
+import pickletools
 import re
 import zipfile
 from typing import Any
@@ -17,6 +19,7 @@ from PIL import Image
 _IMAGES = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not used.
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # A larger archive may unpack to this many times its own size.
+_OPERATIONS = 5_000_000  # The most operations of a pickle. One of 10,000 arrays has 500,000.
 
 
 def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
@@ -33,12 +36,64 @@ def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def read_archive(file: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of an open .npz file. Raise ValueError if it is a decompression bomb."""
+class Unpickler(pickle.Unpickler):
+    """An unpickler whose memory is bounded. Subclasses decide in `find_class` which names exist.
+
+    A pickle of nine bytes can make the plain unpickler allocate gigabytes, for a string that is
+    longer than the file, or for a table of 2**27 numbered objects.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._file = file
+
+    def load(self) -> Any:
+        """Return the next object of the file. Raise ValueError if it would take much memory."""
+        start = self._file.tell()
+        for count, (operation, argument, _) in enumerate(pickletools.genops(self._file)):
+            number = argument if operation.name.endswith("PUT") else 0
+            if max(count, int(number or 0)) >= _OPERATIONS:
+                raise ValueError(f"the pickle has more than {_OPERATIONS:,} operations or objects")
+        self._file.seek(start)
+        return super().load()
+
+
+class Unpacked:
+    """A compressed file that is read like the file in it, up to the limit for archives."""
+
+    def __init__(self, file: Any, packed: int):
+        """Wrap an open file that decompresses `packed` bytes while it is read."""
+        self._file, self._limit = file, _limit(packed)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int) -> int:
+        """Move to an offset from the start. Raise ValueError if it exceeds the limit."""
+        self._check(offset)
+        return self._file.seek(offset)
+
+    def read(self, size: int) -> bytes:
+        """Read `size` bytes. Raise ValueError if they exceed the limit."""
+        self._check(self.tell() + size)
+        return self._file.read(size)
+
+    def _check(self, end: int) -> None:
+        if end > self._limit:
+            raise ValueError(f"it unpacks to more than {self._limit:,} bytes: that is too much")
+
+
+def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
+    """Return the arrays of an open .npz file, or the one named `only`, if it exists.
+
+    Raise ValueError if the file is a decompression bomb.
+    """
     check_archive(file)
     arrays = {}
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
+            if only and info.filename != f"{only}.npy":
+                continue
             with archive.open(info) as member:
                 arrays[info.filename.removesuffix(".npy")] = read_array(member, info.file_size)
     return arrays
@@ -74,10 +129,15 @@ def check_archive(file: Any) -> None:
     with zipfile.ZipFile(file) as archive:
         unpacked = sum(info.file_size for info in archive.infolist())
     file.seek(0)
-    if unpacked > max(_SMALL, _TIMES * packed):
+    if unpacked > _limit(packed):
         raise ValueError(
             f"its {packed:,} bytes unpack to {unpacked:,}: that is too much for arrays of numbers"
         )
+
+
+def _limit(packed: int) -> int:
+    """Return the number of bytes to which an archive of `packed` bytes may unpack."""
+    return max(_SMALL, _TIMES * packed)
 
 
 def parse_json(content: bytes | str) -> Any:

@@ -9,9 +9,11 @@ nothing, so settings and optimizers in the file are harmless.
 import collections
 import contextlib
 import functools
+import gzip
+import io
+import mmap
 import os
 import pathlib
-import pickle
 import shutil
 import tarfile
 import tempfile
@@ -23,7 +25,7 @@ from typing import IO, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 from diffusion_jax.weights import torch_weights
 
 TORCH = (".ckpt", ".pt", ".pth", ".bin")
@@ -138,7 +140,7 @@ _STORAGES = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(untrusted.Unpickler):
     """An unpickler of arrays, dictionaries and built-in types that calls no function by name."""
 
     def __init__(self, file: Any) -> None:
@@ -159,7 +161,9 @@ class _Unpickler(pickle.Unpickler):
 
 def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
     if not zipfile.is_zipfile(file):
-        return _map_old(file)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return _map_old(mapped, np.memmap(file, np.uint8, mode="r"))
+    untrusted.check_archive(file)
     with zipfile.ZipFile(file) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -168,8 +172,7 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
         order = f"{root}byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
             raise ValueError("the file was written on a big-endian machine, which is not supported")
-        with archive.open(pickles[0]) as pickled:
-            content = _Unpickler(pickled).load()
+        content = _Unpickler(io.BytesIO(archive.read(pickles[0]))).load()
         data = np.memmap(file, np.uint8, mode="r")
         member = functools.cache(lambda name: _member(archive, f"{root}data/{name}", data, check))
         return _arrays(content, member)
@@ -192,10 +195,12 @@ def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) 
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
-def _map_old(file: IO[bytes]) -> dict[str, np.ndarray]:
-    """Read a checkpoint from before torch 1.6: magic, version, machine, content, keys, arrays."""
+def _map_old(file: mmap.mmap, data: np.ndarray) -> dict[str, np.ndarray]:
+    """Read a checkpoint from before torch 1.6: magic, version, machine, content, keys, arrays.
+
+    `data` is the memory-mapped file.
+    """
     try:
-        file.seek(0)
         magic = _Unpickler(file).load()
     except Exception:
         magic = None
@@ -206,7 +211,7 @@ def _map_old(file: IO[bytes]) -> dict[str, np.ndarray]:
         raise ValueError("the file was written on a big-endian machine, which is not supported")
     pickled = _Unpickler(file)
     content, keys = pickled.load(), _Unpickler(file).load()
-    spans, start, data = {}, file.tell(), np.memmap(file, np.uint8, mode="r")
+    spans, start = {}, file.tell()
     for key in keys:
         (count,) = data[start : start + 8].view(np.int64)
         size = int(count) * pickled.storages[key].dtype.itemsize
@@ -252,9 +257,16 @@ def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """Open a member of a .nemo file, an optionally compressed tar, as a seekable file."""
-    with tarfile.open(path, "r:*") as tar, tempfile.TemporaryFile() as copy:
-        members = [m for m in tar.getmembers() if pathlib.PurePosixPath(m.name).name == name]
+    """Open a member of a .nemo file, a tar that may be gzipped, as a seekable file."""
+    with open(path, "rb") as file:
+        packed, is_gzip = path.stat().st_size, file.read(2) == b"\x1f\x8b"
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context((gzip.open if is_gzip else open)(path, "rb"))
+        unpacked: Any = untrusted.Unpacked(opened, packed)
+        tar = stack.enter_context(tarfile.open(fileobj=unpacked, mode="r:"))
+        copy = stack.enter_context(tempfile.TemporaryFile())
+        files_in_tar = (m for m in tar if m.isreg() and not m.issparse())
+        members = [m for m in files_in_tar if pathlib.PurePosixPath(m.name).name == name]
         content = tar.extractfile(members[0]) if len(members) == 1 else None
         if content is None:
             raise ValueError(

@@ -149,8 +149,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     try:
         if suffix == ".npz":
             with open(path, "rb") as file:
-                untrusted.check_archive(file)
-                arrays = np.load(file, allow_pickle=False)
+                arrays = untrusted.read_archive(file, only=_METADATA)
                 return json.loads(str(arrays[_METADATA])) if _METADATA in arrays else {}
         if suffix == ".safetensors":
             import safetensors  # Only needed for such files.

@@ -1,5 +1,6 @@
 """Files that were made to hurt cost bounded memory and one line, run nothing and write nowhere."""
 
+import gzip
 import io
 import json
 import os
@@ -276,18 +277,62 @@ SHAPE = (
 
 
 @pytest.mark.parametrize("name", PICKLES)
-@pytest.mark.parametrize("content", ["code", "length", "array", "depth"])
+@pytest.mark.parametrize("content", ["code", "length", "string", "number", "array", "depth"])
 def test_a_pickle_runs_nothing_and_takes_no_memory(bounded, tmp_path, name, content):
     file, write, read = PICKLES[name]
     contents = {
         "code": pickle.dumps({"state_dict": Harm(tmp_path / "harm"), "tar_files": []}, protocol=2),
         "length": LONG,
+        "string": b"\x80\x04B" + struct.pack("<I", 2**27) + b".",
+        "number": b"\x80\x02]r" + struct.pack("<I", 2**23) + b".",  # Of an object in a table.
         "array": SHAPE,
         "depth": b"\x80\x02" + b"]" * 100000 + b"a" * 99999 + b".",
     }
     write(tmp_path / file, contents[content])
     bounded(60, ValueError, read, tmp_path / file)
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_pickle_of_too_many_operations_is_refused(bounded, tmp_path, monkeypatch):
+    torch_writer.save(tmp_path / "a.ckpt", {"w": np.zeros((4, 4), np.float32)})
+    assert torch_files.read_state_dict(tmp_path / "a.ckpt")["w"].shape == (4, 4)
+    monkeypatch.setattr(untrusted, "_OPERATIONS", 10)
+    message = bounded(5, ValueError, torch_files.read_state_dict, tmp_path / "a.ckpt")
+    assert "the pickle has more than 10 operations or objects" in message
+
+
+def test_a_compressed_array_in_a_checkpoint_is_bounded(bounded, tmp_path, monkeypatch):
+    torch_writer.save(tmp_path / "a.ckpt", {"w": np.zeros(16 * MEGABYTE // 4, np.float32)})
+    with (
+        zipfile.ZipFile(tmp_path / "a.ckpt") as old,
+        zipfile.ZipFile(tmp_path / "b.ckpt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    monkeypatch.setattr(untrusted, "_SMALL", MEGABYTE)
+    message = bounded(2, ValueError, torch_files.read_state_dict, tmp_path / "b.ckpt")
+    assert "bytes unpack to 16,777,373: that is too much" in message
+
+
+@pytest.mark.parametrize("read", [torch_files.read_state_dict, torch_files.read_nemo_config])
+@pytest.mark.parametrize("name", ["model_weights.ckpt", "model_config.yaml", "other", "x" * 9999])
+def test_a_gzipped_nemo_file_unpacks_up_to_a_limit(bounded, tmp_path, monkeypatch, read, name):
+    monkeypatch.setattr(untrusted, "_SMALL", MEGABYTE)
+    with tarfile.open(tmp_path / "m.nemo", "w:gz") as tar:
+        info = tarfile.TarInfo(name)
+        info.size = 16 * MEGABYTE
+        tar.addfile(info, io.BytesIO(bytes(info.size)))
+    message = bounded(2, ValueError, read, tmp_path / "m.nemo")
+    assert message.endswith("it unpacks to more than 1,048,576 bytes: that is too much")
+
+
+def test_a_name_in_a_gzipped_nemo_file_is_bounded_too(bounded, tmp_path, monkeypatch):
+    monkeypatch.setattr(untrusted, "_SMALL", MEGABYTE)
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 16 * MEGABYTE
+    (tmp_path / "m.nemo").write_bytes(gzip.compress(info.tobuf() + bytes(info.size)))
+    message = bounded(2, ValueError, torch_files.read_state_dict, tmp_path / "m.nemo")
+    assert "it unpacks to more than 1,048,576 bytes" in message
 
 
 def test_a_tensor_that_sees_beyond_its_storage_is_refused(bounded, tmp_path):

@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import pathlib
-import pickle
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from diffusion_jax.config.settings import EMBEDDINGS
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.engines import ALONE, Engine, Program
-from diffusion_jax.machine import files, tables, writer
+from diffusion_jax.machine import files, tables, untrusted, writer
 
 _ARRAYS = {
     ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
@@ -116,7 +115,7 @@ def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
     return array
 
 
-class _ArrayUnpickler(pickle.Unpickler):
+class _ArrayUnpickler(untrusted.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct":  # numpy's would allocate any shape that the file names.
             return lambda *_: np.ndarray((0,), "b")  # The array's state holds the real shape.
