@@ -1,9 +1,9 @@
 """Merge LoRA files into a model's weights, and write the factors of a LoRA run to a LoRA file.
 
-LoRA files have the parameter names of diffusers or of kohya's scripts. Diffusers' names from before
-peft can be read but not written. A file may also change the text encoder, although LoRA runs of
-this project train only the UNet. LoHa, LoKr and DoRA are rejected, because their changes are not
-products of two factors.
+LoRA files have the parameter names of diffusers, of peft itself or of kohya's scripts. Names of
+peft, and diffusers' names from before peft, can be read but not written. A file may also change the
+text encoder, although LoRA runs of this project train only the UNet. LoHa, LoKr and DoRA are
+rejected, because their changes are not products of two factors.
 """
 
 import json
@@ -19,7 +19,7 @@ import numpy as np
 
 from diffusion_jax import lora
 from diffusion_jax.config.settings import Lora
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 from diffusion_jax.task import Params
 from diffusion_jax.text import clip_weights
 from diffusion_jax.weights import torch_files, torch_weights
@@ -31,7 +31,10 @@ from sd_jax.weights.checkpoints import Checkpoint
 DIALECTS = ("diffusers", "kohya")
 FILE = "pytorch_lora_weights.safetensors"
 """Name of the LoRA file in a diffusers folder."""
+_FILES = (FILE, "adapter_model.safetensors", "adapter_model.bin")  # The others are peft's.
 _METADATA = "lora_adapter_metadata"
+_PEFT = "base_model.model."  # Begins the names that peft itself writes.
+_CONFIG = "adapter_config.json"
 _PARTS = (
     (r"(?:base_model\.model\.)?unet\.|lora_unet_|base_model\.model\.(?!text)", "unet"),
     (r"(?:base_model\.model\.)?text_encoder\.|lora_te1?_", "text"),
@@ -57,9 +60,9 @@ class Layer(NamedTuple):
 def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
     """Return the checkpoint with LoRA files merged into it.
 
-    Each entry of `files` is PATH or PATH:STRENGTH, where PATH is a LoRA file or a diffusers folder
-    and the default strength is 1. Raises ValueError if a file is not a LoRA, or belongs to another
-    model.
+    Each entry of `files` is PATH or PATH:STRENGTH, where PATH is a LoRA file or a folder of
+    diffusers or peft, and the default strength is 1. Raises ValueError if a file is not a LoRA, or
+    belongs to another model.
     """
     for text in files:
         path, strength = _parse(text)
@@ -89,7 +92,7 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
         part, layer, kind = place
         arrays = parts.setdefault(part, {}).setdefault(layer.replace(".", "_"), {"name": layer})
         arrays[kind] = np.asarray(array, np.float32)
-    metadata = _read_metadata(path)
+    metadata = _read_config(path) if _is_of_peft(state) else _read_metadata(path)
     all_layers = [arrays for layers in parts.values() for arrays in layers.values()]
     halves = [arrays["name"] for arrays in all_layers if not {"down", "up"} <= arrays.keys()]
     if strays or halves or not parts:
@@ -152,7 +155,8 @@ def _parse(text: str) -> tuple[pathlib.Path, float]:
     if not math.isfinite(strength):
         raise ValueError(f"--lora={text}: the strength must be a finite number")
     file = files.local(path)
-    file = file / FILE if file.is_dir() else file
+    if file.is_dir():
+        file = next((file / name for name in _FILES if (file / name).is_file()), file / FILE)
     if not file.is_file():
         raise FileNotFoundError(f"--lora={text}: there is no file {file}")
     return file, strength
@@ -188,6 +192,22 @@ def _read_metadata(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     return metadata
 
 
+def _is_of_peft(state: Mapping[str, Any]) -> bool:
+    return any(name.startswith(_PEFT) for name in state)
+
+
+def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Return peft's config, the file beside the weights that holds alpha, for each part."""
+    file = path.parent / _CONFIG
+    if not file.is_file():
+        raise ValueError(
+            f"{path} has peft's names, {_PEFT}..., but {file} is missing, which holds alpha: put "
+            "the one that peft wrote beside it"
+        )
+    config = untrusted.parse_json(file.read_text())
+    return dict.fromkeys(("unet", "text"), config)
+
+
 def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
     """Build a Layer with scale alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
@@ -195,7 +215,8 @@ def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
     """
     name, rank = arrays["name"], len(arrays["down"])
     patterns: Mapping[str, float] = metadata.get("alpha_pattern") or {}
-    matching = [alpha for end, alpha in patterns.items() if f".{name}".endswith(f".{end}")]
+    # As in peft, the patterns are regular expressions, and the first match counts.
+    matching = [a for end, a in patterns.items() if re.fullmatch(rf"(.*\.)?({end})", name)]
     alpha = (matching or [metadata.get("lora_alpha", rank)])[0]
     alpha = float(arrays["alpha"].ravel()[0]) if "alpha" in arrays else alpha
     scale = alpha / (rank**0.5 if metadata.get("use_rslora") else rank)

@@ -166,6 +166,28 @@ def test_their_files_change_our_networks_as_theirs(folder, pipeline, tmp_path, w
         close(a, b)
 
 
+def test_a_folder_that_peft_saved_changes_our_unet_as_peft_does(folder, pipeline, tmp_path):
+    """Ranks, alphas and rslora are in adapter_config.json only."""
+    config = peft.LoraConfig(
+        r=2,
+        lora_alpha=7,
+        use_rslora=True,
+        target_modules=OF_UNET,
+        rank_pattern={"attn1.to_q": 3},
+        alpha_pattern={"attn1.to_q": 2, r"down_blocks\..*\.to_k": 5},
+        init_lora_weights=False,
+    )
+    torch.manual_seed(0)
+    pipeline.unet = peft.get_peft_model(pipeline.unet, config)
+    pipeline.unet.save_pretrained(tmp_path)
+    inputs, (theirs, _) = outputs(pipeline)
+    opened = checkpoints.load(folder)
+    merged = lora_files.apply([str(tmp_path)], opened)
+    close(ours(merged, inputs)[0], theirs)
+    before = np.asarray(ours(opened, inputs)[0])
+    assert np.abs(before - theirs).max() > 0.05 * np.abs(theirs).max()
+
+
 @pytest.mark.parametrize("dialect", lora_files.DIALECTS)
 def test_our_files_change_their_networks_as_ours(folder, pipeline, tmp_path, dialect):
     opened, s = checkpoints.load(folder), Lora(4, 6.0, "_attn/|conv1|skip")

@@ -64,8 +64,6 @@ def arrays(rank=2, out=64, width=64):
 
 LAYOUTS = {
     "peft": (f"{TO_Q}.lora_A.weight", f"{TO_Q}.lora_B.weight"),
-    "peft's own": (f"{TO_Q.replace('unet.', 'base_model.model.')}.lora_A.weight",
-                   f"{TO_Q.replace('unet.', 'base_model.model.')}.lora_B.weight"),
     "lora.down": (f"{TO_Q}.lora.down.weight", f"{TO_Q}.lora.up.weight"),
     "linear layers": (f"{TO_Q}.lora_linear_layer.down.weight",
                       f"{TO_Q}.lora_linear_layer.up.weight"),
@@ -114,6 +112,39 @@ def test_alpha_stands_beside_the_arrays_or_is_the_rank(opened, tmp_path, alpha, 
     torch_weights.write(tmp_path / "a.safetensors", state, metadata)
     merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
     np.testing.assert_allclose(q_of(merged) - q_of(opened), scale * (up @ down).T, atol=4e-6)
+
+
+PEFTS_OWN = [f"{TO_Q.replace('unet.', 'base_model.model.')}.lora_{half}.weight" for half in "AB"]
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({"lora_alpha": 7}, 3.5),
+        ({"lora_alpha": 7, "use_rslora": True}, 7 / 2**0.5),
+        ({"lora_alpha": 7, "r": 9, "rank_pattern": {"to_q": 2}}, 3.5),
+        ({"lora_alpha": 7, "alpha_pattern": {"mid_.*to_q": 3, "to_q": 5}}, 1.5),
+        ({"lora_alpha": 7, "alpha_pattern": {"q": 3}}, 3.5),
+    ],
+)
+def test_the_strength_of_pefts_own_files_is_in_their_config(opened, tmp_path, config, scale):
+    """peft names modules relative to the UNet; patterns match whole ends of these names."""
+    down, up = arrays()
+    weights = tmp_path / "adapter_model.safetensors"
+    torch_weights.write(weights, dict(zip(PEFTS_OWN, (down, up), strict=True)))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    for given in (tmp_path, weights):
+        merged = lora_files.apply([f"{given}:0.5"], opened)
+        change = 0.5 * scale * (up @ down).T
+        np.testing.assert_allclose(q_of(merged) - q_of(opened), change, atol=1e-5)
+
+
+def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
+    torch_weights.write(
+        tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
+    )
+    with pytest.raises(ValueError, match=r"adapter_config\.json is missing, which holds alpha"):
+        lora_files.apply([str(tmp_path)], opened)
 
 
 @pytest.mark.parametrize(
