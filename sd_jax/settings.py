@@ -16,8 +16,8 @@ from diffusion_jax.config.settings import (
     Run,
     Text,
 )
+from diffusion_jax.diffusion import editing, objective
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import objective
 from diffusion_jax.diffusion.grids import EndName, GridName
 from diffusion_jax.diffusion.guidance import GuidingName
 from diffusion_jax.diffusion.noise import NoiseName
@@ -146,7 +146,7 @@ class Pipeline(NamedTuple):
     @property
     def steps_taken(self) -> int:
         """Number of sampling steps that image-to-image runs."""
-        return round(self.strength * self.sampler.steps)
+        return editing.steps_taken(self.strength, self.sampler.steps)
 
 
 class Settings(NamedTuple):

@@ -20,8 +20,8 @@ def over(
         sampler: The sampler that is wrapped.
         image: The images to edit, in the coordinates of x0.
         eps: Standard normal noise.
-        strength: The share of the steps to run, from 0 to 1. Sampling starts from
-            image + sigma * eps (SDEdit, Meng et al. 2022). At 1 it starts from pure noise.
+        strength: The share of the steps to run, from 0 to 1 (see `steps_taken`). Sampling starts
+            from image + sigma * eps (SDEdit, Meng et al. 2022). At 1 it starts from pure noise.
         new: True at the pixels to draw. At all other pixels D returns the image, so the network
             sees the noisy image there and the result equals the image (as in Lugmayr et al. 2022,
             equation 8). None draws all pixels.
@@ -29,7 +29,7 @@ def over(
 
     def draw(denoise, x, sigmas, noise):
         steps = len(sigmas) - 1
-        sigmas = sigmas[steps - round(strength * steps) :]
+        sigmas = sigmas[steps - steps_taken(strength, steps) :]
         noisy = image + sigmas[0] * eps
         fixed = jnp.zeros((), bool) if new is None else ~new  # [B, H, W, 1]
         x = jnp.where(fixed, noisy, x) if strength == 1 else noisy
@@ -40,3 +40,11 @@ def over(
         return jnp.where(fixed, image * jnp.sqrt(1 + sigmas[-1] ** 2), x)
 
     return draw
+
+
+def steps_taken(strength: float, steps: int) -> int:
+    """Return how many of the steps run at this strength, rounded down as in CompVis and diffusers.
+
+    Like theirs, the product is in floating point: 0.58 of 50 steps are 28.
+    """
+    return int(strength * steps)

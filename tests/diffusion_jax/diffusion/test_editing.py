@@ -44,6 +44,19 @@ def drawn(request):
     return draw()
 
 
+@pytest.mark.parametrize(
+    ("strength", "steps", "taken"),
+    [(0.75, 50, 37), (0.58, 50, 28), (0.3, 4, 1), (0.1, 4, 0), (0.99, 6, 5), (1.0, 7, 7)],
+)
+def test_steps_are_counted_as_diffusers_and_compvis_do(strength, steps, taken):
+    """Expected: diffusers' get_timesteps, min(int(steps * strength), steps)."""
+    ends = lambda denoise, x, sigmas, noise: x + sigmas[0]
+    drawn = editing.over(ends, 0 * IMAGE, 0 * EPS, strength)(
+        None, 0 * IMAGE, jnp.arange(steps, -1.0, -1.0), None
+    )
+    assert editing.steps_taken(strength, steps) == taken == drawn.max()
+
+
 def test_strength_1_is_plain_sampling_and_0_the_picture(drawn):
     plain, _, all_new, _, none = drawn
     np.testing.assert_allclose(all_new, plain, atol=1e-6)
@@ -72,7 +85,7 @@ def test_the_network_sees_what_is_known_under_the_noise_of_the_level(name):
 
     eps, noise = samplers.initial_noise(KEYS, shape, 1), samplers.gaussian_noise(KEYS, shape)
     sampler = samplers.make(SimpleNamespace(name=name, eta=1.0, churn=0.0))
-    over = editing.over(sampler, image, eps, 0.8, new)
+    over = editing.over(sampler, image, eps, 0.9, new)
     jax.block_until_ready(over(watched, SIGMAS[0] * eps, SIGMAS, noise))
     jax.effects_barrier()
     assert len(seen) >= 5
