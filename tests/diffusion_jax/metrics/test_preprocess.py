@@ -11,6 +11,7 @@ from tests.diffusion_jax.metrics import standin
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073])
 STD = np.array([0.26862954, 0.26130258, 0.27577711])
+IMAGENET_MEAN, IMAGENET_STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 301), (224, 224), (500, 333)])
@@ -23,6 +24,16 @@ def test_open_clips_images_are_pillows_to_the_bit(height, width):
     left, top = (round((side - 224) / 2) for side in size)
     cut = np.asarray(resized.crop((left, top, left + 224, top + 224)))
     np.testing.assert_allclose(ours, (cut / 255 - MEAN) / STD, atol=1e-6)
+
+
+@pytest.mark.parametrize(("height", "width"), [(225, 223), (640, 427), (427, 640), (301, 64)])
+def test_dinov2s_images_are_pillow_12s_to_the_bit(height, width):
+    """Two resizes of one pass each force the order of Pillow 12 in any version: the width first."""
+    picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    ours = np.asarray(jax.jit(preprocess.dgm_eval)(picture[None]))[0]
+    narrow = Image.fromarray(picture).resize((224, height), Image.Resampling.BICUBIC)
+    theirs = np.asarray(narrow.resize((224, 224), Image.Resampling.BICUBIC)) / 255
+    np.testing.assert_allclose(ours, (theirs - IMAGENET_MEAN) / IMAGENET_STD, atol=1e-6)
 
 
 def test_squashed_images_are_pillows_of_floats():
