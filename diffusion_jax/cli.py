@@ -15,10 +15,11 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from diffusion_jax import systems
+from diffusion_jax import reference, systems
 from diffusion_jax.machine import distributed, exits, files, tuning, untrusted, xla_flags
 
 flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
+_HELP = {"--help", "-help", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
 def define_config(
@@ -84,6 +85,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     def parse(argv):
         flags.FLAGS.set_gnu_getopt()  # Flags may follow the words of a command.
         with bad_input(TypeError, flags.Error):
+            if "config" in flags.FLAGS and _HELP & set(argv):
+                flags.FLAGS["config"].help += _fields_in_help(argv)
             try:
                 return flags.FLAGS(argv)
             except (AttributeError, KeyError) as error:  # From ml_collections: unknown fields.
@@ -99,6 +102,23 @@ def run(main: Callable[[list[str]], None]) -> None:
             _end(error)
 
     app.run(distributed.together()(run_main), flags_parser=parse)
+
+
+def _fields_in_help(argv: list[str]) -> str:
+    """Describe the config fields of the file in --config, or else of the command's own system."""
+    files = [arg.partition("=")[2] for arg in argv if re.match(r"--?config=", arg)]
+    if files:
+        parser: Any = flags.FLAGS["config"].parser
+        config = parser.parse(files[-1]).to_dict()
+    else:
+        spec = sys.modules["__main__"].__spec__
+        own = [name for name in systems.KNOWN if spec and systems.find(name).command == spec.name]
+        config = {"system": next(iter(own), "")}
+    if not config["system"]:
+        return " With --config=FILE, --help lists its fields; docs/settings.md has all of them."
+    groups = {name: group for name, group in config.items() if isinstance(group, dict)}
+    kinds = {name: group["kind"] for name, group in groups.items() if "kind" in group}
+    return f" Its fields:\n{reference.in_help(config['system'], kinds)}"
 
 
 def start(*, alone: bool = False) -> None:

@@ -20,34 +20,46 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config.ranges import Amount, Count, Counts
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
-from imagen_jax.conditioning import check_conditioning, condition, with_low_res
+from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, check_width
 
 
 class EfficientUNet(Network):
-    """Network F(x, time | text, low-res image). Its fields are the `unet` group of a config.
+    """Imagen's efficient UNet for super-resolution models (unet.kind "efficient").
 
     The context of attention is as wide as the text. The deepest level does not halve the
     resolution.
     """
 
     embed_dim: Count = 128
+    """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
+    times as wide."""
     channel_mult: Counts = (1, 2, 4, 8, 8)
+    """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
+    resolution of the level before."""
     num_res_blocks: Counts = (2, 4, 8, 8, 8)
-    """Number of residual blocks of each level. Level 0 has half of the full resolution."""
+    """Number of residual blocks of each level, on the way down and on the way up. Level 0 has half
+    of the full resolution."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (3, 4)
     """Levels with attention after their residual blocks, both on the way down and on the way up."""
-    attention: str = "fused"
+    attention: Annotated[str, BLOCKS] = "fused"
+    """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
+    feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
     num_heads: Amount = 0
     """Number of attention heads. If it is 0, `head_dim` determines the number."""
-    text_pooling: str = "attention"
+    text_pooling: Annotated[str, POOLING] = "attention"
+    """How the tokens of a text become one vector for the residual blocks: their learned weighted
+    mean ("attention") or their plain mean ("mean")."""
     learned_time_dim: Amount = 0
     """Number of learned sinusoids that embed the time (even). If it is 0, the sinusoids are fixed.
     """
     null_token: bool = False
     """Whether to add one learned token to every text."""
     init_kernel: Count = 3
+    """Side of the kernel of the first convolution."""
     scale_shift: bool = True
+    """Whether the time and the text scale and shift the activations of a residual block (True), or
+    are only added to them (False)."""
     scale_skips: bool = True
     """Whether to scale the shortcuts of residual blocks by 1 / sqrt(2)."""
 

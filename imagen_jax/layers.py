@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.config.ranges import DTYPES, Count
 from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import IMPLEMENTATIONS
 from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, dense, uniform
 
 
@@ -21,15 +22,23 @@ class Network(nn.Module):
     """Fields that all UNets of Imagen share."""
 
     image_size: Count
+    """Side of the square training images in pixels. They are cropped to it."""
     head_dim: Count = 64
+    """Width of an attention head. The number of heads is the number of channels divided by it."""
     noise_aug: bool = False
-    """Whether the low-res image is noisy; a second time input gives its noise level."""
+    """Whether noise is added to the small image of a super-resolution model, which makes it robust
+    to the mistakes of the stage before. The network sees the noise level."""
     remat: bool = False
+    """Whether to recompute activations in the backward pass. This saves memory and costs time."""
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, the values to store rather than recompute: a key of nn.layers.KEEPS."""
-    attention_impl: str = "auto"
-    """Implementation of attention: a name that attention.attend accepts, such as "xla"."""
+    """With `remat`, what to store instead of recomputing it: "nothing", the outputs of "attention",
+    the outputs of attention, convolutions and linear layers ("products"), or these in host memory
+    ("offloaded")."""
+    attention_impl: Annotated[str, IMPLEMENTATIONS] = "auto"
+    """The implementation of attention. All give the same numbers up to rounding; "auto" chooses the
+    fastest for the device."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
+    """The number format of activations; weights are float32."""
 
 
 class ResBlock(nn.Module):

@@ -33,21 +33,30 @@ _CLIP = 256  # Activations are clipped to this magnitude.
 
 
 class MagnitudeUNet(Network):
-    """Network F(x, time | text[, low-res image]). Its fields are the `unet` group of a config."""
+    """EDM2's magnitude-preserving UNet, with text (unet.kind "magnitude")."""
 
     patch: Count = 1
     """Side in pixels of the patches that the image is first divided into. Resolutions count
     patches."""
     embed_dim: Count = 192
+    """Number of channels of a level whose channel_mult is 1."""
     channel_mult: Counts = (1, 2, 3, 4)
+    """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
+    resolution of the level before."""
     num_res_blocks: Count = 3
+    """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (16, 8)
+    """The resolutions, in patches per side, whose levels have attention. The middle of the network
+    always has it."""
     attention: Annotated[str, ATTENTION] = "fused"
     """What pixels attend to: pixels and text ("fused"), text ("cross"), or pixels ("self", as in
     the paper)."""
     cond_dim: Count = 512
+    """Width of the text tokens that attention sees."""
     dropout: Decay = 0.0
+    """Share of the activations in residual blocks that are set to 0 in training."""
     low_res: bool = False
+    """Whether the network also sees a small image to enlarge. Super-resolution models set it."""
 
     @nn.compact
     def __call__(

@@ -33,72 +33,106 @@ from imagen_jax.unet import UNet
 
 
 class Diffusion(NamedTuple):
-    """The training objective: what the network predicts, the noise levels, and the loss."""
+    """The training objective: what the network predicts, the noise levels, and the loss.
+
+    Read by diffusion_jax/diffusion/objective.py.
+    """
 
     precond: PrecondName = "edm"
-    """What the network predicts: a key of precond.PRECONDS, such as edm, eps, v or x0."""
+    """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
+    "flow" for rectified flow), or EDM's target ("edm"). The loss is measured on it."""
     sigma_data: ranges.Positive = 0.5
-    """The standard deviation of the data that EDM's preconditioner assumes."""
+    """The standard deviation of the images in [-1, 1], which EDM's target and the weight "edm"
+    assume."""
     noise: NoiseName = "lognormal"
-    """The distribution of noise levels in training: a key of noise.NOISES."""
+    """How noise levels are drawn in training: EDM's "lognormal", rectified flow ("logit_normal",
+    "uniform_flow"), DDPM's schedules ("cosine", "linear"), or tables of 1000 levels, Stable
+    Diffusion's ("scaled_linear") or the same with a last level of pure noise
+    ("zero_terminal_snr")."""
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
-    """The mean of ln(sigma) for the noise "lognormal"."""
+    """The mean of the logarithm of the noise level, for the noise "lognormal"."""
     p_std: ranges.Positive = 1.2
-    """The standard deviation of ln(sigma) for the noise "lognormal"."""
+    """The standard deviation of the logarithm of the noise level, for the noise "lognormal"."""
     distance: DistanceName = "l2"
-    """The distance between prediction and target: l1, l2 or huber."""
+    """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
+    mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """The weight of the loss at each noise level."""
+    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", or learned during
+    training ("uncertainty")."""
     min_snr: ranges.Scale = 0.0
-    """Largest SNR in the weight min_snr (Hang et al. 2023 use 5); 0 for no weighting."""
+    """The largest signal-to-noise ratio that counts in the weight "min_snr" (Hang et al. 2023
+    use 5). 0 leaves the loss unweighted."""
     offset_noise: ranges.Share = 0.0
-    """Scale of offset noise, which is one normal draw per image and channel; 0 for none."""
+    """The strength of offset noise, one random shift of the brightness of each channel of an image.
+    It helps a model to draw very dark and very bright images; 0 for none."""
 
 
 class SuperResolution(NamedTuple):
-    """The small image that a super-resolution model enlarges."""
+    """The small image that a super-resolution model enlarges.
+
+    Read by imagen_jax/super_resolution.py.
+    """
 
     factor: ranges.Count = 1
-    """Side of the large image divided by the side of the small one; 1 for base models."""
+    """How many times larger the enlarged image is per side; 1 for base models."""
     aug_sigma: ranges.Positive = 0.002
-    """Noise level of the small image during sampling, if the model has unet.noise_aug."""
+    """The noise level that is added to the small image in drawing, if the model has unet.noise_aug.
+    More noise hides more mistakes of the stage before."""
 
 
 class Sampler(NamedTuple):
-    """How images are drawn. Discrete noise schedules use their own noise levels."""
+    """How images are drawn.
+
+    Read by diffusion_jax/diffusion/samplers.py, diffusion_jax/diffusion/grids.py and
+    diffusion_jax/diffusion/guidance.py.
+    """
 
     name: SamplerName = "heun"
-    """A key of samplers.SAMPLERS, optionally with arguments, such as restart(low=0.5)."""
+    """The method that steps from noise to an image. Its parameters may follow in brackets, such as
+    restart(low=0.5)."""
     steps: ranges.Count = 30
-    """Number of steps."""
+    """Number of steps from noise to an image. More steps take longer and follow the model more
+    closely."""
     sigma_min: ranges.Positive = 0.002
-    """The smallest noise level of the grid. The last step goes from it to 0."""
+    """The smallest noise level above 0 of the grids "karras" and "exponential". Other grids ignore
+    it."""
     sigma_max: ranges.Positive = 80.0
-    """The largest noise level, at which sampling starts."""
+    """The noise level at which the grids "karras" and "exponential" start. It also limits the
+    levels of the grids "leading", "trailing" and "linspace" on tables of noise levels."""
     rho: ranges.Positive = 7.0
-    """The exponent of Karras et al.'s grid (2022, equation 5)."""
+    """How closely the grid "karras" spaces small noise levels (Karras et al. 2022, equation 5).
+    Larger values take more small steps at the end. Other grids ignore it."""
     churn: ranges.Scale = 0.0
-    """The amount of new noise per step in the sampler heun (S_churn of Karras et al. 2022)."""
+    """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
+    Other samplers ignore it."""
     eta: ranges.Share = 0.0
-    """The share of new noise per step in the sampler ddim; 1 for DDPM's ancestral sampling."""
+    """The share of new noise per step of the sampler "ddim"; 1 for DDPM's ancestral sampling.
+    Other samplers ignore it."""
     guidance: ranges.Scale = 7.5
-    """The guidance scale; 1 for no guidance."""
+    """The guidance scale: how strongly the picture follows the prompt. 1 for no guidance; large
+    values give plainer, more saturated pictures."""
     guidance_low: ranges.LowLevel = 0.0
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
-    """The largest noise level at which guidance acts."""
+    """The largest noise level at which guidance acts; inf for no limit."""
     threshold: ThresholdName = "dynamic"
-    """How predicted images are limited to [-1, 1]: a key of guidance.THRESHOLDS."""
+    """How predicted images are limited to valid colours at each step: "static" clips them,
+    "dynamic" scales down images that exceed them (Imagen), and "none" does nothing."""
     grid: GridName = ""
-    """The spacing of noise levels: a key of GRIDS; "" for the default of noise and sampler."""
+    """How the steps are spaced, by time ("ldm", "even", "leading", "trailing", "linspace") or by
+    noise level ("karras", "exponential"); "" for the default of the noise and the sampler."""
     end: EndName = ""
-    """The last noise level: "zero", or "sigma_min" to stop at the smallest level above zero."""
+    """Where the last step ends: without noise ("zero"), or at the smallest noise level
+    ("sigma_min"); "" for the default of the noise and the sampler."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The first timestep of the grid "leading", for discrete noise schedules."""
+    """The timestep at which the last step of the grid "leading" starts, for tables of noise levels.
+    Other grids ignore it."""
     guiding: GuidingName = "cfg"
-    """Kinds of guidance: keys of GUIDANCE joined by +, such as apg(norm=5)+rescale."""
+    """The kinds of guidance, joined by +, such as apg(norm=5)+rescale. "cfg" is plain
+    classifier-free guidance."""
     negative_prompt: str = ""
-    """The text that guidance moves away from; "" for the prediction without text."""
+    """A text that the picture should not show. Guidance leads away from it; "" leads away from the
+    prediction without a text."""
 
 
 class Settings(NamedTuple):
@@ -107,8 +141,8 @@ class Settings(NamedTuple):
     run: Run
     unet: UNet | EfficientUNet | MagnitudeUNet
     unet_weights: str
-    """The initial weights, or the weights that LoRA adapts: a workdir or a NeMo checkpoint. "" for
-    random weights."""
+    """The weights that training starts from, or that LoRA adapts: a workdir or a NeMo checkpoint;
+    "" for random weights."""
     text: Text
     diffusion: Diffusion
     super_resolution: SuperResolution

@@ -21,36 +21,54 @@ from diffusion_jax.config.ranges import Amount, Count, Counts, Decay
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
-from imagen_jax.conditioning import check_conditioning, condition, with_low_res
+from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, Network, ResBlock, check_resolutions, check_width
 
 
 class UNet(Network):
-    """Network F(x, time | text[, low-res image]). Its fields are the `unet` group of a config."""
+    """Imagen's UNet for base models and for small super-resolution models (unet.kind "unet")."""
 
     patch: Count = 1
     """Side in pixels of the patches that the image is first divided into (Hoogeboom et al. 2023).
     Resolutions count patches. NeMo's models have 1."""
     embed_dim: Count = 256
+    """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
+    times as wide."""
     channel_mult: Counts = (1, 2, 3, 4)
+    """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
+    resolution of the level before."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
+    """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (8, 16, 32)
-    attention: str = "fused"
+    """The resolutions, in patches per side, whose levels have attention. The middle of the network
+    always has it."""
+    attention: Annotated[str, BLOCKS] = "fused"
+    """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
+    feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
     cond_dim: Count = 512
-    text_pooling: str = "attention"
+    """Width of the text tokens that attention sees."""
+    text_pooling: Annotated[str, POOLING] = "attention"
+    """How the tokens of a text become one vector for the residual blocks: their learned weighted
+    mean ("attention") or their plain mean ("mean")."""
     learned_time_dim: Amount = 0
     """Number of learned sinusoids that embed the time (even). If it is 0, the sinusoids are fixed.
     """
     null_token: bool = False
     """Whether to add one learned token to every text."""
     init_kernel: Count = 3
+    """Side of the kernel of the first and of the last convolution."""
     scale_shift: bool = True
+    """Whether the time and the text scale and shift the activations of a residual block (True), or
+    are only added to them (False)."""
     resblock_updown: bool = False
+    """Whether residual blocks change the resolution, instead of single layers."""
     conv_resample: bool = True
-    """Whether to downsample by convolution instead of average pooling. Upsampling always uses a
-    convolution."""
+    """Whether to halve the resolution by a convolution instead of average pooling. It is always
+    doubled by a convolution. With resblock_updown it has no effect."""
     dropout: Decay = 0.0
+    """Share of the activations in residual blocks that are set to 0 in training."""
     low_res: bool = False
+    """Whether the network also sees a small image to enlarge. Super-resolution models set it."""
 
     @nn.compact
     def __call__(

@@ -38,91 +38,117 @@ _Level = Annotated[float, "[0, 2097152]"]
 
 
 class Latents(NamedTuple):
-    """Settings of the latents, which are `scale` times a sample of the VAE's posterior."""
+    """The latents that the UNet learns to draw: `scale` times a sample of the VAE's posterior.
+
+    Read by sd_jax/task.py and sd_jax/sampling.py.
+    """
 
     image_size: ranges.Count
     """Side of the square training images in pixels."""
     scale: ranges.Positive = vae_module.SCALE
-    """The inverse of the standard deviation of the VAE's samples."""
+    """The factor that gives the latents a standard deviation of 1: one over that of the VAE's
+    samples, which `python -m sd_jax.train_vae` logs as latent_std."""
     pixels: Annotated[str, PIXELS] = "symmetric"
     """Range of the pixels that the VAE encodes: "symmetric" for [-1, 1], as in the VAE's training,
     or "unit" for [0, 1], as in MLPerf's published moments."""
 
 
 class Conditioning(NamedTuple):
-    """Settings of the text context that the UNet attends to."""
+    """The text that the UNet sees. Read by sd_jax/task.py and sd_jax/sampling.py."""
 
     drop_to: Annotated[str, DROP_TO] = "empty"
-    """The replacement of dropped texts: "empty" for the embeddings of the empty prompt, as in
-    sampling, or "zeros", as in NeMo."""
+    """What replaces a dropped text in training: the embeddings of the empty text ("empty"), as in
+    drawing, or zeros ("zeros"), as in NeMo."""
     pad_to: ranges.Amount = 0
-    """Number of tokens to which the context is padded with zeros; 0 for no padding. NeMo pads the
-    77 tokens of CLIP to 80."""
+    """Number of tokens to which the text is extended by zeros (NeMo extends CLIP's 77 to 80); 0 for
+    none."""
 
 
 class Diffusion(NamedTuple):
-    """Settings of the objective: the UNet's prediction, the noise levels of training, the loss."""
+    """The training objective: what the UNet predicts, the noise levels, and the loss.
+
+    Read by diffusion_jax/diffusion/objective.py.
+    """
 
     predicts: PrecondName = "eps"
-    """What the UNet predicts, such as eps or v: a key of precond.PRECONDS."""
+    """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
+    "flow" for rectified flow), or EDM's target ("edm"). The loss is measured on it."""
     offset_noise: ranges.Share = 0.0
-    """Scale of offset noise, which is one normal draw per image and channel; 0 for none."""
+    """The strength of offset noise, one random shift of each channel of the latents. It helps a
+    model to draw very dark and very bright images; 0 for none."""
     min_snr: ranges.Scale = 0.0
-    """Bound on the loss weight at low noise levels (5 in Hang et al. 2023); 0 for no weighting."""
+    """The largest signal-to-noise ratio that counts in the weight "min_snr" (Hang et al. 2023
+    use 5). 0 leaves the loss unweighted."""
     noise: NoiseName = "scaled_linear"
-    """The noise levels of training: LDM's table "scaled_linear", or another key of noise.NOISES.
-    With "zero_terminal_snr", the UNet cannot predict eps."""
+    """How noise levels are drawn in training: EDM's "lognormal", rectified flow ("logit_normal",
+    "uniform_flow"), DDPM's schedules ("cosine", "linear"), or tables of 1000 levels, Stable
+    Diffusion's ("scaled_linear") or the same with a last level of pure noise
+    ("zero_terminal_snr"). With a level of pure noise, "eps" cannot be predicted."""
     distance: DistanceName = "l2"
-    """The distance between prediction and target: l1, l2 or huber."""
+    """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
+    mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """The weight of the loss at each noise level."""
+    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", or learned during
+    training ("uncertainty")."""
 
 
 class Sampler(NamedTuple):
-    """Settings for drawing images: the sampler, its noise levels, and guidance."""
+    """How images are drawn.
+
+    Read by sd_jax/sampling.py, diffusion_jax/diffusion/samplers.py,
+    diffusion_jax/diffusion/grids.py and diffusion_jax/diffusion/guidance.py.
+    """
 
     name: SamplerName = "plms"
-    """The sampler, a key of samplers.SAMPLERS, possibly with arguments: restart(low=0.5)."""
+    """The method that steps from noise to an image. Its parameters may follow in brackets, such as
+    restart(low=0.5)."""
     steps: Annotated[int, "[1, 1000]"] = 50
-    """Number of sampling steps."""
+    """Number of steps from noise to an image. More steps take longer and follow the model more
+    closely."""
     eta: ranges.Share = 0.0
-    """The share of new noise in the sampler ddim; 1 gives DDPM's ancestral sampling."""
+    """The share of new noise per step of the sampler "ddim"; 1 for DDPM's ancestral sampling.
+    Other samplers ignore it."""
     guidance: ranges.Scale = 7.5
-    """The guidance scale; 1 for no guidance."""
+    """The guidance scale: how strongly the picture follows the prompt. 1 for no guidance; large
+    values give plainer, more saturated pictures."""
     negative_prompt: str = ""
-    """The text that guidance leads away from; "" for the replacement of dropped texts."""
+    """A text that the picture should not show. Guidance leads away from it; "" leads away from the
+    empty text."""
     height: ranges.Amount = 0
     """The height of the images in pixels; 0 for the training size."""
     width: ranges.Amount = 0
     """The width of the images in pixels; 0 for the training size."""
     churn: ranges.Scale = 0.0
-    """The amount of new noise in the sampler heun (S_churn in Karras et al. 2022)."""
+    """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
+    Other samplers ignore it."""
     grid: GridName = ""
-    """The spacing of the noise levels, a key of grids.GRIDS; "" for the default of diffusion.noise,
-    or else of the sampler."""
+    """How the steps are spaced, by time ("ldm", "even", "leading", "trailing", "linspace") or by
+    noise level ("karras", "exponential"); "" for the default of the noise and the sampler."""
     end: EndName = ""
-    """The last noise level: "zero" for 0, "sigma_min" for the smallest noise level, or "" for the
-    default of diffusion.noise, or else of the sampler."""
+    """Where the last step ends: without noise ("zero"), or at the smallest noise level
+    ("sigma_min"); "" for the default of the noise and the sampler."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The smallest time of the grid "leading"."""
+    """The timestep at which the last step of the grid "leading" starts, for tables of noise levels.
+    Other grids ignore it."""
     sigma_min: _Level = 0.0
-    """The smallest noise level of the grids "karras" and "exponential". 0 means the smallest
-    level of a discrete noise schedule, or else 0.002."""
+    """The smallest noise level above 0 of the grids "karras" and "exponential"; 0 for the smallest
+    one of the noise. Other grids ignore it."""
     sigma_max: _Level = 0.0
-    """The largest noise level of the grids "karras" and "exponential". 0 means the largest
-    level of a discrete noise schedule, or else 80. On a discrete schedule, this value also clips
-    the grids "leading", "trailing" and "linspace"."""
+    """The noise level at which the grids "karras" and "exponential" start; 0 for the largest one of
+    the noise. It also limits the levels of the grids "leading", "trailing" and "linspace"."""
     rho: ranges.Positive = 7.0
-    """The exponent rho of the grid "karras" (Karras et al. 2022, equation 5)."""
+    """How closely the grid "karras" spaces small noise levels (Karras et al. 2022, equation 5).
+    Larger values take more small steps at the end. Other grids ignore it."""
     unit_start: bool = True
-    """Whether sampling starts from sqrt(1 + sigma^2) * eps instead of sigma * eps. The network of a
-    variance-preserving model then receives standard normal noise first."""
+    """Whether drawing starts from noise of standard deviation 1 in the UNet's input, as in LDM, or
+    from the slightly weaker noise of the first level (False)."""
     guiding: GuidingName = "cfg"
-    """The kinds of guidance: keys of guidance.GUIDANCE joined by +, such as apg(norm=5)+rescale."""
+    """The kinds of guidance, joined by +, such as apg(norm=5)+rescale. "cfg" is plain
+    classifier-free guidance."""
     guidance_low: ranges.LowLevel = 0.0
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
-    """The largest noise level at which guidance acts."""
+    """The largest noise level at which guidance acts; inf for no limit."""
 
 
 class Pipeline(NamedTuple):
@@ -158,10 +184,12 @@ class Settings(NamedTuple):
     run: Run
     unet: UNet
     unet_weights: str
-    """The UNet's initial weights, or the weights that LoRA adapts; "" for random weights."""
+    """The weights that training starts from, or that LoRA adapts: a workdir, a file or a diffusers
+    directory; "" for random weights."""
     vae: VAE
     vae_weights: str
-    """The weights of the frozen VAE; "" for training on moments without sampling."""
+    """The weights of the frozen VAE: a workdir, a file or a diffusers directory. Only training on
+    moments works without them."""
     text: Text
     conditioning: Conditioning
     latents: Latents
@@ -197,15 +225,17 @@ class Settings(NamedTuple):
 class Reconstruction(NamedTuple):
     """Settings of an autoencoder's loss: image distance plus `kl` times KL(posterior || N(0, 1)).
 
-    Both terms are divided by the number of values in the images, so that `kl` is LDM's kl_weight.
+    Both are divided by the number of values in the images, so that `kl` is LDM's kl_weight.
+    Read by sd_jax/train_vae.py.
     """
 
     image_size: ranges.Count
-    """The side of the square images of training, in pixels."""
+    """Side of the square training images in pixels."""
     distance: DistanceName = "l1"
-    """The distance between images and their reconstructions: l1, l2 or huber."""
+    """How a reconstruction is compared with its image: absolute ("l1") or squared ("l2") error, or
+    a mix of both ("huber")."""
     kl: ranges.Share = 1e-2
-    """The weight of the KL divergence in the loss."""
+    """The weight of the KL divergence, which keeps the latents close to N(0, 1)."""
 
 
 class AutoencoderSettings(NamedTuple):

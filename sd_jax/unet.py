@@ -33,44 +33,44 @@ from diffusion_jax.nn.layers import (
 
 
 class UNet(nn.Module):
-    """The network F(x, time, text) of Stable Diffusion, with the sizes of version 2.0 by default.
-
-    Its fields are the `unet` group of a config.
-    """
+    """Stable Diffusion's UNet. The defaults are those of 2.0."""
 
     width: Count = 320
-    """Channels of the first convolution, which `channel_mult` multiplies."""
+    """Number of channels of the first convolution, which `channel_mult` multiplies."""
     channel_mult: Counts = (1, 2, 4, 4)
-    """Width of each level, in multiples of `width`."""
+    """Number of channels of each level, in multiples of `width`. Each level has half of the
+    resolution of the level before."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2
-    """Residual blocks per level on the way down: one number, or one per level."""
+    """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (0, 1, 2)
     """Levels with transformers; level 0 is the full resolution."""
     transformer_depth: Count = 1
-    """Blocks per transformer, as in LDM's configs."""
+    """Number of blocks in each transformer."""
     num_heads: Amount = 0
-    """Number of heads of each transformer (8 in 1.x); 0 for the transformer's width / head_dim."""
+    """Number of attention heads (8 in 1.x). If it is 0, `head_dim` determines the number."""
     head_dim: Count = 64
-    """Width of each head; unused if num_heads is set."""
+    """Width of an attention head. It has no effect if num_heads is set."""
     linear_projections: bool = True
     """Whether checkpoint files store the first and last layer of a transformer as linear layers
     (2.x) instead of 1x1 convolutions (1.x). The network computes the same numbers."""
     norm_groups: Count = 32
-    """Number of groups of the group norms in residual blocks and before the output (16 in MLPerf).
-    The group norms of transformers always have 32."""
+    """Number of groups of the norms in residual blocks and before the output (16 in MLPerf). The
+    norms of transformers always have 32."""
     in_channels: Count = 4
-    """Channels of the latents."""
+    """Number of channels of the latents."""
     out_channels: Count = 4
-    """Channels of the prediction."""
+    """Number of channels of the prediction, which must equal in_channels."""
     remat: bool = False
-    """Recompute activations in the backward pass, to save memory."""
+    """Whether to recompute activations in the backward pass. This saves memory and costs time."""
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
-    attention_impl: str = "auto"
-    """Implementation of attention, see attention.attend. Heads wider than 128 (the deepest of 1.x)
-    use "xla" instead of "cudnn"."""
+    """With `remat`, what to store instead of recomputing it: "nothing", the outputs of "attention",
+    the outputs of attention, convolutions and linear layers ("products"), or these in host memory
+    ("offloaded")."""
+    attention_impl: Annotated[str, IMPLEMENTATIONS] = "auto"
+    """The implementation of attention. All give the same numbers up to rounding; "auto" chooses the
+    fastest for the device. Heads wider than 128 use "xla" instead of "cudnn"."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
-    """The type of activations; parameters are float32."""
+    """The number format of activations; weights are float32."""
 
     @nn.compact
     def __call__(

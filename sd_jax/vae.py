@@ -30,18 +30,19 @@ Latents = Float[Array, "B h w Z"]
 
 
 class VAE(nn.Module):
-    """Encoder and decoder of Stable Diffusion; the fields are the `vae` group of a config."""
+    """The autoencoder of Stable Diffusion, which maps images to latents and back."""
 
     width: Count = 128
-    """Channels of the first convolution, which `channel_mult` multiplies."""
+    """Number of channels of the first convolution, which `channel_mult` multiplies."""
     channel_mult: Counts = (1, 2, 4, 4)
-    """Width of each level, in multiples of `width`."""
+    """Number of channels of each level, in multiples of `width`. Each level has half of the
+    resolution of the level before."""
     num_res_blocks: Count = 2
-    """Residual blocks per level of the encoder; the decoder has one more per level."""
+    """Number of residual blocks of each level of the encoder; the decoder has one more."""
     latent_channels: Count = 4
-    """Channels of the latents."""
+    """Number of channels of the latents."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
-    """The type of activations; parameters are float32."""
+    """The number format of activations; weights are float32."""
 
     def setup(self) -> None:
         """Define encoder and decoder; their parameters are params["encoder"] and ["decoder"]."""

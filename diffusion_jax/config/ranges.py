@@ -12,6 +12,7 @@ The annotation of a field holds its type and its valid values:
 import dataclasses
 import inspect
 import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -34,6 +35,7 @@ HighLevel = Annotated[float, "(0, inf]"]
 """The upper end of an interval of noise levels."""
 _TRUTH = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def check(kind: type, values: Mapping[str, Any], name: str) -> None:
@@ -114,13 +116,23 @@ def typed(value: Any, hint: Any) -> Any:
 
 
 def words(hint: Any) -> str:
-    """Describe the values that an annotation allows, such as "a number in [0, 1]", for --help."""
+    """Describe the values that an annotation allows, such as "a number from 0 to 1"."""
     if names := options(hint):
         return f"one of {', '.join(names)}"
-    ranges = getattr(hint, "__metadata__", ())
-    parts = [_WORDS[kind_of(hint)]]
-    parts += [f"in {part}" if isinstance(part, str) else f"or {part[0]}" for part in ranges]
-    return " ".join(parts)
+    kind, limits = kind_of(hint), getattr(hint, "__metadata__", ())
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) in (tuple, Sequence):
+        text = _PLURALS.get(parts[0], "tuples")
+    else:
+        scalar = next(part for part in parts or (kind,) if part in _WORDS)
+        text = _WORDS[scalar]
+    for limit in limits:
+        if not isinstance(limit, str):
+            text += f", or {limit[0]}"
+        elif limit != "(-inf, inf)":
+            text += " " + re.sub(r"(\S+) or more", r"from \1", _in_words(limit, 0))
+            text += ", or inf" if limit.endswith("inf]") else ""
+    return text + (", or one for each level" if len(parts) > 1 and Ellipsis not in parts else "")
 
 
 def options(hint: Any) -> list[str]:

@@ -27,32 +27,37 @@ MOMENTS = "moments"
 
 
 class Run(NamedTuple):
-    """The config fields outside groups: the system, the run's length, and the intervals of logs,
-    sampled images and checkpoints.
+    """The config fields outside groups: the system, the length of the run, and how often it logs
+    metrics, draws images and saves checkpoints. Read by diffusion_jax/train/loop.py.
     """
 
     steps: Count
-    """Train up to this step."""
+    """The step at which training ends. To train a finished run for longer, raise it and start the
+    same command again."""
     batch_size: Count
-    """Samples per training step, summed over all devices."""
+    """The number of training images in a step, over all devices together."""
     seed: Annotated[int, "[0, 4294967295]"] = 0
-    """The seed of the run's random numbers."""
+    """The seed of all random numbers of a run: initial weights, order of the data, and noise."""
     log_every: Count = 100
-    """Steps between two lines of metrics."""
+    """Number of steps between two lines in metrics.jsonl."""
     sample_every: Amount = 1_000
-    """Steps between two sheets of sampled images; 0 draws none."""
+    """Number of steps between two sheets of pictures, which are drawn from `prompts` and saved in
+    samples/; 0 draws none."""
     save_every: Count = 1_000
-    """Steps between two checkpoints."""
+    """Number of steps between two checkpoints. A run that is killed loses at most the steps since
+    its last checkpoint."""
     keep_last: Count = 5
-    """Number of newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep; older ones are deleted."""
     keep_every: Amount = 0
-    """Never delete the checkpoints at multiples of this step; 0 keeps only the newest ones."""
+    """Also keep the checkpoints at multiples of this step; 0 keeps only the newest ones."""
     step_timeout: Count = 1_800
-    """Seconds after which a step, including its checkpoint, counts as hanging: the process ends."""
+    """The longest time in seconds that a step and its checkpoint may take. After it, the process
+    prints the stacks of its threads and ends, so that a launcher can start it again."""
     prompts: tuple[str, ...] = ()
-    """Prompts for the images that are sampled during training."""
+    """The texts to draw during training, each one picture of a sheet."""
     system: str = ""
-    """The package that trains this config, such as imagen_jax. Every config names one."""
+    """The system that trains this config: imagen_jax, sd_jax, or sd_jax.vae for an autoencoder.
+    Every config must name one."""
 
 
 class Text(NamedTuple):
@@ -60,82 +65,101 @@ class Text(NamedTuple):
 
     Training either runs the encoder, or reads embeddings from a store or from the training data.
     Sampling and evaluation always run the encoder.
+
+    Read by diffusion_jax/text/registry.py and diffusion_jax/precache/lookup.py.
     """
 
     encoder: str
-    """The name of the encoder, a key of text.registry.ENCODERS."""
+    """The text encoder: "t5", "clip" (its last layer, as in Stable Diffusion 1), "clip_penultimate"
+    (the layer before, as in 2), "minilm" (small; the Python package provides its weights), or
+    "hashed" (a fixed random vector for each word, without any weights)."""
     weights: str = ""
-    """The weights of a pretrained encoder: a folder or a Hugging Face name. Training on stored
-    embeddings needs no weights."""
+    """The weights of the encoder: a folder or a Hugging Face name. "hashed" has none, and training
+    on stored embeddings needs none."""
     store: str = ""
-    """A store of embeddings computed by this encoder. Training reads them instead of running the
-    encoder; "" for no store."""
+    """A folder of embeddings that `python -m diffusion_jax.precache` computed with this encoder.
+    Training looks embeddings up there instead of running the encoder; "" for none."""
     width: Count = 1024
-    """Number of channels of a token's embedding."""
+    """Number of values in the embedding of a token. A pretrained encoder must have this width."""
     max_tokens: Count = 128
-    """Number of tokens that the network sees."""
+    """Number of tokens of a text that the network sees. Longer texts are cut off."""
     read_tokens: Count = 512
-    """Number of tokens that T5 reads; the first `max_tokens` are kept."""
+    """Number of tokens that T5 reads, of which the network sees the first `max_tokens`. Other
+    encoders ignore it."""
     dtype: Annotated[str, DTYPES[:2]] = "bfloat16"
-    """The dtype in which a pretrained encoder computes."""
+    """The number format in which a pretrained encoder computes."""
     drop_prob: Share = 0.1
-    """Share of training samples whose text is dropped, for classifier-free guidance."""
+    """The share of training images whose text is dropped. Guidance needs a model that has also
+    learned to draw without a text."""
 
 
 class Optimizer(NamedTuple):
-    """The AdamW optimizer, its learning rate schedule, and the averages of the parameters."""
+    """The AdamW optimizer, its learning rate schedule, and the averages of the weights.
+
+    Read by diffusion_jax/train/optimizer.py and diffusion_jax/train/state.py.
+    """
 
     lr: Positive
-    """The learning rate after the warmup."""
+    """The learning rate after the warm-up."""
     schedule: str = "constant"
-    """The schedule of the learning rate, a name in train.optimizer.SCHEDULES."""
+    """The learning rate after the warm-up: "constant"; "cosine", which falls to 0 at the last step;
+    "inverse_sqrt", which falls after `decay_from`; or "ldm", constant after LDM's warm-up."""
     warmup: Amount = 10_000
-    """Steps over which the learning rate rises from 0."""
+    """Number of steps over which the learning rate rises from about 0 to `lr`."""
     decay_from: Count = 70_000
-    """The step after which the schedule "inverse_sqrt" lowers the learning rate."""
+    """The step after which the schedule "inverse_sqrt" divides the learning rate by
+    sqrt(step / decay_from). Other schedules ignore it."""
     b1: Decay = 0.9
-    """Adam's decay rate of the first moment."""
+    """Adam's decay rate of the mean gradient (the first moment)."""
     b2: Decay = 0.999
-    """Adam's decay rate of the second moment."""
+    """Adam's decay rate of the mean squared gradient (the second moment)."""
     eps: Positive = 1e-8
-    """Adam's epsilon, added to the square root of the second moment."""
+    """Adam's epsilon, which is added to the square root of the second moment."""
     weight_decay: Annotated[float, "[0, inf)"] = 0.01
-    """AdamW's decoupled weight decay. Each update multiplies it by the learning rate."""
+    """AdamW's weight decay: each update subtracts lr * weight_decay * weight from each weight."""
     clip: Annotated[float, "(0, inf]"] = 1.0
-    """The global norm to which gradients are clipped; inf for no clipping."""
+    """The largest norm of the whole gradient. A longer gradient is scaled down to it; inf for no
+    limit."""
     micro_batch: Annotated[int, "[0, 1048576]"] = 0
-    """Samples per device in one forward and backward pass. The number of passes per step follows
-    from batch_size and the mesh. The batch has the same noise for every value above 0. With 0,
-    `accumulate` sets the number of passes."""
+    """Number of images per device in one pass of a step, to save memory. The number of passes
+    follows from batch_size and the mesh, and the noise does not depend on it. With 0, `accumulate`
+    sets the number of passes."""
     accumulate: Count = 1
-    """Forward and backward passes per step. Each pass draws separate noise."""
+    """Number of passes in which a step processes its batch, to save memory. Each pass draws its own
+    noise."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
-    """Decay rates of the exponential moving averages of the parameters."""
+    """Decay rates of the exponential moving averages of the weights. The largest one draws."""
     ema_warmup: bool = False
-    """Use the decay rate (1 + step) / (10 + step) as long as it is below the one in ema_decays."""
+    """Whether averages start with the lower decay rate (1 + step) / (10 + step), until it reaches
+    the one in ema_decays. Short runs need it."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
-    """Relative widths of the power-function averages of EDM2, such as 0.05 and 0.10. After
-    training, diffusion_jax.averages computes other widths from their snapshots."""
+    """Relative widths of EDM2's power-function averages, such as (0.05, 0.10). After training,
+    `python -m diffusion_jax.averages` computes any other width from their snapshots."""
     snapshot_every: Amount = 0
-    """Steps between two snapshots of the power-function averages; 0 for 1/32 of the run."""
+    """Number of steps between two snapshots of the power-function averages; 0 for 1/32 of the run.
+    """
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
-    """The dtype of Adam's first moment. "bfloat16" saves 2 of at least 16 bytes per parameter."""
+    """The number format of Adam's first moment. "bfloat16" saves 2 of at least 16 bytes of memory
+    per weight."""
     max_skipped: Count = 100
-    """End the run after this many consecutive steps whose loss or gradient is not finite. If no
-    step of the run was finite before, end it after 10."""
+    """End the run after this many steps in a row whose loss or gradient is not finite. If no step
+    of the run was finite before, it ends after at most 10."""
 
 
 class Lora(NamedTuple):
-    """LoRA: training of low-rank factors, whose product is added to the frozen `unet.weights`."""
+    """LoRA: training of low-rank factors, whose product is added to the frozen `unet.weights`.
+
+    Read by diffusion_jax/lora.py.
+    """
 
     rank: Amount = 0
-    """The rank of the product of the two factors; 0 trains the weights instead of factors."""
+    """The rank of the factors: more can learn more, and take more space. 0 trains all weights."""
     alpha: Positive = 8.0
-    """The product of the two factors is multiplied by alpha / rank."""
+    """The strength of the factors in training: their product is multiplied by alpha / rank."""
     targets: str = "_attn/"
-    """A regular expression for the paths of the adapted layers, such as mid_attn/q."""
+    """A regular expression that selects the layers to adapt by their paths, such as mid_attn/q."""
     scale: Annotated[float, "[-100, 100]"] = 1.0
-    """A multiplier of the learned change during sampling; 0 samples from the frozen weights."""
+    """The strength of the learned change in drawing: 1 as trained, 0 like the frozen weights."""
 
     @property
     def alpha_by_rank(self) -> float:
@@ -144,95 +168,118 @@ class Lora(NamedTuple):
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the mesh axes; -1 means all remaining devices."""
+    """How devices are arranged: the sizes of the three axes of the mesh. -1 takes all devices that
+    the other axes leave. Read by diffusion_jax/machine/sharding.py.
+    """
 
     replica: Annotated[int, "(0, inf)", (-1,)] = 1
-    """Number of device groups. Each holds all parameters and processes a part of the batch."""
+    """Number of groups of devices. Each group holds all weights and processes a part of the batch.
+    """
     fsdp: Annotated[int, "(0, inf)", (-1,)] = -1
-    """Number of devices over which both the parameters and the batch are sharded."""
+    """Number of devices in a group that divide both the weights and the batch among them."""
     tensor: Annotated[int, "(0, inf)", (-1,)] = 1
-    """Number of devices over which each layer of a residual block is sharded."""
+    """Number of devices that compute the convolutions of each residual block together."""
 
 
 class Evaluation(NamedTuple):
-    """Evaluation during training, with prompts from a file or from the training data."""
+    """Scores during training, of pictures drawn from the prompts of a file or of the data source.
+
+    Read by diffusion_jax/train/scoring.py.
+    """
 
     every: Amount = 0
-    """Number of training images between two evaluations; 0 for no evaluation."""
+    """Number of training images (not steps) between two evaluations; 0 for no evaluation."""
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
-    """The guidance scales to evaluate."""
+    """The guidance scales at which every prompt is drawn and scored."""
     prompts: str = ""
-    """A file of prompts; "" for the prompts that the data source provides."""
+    """A file of prompts: .txt with one per line, .tsv, COCO's .json, or SOURCE:PATH::TEXT; "" for
+    the prompts that the data source provides."""
     num_prompts: Count = 1_000
-    """Number of prompts drawn from the file at random."""
+    """Number of prompts that are chosen from the file at random, the same ones in every run."""
     reference: str = ""
-    """A file of statistics of Inception features of real images, for FID and other metrics."""
+    """A file of statistics of Inception features of real pictures, for FID, KID, precision, recall,
+    density and coverage."""
     inception: str = ""
-    """The weights of Inception, for FID and other metrics."""
+    """The weights of Inception, for FID, KID, precision, recall, density and coverage."""
     clip: str = ""
     """The weights of CLIP, for the CLIP score and CMMD."""
     clip_reference: str = ""
-    """A file of statistics of CLIP features of real images, for CMMD."""
+    """A file of statistics of CLIP features of real pictures, for CMMD."""
     dinov2: str = ""
-    """The weights of DINOv2, for metrics on its features."""
+    """The weights of DINOv2, for the metrics on its features."""
     dinov2_reference: str = ""
-    """A file of statistics of DINOv2 features of real images."""
+    """A file of statistics of DINOv2 features of real pictures."""
     judge: str = ""
-    """The folder of a classifier that `metrics train_judge` trained."""
+    """The folder of a judge: a classifier that `python -m diffusion_jax.metrics train_judge`
+    trained on your own captions."""
     metrics: tuple[str, ...] = ()
-    """Names of metrics, from metrics.table. () computes all metrics whose reference statistics and
-    weights are set above."""
+    """Names of the metrics to compute, such as fid and clip_score; () for all whose references and
+    weights are set above. docs/evaluation.md lists them."""
 
 
 class Heldout(NamedTuple):
-    """The loss on held-out records, measured during training. `data.heldout` is their share."""
+    """The loss on records that training never uses. `data.heldout` sets their share.
+
+    Read by diffusion_jax/heldout.py.
+    """
 
     every: Amount = 0
-    """Steps between two measurements; 0 for no measurements."""
+    """Number of steps between two measurements; 0 for none."""
     records: Count = 256
-    """The largest number of held-out records to use."""
+    """The largest number of held-out records to measure."""
     levels: Annotated[int, "[1, 1000]"] = 8
-    """Number of noise levels at which each record is measured. They are quantiles of the noise
-    distribution in training."""
+    """Number of noise levels at which each record is measured: quantiles of the noise distribution
+    of training."""
 
 
 class Data(NamedTuple):
-    """The training images: their source, filters, resizing, crop and flip."""
+    """The training images: their source, filters, resizing, crop and flip.
+
+    Read by diffusion_jax/data/sources/__init__.py and diffusion_jax/data/pipeline.py.
+    """
 
     source: str
-    """The kind of data, a key of data.sources.SOURCES."""
+    """The format of the data: "folder", "webdataset" (tars), "arrayrecord", "arrow" or
+    "huggingface" (data sets of Hugging Face), "tfds", "moments" (stored outputs of an autoencoder),
+    "mixture", "synthetic" (random, for benchmarks), or the name of a module of your own."""
     path: str = ""
-    """Where the data is: a folder, tar files, a URL or a dataset's name, depending on `source`."""
+    """Where the data are: a folder, tar files, a URL or the name of a data set, depending on
+    `source`."""
     text: str = "txt"
-    """The field that holds the captions or text embeddings, such as txt, json:caption or npy."""
+    """Where the captions or text embeddings are, such as txt or npy (files beside the images) or
+    json:caption (a field of such a file)."""
     uncaptioned: Annotated[str, UNCAPTIONED] = "error"
-    """How to treat images without captions: "error" raises an error, "drop" skips them, and
-    "empty" uses the empty text."""
+    """What to do with images without captions: "error" refuses the data, "drop" leaves the images
+    out, and "empty" gives them the empty text."""
     mixture: tuple[tuple[float, str, str, str], ...] = ()
-    """The datasets that the source "mixture" combines, each as (weight, source, path, text)."""
+    """The data sets that the source "mixture" combines, each as (weight, source, path, text)."""
     min_size: Amount = 0
-    """Skip images whose shorter side has fewer pixels than this."""
+    """Leave out images whose shorter side has fewer pixels than this."""
     max_aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
-    """Skip images whose longer side exceeds the shorter by more than this factor; 0: no limit."""
+    """Leave out images whose longer side is more than this many times the shorter one; 0 for no
+    limit."""
     min_chars: Amount = 0
-    """Skip records whose captions have fewer characters than this."""
+    """Leave out images whose captions have fewer characters than this."""
     max_broken: Share = 0.1
-    """End the run if more than this share of the records is damaged."""
+    """The largest share of images that may be damaged. If there are more, the run ends."""
     resize: Amount = 0
-    """Resize the shorter side to this many pixels before the crop; 0 for the size of the crop."""
+    """The length in pixels to which the shorter side is resized before the crop; 0 for the size of
+    the crop."""
     crop: Annotated[str, CROPS] = "center"
-    """Crop images at the center, or at a random position."""
+    """Whether the square is cropped from the center of an image, or from a random place."""
     flip: bool = False
-    """Mirror a random half of the images horizontally."""
+    """Whether to mirror a random half of the images horizontally. Leave it off for text and other
+    pictures with a left and a right."""
     threads: Amount = 16
-    """Number of batches prepared in parallel; 0 prepares each batch when it is needed."""
+    """Number of threads that prepare batches ahead of training, one batch each; 0 prepares each
+    batch when it is needed."""
     heldout: Annotated[float, "[0, 1)"] = 0.0
-    """The share of the records that training never uses, kept for the held-out loss."""
+    """The share of the images that training never uses. They are kept for the held-out loss."""
     prior: str = ""
-    """A folder of images drawn by the base model, with the metadata.jsonl that `sample` writes.
-    Every second row of a batch is one of them, for prior preservation (Ruiz et al. 2022)."""
+    """A folder of pictures that `sample` drew with the base model. They fill every second row of a
+    batch, so that fine-tuning forgets less (prior preservation, Ruiz et al. 2022); "" for none."""
     prior_weight: Scale = 1.0
-    """The weight in the loss of the rows from `prior`. All other rows have weight 1."""
+    """The weight of the pictures from `prior` in the loss. All other pictures have weight 1."""
 
     @property
     def embedded(self) -> bool:

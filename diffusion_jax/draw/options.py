@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from diffusion_jax.config import named, ranges
+from diffusion_jax.config import named, ranges, reference
 from diffusion_jax.config.settings import Lora
 
 
@@ -61,13 +61,14 @@ def of_group(group: str, kind: type) -> dict[str, Option]:
 
     The option for the field `name` has the name of the group: --sampler sets sampler.name.
     """
-    defaults = ranges.defaults(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {
-        group if name == "name" else name: Option(
-            f"Override {group}.{name} of the config: {ranges.words(hint)}.",
-            hint, defaults[name], f"{group}.{name}", is_text=hint is str,
+        group if field.name == "name" else field.name: Option(
+            f"{field.meaning} It is {field.values}. Default: {group}.{field.name} of the config.",
+            hints[field.name], field.default, f"{group}.{field.name}",
+            is_text=hints[field.name] is str,
         )
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items()
+        for field in reference.fields(kind)
     }  # fmt: skip
 
 

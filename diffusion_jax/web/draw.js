@@ -25,14 +25,14 @@ function field(one) {
   } else {
     const list = one.options.length ? `${id}-names` : null;
     const numeric = ["number", "whole"].includes(one.kind);
-    input = element("input", {id, list, inputmode: numeric ? "decimal" : null, title: one.help});
+    input = element("input", {id, list, inputmode: numeric ? "decimal" : null});
     if (list) input.append(element("datalist", {id: list},
       ...one.options.map((value) => element("option", {value}))));
   }
   input.value = String(one.value);
   input.addEventListener("input", marked);
   const names = input.querySelector?.("datalist");
-  return element("label", {}, label, input, names);
+  return element("label", {title: one.help}, label, input, names);
 }
 
 function marked() {

@@ -24,13 +24,15 @@ def holders(**values):
     ids=["imagen", "sd"],
 )
 def test_every_setting_of_the_sampler_is_an_option(table, kind):
-    """Its help is the range of the config's field."""
+    """Its help is the meaning and the range of the config's field."""
     names = {option.field: name for name, option in table.items()}
     for field in kind._fields:
         assert names[f"sampler.{field}"] == ("sampler" if field == "name" else field)
-    assert table["eta"].help == "Override sampler.eta of the config: a number in [0, 1]."
-    assert table["grid"].help.endswith("one of ldm, even, leading, trailing, linspace, karras, "
-                                       "exponential.")  # fmt: skip
+    assert table["eta"].help == (
+        'The share of new noise per step of the sampler "ddim"; 1 for DDPM\'s ancestral sampling. '
+        "Other samplers ignore it. It is a number from 0 to 1. Default: sampler.eta of the config."
+    )
+    assert "one of ldm, even, leading, trailing, linspace, karras, exp" in table["grid"].help
     assert "one of heun, euler," in table["sampler"].help and "apg, cfg_pp" in table["guiding"].help
 
 

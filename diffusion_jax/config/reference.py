@@ -1,0 +1,54 @@
+"""What config fields mean: each field with its values, its default and the sentence below it.
+
+The sentence is the string that follows a field in the source of its class.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import typing
+from typing import Any, NamedTuple
+
+from diffusion_jax.config import ranges
+
+
+class Field(NamedTuple):
+    """A config field as users see it."""
+
+    name: str
+    values: str
+    """The valid values in words, such as "a number above 0"."""
+    default: Any
+    """The value in configs that omit the field; dataclasses.MISSING if they must give one."""
+    meaning: str
+
+
+def fields(kind: type) -> list[Field]:
+    """Return the fields of a NamedTuple or network that configs can set."""
+    hints, meanings = typing.get_type_hints(kind, include_extras=True), sentences(kind)
+    return [
+        Field(name, ranges.words(hints[name]), default, meanings.get(name, ""))
+        for name, default in ranges.defaults(kind).items()
+    ]
+
+
+@functools.cache
+def sentences(kind: type) -> dict[str, str]:
+    """Map the fields of a class, including inherited ones, to the strings that follow them."""
+    found = {}
+    for base in reversed(kind.__mro__):
+        if base not in (object, tuple):
+            found |= _strings(ast.parse(textwrap.dedent(inspect.getsource(base))).body[0])
+    return found
+
+
+def _strings(tree: Any) -> dict[str, str]:
+    """Return the strings that directly follow annotated names in the body of a class."""
+    return {
+        node.target.id: " ".join(after.value.value.split())
+        for node, after in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(after.value.value, str)
+    }
