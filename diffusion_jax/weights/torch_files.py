@@ -160,6 +160,8 @@ class _Unpickler(untrusted.Unpickler):
 
 
 def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
+    if not file.seek(0, os.SEEK_END):
+        raise ValueError("the file is not a torch checkpoint: it is empty")
     if not zipfile.is_zipfile(file):
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return _map_old(mapped, np.memmap(file, np.uint8, mode="r"))
