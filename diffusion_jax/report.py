@@ -7,6 +7,9 @@ The page holds the Sweeps and Training tabs of the web page (imagen_jax.web) in 
 no server and no network, with the current content of the workdirs.
 """
 
+import pathlib
+from collections.abc import Sequence
+
 from absl import flags, logging
 
 from diffusion_jax import cli
@@ -22,12 +25,21 @@ def main(argv: list[str]) -> None:
         if len(argv) < 2:
             raise ValueError("give one or more workdirs: python -m diffusion_jax.report WORKDIR")
         bands = [rcp.read_band()] if flags.FLAGS.rcp else []
-        out = files.path(flags.FLAGS.out or files.path(argv[1]) / frozen.PAGE)
+        out = files.path(flags.FLAGS.out or _default_out(argv[1:]))
         files.write_whole(out, frozen.page(argv[1:], bands))
     logging.info("wrote %s", out)
 
 
+def _default_out(workdirs: Sequence[str]) -> pathlib.Path:
+    """Return the page's path in the first workdir; a page about several runs names the others."""
+    first, *others = map(files.path, workdirs)
+    page = pathlib.PurePath(frozen.PAGE)
+    name = "_".join([page.stem, "with", *(path.name for path in others)]) if others else page.stem
+    return first / f"{name}{page.suffix}"
+
+
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "The file; default: report.html in the first workdir.")
+    flags.DEFINE_string("out", None, "The file; default: in the first workdir report.html, or "
+                        "report_with_B.html for the runs A and B.")  # fmt: skip
     flags.DEFINE_bool("rcp", False, "Add MLPerf's reference runs as a band.")
     cli.run(main)
