@@ -197,9 +197,12 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
         return of_prompts(size, prompts, evaluation)
     source_scorer = own_scorer(source)
     if source_scorer is None:
+        reason = "there is no data source that provides prompts and a judge"
+        if source:
+            reason = f"the run's data.source is {source!r}, which provides no prompts and no judge"
         raise ValueError(
-            f"the run's data.source is {source!r}, which provides no prompts and no judge: set "
-            "prompts to a file, with a reference and Inception's weights, or a CLIP"
+            f"{reason}: set prompts to a file, and set reference and inception for FID, or clip "
+            "for the CLIP score"
         )
     check_unused("evaluation.", {name: getattr(evaluation, name) for name in _OF_PROMPTS})
     return source_scorer(size, metrics=evaluation.metrics)

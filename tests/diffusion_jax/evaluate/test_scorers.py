@@ -86,6 +86,8 @@ def test_half_of_what_fid_needs_is_refused(arguments, message):
 def test_pictures_without_prompts_of_their_own_need_some():
     with pytest.raises(ValueError, match=r"data\.source is 'folder', which provides no prompts"):
         scorers.open_scorer("folder", 64, [], toy.wanted())
+    with pytest.raises(ValueError, match=r"^there is no data source that provides prompts"):
+        scorers.open_scorer("", 64, [], toy.wanted())  # A model from elsewhere.
 
 
 def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
