@@ -254,7 +254,3 @@ def _prompt_of_caption() -> dict[str, Prompt]:
 
 def _rgb(colours: dict[str, tuple[int, int, int]], name: str) -> Float[np.ndarray, "3"]:
     return np.array(colours[name], np.float32)
-
-
-if __name__ == "__main__":
-    main()
