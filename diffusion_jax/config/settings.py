@@ -103,7 +103,8 @@ class Optimizer(NamedTuple):
     """The learning rate after the warm-up."""
     schedule: str = "constant"
     """The learning rate after the warm-up: "constant"; "cosine", which falls to 0 at the last step;
-    "inverse_sqrt", which falls after `decay_from`; or "ldm", constant after LDM's warm-up."""
+    "wsd", which is constant and falls to 0 over the last fifth of the steps; "inverse_sqrt", which
+    falls after `decay_from`; or "ldm", constant after LDM's warm-up."""
     warmup: Amount = 10_000
     """Number of steps over which the learning rate rises from about 0 to `lr`."""
     decay_from: Count = 70_000

@@ -60,6 +60,27 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
     return schedule
 
 
+def warmup_stable_decay(lr: float, warmup: int, steps: int) -> Schedule:
+    """Return NeMo's warm-up, then lr, which falls to 0 over the last fifth of the `steps`.
+
+    The fall is 1 - sqrt(share of the last fifth) (Hägele et al. 2024, arXiv 2405.18392). To train
+    for longer, continue from a checkpoint before it.
+    """
+    start = steps - steps // 5
+    if start <= warmup:
+        raise ValueError(
+            f"a wsd schedule of {steps} steps falls from step {start}, before its warm-up "
+            f"of {warmup} steps ends: raise steps or lower optimizer.warmup"
+        )
+    warm = warmup_constant(lr, warmup)
+
+    def schedule(step):
+        past = jnp.clip((jnp.asarray(step, jnp.float32) - start) / (steps - start), 0.0, 1.0)
+        return warm(step) * (1 - jnp.sqrt(past))
+
+    return schedule
+
+
 def inverse_sqrt(lr: float, warmup: int, decay_from: int) -> Schedule:
     """Return NeMo's warm-up times 1 / sqrt(max(step / decay_from, 1)) (Karras et al. 2024)."""
     warm = warmup_constant(lr, warmup)
@@ -74,6 +95,7 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
     "constant": lambda s, steps: warmup_constant(s.lr, s.warmup),
     "ldm": lambda s, steps: warmup_ldm(s.lr, s.warmup),
     "cosine": lambda s, steps: warmup_cosine(s.lr, s.warmup, steps),
+    "wsd": lambda s, steps: warmup_stable_decay(s.lr, s.warmup, steps),
     "inverse_sqrt": lambda s, steps: inverse_sqrt(s.lr, s.warmup, s.decay_from),
 }
 

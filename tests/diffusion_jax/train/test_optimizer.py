@@ -29,6 +29,16 @@ def test_cosine_is_one_half_in_the_middle_and_0_at_the_end():
     np.testing.assert_allclose(actual, [0.16, 0.64, 0.8, 0.4, 0.0, 0.0], rtol=1e-6, atol=1e-7)
 
 
+def test_wsd_is_constant_and_falls_over_the_last_fifth_as_1_minus_a_root():
+    schedule = optimizer.SCHEDULES["wsd"](Optimizer(lr=0.8, warmup=3), 20)
+    actual = [float(schedule(step)) for step in (0, 3, 15, 16, 17, 20, 30)]
+    np.testing.assert_allclose(actual, [0.2, 0.8, 0.8, 0.8, 0.4, 0.0, 0.0], rtol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"wsd schedule of 10 steps falls from step 8, .* of 8 steps"
+    ):
+        optimizer.warmup_stable_decay(lr=0.1, warmup=8, steps=10)
+
+
 def test_the_inverse_root_halves_the_rate_at_four_times_the_steps():
     schedule = optimizer.inverse_sqrt(lr=0.8, warmup=3, decay_from=10)
     actual = [float(schedule(step)) for step in (0, 2, 3, 10, 40, 160)]
