@@ -201,8 +201,8 @@ def _parser() -> argparse.ArgumentParser:
 
     arg = add("emoji", _emoji, "Write captioned emoji on coloured backgrounds as tars.")
     arg("--out", required=True, help="folder for train/, never_shown/ and their prompts")
-    arg("--style", action="append", help="openmoji (default), noto:FILE or twemoji:FILE; may be "
-        "repeated. FILE is written by npm pack emoji-datasource-google or -twitter")  # fmt: skip
+    arg("--style", action="append", help="openmoji (default), noto:FILE, twemoji:FILE or "
+        "fluent:FILE; may be repeated. `npm pack` writes FILE (docs/data.md)")  # fmt: skip
     arg("--size", type=_count, default=64, help="side in pixels")
     arg("--variants", type=_count, default=4, help="pictures of each composition, moved a little")
     return parser

