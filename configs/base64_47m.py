@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
     )
     # At twice the resolution, twice the sigma is needed to hide as much of a picture (Hoogeboom et
     # al. 2023).
-    c.diffusion.p_mean = 0.3
+    c.diffusion.update(p_mean=1.0, weight="p2(k=0.0625)")
     c.sampler.update(steps=24, sigma_max=80.0)
     c.optimizer.update(lr=5e-4, warmup=1_000, ema_decays=(0.999, 0.9999))
     c.data.threads = 8

@@ -1,12 +1,12 @@
-"""Text-to-image model for 32x32 emoji, to train for an hour on two CPU cores.
+"""Text-to-image model for 32x32 emoji, to train for an hour or more on two CPU cores.
 
-Prompts select the style, the skin tone and the background colour. The model has 8,346,893
-parameters. Before training, download and prepare the pictures; docs/data.md states their sources
-and licences.
+Prompts select the style (Noto or Fluent 3D), the skin tone and the background colour. The model has
+8,346,893 parameters. Before training, download and prepare the pictures; docs/data.md states their
+sources and licences.
 
-npm pack emoji-datasource-google
+npm pack emoji-datasource-google @lobehub/fluent-emoji-3d
 python -m diffusion_jax.data.prepare emoji --style=noto:emoji-datasource-google-16.0.0.tgz \
-    --out=data/emoji
+    --style=fluent:lobehub-fluent-emoji-3d-1.1.0.tgz --out=data/emoji
 python -m imagen_jax.train --config=configs/emoji32.py --workdir=runs/emoji32
 """
 
@@ -19,17 +19,13 @@ def get_config() -> ConfigDict:
     c = with_emoji(base32_8m.get_config())
     c.steps = 4_000
     c.optimizer.schedule = "cosine"
-    # The quick start's weighting (docs/ablations.md), moved to twice the sigma, since 32x32
-    # pictures need twice the noise of 16x16 ones. Sampling takes its last step from sigma 0.3 to 0,
-    # because the model learns little at lower noise levels.
-    c.diffusion.weight = "p2(k=0.25)"
-    c.sampler.sigma_min = 0.3
     return c
 
 
 def with_emoji(c: ConfigDict) -> ConfigDict:
     """Return the config `c`, of any image size, with the emoji as its data and sample prompts."""
-    c.data.update(source="webdataset", path="data/emoji/train", text="txt")
+    # Captions in several phrasings, with and without the style and the background.
+    c.data.update(source="webdataset", path="data/emoji/train", text="json:phrasing")
     c.prompts = (
         "a cat face, noto style, on a white background",
         "a smiling face with sunglasses, noto style, on a pink background",

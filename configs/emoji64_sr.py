@@ -16,9 +16,4 @@ def get_config() -> ConfigDict:
     c = emoji32.with_emoji(sr64_3m.get_config())
     c.steps = 4_000
     c.optimizer.schedule = "cosine"
-    # Sampling takes its last step from sigma 2 to 0. Below sigma 2, the small picture determines
-    # almost everything, and in an hour a network of this size does not learn to remove so little
-    # noise. The noise levels in training are around sigma 1.
-    c.diffusion.p_mean = 0.0
-    c.sampler.sigma_min = 2.0
     return c

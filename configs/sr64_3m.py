@@ -26,7 +26,8 @@ def get_config() -> ConfigDict:
         low_res=True,
         noise_aug=True,
     )
-    c.diffusion.update(p_mean=-1.2, p_std=1.2)
+    # The small picture determines all that lies below its resolution, so the loss is not weighted.
+    c.diffusion.update(p_mean=0.0, p_std=1.2, weight="min_snr")
     # The first stage's pictures have errors. Noise augmentation of this level teaches this model to
     # correct them.
     c.super_resolution.update(factor=2, aug_sigma=0.1)
