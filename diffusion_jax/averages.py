@@ -25,6 +25,7 @@ from etils import epath
 
 from diffusion_jax import cli, finetune, runs
 from diffusion_jax.machine import files, progress, sharding
+from diffusion_jax.text import vocabulary
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.weights import averages, restore
 
@@ -74,11 +75,14 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 
 @contextlib.contextmanager
 def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
-    """Create a run at `out` with the config of `workdir`. Yield the folder for its checkpoints.
+    """Create a run at `out` with the config and vocabulary of `workdir`.
+
+    Yield the folder for its checkpoints.
 
     Raises ValueError if `out` holds checkpoints.
     """
     config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
+    words = vocabulary.read(workdir)
     if restore.steps(folder):
         raise ValueError(f"--out={out} holds checkpoints already: name a new folder")
     config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
@@ -89,6 +93,8 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
             base.is_file() and jax.process_index() == 0
         ):  # The fingerprint of the weights that a LoRA adapts.
             files.write_whole(files.path(out) / finetune.BASE, base.read_text())
+        if words and jax.process_index() == 0:
+            vocabulary.write(out, words)
         yield folder
 
 

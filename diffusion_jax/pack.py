@@ -4,9 +4,11 @@
     python -m imagen_jax.sample --workdir=models/emoji32 --prompt="a red apple" --out=pictures
 
 The folder holds one average (--ema, as in sample) of a checkpoint as a .safetensors file of a
-quarter of its size, in 8-bit integers with a scale per channel. It has no optimizer state, metrics
-or pictures, and none of the weights that the config names by path (vae.weights, text.weights, the
-base of a LoRA). To train from it, give it as --config.unet.weights of a new run.
+quarter of its size, in 8-bit integers with a scale per channel. It also holds the config and the
+run's vocabulary.json, the words of its training captions, which warns of unknown words in prompts.
+If the run has none, give the captions: --captions=data/emoji/train.txt. The folder has no optimizer
+state, metrics or pictures, and none of the weights that the config names by path (vae.weights,
+text.weights, the base of a LoRA). To train from it, give it as --config.unet.weights of a new run.
 """
 
 import pathlib
@@ -15,13 +17,17 @@ import jax
 from absl import flags
 
 from diffusion_jax import averages, cli, runs
+from diffusion_jax.data import prompts
 from diffusion_jax.machine import checksums, files
+from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
 
 flags.disclaim_key_flags()  # The flags are only defined if this module runs as a command.
 
 
-def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> pathlib.Path:
+def pack(
+    workdir: files.Path, which: str, step: int | None, out: files.Path, captions: str = ""
+) -> pathlib.Path:
     """Create the workdir `out`, which holds only packed weights. Return the file of the weights.
 
     Args:
@@ -29,12 +35,16 @@ def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> 
         which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
         step: The step of the checkpoint; None for the newest undamaged one.
         out: The new workdir.
+        captions: A file or data source with the training captions (see data.prompts.read), from
+            which vocabulary.json is made; "" to copy the one of the run.
 
     Raises:
-        ValueError: The checkpoint has no such weights, or `out` holds checkpoints.
+        ValueError: The checkpoint has no such weights, or `out` holds checkpoints, or there are no
+            captions.
         FileNotFoundError: There is no checkpoint.
     """
     runs.load(workdir)
+    words = vocabulary.of(prompts.read(captions)) if captions else None
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     items = lambda at: restore.items_of(root / str(at), which)
     step = restore.newest_sound(root, items) if step is None else step
@@ -47,6 +57,8 @@ def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> 
         checksums.write(place)
         # Orbax needs this file if the folder is later copied to a bucket.
         files.write_whole(place / checksums.COMMIT, "")
+        if words:
+            vocabulary.write(out, words)
     return place / packed.FILE
 
 
@@ -57,6 +69,9 @@ if __name__ == "__main__":
     _CHECKPOINT = flags.DEFINE_integer(
         "checkpoint", None, "The step of a checkpoint; default: the last."
     )
+    _CAPTIONS = flags.DEFINE_string(
+        "captions", "", "The training captions: a file with one per line, or SOURCE:PATH::TEXT."
+    )
 
     def main(argv: list[str]) -> None:
         """Pack the weights of a workdir."""
@@ -64,7 +79,7 @@ if __name__ == "__main__":
             raise flags.Error(f"unknown arguments {argv[1:]}")
         cli.start(alone=True)
         with cli.bad_input():
-            file = pack(_WORKDIR.value, _EMA.value, _CHECKPOINT.value, _OUT.value)
+            file = pack(_WORKDIR.value, _EMA.value, _CHECKPOINT.value, _OUT.value, _CAPTIONS.value)
             print(f"wrote {file}, {files.path(file).stat().st_size / 1e6:.1f} MB")
 
     cli.run(main)

@@ -38,7 +38,7 @@ from absl import flags
 from diffusion_jax.config.ranges import Count, Share
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import option_flags, pictures
-from diffusion_jax.draw.command import Session, command, warn_of_cuts
+from diffusion_jax.draw.command import Session, command, warn_of_cuts, warn_of_new_words
 from diffusion_jax.machine import files, untrusted
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
@@ -78,6 +78,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     captions, texts = _texts(stages, prompts)
     if prompts:
         warn_of_cuts(stages[0].encoder, prompts)
+        warn_of_new_words(workdirs[0], stages[0].encoder, prompts)
     low_res = _low_res(stages[0], len(captions))
     texts = cascade.with_pictures(stages, texts, over, len(captions))
 

@@ -41,7 +41,7 @@ from jaxtyping import ArrayLike
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import model as models
 from diffusion_jax.draw import option_flags, pictures
-from diffusion_jax.draw.command import Session, command, warn_of_cuts
+from diffusion_jax.draw.command import Session, command, warn_of_cuts, warn_of_new_words
 from diffusion_jax.machine import programs, sheets
 from sd_jax import drawing, file_flags
 
@@ -84,6 +84,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     if _PREVIEW.value:
         model = models.with_overrides(model, {}, _preview(out))
     warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
+    warn_of_new_words(path, model.encoder, prompts)
 
     def draw(rows, seeds):
         texts = [prompts[i] for i in rows]

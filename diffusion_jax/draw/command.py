@@ -20,7 +20,7 @@ from jaxtyping import UInt8
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import files, programs, progress, sheets
-from diffusion_jax.text import TextEncoder
+from diffusion_jax.text import TextEncoder, vocabulary
 
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 
@@ -89,6 +89,12 @@ def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
         )  # fmt: skip
     if lost:
         logging.warning("%d of %d texts are cut off", len(lost), len(texts))
+
+
+def warn_of_new_words(workdir: files.Path, encoder: TextEncoder, texts: Sequence[str]) -> None:
+    """Log one line about words of the texts that the training captions of a run do not have."""
+    if line := vocabulary.warning(vocabulary.read(workdir), texts, encoder.name):
+        logging.warning("%s", line)
 
 
 def _define_flags() -> dict[str, flags.FlagHolder]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, ArrayLike, Float, UInt8
 from PIL import Image
 
@@ -28,6 +29,7 @@ from diffusion_jax.draw.options import Options, Values, Weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import sheets
 from diffusion_jax.task import Texts
+from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import averages, restore
 
 _WEIGHTS = 4  # Sets of weights per stage that stay loaded, including the first set.
@@ -96,6 +98,8 @@ class Loaded:
     def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
         """Keep opened stages. `values` are the option values with which each stage was opened."""
         self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
+        self.vocabulary = vocabulary.read(self.stages[0].workdir)
+        """The words of the first stage's training captions; None if the run keeps none."""
         self._system = system
         self._progress: Progress | None = None
         self._cancelled = False
@@ -129,6 +133,8 @@ class Loaded:
             ValueError: A value is out of range, or the numbers of prompts and seeds differ.
         """
         prompts, seeds = _paired(prompts, seeds)
+        if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
+            logging.warning("%s", line)
         stages = self._stages_with(values, progress is not None)
         self._progress, self._cancelled, batches = progress, False, []
         try:

@@ -35,18 +35,23 @@ def encoder(width: int, max_tokens: int) -> TextEncoder:
     )
 
 
+def words(text: str) -> list[str]:
+    """Split a text into lower-case words. A word is a run of letters and digits."""
+    return _WORD.findall(text.lower())
+
+
 def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
     """Split texts into lower-case words and return {"text_ids", "text_mask"}, both [B, L].
 
-    A word is a run of letters and digits. Its id is its 32-bit hash, which is the same on every
-    machine; padded positions have id 0.
+    The id of a word is its 32-bit hash, which is the same on every machine; padded positions have
+    id 0.
     """
     ids = np.zeros((len(texts), max_tokens), np.uint32)
     mask = np.zeros((len(texts), max_tokens), bool)
     for row, text in enumerate(texts):
-        words = _hashes(text)[:max_tokens]
-        ids[row, : len(words)] = words
-        mask[row, : len(words)] = True
+        hashes = _hashes(text)[:max_tokens]
+        ids[row, : len(hashes)] = hashes
+        mask[row, : len(hashes)] = True
     return {"text_ids": ids, "text_mask": mask}
 
 
@@ -74,16 +79,15 @@ def embeddings(
     length = ids.shape[1]
     # Positions have a separate key, so that no word's hash coincides with a position.
     key_words, key_positions = jax.random.split(jax.random.key(0))
-    words = _signs(key_words, ids.reshape(-1), width).reshape(*ids.shape, width)  # [B, L, D]
+    signs = _signs(key_words, ids.reshape(-1), width).reshape(*ids.shape, width)  # [B, L, D]
     flips = _signs(key_positions, jnp.arange(length, dtype=jnp.uint32), width)  # [L, D]
     flips = jnp.where(jnp.arange(width) < width // 2, 1, flips)
-    return jnp.where(mask[..., None], words * flips, 0)
+    return jnp.where(mask[..., None], signs * flips, 0)
 
 
 @functools.lru_cache(maxsize=65536)
 def _hashes(text: str) -> tuple[int, ...]:
-    words = _WORD.findall(text.lower())
-    digests = (hashlib.blake2b(word.encode(), digest_size=4).digest() for word in words)
+    digests = (hashlib.blake2b(word.encode(), digest_size=4).digest() for word in words(text))
     return tuple(int.from_bytes(digest, "little") for digest in digests)
 
 

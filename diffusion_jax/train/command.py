@@ -4,10 +4,12 @@ import contextlib
 import pathlib
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
@@ -15,6 +17,7 @@ from ml_collections import config_flags
 from diffusion_jax import cli, finetune, heldout, runs
 from diffusion_jax.config.unread import watched
 from diffusion_jax.machine import distributed, exits, files, sharding
+from diffusion_jax.text import vocabulary
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
@@ -28,6 +31,11 @@ _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
 """Config groups with fields that only some samplers, data sources or text encoders read."""
 _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
+_CAPTIONS, _CHUNK = (
+    20_000,
+    256,
+)  # The captions of a run's vocabulary, and how many are read at once.
+_SECONDS = 15
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
 
@@ -98,6 +106,7 @@ def command(
                 stack.enter_context(runs.writing(workdir))
                 runs.claim(workdir, values)
                 finetune.keep_base(workdir, inputs.base)
+                keep_vocabulary(workdir, inputs)
 
             # Train. Known failures become one-line messages. Code 1 makes launchers start again; it
             # is for failures that the next start may not meet.
@@ -121,6 +130,26 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
     from diffusion_jax.train import scoring
 
     return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
+
+
+def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
+    """Write the words of a new run's captions into its workdir, unless it starts from weights.
+
+    At most _CAPTIONS captions are read, evenly spread, for at most _SECONDS.
+    """
+    exists = (workdir / vocabulary.FILE).exists()
+    if jax.process_index() or exists or inputs.start or not inputs.open_prompts:
+        return
+    pictures, started, captions = inputs.batches.pictures, time.monotonic(), []
+    rows = np.unique(np.linspace(0, len(pictures) - 1, _CAPTIONS).astype(int))
+    # Each chunk is spread over the data too, in case the time ends early.
+    num_chunks = -(-len(rows) // _CHUNK)
+    for first in range(num_chunks):
+        captions += [t for t in pictures.texts(rows[first::num_chunks]) if isinstance(t, str) and t]
+        if time.monotonic() - started > _SECONDS:
+            break
+    if captions:
+        vocabulary.write(workdir, vocabulary.of(captions))
 
 
 def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

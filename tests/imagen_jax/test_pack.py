@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax import pack, runs
+from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
 from imagen_jax.weights import initial
 from tests.imagen_jax import commands
@@ -39,7 +40,20 @@ def test_weights_are_within_half_a_step_of_their_channel_and_a_quarter_of_their_
     (file,) = small.glob("checkpoints/*/*.safetensors")
     bytes_before = sum(4 * array.size for array in jax.tree.leaves(whole))
     assert file.stat().st_size < 0.3 * bytes_before
-    assert {path.name for path in small.iterdir()} == {runs.CONFIG, runs.CHECKPOINTS}
+    kept = {runs.CONFIG, runs.CHECKPOINTS, vocabulary.FILE}
+    assert {path.name for path in small.iterdir()} == kept
+
+
+def test_the_vocabulary_is_the_runs_or_of_given_captions(small, trained, tmp_path):
+    of_run = vocabulary.read(small)
+    assert of_run == vocabulary.read(trained)
+    assert of_run and {"seven", "on", "paper"} <= of_run.words
+    captions = tmp_path / "captions.txt"
+    captions.write_text("a fox, noto style\na cat, noto style\n")
+    pack.pack(trained, "ema", None, tmp_path / "packed", str(captions))
+    words = vocabulary.read(tmp_path / "packed")
+    assert words and words.words == {"a", "fox", "cat", "noto", "style"}
+    assert words.examples == ("a cat, noto style", "a fox, noto style")
 
 
 def test_raw_weights_and_packed_ones_are_packed_as_the_average_is(small, trained, tmp_path):

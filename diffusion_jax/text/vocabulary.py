@@ -1,0 +1,125 @@
+"""The vocabulary of a run: the words of its training captions, and examples of the captions.
+
+Training and `diffusion_jax.pack` write it into a workdir as vocabulary.json:
+
+    {"captions": 3711, "words": ["a", "apple", ...], "examples": ["a red apple, noto style", ...]}
+
+`sample`, notebooks and the page use it to warn about words that the model never saw, and the page
+lists the examples. Runs that start from given weights have none, because these weights may know
+more words than the captions of the run.
+"""
+
+import collections
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from diffusion_jax.machine import files, untrusted
+from diffusion_jax.text import hashed
+
+FILE = "vocabulary.json"
+_WORDS = 50_000  # The largest number of words in a vocabulary. Rarer words are left out.
+_EXAMPLES = 1_000
+_LENGTH = 200  # Longer captions are no examples.
+_SIMILAR = 3  # The largest number of similar words for an unknown word.
+
+
+class Vocabulary(NamedTuple):
+    """The words of a run's captions."""
+
+    num_captions: int
+    """The number of captions that were read."""
+    words: frozenset[str]
+    """Words in lower case, as the encoder "hashed" splits captions."""
+    examples: tuple[str, ...]
+    """Captions with different beginnings. A beginning ends at the first comma."""
+
+    def unknown(self, text: str) -> dict[str, list[str]]:
+        """Map each word of a text that is in no caption to known words with a similar spelling."""
+        new = [word for word in dict.fromkeys(hashed.words(text)) if word not in self.words]
+        return {word: self._similar(word) for word in new}
+
+    def _similar(self, word: str) -> list[str]:
+        known = sorted(self.words)
+        return difflib.get_close_matches(word, known, n=_SIMILAR, cutoff=0.7)
+
+
+def of(captions: Iterable[str]) -> Vocabulary:
+    """Collect the vocabulary of captions."""
+    counts, num_captions = collections.Counter[str](), 0
+    by_beginning: dict[str, str] = {}
+    for caption in captions:
+        num_captions += 1
+        counts.update(set(hashed.words(caption)))
+        text = " ".join(caption.split())
+        beginning = text.partition(",")[0].lower()
+        if beginning and len(text) <= _LENGTH:
+            # Of captions with the same beginning, any one; a hash prefers no word to another.
+            by_beginning[beginning] = min(by_beginning.get(beginning, text), text, key=_hash)
+    examples = [by_beginning[beginning] for beginning in sorted(by_beginning)]
+    spread = examples[:: -(-len(examples) // _EXAMPLES)] if examples else []
+    words = frozenset(word for word, _ in counts.most_common(_WORDS))
+    return Vocabulary(num_captions, words, tuple(spread))
+
+
+def write(workdir: files.Path, vocabulary: Vocabulary) -> None:
+    """Write vocabulary.json into a workdir."""
+    content = {
+        "captions": vocabulary.num_captions,
+        "words": sorted(vocabulary.words),
+        "examples": list(vocabulary.examples),
+    }
+    text = json.dumps(content, ensure_ascii=False, indent=0)
+    files.write_whole(files.path(workdir) / FILE, text)
+
+
+def read(workdir: files.Path) -> Vocabulary | None:
+    """Return the vocabulary of a workdir, or None if it has none.
+
+    Raises:
+        ValueError: The file has another format.
+    """
+    path = files.path(workdir) / FILE
+    if not path.is_file():
+        return None
+    try:
+        content = untrusted.parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+        words, examples = (_texts(content, name) for name in ("words", "examples"))
+        return Vocabulary(int(content["captions"]), frozenset(words), tuple(examples))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no vocabulary ({error}): delete it, or pack again") from error
+
+
+def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -> str:
+    """Return one line about the words of texts that are in no caption, or "" if there are none.
+
+    Args:
+        vocabulary: The vocabulary of the model; None if it has none.
+        texts: The prompts.
+        encoder: The name of the model's text encoder. New words mean nothing to "hashed"; the
+            other encoders know the meaning of most words.
+    """
+    new: dict[str, list[str]] = {}
+    for text in texts:
+        new |= vocabulary.unknown(text) if vocabulary else {}
+    if not (vocabulary and new):
+        return ""
+    hint = lambda similar: f" (similar: {', '.join(similar)})" if similar else ""
+    listed = ", ".join(f"{word!r}{hint(similar)}" for word, similar in new.items())
+    line = f"in none of the {vocabulary.num_captions:,} training captions: {listed}"
+    return f"the model does not know these words, {line}" if encoder == "hashed" else line
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _texts(content: Mapping[str, object], name: str) -> list[str]:
+    texts = content[name]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} must be a list of texts")
+    return texts

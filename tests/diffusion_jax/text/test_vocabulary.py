@@ -1,0 +1,116 @@
+"""The words of a run's captions: which are new, what resembles them, and where they are kept."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import pictures
+from diffusion_jax.text import vocabulary
+from diffusion_jax.train import command, loop
+
+CAPTIONS = [
+    "A fox, noto style, on a gray background",
+    "a fox, noto style, on a blue background",
+    "a cat face, noto style,  on a gray background",
+]
+
+
+def test_words_that_are_in_no_caption_come_with_similar_words():
+    words = vocabulary.of(CAPTIONS)
+    assert words.unknown("a foox, NOTO style, zebra") == {"foox": ["fox"], "zebra": []}
+    assert words.unknown("Cat, face!") == {}
+
+
+def test_examples_are_one_caption_for_each_beginning():
+    words = vocabulary.of(CAPTIONS)
+    assert words.num_captions == 3
+    assert words.examples == (
+        "a cat face, noto style, on a gray background",
+        "a fox, noto style, on a blue background",
+    )
+    assert vocabulary.of(reversed(CAPTIONS)).examples == words.examples
+    many = vocabulary.of(f"{n:04} things, of a kind" for n in range(2_500))
+    assert len(many.examples) == 834  # Every third one, of which at most 1,000 are kept.
+    assert many.examples[1] == "0003 things, of a kind"
+    assert vocabulary.of(["a" * 201]).examples == ()
+
+
+def test_a_warning_is_one_line_that_depends_on_the_encoder():
+    words, texts = vocabulary.of(CAPTIONS), ["a foox", "a blue zebra", "a foox"]
+    of_captions = "in none of the 3 training captions: 'foox' (similar: fox), 'zebra'"
+    assert vocabulary.warning(words, texts, "t5") == of_captions
+    assert vocabulary.warning(words, texts, "hashed") == (
+        f"the model does not know these words, {of_captions}"
+    )
+    assert vocabulary.warning(words, ["a blue cat"], "hashed") == ""
+    assert vocabulary.warning(None, texts, "hashed") == ""
+
+
+def test_a_workdir_keeps_the_vocabulary(tmp_path):
+    assert vocabulary.read(tmp_path) is None
+    words = vocabulary.of(["один кот", *CAPTIONS])
+    vocabulary.write(tmp_path, words)
+    assert vocabulary.read(tmp_path) == words
+    content = json.loads((tmp_path / vocabulary.FILE).read_text())
+    assert content["captions"] == 4 and content["words"][:2] == ["a", "background"]
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"captions": 1, "words": "a", "examples": []}', '{"captions": 1}']
+)
+def test_a_damaged_vocabulary_is_refused_with_its_path(tmp_path, content):
+    (tmp_path / vocabulary.FILE).write_text(content)
+    with pytest.raises(ValueError, match=r"vocabulary\.json is no vocabulary .*delete it"):
+        vocabulary.read(tmp_path)
+
+
+class Texts(pictures.Pictures):
+    """Pictures of which only the texts are read."""
+
+    def __init__(self, texts):
+        self._texts, self.rows = texts, []
+
+    def __len__(self):
+        return len(self._texts)
+
+    def read(self, indices, places=None):
+        raise AssertionError
+
+    def texts(self, indices):
+        self.rows += indices.tolist()
+        return [self._texts[row] for row in indices]
+
+
+def inputs(texts, **changes):
+    """Inputs of a run on pictures with these texts, and the rows that are read of them."""
+    data = Texts(texts)
+    batches = types.SimpleNamespace(pictures=data)
+    return loop.Inputs(None, batches, **{"open_prompts": print} | changes), data.rows
+
+
+def test_training_keeps_the_words_of_an_even_sample_of_captions(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_CAPTIONS", 5)
+    monkeypatch.setattr(command, "_CHUNK", 2)
+    given, rows = inputs([f"word{n}" if n % 4 else np.zeros(3) for n in range(9)])
+    command.keep_vocabulary(tmp_path, given)
+    assert sorted(rows) == [0, 2, 4, 6, 8]
+    kept = vocabulary.read(tmp_path)
+    assert kept and kept.words == {"word2", "word6"} and kept.num_captions == 2
+    before = len(rows)
+    command.keep_vocabulary(tmp_path, given)  # A run that continues reads nothing.
+    assert len(rows) == before
+
+
+@pytest.mark.parametrize("changes", [{"start": print}, {"open_prompts": None}])
+def test_a_run_that_starts_from_weights_or_draws_no_prompts_has_none(tmp_path, changes):
+    command.keep_vocabulary(tmp_path, inputs(["a fox"], **changes)[0])
+    assert vocabulary.read(tmp_path) is None
+
+
+def test_slow_storage_ends_the_reading_after_a_chunk_of_the_whole_range(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_SECONDS", -1)
+    given, rows = inputs([f"word{n}" for n in range(1000)])
+    command.keep_vocabulary(tmp_path, given)
+    assert rows == list(range(0, 1000, 4))
