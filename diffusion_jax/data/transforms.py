@@ -1,5 +1,7 @@
 """Decodes, resizes and crops images to square uint8 RGB pixels."""
 
+import io
+
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps
@@ -51,6 +53,32 @@ def square(
     if max_aspect and max(image.size) > max_aspect * min(image.size):
         raise Unusable("too_elongated", f"{image.width}x{image.height}, not within {max_aspect}:1")
     return np.asarray(_resize(_decode(image, resize), resize, size, place))
+
+
+def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
+    """Decode an image, make it smaller, and return it as a PNG, which decodes much faster.
+
+    Transparent pixels become white. Smaller images keep their size.
+
+    Args:
+        data: an encoded image.
+        size: largest length of the smaller side; with `pad`, of the longer side.
+        pad: whether to add white borders that make the image a square.
+
+    Raises:
+        Unusable: with reason "broken_image" if the image is incomplete.
+    """
+    image = _decode(_open(data), size)
+    scale = min(1.0, size / (max(image.size) if pad else min(image.size)))
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    if pad:
+        square = Image.new("RGB", (max(image.size), max(image.size)), "white")
+        square.paste(image, ((square.width - width) // 2, (square.height - height) // 2))
+        image = square
+    out = io.BytesIO()
+    image.save(out, "png")
+    return out.getvalue()
 
 
 def check_caption(text: str, min_chars: int) -> None:

@@ -68,6 +68,7 @@ def _reshard(args: argparse.Namespace) -> int:
     counts = reshard.reshard(
         _open(args), files.folder(args.out, "--out"), num=args.num, format=args.format,
         identity=identity, process=process, processes=processes, engine=engines.of(args),
+        size=args.size, pad=args.pad,
     )  # fmt: skip
     print(json.dumps(counts))
     return 0
@@ -170,6 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     arg("--out", required=True, help="folder of the shards")
     arg("--num", type=int, default=1000, help="records per shard")
     arg("--format", choices=reshard.FORMATS, default="webdataset")
+    arg("--size", type=_count, default=0, help="shrink images whose smaller side has more pixels, "
+        "so that training reads them faster; default: copy them")  # fmt: skip
+    arg("--pad", action="store_true", help="with --size: add white borders that make squares")
     arg("--part", default="0/1", help="I/N: write only every Nth shard, starting at shard I")
     engines.add_arguments(arg)
 

@@ -7,13 +7,15 @@ written in any order and by several processes, and a killed command can continue
 import collections
 import functools
 import io
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from diffusion_jax.data import tars
+from diffusion_jax.data import tars, transforms
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.transforms import Unusable
@@ -25,6 +27,7 @@ _WRITERS = {
     "webdataset": (".tar", tars.write),
     "arrayrecord": (arrayrecord.SUFFIX, arrayrecord.write),
 }
+Encode = Callable[[int, Record], dict[str, bytes] | str]
 FORMATS = tuple(_WRITERS)
 MANIFEST = "reshard.json"
 _CHUNK = 64
@@ -41,6 +44,8 @@ def reshard(
     process: int = 0,
     processes: int = 1,
     engine: Engine = ALONE,
+    size: int = 0,
+    pad: bool = False,
 ) -> collections.Counter[str]:
     """Write this process's shards of `num` records each; existing shards are skipped.
 
@@ -53,6 +58,8 @@ def reshard(
         process: The number of this process.
         processes: The number of processes that share the work.
         engine: Distributes the shards of this process.
+        size: Largest smaller side of the images in pixels, see transforms.shrink; 0 copies them.
+        pad: Whether to pad the images to squares. Then `size` limits the longer side.
 
     Returns:
         The number of "written" records, and of dropped records by reason.
@@ -66,12 +73,17 @@ def reshard(
         raise ValueError(
             f"num is {num} and must be above 0; process is {process} and must be below {processes}"
         )
+    if pad and not size:
+        raise ValueError("pad makes squares of a given size: set size, too")
+    shrinking = {"size": size, "pad": pad} if size else {}
     claims.claim(
-        out / MANIFEST, {**identity, "records": len(records), "num": num, "format": format}
+        out / MANIFEST,
+        {**identity, "records": len(records), "num": num, "format": format, **shrinking},
     )
     mine = range(process, -(-len(records) // num), processes)
     path = functools.partial(_path, out, format)
-    write = functools.partial(_write, records, out, num, format)
+    encode = functools.partial(_encode, size=size, pad=pad)
+    write = functools.partial(_write, records, out, num, format, encode)
     return collections.Counter(records.left_out()) + engine.fill(mine, path, write)
 
 
@@ -80,11 +92,11 @@ def _path(out: pathlib.Path, format: str, shard: int) -> pathlib.Path:
 
 
 def _write(
-    records: Records, out: pathlib.Path, num: int, format: str, shard: int
+    records: Records, out: pathlib.Path, num: int, format: str, encode: Encode, shard: int
 ) -> collections.Counter[str]:
     counts = collections.Counter[str]()
     rows = range(shard * num, min((shard + 1) * num, len(records)))
-    _WRITERS[format][1](_path(out, format, shard), _encoded(records, rows, counts))
+    _WRITERS[format][1](_path(out, format, shard), _encoded(records, rows, encode, counts))
     return counts
 
 
@@ -95,27 +107,33 @@ def image_kind(image: bytes) -> str | None:
 
 
 def _encoded(
-    records: Records, rows: range, counts: collections.Counter[str]
+    records: Records, rows: range, encode: Encode, counts: collections.Counter[str]
 ) -> Iterator[dict[str, bytes]]:
-    for first in range(rows.start, rows.stop, _CHUNK):
-        chunk = range(first, min(first + _CHUNK, rows.stop))
-        for row, record in zip(chunk, records.read(chunk), strict=True):
-            encoded = _encode(row, record)
-            if isinstance(encoded, str):
-                counts[encoded] += 1
-            else:
-                counts["written"] += 1
-                yield encoded
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock.
+        for first in range(rows.start, rows.stop, _CHUNK):
+            chunk = range(first, min(first + _CHUNK, rows.stop))
+            for encoded in pool.map(encode, chunk, records.read(chunk)):
+                if isinstance(encoded, str):
+                    counts[encoded] += 1
+                else:
+                    counts["written"] += 1
+                    yield encoded
 
 
-def _encode(row: int, record: Record) -> dict[str, bytes] | str:
+def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, bytes] | str:
     """Return the files of a record by their suffixes, or the reason to drop the record."""
     if isinstance(record.text, Unusable):
         return record.text.reason
     kind = image_kind(record.image)
     if kind is None:
         return "broken_image"
-    files = {tars.KEY: f"{row:09}".encode(), kind: record.image}
+    image = record.image
+    if size:
+        try:
+            kind, image = "png", transforms.shrink(image, size, pad=pad)
+        except Unusable as error:
+            return error.reason
+    files = {tars.KEY: f"{row:09}".encode(), kind: image}
     if isinstance(record.text, str):
         return {**files, "txt": record.text.encode()}
     array = io.BytesIO()

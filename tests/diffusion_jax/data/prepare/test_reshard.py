@@ -1,7 +1,10 @@
 """Sources written again: nothing lost, nothing doubled, also when killed between."""
 
+import io
+
 import numpy as np
 import pytest
+from PIL import Image
 
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources.arrayrecord import ArrayRecords
@@ -57,7 +60,7 @@ def test_parts_and_restarts_give_the_same_files(folder, tmp_path):
 
 
 def test_a_failing_shard_leaves_no_file(folder, tmp_path, monkeypatch):
-    def fail(row, record):
+    def fail(row, record, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reshard, "_encode", fail)
@@ -92,3 +95,31 @@ def test_kinds_of_images_are_told_by_their_first_bytes():
     assert reshard.image_kind(b"RIFF1234WEBPVP8") == "webp"
     assert reshard.image_kind(b"RIFF1234WAVE") is None
     assert reshard.image_kind(b"") is None
+
+
+def test_shrunken_images_are_padded_to_squares_or_keep_their_shape(tmp_path):
+    (tmp_path / "set").mkdir()
+    for name, size in {"tall": (200, 400), "small": (30, 20)}.items():
+        Image.new("RGBA", size, (255, 0, 0, 255)).save(tmp_path / f"set/{name}.png")
+        (tmp_path / f"set/{name}.txt").write_text(name)
+
+    def images(out, pad):
+        assert write(tmp_path / "set", tmp_path / out, size=64, pad=pad) == {"written": 2}
+        tars = WebDataset(tmp_path / out).read([0, 1])
+        return {one.text: np.asarray(Image.open(io.BytesIO(one.image))) for one in tars}
+
+    kept, padded = images("kept", False), images("padded", True)
+    assert kept["tall"].shape == (128, 64, 3) and kept["small"].shape == (20, 30, 3)
+    assert padded["tall"].shape == (64, 64, 3) and padded["small"].shape == (30, 30, 3)
+    red, white = [255, 0, 0], [255, 255, 255]
+    assert (kept["tall"] == red).all() and (padded["tall"][:, 16:48] == red).all()
+    assert (padded["tall"][:, :16] == white).all() and (padded["tall"][:, 48:] == white).all()
+    with pytest.raises(ValueError, match="other settings"):
+        images("kept", True)
+
+
+def test_a_broken_image_is_counted_when_it_is_shrunk(folder, tmp_path):
+    counts = write(folder, tmp_path, size=4)
+    assert counts == {"written": 8, "broken_image": 1, "no_caption": 1}
+    with pytest.raises(ValueError, match="pad makes squares of a given size: set size"):
+        write(folder, tmp_path / "other", pad=True)
