@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from logging import ERROR, WARNING, LogRecord
 from typing import Any, NoReturn
@@ -135,6 +136,8 @@ def start(*, alone: bool = False) -> None:
     logging.get_absl_handler().addFilter(_is_for_users)
     logging.get_absl_handler().setFormatter(_Printable())
     sys.unraisablehook = _unraisable
+    # Damaged images are counted, and Pillow's warnings would fill the log with a line per image.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))

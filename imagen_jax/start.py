@@ -6,16 +6,19 @@ PHOTOS is a folder of pictures, with captions beside them (.txt, .json), in a ta
 .parquet), or without captions. It may also be a folder of tars, a parquet file that holds pictures,
 a Hugging Face data set on disk, or SOURCE:PATH::TEXT with the values of a config's data group.
 
-The command reads the pictures, measures a few training steps of suitable models on this machine,
-writes a short config (for a cascade, one per stage) and a sheet of the first training pictures, and
-prints the commands to run next. It never overwrites a file.
+If pictures are few, tall or slow to read, the command asks what to do; --finetune, --tall and
+--shrink answer. It reads the pictures, measures a few training steps of suitable models on this
+machine, writes a short config (for a cascade, one per stage) and a sheet of the first training
+pictures, and prints the commands to run next. It never overwrites a file.
 """
 
 from diffusion_jax.start.command import command
+from diffusion_jax.start.finetuned import Shipped
 from diffusion_jax.start.stages import Candidate, Stage
 from imagen_jax.train import prepare
 
 _TRAIN = "imagen_jax.train"
+SHIPPED = Shipped("models/emoji32", "emoji32", ("models/emoji64_sr",))
 
 
 def candidates() -> list[Candidate]:
@@ -35,4 +38,4 @@ def candidates() -> list[Candidate]:
 
 
 if __name__ == "__main__":
-    command("imagen_jax", candidates)
+    command("imagen_jax", candidates, SHIPPED)

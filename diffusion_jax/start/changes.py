@@ -1,22 +1,23 @@
 """Adapt a config to a data set and to this machine."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from diffusion_jax.config.settings import Data
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.start import written
+from diffusion_jax.start.pictures import PictureSet
 from diffusion_jax.start.stages import Stage
 from diffusion_jax.start.written import Changes
 from diffusion_jax.weights import pretrained
 
 _PROMPTS = 8
 _MOST_WORDS = 64
+_MOST_THREADS = 16
 _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 
 
@@ -28,33 +29,33 @@ def prompts(records: Records) -> tuple[str, ...]:
     return tuple(spread) or ("",) * _PROMPTS
 
 
-def of_data(
-    data: Data, report: Mapping[str, Any], prompts: tuple[str, ...], text_weights: str
-) -> Callable[[Stage], Changes]:
+def of_data(photos: PictureSet, text_weights: str) -> Callable[[Stage], Changes]:
     """Return a function that maps a stage to config changes for a data set and this machine.
 
     Args:
-        data: the settings of the data set.
-        report: the data set's report, as returned by validate.validate.
-        prompts: the prompts for samples during training.
+        photos: the data set.
         text_weights: a folder of T5 or CLIP weights; "" for the encoder that hashes words.
     """
+    data, report = photos.data, photos.report
     on_cpu, longest = jax.default_backend() == "cpu", int(report["text_words"]["max"])
     broken = 1 - report["usable"] / report["read"]
-    fields: dict[str, tuple[Any, str]] = {"prompts": (prompts, "")}
+    fields: dict[str, tuple[Any, str]] = {"prompts": (prompts(photos.records), "")}
     for name in ("source", "path", "text", "uncaptioned"):
         fields[f"data.{name}"] = (getattr(data, name), "")
-    fields["data.threads"] = (1 if on_cpu else min(16, os.cpu_count() or 1), "")
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    fields["data.threads"] = (threads, f"One per core, at most {_MOST_THREADS}.")
     if broken > data.max_broken / 2:
         fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), f"{broken:.0%} are broken.")
     if not longest:
         texts = {"text.drop_prob": (0.0, ""), "text.max_tokens": (1, "")}
         texts["sampler.guidance"] = (1.0, "Without captions there is no guidance.")
+        texts["evaluation.guidance"] = ((1.0,), "")
     elif text_weights:
         texts = _encoder(text_weights, longest)
     else:
         most = min(_MOST_WORDS, max(4, -(-longest // 4) * 4))
-        texts = {"text.max_tokens": (most, f"Words; captions have up to {longest}.")}
+        rest = "" if longest <= most else "; the rest is cut off"
+        texts = {"text.max_tokens": (most, f"Captions have up to {longest} words{rest}.")}
 
     def of_stage(stage: Stage) -> Changes:
         base, changes = written.config(stage.base, {}), dict(fields)

@@ -4,7 +4,7 @@ import math
 import pathlib
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,26 +12,33 @@ import numpy as np
 from absl import app, flags
 
 from diffusion_jax import cli
-from diffusion_jax.config.settings import Data
 from diffusion_jax.data import guess, pipeline, sources
-from diffusion_jax.data.prepare import validate
-from diffusion_jax.machine import files, hardware, progress, sheets, untrusted
-from diffusion_jax.start import changes, stages, written
+from diffusion_jax.machine import files, hardware, progress, sheets
+from diffusion_jax.start import changes, expected, finetuned, pictures, questions, stages, written
+from diffusion_jax.start.finetuned import Shipped
+from diffusion_jax.start.pictures import PictureSet
+from diffusion_jax.start.questions import Question
 from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
-from diffusion_jax.start.written import Changes
 from diffusion_jax.train.out_of_memory import OutOfMemory
 
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
-_LOOKED = 2_000  # The largest number of records to read.
 _SHOWN = 32  # Pictures on the sheet.
+_SMALLEST = 32  # Pixels, if the pictures are smaller than every model's.
+_WAITING = 0.2  # If training waits for a larger share of the time, reading is the bottleneck.
 _JUDGED = 100  # The smallest number of different captions for training a judge.
 
 
-def command(package: str, candidates: Callable[[], Sequence[Candidate]]) -> None:
+def command(
+    package: str, candidates: Callable[[], Sequence[Candidate]], shipped: Shipped | None = None
+) -> None:
     """Run `python -m PACKAGE.start --data=PHOTOS`.
 
-    The docstring of the calling module is the --help text. `candidates()` returns the models to
-    choose from, from the smallest to the largest.
+    The docstring of the calling module is the --help text.
+
+    Args:
+        package: the package of the command.
+        candidates: returns the models to choose from, from the smallest to the largest.
+        shipped: a trained model that few pictures can fine-tune.
     """
     text = flags.DEFINE_string
     data = text(
@@ -41,6 +48,7 @@ def command(package: str, candidates: Callable[[], Sequence[Candidate]]) -> None
     hours = flags.DEFINE_float("hours", 2.0, "Hours that all training may take.")
     out = text("out", "configs/mine.py", "The config to write; other stages get files beside it.")
     weights = text("text_weights", "", "A folder of T5 or CLIP to encode the captions with.")
+    tall, shrink, finetune = map(_define, (questions.TALL, questions.SHRINK, questions.FINETUNE))
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
@@ -52,27 +60,41 @@ def command(package: str, candidates: Callable[[], Sequence[Candidate]]) -> None
             if not 0 < hours.value < math.inf:
                 raise ValueError(f"--hours={hours.value:g}: give a time above 0")
             models = candidates()
+            stages.check_time(models[0], hours.value)
             _check_out(path, {s.suffix for model in models for s in model.stages})
             if not data.value:
                 raise ValueError("--data is empty: name a folder of pictures, tars or a table")
 
             # Read the pictures and report on them.
-            opened = guess.guess(data.value, where.value)
-            if opened.embedded:
-                raise ValueError(
-                    f"--text={opened.text} names embeddings: name the field of the captions"
-                )
-            records = sources.open_records(opened)
-            report = validate.validate(records, _LOOKED)
-            print(progress.block(_describe(opened, report)), flush=True)
+            photos = pictures.read(guess.guess(data.value, where.value))
+            print(progress.block(pictures.described(photos)), flush=True)
 
-            # Choose a model, measure it, and write its configs.
-            prompts = changes.prompts(records)
-            of_stage = changes.of_data(opened, report, prompts, weights.value)
-            measured = _measure(models, of_stage, report, hours.value, path.stem)
-            _write(package, path, opened, report, measured, hours.value)
+            # Ask how to train on few pictures, and what to do with tall ones.
+            trained = None if weights.value else shipped
+            method = questions.method(finetune.value, photos, trained)
+            enlargers: Sequence[str] = ()
+            if trained and method != finetuned.NO:
+                models = [finetuned.candidate(trained, models[0].stages[0], method)]
+                enlargers = trained.enlargers
+            pad = questions.pad(tall.value, photos)
+
+            # Shrink the pictures, choose a model, and measure it.
+            size = max([m.image_size for m in models if m.image_size <= photos.side] or [_SMALLEST])
+            if pad or questions.shrink(shrink.value, photos, size):
+                photos = pictures.shrink(photos, size, pathlib.Path("data", path.stem), pad=pad)
+            measured = _measure(models, photos, weights.value, hours.value, path.stem)
+
+            # Write the configs.
+            _write(package, path, photos, measured, hours.value, enlargers)
 
     cli.run(main)
+
+
+def _define(question: Question) -> flags.FlagHolder[str]:
+    """Define a flag that answers a question; by default, the command asks it in a terminal."""
+    meanings = "; ".join(f"{answer}: {meaning}" for answer, meaning in question.answers.items())
+    values, text = [questions.ASK, *question.answers], f"{question.about}: {meanings}."
+    return flags.DEFINE_enum(question.flag, questions.ASK, values, text)
 
 
 def _check_out(path: pathlib.Path, suffixes: set[str]) -> None:
@@ -88,37 +110,11 @@ def _with_suffix(path: pathlib.Path, suffix: str) -> pathlib.Path:
     return path.with_stem(path.stem + suffix)
 
 
-def _describe(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return labelled lines about the data set. Raises ValueError if no picture is usable."""
-    unusable = ", ".join(f"{n:,} {reason}" for reason, n in report["unusable"].items())
-    first = "; ".join(report["unusable_first"][:1])
-    if not report["usable"]:
-        raise ValueError(
-            f"none of {report['read']:,} pictures of {data.path} can be used: {unusable} ({first})"
-        )
-    side, aspect, words = (report[name] for name in ("smaller_side", "aspect", "text_words"))
-    read = "" if report["read"] == report["records"] else f", {report['read']:,} of them read"
-    kinds = ", ".join(f"{n:,} {kind}" for kind, n in report["formats"].items())
-    frequent = ", ".join(f"{word} {n:,}" for word, n in list(report["words"].items())[:12])
-    rows = [
-        ("data", f"{data.source}:{data.path}::{data.text}: {report['records']:,} pictures{read}"),
-        ("sides", f"{side['min']:.0f} to {side['max']:.0f} pixels, median {side['median']:.0f}, "
-         f"the longer side {aspect['median']:.2g} times it (up to {aspect['max']:.2g}); {kinds}"),
-        ("unusable", f"{unusable} ({first})" if unusable else "none"),
-        ("left out", ", ".join(f"{n:,} {why}" for why, n in report["left_out"].items()) or "none"),
-        ("duplicates", f"{report['duplicates']:,} files that occur twice"),
-        ("captions", f"{report['different_texts']:,} different ones of {words['min']:.0f} to "
-         f"{words['max']:.0f} words; most frequent: {frequent}" if frequent else
-         "none: the model learns to draw such pictures without a prompt"),
-    ]  # fmt: skip
-    return [(name, untrusted.printable(line)) for name, line in rows]
-
-
 def _measure(
-    candidates: Sequence[Candidate], of_data: Callable[[Stage], Changes], report: Mapping[str, Any],
-    hours: float, name: str,
-) -> list[Measured]:  # fmt: skip
+    candidates: Sequence[Candidate], photos: PictureSet, text_weights: str, hours: float, name: str
+) -> list[Measured]:
     """Choose a model for the data; return its stages with their speed on this machine."""
+    of_data = changes.of_data(photos, text_weights)
     measured_stages: dict[str, Measured] = {}
     opened_stages: dict[str, Opened] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -139,35 +135,40 @@ def _measure(
                 opened_stages[stage.base] = stages.open_stage(stage, of_stage(stage))
             return opened_stages[stage.base]
 
-        side = report["smaller_side"]["median"]
-        candidate = stages.choose(candidates, side, 3600 * hours, opened, measured)
+        candidate = stages.choose(candidates, photos.side, 3600 * hours, opened, measured)
         return [measured(stage) for stage in candidate.stages]
 
 
 def _write(
-    package: str, path: pathlib.Path, data: Data, report: Mapping[str, Any],
-    measured: Sequence[Measured], hours: float,
+    package: str, path: pathlib.Path, photos: PictureSet, measured: Sequence[Measured],
+    hours: float, enlargers: Sequence[str],
 ) -> None:  # fmt: skip
     """Write a config per stage and a sheet of pictures; print the commands to run next."""
     texts, rows, commands, total = {}, [], [], 0.0
+    count = len(photos.records)
     device = f"{jax.device_count()} x {jax.local_devices()[0].device_kind}"
     for one in measured:
         stage, s = one.opened.stage, one.opened.settings
-        steps, seconds = stages.timed(one, 3600 * hours * stage.share)
+        steps, seconds = stages.timed(one, 3600 * hours * stage.share, count)
         config, workdir = _with_suffix(path, stage.suffix), f"runs/{path.stem}{stage.suffix}"
         train = f"python -m {stage.command} --config={shlex.quote(str(config))} --workdir={workdir}"
         parameters = sum(x.size for x in jax.tree.leaves(one.opened.traced.state.params))
+        num_images = steps["steps"][0] * s.run.batch_size
+        epochs = num_images / count
         speed = (
-            f"{parameters:,} parameters; {steps['steps'][0]:,} steps of {s.run.batch_size}, each "
-            f"picture {steps['steps'][0] * s.run.batch_size / report['records']:,.1f} times, take "
-            f"about {seconds / 3600:.2g} hours on {device}."
+            f"{parameters:,} parameters; {steps['steps'][0]:,} steps of {s.run.batch_size} "
+            f"pictures ({epochs:,.1f} epochs) take about {seconds / 3600:.2g} hours on {device}."
         )
+        if epochs < 1:
+            speed += f" This is too short to see all {count:,} pictures once."
         all_changes = {**one.opened.changes, **stage.changes(f"runs/{path.stem}"), **steps}
-        about = f"{stage.base} on the pictures of {data.path}.\n\n{speed}\n\n{train}"
+        about = f"{stage.base} on the pictures of {photos.data.path}.\n\n{speed}\n\n{train}"
         texts[config] = written.source(stage.base, all_changes, about)
         rows.append((f"{config}", f"{stage.base}: {speed}"))
         commands.append(train)
         total += seconds
+        if stage.suffix == "" and stage.max_epochs == math.inf:
+            rows.append(("expect", f"{num_images:,} pictures: {expected.described(num_images)}"))
     last = measured[-1].opened
     path.parent.mkdir(parents=True, exist_ok=True)
     for config, content in texts.items():
@@ -179,11 +180,20 @@ def _write(
         ("device", f"{device}, {memory:.1f} GB each"),
         ("chosen", f"pictures of {size}x{size}; training takes about {total / 3600:.2g} hours"),
         *rows,
+        ("bottleneck", _bottleneck(measured)),
         ("sheet", f"{sheet}: the first pictures that training will see"),
     ]))  # fmt: skip
     print("\nnext:")
-    for line in [*commands, *_after(package, path, data, report, measured, size)]:
+    for line in [*commands, *_after(package, path, photos, measured, size, enlargers)]:
         print(f"  {line}")
+
+
+def _bottleneck(measured: Sequence[Measured]) -> str:
+    waiting = max(one.waiting for one in measured)
+    shown = f"training waits for pictures {waiting:.0%} of the time"
+    if waiting < _WAITING:
+        return f"the network: {shown}"
+    return f"reading the pictures: {shown}; to train faster, start again with --shrink=yes"
 
 
 def _size(settings: Any) -> int:
@@ -205,17 +215,19 @@ def _sheet(settings: Any, size: int) -> np.ndarray:
 
 
 def _after(
-    package: str, path: pathlib.Path, data: Data, report: Mapping[str, Any],
-    measured: Sequence[Measured], size: int,
+    package: str, path: pathlib.Path, photos: PictureSet, measured: Sequence[Measured], size: int,
+    enlargers: Sequence[str],
 ) -> list[str]:  # fmt: skip
     """Return the commands that sample from the trained model and score the samples."""
     name, prompt = path.stem, measured[-1].opened.settings.run.prompts[0]
     drawn = [one.opened.stage for one in measured if one.opened.stage.command.endswith(".train")]
-    workdirs = " ".join(f"--workdir=runs/{name}{stage.suffix}" for stage in drawn)
+    workdirs = [*(f"runs/{name}{stage.suffix}" for stage in drawn), *enlargers]
+    workdirs = " ".join(f"--workdir={workdir}" for workdir in workdirs)
     sample = f"python -m {package}.sample {workdirs} --prompt={shlex.quote(prompt)}"
     sample += f" --num_images=8 --out=pictures/{name}"
-    if report["different_texts"] < _JUDGED:
+    if photos.report["different_texts"] < _JUDGED:
         return [sample, f"python -m diffusion_jax.heldout --workdir=runs/{name} --share=0.1"]
+    data = photos.data
     named = shlex.quote(f"{data.source}:{data.path}::{data.text}")
     return [
         sample,

@@ -1,5 +1,6 @@
 """Choose the model that the start command suggests, measure its speed, and set its steps."""
 
+import math
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,11 @@ from diffusion_jax.train import loop, memory, optimizer
 from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.state import init_state
 
-SHEETS = 10
-"""Number of times that training samples images for its prompts."""
+_TIMES, _PERIOD = 10, 300
+"""A run draws and saves at least this many times, and at least every so many seconds."""
 _STEPS, _LEFT_OUT = 6, 2  # A measurement takes 6 steps, of which the first 2 do not count.
 _LEAST = 20  # The smallest number of steps worth training.
+_LEAST_SECONDS = 180  # Compiling training and sampling alone takes a small model about as long.
 
 
 class Stage(NamedTuple):
@@ -37,6 +39,8 @@ class Stage(NamedTuple):
     """Fraction of the total training time that this stage gets."""
     changes: Callable[[str], Changes] = lambda workdir: {}
     """changes(workdir) returns config changes; `workdir` is that of the stage with suffix ""."""
+    max_epochs: float = math.inf
+    """The most passes over the data. After so many, fine-tuning only memorises few pictures."""
 
 
 class Candidate(NamedTuple):
@@ -69,11 +73,28 @@ class Measured(NamedTuple):
     images_per_second: float
     overhead: float
     """Seconds for opening, compiling and saving."""
+    waiting: float = 0.0
+    """The share of the time in which training waited for pictures, from 0 to 1."""
 
     @property
     def seconds(self) -> float:
         """Return the measured seconds per training step."""
         return self.opened.settings.run.batch_size / self.images_per_second
+
+
+def check_time(smallest: Candidate, hours: float) -> None:
+    """Raise ValueError if `hours` cannot suffice for the smallest model, on any machine.
+
+    This takes no time, while `timed` needs a measurement of minutes.
+    """
+    least = max(_LEAST_SECONDS / stage.share for stage in smallest.stages) / 3600
+    if hours < least:
+        count = len(smallest.stages)
+        networks = f"each of {count} networks" if count > 1 else "the network"
+        raise ValueError(
+            f"--hours={hours:g} is too short: compiling {networks} takes about "
+            f"{_LEAST_SECONDS // 60} minutes: give --hours={least:.2g} or more"
+        )
 
 
 def open_stage(stage: Stage, changes: Changes) -> Opened:
@@ -115,10 +136,11 @@ def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
         state = loop.train(inputs, run, passes, mesh, pathlib.Path(workdir), opened.config)
     exit_if_stopped(state, _STEPS)
     lines = log.read_metrics(pathlib.Path(workdir) / log.METRICS)
-    speeds = [line["images_per_second"] for line in lines if line["step"] > _LEFT_OUT]
-    speed = len(speeds) / sum(1 / each for each in speeds)
+    lines = [line for line in lines if line["step"] > _LEFT_OUT]
+    speed = len(lines) / sum(1 / line["images_per_second"] for line in lines)
     spent = time.time() - start - _STEPS * s.run.batch_size / speed
-    return Measured(opened, speed, max(0.0, spent))
+    waiting = sum(line["data/waiting"] for line in lines) / len(lines)
+    return Measured(opened, speed, max(0.0, spent), waiting)
 
 
 def choose(
@@ -155,35 +177,50 @@ def choose(
     return [candidates[0], *filter(allowed, candidates[1:])][-1]
 
 
-def timed(measured: Measured, seconds: float) -> tuple[Changes, float]:
+def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes, float]:
     """Return config changes that fit training into `seconds`, and its expected time in seconds.
 
     The changes set the number of steps and the intervals that depend on this number. Raises
     ValueError if the time suffices for fewer than 20 steps.
+
+    Args:
+        measured: a stage and its speed.
+        seconds: the time for training, with compilation and drawing.
+        num_images: the number of training pictures, which limits the steps of fine-tuning.
     """
-    s = measured.opened.settings
+    s, stage = measured.opened.settings, measured.opened.stage
+    period = min(_PERIOD, seconds / _TIMES)
     drawing = 0.0
     if hasattr(s, "sampler"):  # An evaluation with guidance is two thirds of a training step.
         images = len(s.run.prompts) * s.sampler.steps * (1 + (s.sampler.guidance != 1))
-        drawing = SHEETS * images / (3 * measured.images_per_second)
+        drawing = seconds / period * images / (3 * measured.images_per_second)
     overhead = 2 * measured.overhead + drawing  # Twice, because the sampler is compiled too.
     steps = int((seconds - overhead) / measured.seconds)
     if steps < _LEAST:
-        least = (overhead + _LEAST * measured.seconds) / measured.opened.stage.share
+        least = (overhead + _LEAST * measured.seconds) / stage.share
         hours = 1.1 * least / 3600  # The message shows two digits.
         raise ValueError(
-            f"the time suffices for {max(0, steps)} steps of {measured.opened.stage.base} here: "
+            f"the time suffices for {max(0, steps)} steps of {stage.base} here: "
             f"give --hours={hours:.2g} or more"
         )
+    note = f"Fills the time at {measured.images_per_second:.3g} images/s, measured."
+    most = stage.max_epochs * num_images / s.run.batch_size
+    if most < steps:
+        steps = max(_LEAST, round(most))
+        note = f"{stage.max_epochs:,.0f} passes over the pictures; more would only memorise them."
     every = lambda period: min(steps, max(1, round(period / measured.seconds)))
-    speed = f"{measured.images_per_second:.3g} images/s, measured"
+    early = min(every(period), max(1, steps // _TIMES))
     changes = {
-        "steps": (steps, f"{(seconds - overhead) / 3600:.2g} hours at {speed}."),
-        "log_every": (every(20), ""),
-        "sample_every": (max(1, steps // SHEETS), ""),
-        "save_every": (every(600), "Ten minutes."),
+        "steps": (steps, note),
+        "log_every": (min(every(20), early), ""),
+        "sample_every": (early, f"About every {_duration(early * measured.seconds)}."),
+        "save_every": (early, ""),
         "keep_every": (0, ""),
-        "optimizer.schedule": ("cosine", "To 0 at the last step; to train longer, raise steps."),
+        "optimizer.schedule": ("cosine", "To 0 at the last step."),
         "optimizer.warmup": (min(s.optimizer.warmup, steps // 10), ""),
     }
     return changes, steps * measured.seconds + overhead
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"

@@ -8,7 +8,9 @@ from typing import Any
 from diffusion_jax import systems
 
 Changes = Mapping[str, tuple[Any, str]]
-"""A map from config field, such as unet.dtype, to (value, comment); the comment may be ""."""
+"""A map from config field, such as unet.dtype, to (value, comment); the comment may be "".
+
+A group that the base leaves out is one field, whose value is a dict."""
 
 
 def source(base: str, changes: Changes, about: str) -> str:
@@ -49,6 +51,8 @@ def config(base: str, changes: Changes) -> dict[str, Any]:
 
 def _literal(value: Any) -> str:
     """Format a value as Python's formatters do: double quotes, one text per line."""
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{name}={_literal(each)}' for name, each in value.items())})"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple) and value and isinstance(value[0], str):

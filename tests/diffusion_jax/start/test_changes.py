@@ -6,10 +6,9 @@ import shutil
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.start import changes, written
+from diffusion_jax.start import changes, pictures, written
 from diffusion_jax.start.stages import Stage
 
 BASE = Stage("base32_8m", "", "imagen_jax.train", lambda s, mesh: pytest.fail("nothing is opened"))
@@ -22,10 +21,8 @@ def folder(tmp_path_factory):
 
 def config(folder, weights="", uncaptioned="error"):
     """The config that a set becomes, whole."""
-    data = Data("folder", str(folder), uncaptioned=uncaptioned)
-    records = Folder(folder, uncaptioned=uncaptioned)
-    prompts = changes.prompts(records)
-    own = changes.of_data(data, validate(records), prompts, weights)(BASE)
+    photos = pictures.read(Data("folder", str(folder), uncaptioned=uncaptioned))
+    own = changes.of_data(photos, weights)(BASE)
     return written.config(BASE.base, own)
 
 
@@ -48,6 +45,7 @@ def test_without_captions_nothing_is_dropped_or_guided(folder, tmp_path):
     (tmp_path / "0.png").write_bytes((folder / "00000.png").read_bytes())
     c = config(tmp_path, uncaptioned="empty")
     assert c["prompts"] == ("",) * 8 and c["sampler"]["guidance"] == 1.0
+    assert c["evaluation"]["guidance"] == (1.0,)
     assert (c["text"]["drop_prob"], c["data"]["uncaptioned"]) == (0.0, "empty")
 
 

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffusion_jax.config.settings import Run
+from diffusion_jax.config.settings import Data, Run
 from diffusion_jax.start import command, stages, written
+from diffusion_jax.start.pictures import PictureSet
 from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
 
 SMALL, LARGE, AFTER = (Stage(name, "", "train", lambda s, mesh: None) for name in "abc")
@@ -53,31 +54,60 @@ def test_a_stage_that_two_candidates_have_keeps_its_share_of_the_time(monkeypatc
         return opened(stage)
 
     monkeypatch.setattr(stages, "open_stage", open_stage)
-    report = {"smaller_side": {"median": 64.0}}
-    chosen = command._measure(MODELS[:2], lambda stage: {}, report, 1.0, "mine")
+    monkeypatch.setattr(command.changes, "of_data", lambda photos, weights: lambda stage: {})
+    photos = PictureSet(Data("folder"), range(9), {"smaller_side": {"median": 64.0}}, 9.0)
+    chosen = command._measure(MODELS[:2], photos, "", 1.0, "mine")
     assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
         ("a", 0.75), ("c", 0.25)
     ]  # fmt: skip
     assert measured == [("a", "mine"), ("c", "mine")]  # None of them twice.
     assert traced == ["c"]  # Measuring traces too.
     short = 100 / 3_600  # Too short for the second model, so its other stages are not traced.
-    command._measure(MODELS[:2], lambda stage: {}, report, short, "mine")
+    command._measure(MODELS[:2], photos, "", short, "mine")
     assert traced == ["c"]
 
 
-def test_steps_fill_the_time_that_drawing_and_compiling_leave():
+def small(**stage):
+    """A stage of 64 images per step, at 32 images per second; drawing a sheet takes 2 s."""
     run = Run(steps=1, batch_size=64, prompts=("a",) * 8)
     optimizer = SimpleNamespace(warmup=500)
     sampler = SimpleNamespace(steps=12, guidance=2.0)
-    one = opened(SMALL, run=run, optimizer=optimizer, sampler=sampler)
-    changes, seconds = stages.timed(Measured(one, 32.0, 20.0), 2_060.0)
+    one = opened(SMALL._replace(**stage), run=run, optimizer=optimizer, sampler=sampler)
+    return Measured(one, 32.0, 20.0)
+
+
+def test_steps_fill_the_time_that_drawing_and_compiling_leave():
+    changes, seconds = stages.timed(small(), 2_060.0, 10**6)
     # A step takes 2 s; ten sheets of 8 pictures are 12 steps x 2 evaluations, a third of training.
     assert changes["steps"][0] == (2_060 - 40 - 10 * 8 * 12 * 2 / 3 / 32) // 2 == 1_000
     assert seconds == pytest.approx(2_060)
-    assert changes["optimizer.warmup"][0] == 100 and changes["sample_every"][0] == 100
-    assert changes["save_every"][0] == 300
+    assert changes["optimizer.warmup"][0] == 100
     with pytest.raises(ValueError, match=r"suffices for 19 steps of a here: give --hours=0\.031"):
-        stages.timed(Measured(one, 32.0, 20.0), 99.0)
+        stages.timed(small(), 99.0, 10**6)
+
+
+@pytest.mark.parametrize(("hours", "steps"), [(0.1, 15), (1, 150), (100, 150)])
+def test_a_run_draws_and_saves_early(hours, steps):
+    """After a tenth of the run, or after five minutes: a step takes 2 s."""
+    changes, _ = stages.timed(small(), 3_600.0 * hours, 10**6)
+    assert changes["sample_every"][0] == changes["save_every"][0] == steps
+    assert changes["log_every"][0] == 10
+
+
+def test_few_pictures_are_not_repeated_for_as_long_as_the_time_allows():
+    changes, seconds = stages.timed(small(max_epochs=300.0), 7_200.0, 64)
+    assert changes["steps"] == (300, "300 passes over the pictures; more would only memorise them.")
+    assert seconds < 1_200 and changes["sample_every"][0] == 30
+
+
+def test_a_hopeless_time_is_refused_before_anything_is_read():
+    stages.check_time(MODELS[0], 0.05)
+    with pytest.raises(
+        ValueError, match=r"^--hours=0\.04 is too short: compiling the network takes"
+    ):
+        stages.check_time(MODELS[0], 0.04)
+    with pytest.raises(ValueError, match=r"each of 2 networks .* give --hours=0\.2 or more"):
+        stages.check_time(MODELS[1], 0.1)
 
 
 def test_a_written_config_is_what_it_says_and_reads_back():

@@ -1,0 +1,16 @@
+"""What the small models have drawn, by the number of pictures that they had seen in training."""
+
+_SEEN = (
+    (0, "colour noise"),
+    (5_000, "the right white and black backgrounds, and noise elsewhere (emoji, 5,440 pictures)"),
+    (75_000, "the right digits in the right colours (the quick start, 76,800 pictures)"),
+    (250_000, "what models/emoji32/README.md shows (emoji, 256,000 pictures)"),
+)
+"""(least number of pictures, what a run drew). Documented in docs/data.md, docs/quickstart.md and
+models/emoji32/README.md."""
+
+
+def described(num_images: float) -> str:
+    """Return a clause on what a model has drawn after training on `num_images` pictures."""
+    drawn = [text for least, text in _SEEN if num_images >= least][-1]
+    return f"after about as many, models of this size have drawn {drawn}"

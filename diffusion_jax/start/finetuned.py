@@ -1,0 +1,75 @@
+"""The candidate that continues the training of a model that comes with the project."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from diffusion_jax import runs
+from diffusion_jax.start import written
+from diffusion_jax.start.stages import Candidate, Stage
+from diffusion_jax.start.written import Changes
+
+NO, LORA, FULL = "no", "lora", "full"
+"""How to train: a new model, or the shipped model with a LoRA or with all of its weights."""
+# The settings of docs/finetuning.md. It trains a LoRA for 150 steps, and all weights for 100 steps,
+# of 20 pictures out of ten.
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    LORA: {
+        "lora": {"rank": 8, "targets": "_attn/|text_embed/|text_to_cond"},
+        "optimizer.lr": 2e-3,
+    },
+    FULL: {"optimizer.lr": 3e-4},
+}
+_BATCH_SIZE = 20
+_MAX_EPOCHS = {LORA: 300.0, FULL: 200.0}
+_GROUPS = ("unet", "text", "diffusion", "sampler")  # They must suit the weights.
+
+
+class Shipped(NamedTuple):
+    """A trained model that comes with the project."""
+
+    workdir: str
+    """The folder of its weights and its config.json."""
+    base: str
+    """The config in configs/ that trained it."""
+    enlargers: tuple[str, ...]
+    """The workdirs of the models that enlarge its pictures."""
+
+    def exists(self) -> bool:
+        """Return whether the weights are there, as in a checkout."""
+        return (pathlib.Path(self.workdir) / runs.CONFIG).is_file()
+
+
+def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
+    """Return the model that fine-tunes a shipped model.
+
+    Args:
+        shipped: the model.
+        new: a stage that trains a new model with the same command.
+        method: LORA or FULL.
+    """
+    changes, epochs = lambda workdir: _changes(shipped, method), _MAX_EPOCHS[method]
+    stage = new._replace(base=shipped.base, share=1.0, changes=changes, max_epochs=epochs)
+    return Candidate(runs.load(shipped.workdir)["unet"]["image_size"], 0, [stage])
+
+
+def _changes(shipped: Shipped, method: str) -> Changes:
+    """Return the changes of the config shipped.base: the model's own values, and the method's."""
+    base, own = written.config(shipped.base, {}), runs.load(shipped.workdir)
+    values = {
+        f"{group}.{field}": value
+        for group in _GROUPS
+        for field, value in own[group].items()
+        if field not in ("weights", "dtype") and _plain(value) != _plain(base[group].get(field))
+    }
+    devices = jax.device_count()
+    batch_size = -(-_BATCH_SIZE // devices) * devices
+    values |= {"unet.weights": shipped.workdir, "batch_size": batch_size, "optimizer.warmup": 10}
+    values |= {"text.max_tokens": own["text"]["max_tokens"], **_SETTINGS[method]}
+    return {name: (_plain(value), "") for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

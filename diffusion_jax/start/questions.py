@@ -1,0 +1,123 @@
+"""Ask the user how to train on few, tall or large pictures; a flag answers each question."""
+
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from diffusion_jax.start import finetuned
+from diffusion_jax.start.finetuned import Shipped
+from diffusion_jax.start.pictures import PictureSet
+
+ASK = "ask"
+"""The value of a flag that asks."""
+_SLOW = 50  # Pictures per second. Two CPU cores train the smallest model on about as many.
+_FEW = 1_000  # A model that is trained from scratch mostly memorises fewer pictures.
+
+
+class Question(NamedTuple):
+    """A question that a flag answers."""
+
+    flag: str
+    about: str
+    """What the answers are about, for --help."""
+    answers: Mapping[str, str]
+    """The meaning of each answer; the default comes first."""
+
+
+FINETUNE = Question(
+    "finetune",
+    "How to train on few pictures",
+    {
+        finetuned.NO: "train a new model on these pictures alone",
+        finetuned.LORA: "add a LoRA to the trained model, which keeps what it knows",
+        finetuned.FULL: "train all weights of the trained model, which forgets other words",
+    },
+)
+TALL = Question(
+    "tall",
+    "What to do with tall and wide pictures",
+    {
+        "crop": "cut off both ends of the longer side",
+        "pad": "add white borders that make a square",
+    },
+)
+SHRINK = Question(
+    "shrink",
+    "Whether to write small copies of large pictures first",
+    {"no": "read the original files in every epoch", "yes": "write small copies and read these"},
+)
+
+
+def answer(question: Question, value: str, reason: str) -> str:
+    """Return `value`, or if it is ASK, the user's answer.
+
+    Outside a terminal, print the reason with the default answer and the flags of the others.
+
+    Args:
+        question: the question.
+        value: the value of its flag.
+        reason: why it matters here, in one or more sentences.
+    """
+    if value != ASK:
+        return value
+    default, *others = question.answers
+    if not sys.stdin.isatty():
+        print(f"\n{reason}\n  --{question.flag}={default}: {question.answers[default]} (chosen)")
+        for name in others:
+            print(f"  --{question.flag}={name}: {question.answers[name]}", flush=True)
+        return default
+    print(f"\n{reason}")
+    for name, meaning in question.answers.items():
+        print(f"  {name:<6} {meaning}")
+    prompt = f"{' / '.join(question.answers)} [{default}]: "
+    while (reply := input(prompt).strip() or default) not in question.answers:
+        print(f"Type one of {', '.join(question.answers)}.")
+    return reply
+
+
+def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
+    """Return how to train: finetuned.NO, or a method of fine-tuning the shipped model.
+
+    The question is asked if there are few pictures with captions, and a shipped model. Raises
+    ValueError if `value` is such a method, but no model can be fine-tuned.
+    """
+    count = len(photos.records)
+    if not shipped or not shipped.exists() or not photos.report["words"]:
+        if value not in (ASK, finetuned.NO):
+            raise ValueError(
+                f"--finetune={value} needs captions, hashed words and models/ of a checkout: leave "
+                "it out"
+            )
+        return finetuned.NO
+    if value == ASK and count >= _FEW:
+        return finetuned.NO
+    reason = (
+        f"{count:,} pictures are few: a new model mostly memorises them. If they resemble emoji, "
+        f"the trained model in {shipped.workdir} learns them in minutes."
+    )
+    return answer(FINETUNE, value, reason)
+
+
+def pad(value: str, photos: PictureSet) -> bool:
+    """Return whether to pad the pictures. The question is asked if many are tall or wide."""
+    if value == ASK and not photos.is_tall:
+        return False
+    reason = (
+        f"Training needs squares, but in a twentieth of the pictures the longer side is at least "
+        f"{photos.report['aspect']['p95']:.2g} times the shorter one."
+    )
+    return answer(TALL, value, reason) == "pad"
+
+
+def shrink(value: str, photos: PictureSet, size: int) -> bool:
+    """Return whether to shrink the pictures to `size` pixels.
+
+    The question is asked if they are larger and reading them is slow.
+    """
+    if value == ASK and (photos.speed > _SLOW or photos.side <= size):
+        return False
+    reason = (
+        f"Reading is slow: {photos.speed:.2g} pictures per second, in every epoch. Their shorter "
+        f"sides have {photos.side:,.0f} pixels; {size} are enough."
+    )
+    return answer(SHRINK, value, reason) == "yes"

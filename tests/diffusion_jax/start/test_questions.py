@@ -1,0 +1,71 @@
+"""The questions of start: who answers them, and when they are asked."""
+
+import pathlib
+from types import SimpleNamespace
+
+import pytest
+
+from diffusion_jax.config.settings import Data
+from diffusion_jax.start import questions
+from diffusion_jax.start.finetuned import Shipped
+from diffusion_jax.start.pictures import PictureSet
+from diffusion_jax.start.questions import ASK, FINETUNE
+
+ROOT = pathlib.Path(__file__).parents[3]
+SHIPPED = Shipped(str(ROOT / "models/emoji32"), "emoji32", ())
+
+
+def photos(count=60, side=3_000.0, p95=2.0, words=("fox",), speed=14.5):
+    report = {"words": dict.fromkeys(words, 1), "aspect": {"p95": p95}}
+    report["smaller_side"] = {"median": side}
+    return PictureSet(Data("folder"), range(count), report, speed)
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Make stdin a terminal in which the user types the given lines."""
+
+    def terminal(*lines):
+        replies = iter(lines)
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+        monkeypatch.setattr("builtins.input", lambda prompt: next(replies))
+
+    return terminal
+
+
+def test_outside_a_terminal_the_default_is_chosen_and_the_flags_are_shown(capsys):
+    assert questions.method(ASK, photos(), SHIPPED) == "no"
+    printed = capsys.readouterr().out
+    assert "60 pictures are few" in printed and "--finetune=lora: add a LoRA" in printed
+    assert not questions.pad(ASK, photos())
+    assert "at least 2 times the shorter one" in capsys.readouterr().out
+
+
+def test_in_a_terminal_the_user_answers(typed, capsys):
+    typed("lorry", "lora")
+    assert questions.answer(FINETUNE, ASK, "Few.") == "lora"
+    assert "Type one of no, lora, full." in capsys.readouterr().out
+    typed("")
+    assert questions.answer(FINETUNE, ASK, "Few.") == "no"
+
+
+def test_a_flag_answers_without_a_question(capsys):
+    assert questions.method("full", photos(5_000), SHIPPED) == "full"
+    assert questions.pad("pad", photos(p95=1.0)) and capsys.readouterr().out == ""
+
+
+def test_questions_are_asked_only_when_they_matter(capsys):
+    assert questions.method(ASK, photos(1_000), SHIPPED) == "no"
+    assert questions.method(ASK, photos(), None) == "no"
+    assert not questions.pad(ASK, photos(p95=1.5))
+    for speed, side in ((60.0, 3_000.0), (14.5, 64.0)):
+        assert not questions.shrink(ASK, photos(speed=speed, side=side), 64)
+    assert capsys.readouterr().out == ""
+    assert not questions.shrink(ASK, photos(), 64)
+    assert "Reading is slow: 14 pictures per second" in capsys.readouterr().out
+
+
+def test_fine_tuning_without_a_model_or_captions_is_refused():
+    for one, shipped in ((photos(), None), (photos(words=()), SHIPPED)):
+        with pytest.raises(ValueError, match=r"--finetune=lora needs captions"):
+            questions.method("lora", one, shipped)
