@@ -88,8 +88,8 @@ class Diffusion(NamedTuple):
     """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
     mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", or learned during
-    training ("uncertainty")."""
+    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", as if the
+    network predicted the flow ("flow"), or learned during training ("uncertainty")."""
 
 
 class Sampler(NamedTuple):

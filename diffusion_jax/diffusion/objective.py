@@ -163,6 +163,15 @@ def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
     return of_x0(lambda snr: 1 / sigma_data**2 + snr)
 
 
+def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
+    """Build the loss of rectified flow: |D - x0|^2 has weight 1 / t^2, t = sigma / (1 + sigma).
+
+    It is the loss of the flow that D implies, (x_t - D) / t, against eps - x0. In the division, t
+    is at least `floor`, as in JiT (Li & He 2025), or the weight would be unbounded at small noise.
+    """
+    return of_x0(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
+
+
 def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
     """Build EDM2's learned weighting (Karras et al. 2024): loss / e^u(sigma) + u(sigma).
 
@@ -189,6 +198,7 @@ WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
     "min_snr": min_snr,
     "p2": p2,
     "edm": edm,
+    "flow": flow,
     "uncertainty": uncertainty,
 }
 """The values that diffusion.weight can have in configs. A value "MODULE:FUNCTION" is imported."""

@@ -56,6 +56,30 @@ def test_edms_weight_makes_its_own_loss_of_any_prediction():
     np.testing.assert_allclose(factor("x0", weight="edm(0.5)"), expected, rtol=1e-5)
 
 
+def test_the_weight_flow_makes_of_any_prediction_the_loss_of_a_network_of_the_flow():
+    """The flow that D implies is (x_t - D) / t, its target eps - x0, with x_t = (1 - t) x0 + t eps.
+
+    1 / t is at most 1 / 0.05, here at the last of the levels.
+    """
+    sigma = jnp.append(SIGMA, 0.01)
+    x0, eps, f = (jnp.concatenate([a, a[:1]]) for a in (X0, EPS, F))
+    t = (np.float64(sigma) / (1 + np.float64(sigma)))[:, None, None, None]
+    x_t = (1 - t) * np.float64(x0) + t * np.float64(eps)
+    divisor = np.maximum(t, 0.05)
+    flow, target = (x_t - np.float64(f)) / divisor, (x_t - np.float64(x0)) / divisor
+    np.testing.assert_allclose(target[:3], np.float64(eps - x0)[:3], atol=1e-5)
+    expected = ((flow - target) ** 2).mean()
+    made = make("x0", weight="flow")
+    weighted, _ = made.loss({}, lambda x, time: f, x0, eps, sigma)
+    np.testing.assert_allclose(weighted, expected, rtol=1e-5)
+    np.testing.assert_allclose(factor("flow", weight="flow"), 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        make("x0", weight="flow(floor=0.9)").loss({}, lambda x, time: f, x0, eps, sigma)[0],
+        (((x_t - np.float64(f)) - (x_t - np.float64(x0))) ** 2).mean() / 0.81,
+        rtol=1e-5,
+    )
+
+
 def test_the_v_loss_is_that_of_a_model_of_v_whatever_is_predicted():
     """One denoiser, told as each of the predictions: one v-loss, and the loss that is its own."""
     sigma = np.float64(SIGMA)[:, None, None, None]
