@@ -105,6 +105,11 @@ BLOCKS = {
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
     """Raise ValueError if attention cannot be built from these fields of a UNet."""
     named.one_of("unet.attention", kind, BLOCKS)
+    check_implementation(implementation, dtype, head_dim)
+
+
+def check_implementation(implementation: str, dtype: DTypeLike, head_dim: int) -> None:
+    """Raise ValueError if no attention implementation has this name, or if it cannot be used."""
     named.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn" and (
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128

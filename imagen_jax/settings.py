@@ -29,6 +29,7 @@ from diffusion_jax.train import optimizer as optimizer_module
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.magnitude_unet import MagnitudeUNet
+from imagen_jax.transformer import Transformer
 from imagen_jax.unet import UNet
 
 
@@ -57,8 +58,8 @@ class Diffusion(NamedTuple):
     """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
     mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", or learned during
-    training ("uncertainty")."""
+    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", as if the
+    network predicted the flow ("flow"), or learned during training ("uncertainty")."""
     min_snr: ranges.Scale = 0.0
     """The largest signal-to-noise ratio that counts in the weight "min_snr" (Hang et al. 2023
     use 5). 0 leaves the loss unweighted."""
@@ -139,7 +140,7 @@ class Settings(NamedTuple):
     """The checked settings of a config."""
 
     run: Run
-    unet: UNet | EfficientUNet | MagnitudeUNet
+    unet: UNet | EfficientUNet | MagnitudeUNet | Transformer
     unet_weights: str
     """The weights that training starts from, or that LoRA adapts: a workdir or a NeMo checkpoint;
     "" for random weights."""
@@ -169,6 +170,7 @@ UNETS: dict[str, type | str] = {
     "unet": UNet,
     "efficient": EfficientUNet,
     "magnitude": MagnitudeUNet,
+    "transformer": Transformer,
 }
 """Values of unet.kind. Each is a network class or the string "MODULE:CLASS"."""
 

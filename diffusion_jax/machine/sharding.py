@@ -26,6 +26,8 @@ Rules = Sequence[tuple[str, P | str]]
 RULES: Rules = [
     (r"conv1/(unit_)?kernel$", OUTPUTS),  # In residual blocks, with a group norm in between.
     (r"conv2/(unit_)?kernel$", INPUTS),
+    (r"mlp1/kernel$", OUTPUTS),  # In transformers, with a GELU in between.
+    (r"mlp2/kernel$", INPUTS),
     (r"(kernel|null_token|embedding)$", FSDP),
     (r"(bias|scale|frequencies)$", P()),
 ]

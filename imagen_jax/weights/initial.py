@@ -8,13 +8,9 @@ import jax
 from diffusion_jax import finetune, runs
 from diffusion_jax.machine import files
 from diffusion_jax.weights import torch_files
-from imagen_jax.efficient_unet import EfficientUNet
-from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.settings import Settings, read_settings
-from imagen_jax.unet import UNet
 from imagen_jax.weights import nemo
-
-Network = UNet | EfficientUNet | MagnitudeUNet
+from imagen_jax.weights.nemo import Network
 
 
 def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:

@@ -26,8 +26,10 @@ from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.magnitude_unet import MagnitudeUNet
+from imagen_jax.transformer import Transformer
 from imagen_jax.unet import UNet, attends
 
+Network = UNet | EfficientUNet | MagnitudeUNet | Transformer
 PREFIX = "model.model.unet."
 """Prefix of the UNet's arrays in a NeMo checkpoint."""
 
@@ -65,14 +67,14 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
     return state
 
 
-def require_nemo(unet: UNet | EfficientUNet | MagnitudeUNet) -> UNet | EfficientUNet:
+def require_nemo(unet: Network) -> UNet | EfficientUNet:
     """Return `unet`. Raise ValueError if NeMo has no such network."""
-    if isinstance(unet, MagnitudeUNet):
+    if isinstance(unet, MagnitudeUNet | Transformer):
         raise ValueError(f"NeMo has no {type(unet).__name__}: choose another unet.kind")
     return unet
 
 
-def abstract_params(unet: UNet | EfficientUNet | MagnitudeUNet, text_width: int) -> Any:
+def abstract_params(unet: Network, text_width: int) -> Any:
     """Return the shapes of a UNet's parameters, without computing them."""
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
 

@@ -40,6 +40,7 @@ SMALL = {
     "emoji32": 8_346_893,
     "emoji64": 47_125_005,
     "emoji64_sr": 3_286_321,
+    "emoji64_transformer": 9_132_224,
 }
 SAME = {"base64_500m_ddpm": "base64_500m", "base64_500m_online": "base64_500m"}
 OTHERS = ("__init__", "sd", "mine")  # No config, those of Stable Diffusion, what start writes.

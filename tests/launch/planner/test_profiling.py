@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from configs import base64_500m, quickstart
+from configs import base64_500m, emoji64_transformer, quickstart
 from diffusion_jax.machine import flops
 from diffusion_jax.train import memory
 from launch import accelerators
@@ -170,7 +170,9 @@ def test_the_grid_of_a_kernel_is_read_from_its_operands():
     assert kernels.grid_of(instruction) == kernels.Grid(1024, 1152, 64, 2 * 8 * 2 * 3, False)
 
 
-@pytest.mark.parametrize("config", [quickstart, pytest.param(base64_500m, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "config", [quickstart, emoji64_transformer, pytest.param(base64_500m, marks=pytest.mark.slow)]
+)
 def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
     model = systems.read(config.get_config().to_dict())
     parts = blocks.record(model, 2)
