@@ -33,7 +33,7 @@ from diffusion_jax.data.prepare import reshard
 from diffusion_jax.precache import fill
 
 _RECORDS = flags.DEFINE_integer("records", 100_000, "Number of records.", lower_bound=1)
-_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of Beam workers to measure.")
+_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Worker counts of Beam to measure.")
 _PUBLISHED = 400_000_000
 _TAR = 10_000
 _SHARD = 2_000

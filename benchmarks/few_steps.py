@@ -23,7 +23,7 @@ from diffusion_jax.examples.digits import pictures as digits
 from imagen_jax import cascade
 
 _RUN = flags.DEFINE_string("run", None, "The workdir of a run on the digits.", required=True)
-_STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Numbers of steps to compare.")
+_STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Step counts to compare.")
 _NAMES = flags.DEFINE_list("samplers", list(SAMPLERS), "Samplers to compare.")
 _GRID = flags.DEFINE_string("grid", None, "The grid of noise levels; default: the run's.")
 

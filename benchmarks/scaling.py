@@ -36,7 +36,7 @@ from launch.planner.systems import Model
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
-_NODES = flags.DEFINE_list("nodes", [], "Numbers of nodes; default: 1, 2, 4, ... and all.")
+_NODES = flags.DEFINE_list("nodes", [], "Node counts; default: 1, 2, 4, ... and all.")
 _PER_NODE = flags.DEFINE_integer(
     "devices_per_node", None, "Devices per node; default: those of a process.", lower_bound=1
 )
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 
 
 def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
-    """Return the numbers of nodes to measure: those of --nodes, or powers of two and all nodes.
+    """Return the node counts to measure: those of --nodes, or powers of two and all nodes.
 
     Raises ValueError if --nodes is invalid or --devices_per_node does not divide the devices.
     """

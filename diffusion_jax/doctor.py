@@ -60,7 +60,7 @@ def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return the report of `examine` as text, with one line per check and a summary at the end."""
+    """Format the report of `examine`, with one line per check and a summary at the end."""
     subjects = {k: value for k, value in report.items() if k not in ("jax", "checks")}
     description = yaml.safe_dump(subjects, sort_keys=False, width=1000)
     rows = [_line(row) for row in report["checks"]]

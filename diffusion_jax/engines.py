@@ -58,7 +58,7 @@ class Share(NamedTuple):
         """Call `write(i)` for each item whose file is missing, and return the sums of its counts.
 
         Args:
-            items: The numbers of the stage's files.
+            items: The indices of the stage's files.
             path: Maps an item to its file.
             write: Writes an item's file. It may return counts.
             noun: The unit in progress lines, such as "shards".
@@ -108,7 +108,7 @@ class Beam(NamedTuple):
         items, as long as each attempt writes some.
 
         Args:
-            items: The numbers of the stage's files.
+            items: The indices of the stage's files.
             path: Maps an item to its file.
             write: Writes an item's file. It may return counts.
             noun: The unit in progress lines, such as "shards".
@@ -150,7 +150,7 @@ class Beam(NamedTuple):
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
                 if attempt == _ATTEMPTS or len(remaining) == len(before):
                     raise OSError(
-                        f"Beam left {len(remaining)} of {len(items)} {noun}: {reason}"
+                        f"Beam did not finish {len(remaining)} of {len(items)} {noun}: {reason}"
                     ) from error
                 logging.warning("Beam stopped (%s): %d %s are left", reason, len(remaining), noun)
 
@@ -213,7 +213,7 @@ def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
 
 def define_flags() -> None:
     """Define the flags that share a command's work among workers, and --dry_run (or --rehearse)."""
-    flags.DEFINE_integer("worker", None, "The number of this worker.", lower_bound=0)
+    flags.DEFINE_integer("worker", None, "Index of this worker, from 0.", lower_bound=0)
     flags.DEFINE_integer("workers", None, "The number of workers.", lower_bound=1)
     flags.DEFINE_enum("engine", NAMES[0], NAMES, _ENGINE)
     flags.DEFINE_string("beam_options", "", _OPTIONS)
@@ -262,12 +262,14 @@ def beam(options: str) -> Beam:
 def share(worker: int | None, workers: int | None) -> Share:
     """Return the Share of a worker. None means the process number or count of jax.distributed.
 
-    Raises ValueError if the number of the worker is too large.
+    Raises ValueError if the index of the worker is too large.
     """
     workers = workers or jax.process_count()
     worker = jax.process_index() if worker is None else worker
     if worker >= workers:
-        raise ValueError(f"--worker={worker} of --workers={workers}: workers are numbered from 0")
+        raise ValueError(
+            f"--worker={worker} of --workers={workers}: the index must be from 0 to {workers - 1}"
+        )
     return Share(worker, workers)
 
 

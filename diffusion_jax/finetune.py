@@ -68,9 +68,9 @@ def check_base(workdir: Path, base: str) -> None:
     saved: Mapping[str, Any] = untrusted.parse_json(path.read_text())
     if saved.get("fingerprint") != base:
         raise ValueError(
-            f"{workdir} adapts other weights than those in unet.weights: name the checkpoint that "
-            "it was trained on, as --unet_weights=WORKDIR@STEP or PATH (--config.unet.weights in "
-            "training)"
+            f"{workdir} adapts weights that differ from those in unet.weights: name the checkpoint "
+            "that it was trained on, as --unet_weights=WORKDIR@STEP or PATH "
+            "(--config.unet.weights in training)"
         )
 
 

@@ -93,7 +93,7 @@ def _extra(system: System, group: str, kind: str) -> list[Field]:
         words = f"one of {', '.join(names)}"
         extra.append(Field("kind", words, names[0], "The network, which has the fields below."))
     if meaning := sentences(system.settings).get(f"{group}_weights"):
-        extra.append(Field("weights", "a text", "", meaning))
+        extra.append(Field("weights", "a string", "", meaning))
     return extra
 
 

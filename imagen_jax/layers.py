@@ -38,7 +38,7 @@ class Network(nn.Module):
     """The implementation of attention. All give the same numbers up to rounding; "auto" chooses the
     fastest for the device."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
-    """The number format of activations; weights are float32."""
+    """The dtype of activations; weights are float32."""
 
 
 class ResBlock(nn.Module):

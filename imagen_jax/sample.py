@@ -47,7 +47,9 @@ from imagen_jax.cascade import Model
 _WORKDIR = flags.DEFINE_multi_string(
     "workdir", None, "The workdir of a training run; repeat it for a cascade.", required=True
 )
-_EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with one embedded text.")
+_EMBEDDINGS = flags.DEFINE_multi_string(
+    "embeddings", [], "A file with the embedding of one text; may be repeated."
+)
 _LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge; one for each text.")
 _PICTURES = pictures.define()
 _STRENGTH = flags.DEFINE_list(

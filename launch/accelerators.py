@@ -101,7 +101,7 @@ class Target(NamedTuple):
 
     @property
     def topology(self) -> str:
-        """Topology of one TPU slice as text, such as "4x4x4", or the number of GPUs as text."""
+        """Topology of one TPU slice, such as "4x4x4", or the number of GPUs, as a string."""
         return "x".join(map(str, self.sizes))
 
     @property
@@ -165,8 +165,8 @@ def _slices(name: str, size: str) -> Target:
     if not match:
         example = f"{name}:{'x'.join(['4'] * torus)}"
         raise ValueError(
-            f"accelerator '{name}:{size}': a {name} slice has {torus} sizes, such as {example}, or "
-            f"{example}*2 for two slices"
+            f"accelerator '{name}:{size}': a {name} slice has {torus} dimensions, such as "
+            f"{example}, or {example}*2 for two slices"
         )
     target = Target(name, tuple(map(int, match.groups()[:-1])), int(match.groups()[-1] or 1))
     small = _SMALL[torus]

@@ -1,4 +1,4 @@
-"""Checks of the texts in a job file, which launchers put into scripts and manifests."""
+"""Checks of the strings in a job file, which launchers put into scripts and manifests."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ _FORMS = {
 def check(value: Any, field: str = "job") -> None:
     """Check a field of a job file, or all fields of a group.
 
-    A text is one line without control characters, unless it is a shell command or YAML. A name
+    A string is one line without control characters, unless it is a shell command or YAML. A name
     contains only the characters of names.
 
     Raises:
-        ValueError: A text could change a script or manifest in another place than its own.
+        ValueError: A string could change a script or manifest outside of its own field.
     """
     if isinstance(value, Mapping):
         for name, part in value.items():

@@ -1,4 +1,4 @@
-"""Job files, which say what to run and where, and the code shared by all launchers.
+"""Job files, which define what to run and where, and the code shared by all launchers.
 
 A job is a Python file in launch/jobs. Flags can change its values:
 
@@ -195,8 +195,8 @@ def table(rows: Sequence[Run]) -> str:
 def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
     """Return a run's environment variables, given its workdir `folder`.
 
-    They are those in job.env, the folder of the compilation cache, and the compiler settings for
-    the target. Raises ValueError if an entry of job.env is not NAME=VALUE.
+    These are the variables in job.env, the folder of the compilation cache, and the compiler
+    settings for the target. Raises ValueError if an entry of job.env is not NAME=VALUE.
     """
     variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
     for pair in job.env:
@@ -260,12 +260,12 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
 
 
 def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
-    """Rehearse a run on this machine with virtual CPU devices, and return the report as text.
+    """Rehearse a run on this machine with virtual CPU devices, and return the report as a string.
 
     The job's command runs with --rehearse, which checks the inputs and whether the run fits into
     the memory of the target's devices. If this machine cannot read all inputs, or the command has
-    no --rehearse, the text says why there was no rehearsal. Raises ValueError with the command's
-    message if the command rejects its inputs.
+    no --rehearse, the string explains why there was no rehearsal. Raises ValueError with the
+    command's message if the command rejects its inputs.
     """
     if job.command.rpartition(".")[2] not in _REHEARSED:
         return f"{run.name} is not rehearsed: {job.command} has no --rehearse"

@@ -58,7 +58,7 @@ _PICTURES = flags.DEFINE_integer(
 
 
 def main(argv: list[str]) -> None:
-    """Trace the config's train step, compile it unless --fast is set, and print the plan."""
+    """Trace the config's training step, compile it unless --fast is set, and print the plan."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input():

@@ -104,7 +104,7 @@ def _cells(point: Choice, one: Choice, devices: int) -> str:
 
 
 def _linear_up_to(points: list[Choice]) -> int:
-    """Return the largest number of devices with at least 90 % of one device's samples/s each."""
+    """Return the largest number of devices that keep 90 % of one device's samples/s each."""
     return max(devices for devices in DEVICES if _efficiency(points, 1, devices) >= 0.9)
 
 

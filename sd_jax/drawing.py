@@ -114,11 +114,15 @@ def draw(
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
     if images is not None:
         if len(images) != len(seeds):
-            raise ValueError(f"{len(images)} images and {len(seeds)} seeds: give one for each")
+            raise ValueError(
+                f"{len(images)} images and {len(seeds)} seeds: give one image per seed"
+            )
         settings.check_size(model.settings, "the images' height", images.shape[1])
         settings.check_size(model.settings, "the images' width", images.shape[2])
     if masks is not None and (images is None or masks.shape != images.shape[:3]):
-        raise ValueError(f"masks have the shape {masks.shape}: give images of the same size")
+        raise ValueError(
+            f"masks have the shape {masks.shape}: give one mask per image, as large as the image"
+        )
     pictures = {sampling.IMAGE: images, sampling.MASK: masks}
     pictures = {name: array for name, array in pictures.items() if array is not None}
     batches = draw_batches(model, prompts, seeds, negative_prompt, guidance, pictures)

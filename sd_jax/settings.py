@@ -293,7 +293,7 @@ def check_pipeline(p: Pipeline) -> None:
     check_size(p, "sampler.width", p.output_shape[1])
     if not 0 < p.strength <= 1 or p.steps_taken < 1:
         raise ValueError(
-            f"strength is {p.strength}, which makes {p.steps_taken} of {p.sampler.steps} steps: it "
+            f"strength is {p.strength}, which runs {p.steps_taken} of {p.sampler.steps} steps: it "
             "must be in (0, 1] and give at least one step"
         )
     channels = (p.vae.latent_channels, p.unet.in_channels, p.unet.out_channels)

@@ -73,7 +73,7 @@ def open_batches(
     """Open the training data of a config, as batches of which this process reads its own rows.
 
     Raises:
-        ValueError: Moments have another size than the config expects, or their manifest names
+        ValueError: Moments differ in size from what the config expects, or their manifest names
             another VAE.
     """
     if not uses_moments(s.data):

@@ -70,7 +70,7 @@ class UNet(nn.Module):
     """The implementation of attention. All give the same numbers up to rounding; "auto" chooses the
     fastest for the device. Heads wider than 128 use "xla" instead of "cudnn"."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
-    """The number format of activations; weights are float32."""
+    """The dtype of activations; weights are float32."""
 
     @nn.compact
     def __call__(

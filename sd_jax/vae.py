@@ -42,7 +42,7 @@ class VAE(nn.Module):
     latent_channels: Count = 4
     """Number of channels of the latents."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
-    """The number format of activations; weights are float32."""
+    """The dtype of activations; weights are float32."""
 
     def setup(self) -> None:
         """Define encoder and decoder; their parameters are params["encoder"] and ["decoder"]."""

@@ -146,7 +146,7 @@ evaluate --checkpoint=x | --checkpoint is 'x': it must be a whole number
 evaluate --reference=D/none.npz | --reference needs a file of prompts
 evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
-precache --workers=2 --worker=2 | --worker=2 of --workers=2: workers are numbered from 0
+precache --workers=2 --worker=2 | --worker=2 of --workers=2: the index must be from 0 to 1
 precache --captions=D/none | D/none
 precache --captions=D/binary.txt | --captions=D/binary.txt is not UTF-8 text
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
@@ -196,7 +196,7 @@ start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: name a folder
 start --data=D/empty | no images in D/empty: looked for jpg
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
-start --data=D/bare.tar | no captions in D/bare.tar, whose files have the suffixes png: set --text
+start --data=D/bare.tar | no captions in D/bare.tar, whose members have the suffixes png: set --text
 start --data=D/table.parquet | image columns: none: set data.text
 start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no .json:caption

@@ -34,7 +34,7 @@ LowLevel = Annotated[float, "[0, inf)"]
 HighLevel = Annotated[float, "(0, inf]"]
 """The upper end of an interval of noise levels."""
 _TRUTH = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -161,7 +161,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def _misfit(value: Any, kind: Any) -> str:
-    """Describe the type that `value` should have. "" if it has it, or if `kind` is not checked."""
+    """Describe the type that `value` should have; "" if it is right or not checked."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, Sequence):
         inner = parts[0] if origin is Sequence or parts[1:] == (...,) else Any

@@ -1,6 +1,6 @@
-"""What config fields mean: each field with its values, its default and the sentence below it.
+"""Describe config fields: the values, the default and the meaning of each field.
 
-The sentence is the string that follows a field in the source of its class.
+The meaning is the string that follows a field in the source of its class.
 """
 
 import ast

@@ -47,14 +47,14 @@ class Run(NamedTuple):
     """Number of steps between two checkpoints. A run that is killed loses at most the steps since
     its last checkpoint."""
     keep_last: Count = 5
-    """How many of the newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: Amount = 0
     """Also keep the checkpoints at multiples of this step; 0 keeps only the newest ones."""
     step_timeout: Count = 1_800
-    """The longest time in seconds that a step and its checkpoint may take. After it, the process
-    prints the stacks of its threads and ends, so that a launcher can start it again."""
+    """The longest time in seconds that a step and its checkpoint may take. If they take longer, the
+    process prints the stacks of its threads and ends, so that a launcher can start it again."""
     prompts: tuple[str, ...] = ()
-    """The texts to draw during training, each one picture of a sheet."""
+    """The texts to draw during training, one picture of the sheet for each."""
     system: str = ""
     """The system that trains this config: imagen_jax, sd_jax, or sd_jax.vae for an autoencoder.
     Every config must name one."""
@@ -87,7 +87,7 @@ class Text(NamedTuple):
     """Number of tokens that T5 reads, of which the network sees the first `max_tokens`. Other
     encoders ignore it."""
     dtype: Annotated[str, DTYPES[:2]] = "bfloat16"
-    """The number format in which a pretrained encoder computes."""
+    """The dtype in which a pretrained encoder computes."""
     drop_prob: Share = 0.1
     """The share of training images whose text is dropped. Guidance needs a model that has also
     learned to draw without a text."""
@@ -129,7 +129,8 @@ class Optimizer(NamedTuple):
     """Number of passes in which a step processes its batch, to save memory. Each pass draws its own
     noise."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
-    """Decay rates of the exponential moving averages of the weights. The largest one draws."""
+    """Decay rates of the exponential moving averages of the weights. Images are drawn with the
+    average that has the largest rate."""
     ema_warmup: bool = False
     """Whether averages start with the lower decay rate (1 + step) / (10 + step), until it reaches
     the one in ema_decays. Short runs need it."""
@@ -140,8 +141,8 @@ class Optimizer(NamedTuple):
     """Number of steps between two snapshots of the power-function averages; 0 for 1/32 of the run.
     """
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
-    """The number format of Adam's first moment. "bfloat16" saves 2 of at least 16 bytes of memory
-    per weight."""
+    """The dtype of Adam's first moment. "bfloat16" saves 2 of at least 16 bytes of memory per
+    weight."""
     max_skipped: Count = 100
     """End the run after this many steps in a row whose loss or gradient is not finite. If no step
     of the run was finite before, it ends after at most 10."""
@@ -154,13 +155,14 @@ class Lora(NamedTuple):
     """
 
     rank: Amount = 0
-    """The rank of the factors: more can learn more, and take more space. 0 trains all weights."""
+    """The rank of the factors. Factors of a higher rank can learn more, and take more space. 0
+    trains all weights."""
     alpha: Positive = 8.0
     """The strength of the factors in training: their product is multiplied by alpha / rank."""
     targets: str = "_attn/"
     """A regular expression that selects the layers to adapt by their paths, such as mid_attn/q."""
     scale: Annotated[float, "[-100, 100]"] = 1.0
-    """The strength of the learned change in drawing: 1 as trained, 0 like the frozen weights."""
+    """The strength of the learned change when images are drawn: 1 as in training, 0 for none."""
 
     @property
     def alpha_by_rank(self) -> float:
@@ -177,7 +179,8 @@ class MeshShape(NamedTuple):
     """Number of groups of devices. Each group holds all weights and processes a part of the batch.
     """
     fsdp: Annotated[int, "(0, inf)", (-1,)] = -1
-    """Number of devices in a group that divide both the weights and the batch among them."""
+    """Number of devices in a group. The weights and the group's part of the batch are split over
+    them."""
     tensor: Annotated[int, "(0, inf)", (-1,)] = 1
     """Number of devices that compute the convolutions of each residual block together."""
 
@@ -191,7 +194,7 @@ class Evaluation(NamedTuple):
     every: Amount = 0
     """Number of training images (not steps) between two evaluations; 0 for no evaluation."""
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
-    """The guidance scales at which every prompt is drawn and scored."""
+    """The guidance scales. Every prompt is drawn and scored at each of them."""
     prompts: str = ""
     """A file of prompts: .txt with one per line, .tsv, COCO's .json, or SOURCE:PATH::TEXT; "" for
     the prompts that the data source provides."""
@@ -229,8 +232,8 @@ class Heldout(NamedTuple):
     records: Count = 256
     """The largest number of held-out records to measure."""
     levels: Annotated[int, "[1, 1000]"] = 8
-    """Number of noise levels at which each record is measured: quantiles of the noise distribution
-    of training."""
+    """Number of noise levels at which each record is measured. They are quantiles of the noise
+    levels in training."""
 
 
 class Data(NamedTuple):
@@ -244,7 +247,7 @@ class Data(NamedTuple):
     "huggingface" (data sets of Hugging Face), "tfds", "moments" (stored outputs of an autoencoder),
     "mixture", "synthetic" (random, for benchmarks), or the name of a module of your own."""
     path: str = ""
-    """Where the data are: a folder, tar files, a URL or the name of a data set, depending on
+    """The location of the data: a folder, tar files, a URL or the name of a data set, depending on
     `source`."""
     text: str = "txt"
     """Where the captions or text embeddings are, such as txt or npy (files beside the images) or
@@ -267,7 +270,7 @@ class Data(NamedTuple):
     """The length in pixels to which the shorter side is resized before the crop; 0 for the size of
     the crop."""
     crop: Annotated[str, CROPS] = "center"
-    """Whether the square is cropped from the center of an image, or from a random place."""
+    """Whether the square is cropped from the center of an image, or from a random position."""
     flip: bool = False
     """Whether to mirror a random half of the images horizontally. Leave it off for text and other
     pictures with a left and a right."""

@@ -69,8 +69,8 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
         value = place.pop(field)
         if change.learned and value not in change.learned:
             raise ValueError(
-                f"{change.field} is {value!r}, which this code no longer does: use the code of "
-                f"before version {change.version} of configs"
+                f"{change.field} is {value!r}, which this code no longer supports: use a version "
+                f"of this project from before config version {change.version}"
             )
         if change.renamed:
             group, _, field = change.renamed.rpartition(".")

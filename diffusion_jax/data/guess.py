@@ -86,7 +86,7 @@ def _of_tars(path: str, text: str) -> Data:
     if not text:
         suffixes = ", ".join(sorted(set(index.suffix.tolist())))
         raise ValueError(
-            f"no captions in {first}, whose files have the suffixes {suffixes or 'none'}: set "
+            f"no captions in {first}, whose members have the suffixes {suffixes or 'none'}: set "
             "--text to the captions' suffix, or unpack the tar into a folder, which needs no "
             "captions"
         )

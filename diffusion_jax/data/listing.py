@@ -1,4 +1,4 @@
-"""Builds and opens listings: memory-mapped files with the place of each record in many tars.
+"""Builds and opens listings: memory-mapped files with the position of each record in many tars.
 
 A listing has 16 bytes per record. It is built once from the indices of the tars (see tars.py) and
 saved as `records-NAME.index` in the folder that holds all tars, or in the user's cache if that
@@ -42,7 +42,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Listing(NamedTuple):
-    """The places of all records that have an image and a text, ordered by tar and member."""
+    """The positions of all records that have an image and a text, ordered by tar and member."""
 
     tars: Sequence[str]
     firsts: Int[np.ndarray, "T+1"]
@@ -92,7 +92,10 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
 
 
 def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
-    """Download a shared listing to `path`; if there is none, build it, and upload it to buckets."""
+    """Download the shared listing to `path`, or build it.
+
+    Upload a built listing if it belongs in a bucket.
+    """
     if storage.is_url(shared) and storage.exists(shared):
         return storage.download(shared, path)
     build(path)

@@ -321,5 +321,5 @@ class Mixture(Pictures):
             yield self.parts[part], rows, indices[rows] - self._firsts[part]
 
     def _part_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of the source that holds each index."""
+        """Return, for each picture index, the index of the source that holds the picture."""
         return np.searchsorted(self._firsts, indices, side="right") - 1

@@ -272,7 +272,7 @@ def local_rows(sharding: Sharding, batch_size: int) -> tuple[int, int]:
 
 
 def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
-    """Return (i, n) if the row ranges `spans` together are the i-th of n equal parts of a batch.
+    """Return (i, n) if the row ranges `spans` form part i of a batch split into n equal parts.
 
     Raises:
         ValueError: the ranges do not cover exactly one of n equal parts.

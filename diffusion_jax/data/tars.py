@@ -33,7 +33,7 @@ _WDINFO = ".pkl"
 
 
 class Index(NamedTuple):
-    """An index of a tar: the record, suffix and place of each of its M files, in order."""
+    """An index of a tar: the record, suffix and position of each of its M files, in order."""
 
     record: Int[np.ndarray, "M"]
     """The number of the record that each file belongs to."""

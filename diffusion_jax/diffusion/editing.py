@@ -45,6 +45,6 @@ def over(
 def steps_taken(strength: float, steps: int) -> int:
     """Return how many of the steps run at this strength, rounded down as in CompVis and diffusers.
 
-    Like theirs, the product is in floating point: 0.58 of 50 steps are 28.
+    As there, the product is computed in floating point, so 0.58 of 50 steps are 28.
     """
     return int(strength * steps)

@@ -57,7 +57,7 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, places: Places) -> Grid
         places: How the sampler places its steps on a discrete schedule.
 
     Raises:
-        ValueError: The grid spaces times, and the noise has no times.
+        ValueError: The grid is spaced in time, but the noise defines no times.
     """
     check(noise, name)
     sigmas, times = named.bound("sampler.grid", name, GRIDS)(noise, s, places, end)
@@ -68,11 +68,11 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, places: Places) -> Grid
 
 
 def check(noise: Noise, name: str) -> None:
-    """Raise ValueError if the grid `name` spaces times and the noise has no times."""
+    """Raise ValueError if the grid `name` is spaced in time, but the noise defines no times."""
     if name in BY_TIMES and noise.level is None:
         raise ValueError(
-            f"sampler.grid is {name!r}, which spaces times, and this diffusion.noise has none: "
-            f"choose from {', '.join(grid for grid in GRIDS if grid not in BY_TIMES)}"
+            f"sampler.grid is {name!r}, which is spaced in time, but this diffusion.noise defines "
+            f"no times: choose from {', '.join(grid for grid in GRIDS if grid not in BY_TIMES)}"
         )
 
 

@@ -226,8 +226,8 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
     del model
     if EMPTY in guide.needs:
         raise ValueError(
-            "sampler.guiding has apg after perp_neg, whose update apg would not project: write "
-            "apg+perp_neg"
+            "sampler.guiding has apg after perp_neg, but apg cannot project perp_neg's update: "
+            "write apg+perp_neg"
         )
 
     def combine(d, x, sigma, guidance):
@@ -288,8 +288,8 @@ def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
     del model
     if guide.other != NEGATIVE:
         raise ValueError(
-            "sampler.guiding has perp_neg, which needs the negative and the empty text, and a "
-            "second model guides: remove one of the two"
+            "sampler.guiding has perp_neg, which guides by the negative and the empty text, "
+            "but --guide names a second model to guide by: remove one of the two"
         )
 
     def combine(d: Mapping[str, Images], x, sigma, guidance):

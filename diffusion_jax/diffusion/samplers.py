@@ -125,7 +125,7 @@ def sampling_grid(noise: Noise, s: Any) -> Grid:
 
 
 def check_grid(noise: Noise, s: Any) -> None:
-    """Raise ValueError if the grid of a config's `sampler` group needs times that noise lacks."""
+    """Raise ValueError if the config's sampling grid needs times, but the noise defines none."""
     grids.check(noise, s.grid or noise.grid or method_of(s).grid)
 
 

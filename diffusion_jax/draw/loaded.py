@@ -284,7 +284,7 @@ class PromptedDenoiser:
 def _paired(
     prompts: str | Sequence[str], seeds: int | Sequence[int] | None
 ) -> tuple[list[str], list[int]]:
-    """Return equally many prompts and seeds. Raise ValueError if their numbers do not fit."""
+    """Return lists of prompts and seeds of equal length. Raise ValueError if they do not match."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if seeds is None or isinstance(seeds, int):
         seeds = [(seeds or 0) + n for n in range(len(texts))]

@@ -119,7 +119,7 @@ def load_guide(
             f"and the model that it guides has {shared(s)}: they must be the same"
         )
     if settings.lora.rank:
-        raise ValueError(f"--guide={guide} is a LoRA: a guide must be a whole model")
+        raise ValueError(f"--guide={guide} is a LoRA: a guide must be a complete model")
     shapes = _placed_shapes(init_of(settings), mesh, rules)
     folder = files.path(workdir) / runs.CHECKPOINTS
     return Guide(settings, restore.load_params(folder, shapes, "ema", step))

@@ -48,7 +48,7 @@ NEWEST = Weights()
 
 
 class Choice(NamedTuple):
-    """A choice of settings and weights, which replace a run's own when it is opened."""
+    """Settings and weights that replace a run's own when the run is opened."""
 
     overrides: Mapping[str, Any] = {}
     weights: Weights = NEWEST
@@ -59,7 +59,8 @@ class Choice(NamedTuple):
 def of_group(group: str, kind: type) -> dict[str, Option]:
     """Return an option for each field of a config group, keyed by the field's name.
 
-    The option for the field `name` has the name of the group: --sampler sets sampler.name.
+    The field `name` is an exception: its option is called like the group, so --sampler sets
+    sampler.name.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
@@ -83,7 +84,7 @@ SHARED: Options = {
         Annotated[int, "[0, inf)"],
     ),
     "guide": Option(
-        "A run, WORKDIR or WORKDIR@STEP, whose model guides in place of the negative prompt.",
+        "A run, WORKDIR or WORKDIR@STEP, whose model guides instead of the negative prompt.",
         str, at_load=True,
     ),
     "lora_scale": of_group("lora", Lora)["scale"]._replace(
@@ -169,7 +170,7 @@ def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
 
 
 def varied(points: Sequence[Sequence[Overrides]]) -> list[dict[str, str]]:
-    """Return, as text, the overrides of each point of a sweep that differ between points.
+    """Return, for each point of a sweep, the overrides that differ between points, as strings.
 
     A point holds the overrides of each stage. If stages have different values, commas join them.
     """

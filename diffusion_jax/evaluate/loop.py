@@ -58,8 +58,8 @@ def collect(
         name: name of the evaluation in messages.
         folder: folder in which each batch's features are saved. Images whose features are already
             saved are not drawn again, even if the batch size has changed. None saves nothing.
-        finite: if True, an image that is not finite also ends the process, and "fine" is not
-            returned. If False, it is only marked in "fine".
+        finite: if True, a non-finite image also ends the process, and the result has no entry
+            "fine". If False, non-finite images are only marked in the entry "fine".
     """
     missing = np.ones(num_images, bool) if folder is None else _missing(folder, num_images)
     batches, parts = _batches(missing, batch_size), []
@@ -105,7 +105,7 @@ def drawing(
         first_seed: seed of image 0; image i has seed first_seed + i.
         size: side in pixels to which images are resized with KERNEL before scoring. None does not
             resize.
-        save: function called with the image numbers and pixels of each batch.
+        save: function called with the image indices and pixels of each batch.
     """
     shown = np.isin(np.arange(len(scorer.prompts)), scorer.shown)
 
@@ -197,7 +197,7 @@ def _is_whole(path: pathlib.Path) -> bool:
 
 
 def _ends(path: pathlib.Path) -> tuple[int, int]:
-    """Return the numbers of the first and the last image of a shard."""
+    """Return the indices of the first and the last image of a shard."""
     first, last = path.stem.split("_")[1:]
     return int(first), int(last)
 
@@ -220,7 +220,7 @@ def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
 
 
 def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.ndarray, "B"]]:
-    """Split the missing image numbers into batches of consecutive numbers."""
+    """Split the missing image indices into batches of consecutive indices."""
     rows = np.flatnonzero(missing)
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [run[i : i + batch_size] for run in runs for i in range(0, len(run), batch_size)]

@@ -79,7 +79,7 @@ class Scorer:
             metrics: keys of METRICS. By default, all metrics that the judges support, except those
                 marked by_name.
             groups: named slices of the prompts. Metric.group names the slice that a metric scores.
-            shown: numbers of the prompts whose pictures are on the contact sheet.
+            shown: indices of the prompts whose pictures are on the contact sheet.
             real: maps prompts to real pictures and captions. None if there are no real pictures.
             guidance: the default guidance scales of a sweep. () means the system's defaults.
 

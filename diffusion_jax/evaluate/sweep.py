@@ -163,7 +163,7 @@ def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
 
 
 def describe(row: Row) -> str:
-    """Return a text with the guidance and the scores of a row, one per line, with intervals."""
+    """Return a string with the guidance and the scores of a row, one per line, with intervals."""
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
         if name in row:

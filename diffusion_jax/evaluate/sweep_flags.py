@@ -36,7 +36,7 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
             "size", None, "Resize pictures to this side before they are scored; none by default."
         ),
         flags.DEFINE_string(
-            "out", None, "A folder for the files, in place of the first model's workdir."
+            "out", None, "A folder for the results instead of the first model's workdir."
         ),
         flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
         count("batch_size", None, "Images drawn at once."),

@@ -60,7 +60,7 @@ def read_back(
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """Return a message about the first file that differs from its list or is in none, or None.
+    """Return a message about the first file that differs from its list or is unlisted, else None.
 
     If `items` names subfolders, only those are compared. Only part `part` of `parts` of the files
     is compared. A folder without lists counts as undamaged, because earlier versions wrote none.

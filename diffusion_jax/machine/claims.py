@@ -34,8 +34,8 @@ def claim(
         before = json.loads(path.read_text())
         if different := unlike(before, now, free):
             raise ValueError(
-                f"{path.parent} was started with other settings ({different}): use the same, or "
-                "write into another folder"
+                f"{path.parent} was started with other settings ({different}): use the same "
+                "settings, or write into another folder"
             )
         return before
     if write:

@@ -40,7 +40,7 @@ _DISTRIBUTED = flags.DEFINE_enum(
 )
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
 _PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
-_PROCESS = flags.DEFINE_integer("process_id", None, "Number of this process.", lower_bound=0)
+_PROCESS = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.", lower_bound=0)
 _TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds to wait for the other processes at the start.", lower_bound=1
 )
@@ -111,7 +111,7 @@ def is_disconnection(error: BaseException | None) -> bool:
 
 
 def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
-    """Return a table with one line per process: its number, its host and its devices."""
+    """Return a table with one line per process: its index, its host and its devices."""
     rows = [("process", "host", "devices")]
     for process, host in enumerate(hosts):
         local = [device for device in devices if device.process_index == process]
@@ -227,8 +227,8 @@ def _check_port(identity: Mapping[str, Any]) -> None:
     except OSError as error:
         raise exits.Busy(
             f"process 0 cannot listen at {address} on {socket.gethostname()} ({error.strerror}): "
-            "another program or an earlier run holds the port; wait for its end, or choose another "
-            "port for all processes"
+            "another program or an earlier run holds the port; wait until it ends, or choose "
+            "another port for all processes"
         ) from error
 
 

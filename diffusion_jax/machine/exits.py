@@ -13,4 +13,4 @@ PREEMPTED = 143
 
 
 class Busy(ValueError):
-    """The error that another process holds a workdir or port that this process needs."""
+    """Error raised if another process holds a workdir or port that this process needs."""

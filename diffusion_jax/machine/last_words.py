@@ -38,7 +38,7 @@ class LastWords:
             self._child.stdin.flush()
 
     def cancel(self) -> None:
-        """End the child process without printing the message."""
+        """Discard the message, and end the child process that would print it."""
         self.replace("")
         with contextlib.suppress(OSError):
             self._child.communicate()

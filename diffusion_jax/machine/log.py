@@ -141,12 +141,12 @@ def _parse(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[str
 
 
 def _metrics(line: Any) -> dict[str, Any]:
-    """Return a line of metrics. Raise ValueError if it is not one."""
+    """Parse a line of metrics. Raise ValueError if it is malformed."""
     is_number = lambda value: type(value) in (int, float)
     if not isinstance(line, dict) or type(line.get("step")) is not int:
-        raise ValueError("not a line of metrics")
+        raise ValueError("the line has no whole number `step`")
     if not all(value is None or is_number(value) for value in line.values()):
-        raise ValueError("not a line of numbers")
+        raise ValueError("the line holds a value that is not a number")
     return line
 
 

@@ -115,5 +115,5 @@ def _clock(seconds: float) -> str:
 
 
 def block(rows: Iterable[tuple[str, object]]) -> str:
-    """Return a text with one line per row; each line holds a name and its value."""
+    """Return a string with one line per row; each line holds a name and its value."""
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

@@ -240,7 +240,7 @@ class Remote(pathlib.PosixPath):
 
     @property
     def _start(self) -> int:
-        """Return the index at which the relative path starts in fsspec's names of objects below."""
+        """Return the length of the prefix to cut from fsspec's object names for relative paths."""
         return len(str(self).partition("://")[2]) + 1
 
     def _find(self) -> dict[str, dict[str, Any]]:

@@ -172,7 +172,8 @@ def check_batch(
 
     Args:
         batch_size: Samples in the global batch.
-        accumulate: Micro batches per batch. With another `name`, samples per micro batch.
+        accumulate: Micro batches per batch; if `name` is "optimizer.micro_batch", the samples per
+            device in a micro batch instead.
         mesh: The mesh.
         name: The name of `accumulate` in the error message.
     """
@@ -208,9 +209,9 @@ def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple
 
 
 def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None) -> P:
-    """Return a spec that splits the axis `tensor` over "tensor", if its size is divisible.
+    """Return a spec that splits axis number `tensor` over the mesh axis "tensor", if it divides.
 
-    The largest other axis is split over "fsdp".
+    The largest other axis is split over the mesh axis "fsdp".
     """
     spec: list[str | None] = [None] * len(shape)
     ways = mesh.shape["tensor"]

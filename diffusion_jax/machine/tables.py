@@ -63,6 +63,6 @@ def first_of_each(rows: np.ndarray) -> np.ndarray:
 
 
 def _bound(number: int, count: int) -> bytes:
-    """Return the lowest key of a range, or b"" for the first range and beyond the last one."""
+    """Return the lowest key of range `number`; b"" for range 0 and for `number` == `count`."""
     least = -(-number * 2**64 // count)
     return b"" if number == count else least.to_bytes(8, "big").rstrip(b"\0")

@@ -100,11 +100,11 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
 
 
 def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
-    """Return the variables that are split over devices, and those that are partial sums.
+    """Return the variables that are sharded over devices, and those that are partial sums.
 
-    `inputs` are the inputs that are split. A product of a split array with a whole one is split. A
-    product of two split arrays is a sum over devices, as in the second of two layers. In batched
-    products, as in attention, the batch axes are split.
+    `inputs` are the sharded inputs. The product of a sharded and an unsharded array is sharded. The
+    product of two sharded arrays is a partial sum on each device, as after the second of two
+    tensor-parallel layers. In batched products, as in attention, the batch axes are split.
     """
     parts, summed = set(inputs), []
     for name, sources, outputs in program.equations:
@@ -132,12 +132,12 @@ def lifetimes(
 
     Args:
         program: A program traced with a batch of `samples`.
-        samples: A prime that divides no other size in the program. So an array depends on the batch
-            exactly if `samples` divides its size.
+        samples: A prime that divides no other size in the program. The size of an array therefore
+            depends on the batch size if and only if `samples` divides it.
         parts: Inputs that are split over devices. They are gathered for operations that need them
             whole. Other inputs are not counted.
         results: Bytes of each output that stays in memory.
-        ways: The number of devices over which a variable is always split.
+        ways: For each variable that stays sharded, the number of devices that it is sharded over.
     """
     stored, reads = _schedule(program, frozenset(parts))
     written = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
@@ -220,7 +220,7 @@ def _schedule(
 
 
 def _needed_whole(program: Program) -> set[int]:
-    """Return the variables that a product or similar operation reads, directly or by an alias."""
+    """Return the variables that products and the like read in full, directly or by an alias."""
     whole: set[int] = set()
     for name, inputs, outputs in reversed(program.equations):
         if name in _OPAQUE:

@@ -120,8 +120,8 @@ def _keep_freed_memory() -> None:
 def here() -> list[str]:
     """Return the kinds of accelerators that have a JAX plugin and that JAX_PLATFORMS allows.
 
-    The generation of a TPU is included if the machine reports it. Settings for an absent device do
-    nothing, because only that device's compiler reads them.
+    The generation of a TPU is included if the machine reports it. The list may name a device that
+    is absent. This does no harm, because only that device's compiler reads its settings.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu,cuda"
     has = lambda *names: any(importlib.util.find_spec(name) for name in names)

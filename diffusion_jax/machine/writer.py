@@ -139,7 +139,7 @@ def _has_ended(holder: dict[str, Any]) -> bool:
 def _refusal(folder: pathlib.Path, holder: dict[str, Any]) -> str:
     return (
         f"{folder} is being written by process {holder.get('pid')} on {holder.get('host')} since "
-        f"{holder.get('since')} ({holder.get('command')}): wait for its end, end it, or choose "
+        f"{holder.get('since')} ({holder.get('command')}): wait until it ends, stop it, or choose "
         "another folder"
     )
 

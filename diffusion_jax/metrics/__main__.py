@@ -31,7 +31,7 @@ converts the public weights of the FID Inception to safetensors, without torch.
     python -m diffusion_jax.metrics train_judge --data=SOURCE:PATH::TEXT --out=FOLDER
 
 trains a judge for `evaluate --judge=FOLDER` on a captioned data set, such as
-webdataset:data/emoji/train, and prints its scores of real and of damaged pictures.
+webdataset:data/emoji/train, and prints its scores on real and on damaged pictures.
 """
 
 import functools
@@ -96,8 +96,8 @@ _DATA = flags.DEFINE_string("data", None, "train_judge: captioned data set, SOUR
 _SEEN = flags.DEFINE_integer(
     "seen", 150_000, "train_judge: number of training pictures, with repetition.", lower_bound=1
 )
-_OTHER = flags.DEFINE_string("other", "", "train_judge: the same pictures in another style; the "
-                             "judge is tested on telling them apart.")  # fmt: skip
+_OTHER = flags.DEFINE_string("other", "", "train_judge: pictures with the same captions in another "
+                             "style, as one more test.")  # fmt: skip
 _SHARD = flags.DEFINE_integer(
     "shard_images", reference.Work().shard, "stats: images per shard, the most work that an "
     "interruption loses.", lower_bound=1,

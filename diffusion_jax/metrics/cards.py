@@ -112,7 +112,7 @@ def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[di
 
     Args:
         scored: scores by name.
-        allow: fields in ALIKE that may differ nevertheless.
+        allow: fields of ALIKE that may differ in this table.
 
     Raises:
         ValueError: any other field in ALIKE differs, or the sets have no score in common.

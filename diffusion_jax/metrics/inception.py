@@ -141,10 +141,10 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
 
 
 def _inner(x: Array) -> Array:
-    """Crop the border of a padded 3x3 convolution's output, which leaves the unpadded output.
+    """Crop the output of a padded 3x3 convolution to that of the unpadded one.
 
-    On CPUs, XLA's fast convolution requires padding. Without it, two layers took half of the
-    network's time.
+    Two layers are computed with padding and cropped, because XLA's fast convolution on CPUs
+    requires padding. Without it, these layers took half of the network's time.
     """
     return x[:, 1:-1, 1:-1]
 

@@ -128,11 +128,11 @@ class Shards(NamedTuple):
 
     @property
     def numbers(self) -> range:
-        """The shard numbers, starting at 0."""
+        """The shard indices, starting at 0."""
         return range(-(-len(self.images) // self.work.shard))
 
     def rows(self, shard: int) -> range:
-        """Return the range of image numbers in a shard."""
+        """Return the range of image indices in a shard."""
         first = shard * self.work.shard
         return range(first, min(first + self.work.shard, len(self.images)))
 

@@ -73,7 +73,7 @@ def choose(queries: int, keys: int, head_dim: int, dtype: DTypeLike) -> str:
 
 
 def counts_keys(implementation: str) -> bool:
-    """Return whether an implementation may use only the number of valid keys, not their places.
+    """Return whether an implementation may use only the number of valid keys, not their positions.
 
     Text must then be reordered with `valid_first`.
     """

@@ -97,7 +97,7 @@ def _lengths(encoder: TextEncoder, tokens: Batch) -> Int[np.ndarray, "N"]:
 def _batches(
     lengths: Int[np.ndarray, "N"], batch_tokens: int, ways: int
 ) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
-    """Yield (numbers of texts, length) of batches that divide over `ways` devices.
+    """Yield (indices of texts, length) for batches whose size is a multiple of `ways` devices.
 
     The last batch of a length is padded with copies of its first text.
     """
@@ -112,7 +112,7 @@ def _batches(
 
 
 def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Array]) -> None:
-    """Copy an encoded batch without padding into `rows`, by the numbers of its texts."""
+    """Copy an encoded batch without padding into `rows`, keyed by the indices of its texts."""
     encoded = jax.device_get(encoded)
     for i, text in enumerate(part.tolist()):
         tokens = int(encoded["tokens"][i])

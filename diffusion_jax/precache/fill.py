@@ -64,7 +64,7 @@ def estimate(job: Job, format: str) -> str:
     total = len(job.captions)
     sample = np.unique(np.linspace(0, total - 1, min(total, _SAMPLE)).astype(np.int64))
     texts = job.captions.read(sample)
-    store.keys_of(texts, job.identity)  # Raises ValueError for a caption that is not a text.
+    store.keys_of(texts, job.identity)  # Raises ValueError for a caption that is not a string.
     lengths = encode.lengths_of(job.encoder, texts)
     size = total * store.bytes_per_caption(lengths.mean(), job.encoder.width, format)
     free = plan.free_bytes(files.path(job.text.store))

@@ -1,4 +1,4 @@
-"""Finish a store of embeddings: write its manifest, and its index of the places of all keys.
+"""Finish a store of embeddings: write its manifest, and its index of the positions of all keys.
 
 The keys of each shard are written to a sorted table. Each range of keys, from all tables, becomes a
 part of the index, and the parts are joined (see machine/tables.py).

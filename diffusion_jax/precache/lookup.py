@@ -48,10 +48,11 @@ def open_online(text: Text) -> TextEncoder:
     if kind.pretrained and not kind.packaged and not text.weights:
         where = f"in {text.store}" if text.store else "of training"
         raise ValueError(
-            f"the embeddings {where} were made by {text.encoder!r}, which new texts need too: name "
-            f"its weights, of width {text.width}, with --text_weights=FOLDER (sampling and "
-            "evaluation) or --config.text.weights=FOLDER (training); FOLDER may be a Hugging Face "
-            "name. To convert pickles, run\n  python -m diffusion_jax.text convert FOLDER OUT"
+            f"the embeddings {where} were made by {text.encoder!r}, and new texts need the same "
+            f"encoder: give its weights, of width {text.width}, with --text_weights=FOLDER "
+            "(sampling and evaluation) or --config.text.weights=FOLDER (training); FOLDER may be "
+            "a Hugging Face name. To convert pickles, run\n  python -m diffusion_jax.text convert "
+            "FOLDER OUT"
         )
     encoder = registry.make_encoder(text)
     if text.store and (files.path(text.store) / store.MANIFEST).is_file():

@@ -1,7 +1,7 @@
 """Encode images as tars of VAE moments (means and log variances of latents), shard by shard.
 
 Shard i holds the usable records among i * N to (i + 1) * N - 1 of the source, so shards can be
-written in any order, by several workers, and again after a kill.
+written in any order, by several workers, and again after an interruption.
 """
 
 import functools

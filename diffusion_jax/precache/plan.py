@@ -34,7 +34,7 @@ class Captions(NamedTuple):
         return len(self.prompts) + self.num_data
 
     def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        """Return the captions with these numbers, read by several threads."""
+        """Return the captions with these indices, read by several threads."""
         with ThreadPoolExecutor(max(1, self.threads)) as threads:
             parts = [numbers[i : i + _READ] for i in range(0, len(numbers), _READ)]
             return [text for part in threads.map(self._read, parts) for text in part]
@@ -63,12 +63,12 @@ class Plan(NamedTuple):
 
     @property
     def chunks(self) -> range:
-        """Return the numbers of all chunks; a chunk is 65,536 consecutive captions."""
+        """Return the indices of all chunks; a chunk is 65,536 consecutive captions."""
         return range(-(-self.captions // _CHUNK))
 
     @property
     def ranges(self) -> range:
-        """Return the numbers of all ranges of keys; keys are hashes of captions."""
+        """Return the indices of all key ranges; keys are hashes of captions."""
         return range(tables.num_ranges(self.captions))
 
     @property
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
         return tables.read(self.folder / "counts", _NUMBER)
 
     def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
-        """Return the numbers of the captions of a chunk."""
+        """Return the indices of the captions of a chunk."""
         return np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.captions))
 
     def keys(self, chunk: int) -> pathlib.Path:
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     def new_captions(self, part: int) -> pathlib.Path:
         """Return the path of the file that lists the captions to encode in a range of keys.
 
-        The file holds sorted int64 numbers of captions.
+        The file holds sorted int64 indices of captions.
         """
         return self.folder / f"new-{part:08}"
 
@@ -97,14 +97,14 @@ class Plan(NamedTuple):
 
 
 def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
-    """Write the table of the keys in a chunk, each with the number of its first caption."""
+    """Write the table of the keys in a chunk, each with the index of its first caption."""
     rows = np.zeros(len(keys), _ROW)
     rows["key"], rows["number"] = keys, plan.numbers(chunk)
     tables.write(plan.keys(chunk), tables.first_of_each(rows))
 
 
 def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
-    """Write the numbers of the captions to encode in one range of keys, as sorted int64.
+    """Write the indices of the captions to encode in one key range, as sorted int64.
 
     These are the first captions of all keys that are not in the shards `held`. Memory holds only
     one range of keys, about 300 MB.
@@ -127,7 +127,7 @@ def write_counts(plan: Plan) -> int:
 
 
 def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
-    """Return the sorted numbers of the captions that a shard will hold."""
+    """Return the sorted indices of the captions that a shard will hold."""
     counts, first = plan.counts, shard * plan.size
     chunk = int(np.searchsorted(counts, first, side="right")) - 1
     end = int(np.searchsorted(counts, first + plan.size))

@@ -4,12 +4,12 @@ A store is a folder. Its shards are safetensors files with these arrays: `keys` 
 `first` int64 [N + 1], the first row of each text; `check` int64 [N], a CRC-32 of a text's key and
 rows; `values` [T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors`
 float64 [3], a summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the
-place of their rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of
+position of their rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of
 the index. It is written last: a store whose manifest lists no shards is unfinished.
 
-The format is not ArrayRecord, because that has no lookup by key; with our index, reading the
-rows of a text is a single copy from the mapped file. The key is a hash of the text and of
-everything that determines its rows: encoder, weights, tokenizer, maximum length, type.
+The format is not ArrayRecord, because that has no lookup by key; with our index, reading the rows
+of a text is a single copy from the mapped file. The key is a hash of the text and of everything
+that determines its rows: encoder, weights, tokenizer, maximum length, dtype.
 """
 
 import functools
@@ -74,7 +74,7 @@ def fingerprint(encoder: TextEncoder) -> dict[str, str]:
 
 
 def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity) -> None:
-    """Raise ValueError if a store was made with other text encoder settings than `wanted`."""
+    """Raise ValueError if a store was made with text encoder settings that differ from `wanted`."""
     if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
             f"the embeddings in {path} were made with other settings ({different}): set the "

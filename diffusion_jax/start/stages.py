@@ -200,7 +200,7 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
         least = (overhead + _LEAST * measured.seconds) / stage.share
         hours = 1.1 * least / 3600  # The message shows two digits.
         raise ValueError(
-            f"the time suffices for {max(0, steps)} steps of {stage.base} here: "
+            f"on this machine, the time allows only {max(0, steps)} steps of {stage.base}: "
             f"give --hours={hours:.2g} or more"
         )
     note = f"Fills the time at {measured.images_per_second:.3g} images/s, measured."

@@ -45,7 +45,9 @@ def config(base: str, changes: Changes) -> dict[str, Any]:
     try:
         exec(source(base, changes, ""), names)  # The same text that training will read.
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error}: run this command in the folder of a checkout") from error
+        raise ValueError(
+            f"{error}: run this command from the root of a checkout of this repository"
+        ) from error
     return systems.complete(names["get_config"]().to_dict())
 
 

@@ -61,7 +61,7 @@ class Tokenize:
         return max(*ids, self.end, self.pad, self.begin or 0) + 1
 
     def __call__(self, texts: Sequence[Any], length: int) -> dict[str, np.ndarray]:
-        """Tokenize texts. The mask is True at the text, `begin` and `end`.
+        """Tokenize texts. The mask is False at padding, and True at all other tokens.
 
         Raises:
             ValueError: an element of `texts` is not a string.

@@ -48,12 +48,12 @@ class DataIterator(Protocol):
         ...
 
     def set_state(self, state: bytes) -> None:
-        """Move to a position. The next batch is the one after it."""
+        """Return to a saved position, so that the batch after it is read next."""
         ...
 
 
 class NotSaved(RuntimeError):
-    """A checkpoint could not be written or read back."""
+    """Error raised if a checkpoint cannot be written or read back."""
 
 
 class Checkpointer:
@@ -78,7 +78,7 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([last, *every]),
             # Old steps are renamed before they are deleted, so that a kill during a deletion does
-            # not leave a folder that looks whole.
+            # not leave a folder that looks complete.
             todelete_subdir=_DELETED,
             # Despite its name, Orbax calls this in process 0 before the folder gets its final name.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
@@ -210,7 +210,11 @@ class Checkpointer:
             yield
         except Exception as error:
             reason, last = f"{error}".partition("\n")[0][:300], self.latest_step()
-            whole = "There is no other" if last is None else f"The last whole one is of step {last}"
+            whole = (
+                "There is no other checkpoint"
+                if last is None
+                else f"The newest complete one is of step {last}"
+            )
             raise NotSaved(
                 f"a checkpoint under {self._directory} could not be written: {reason}. {whole}; is "
                 "the disk full?"

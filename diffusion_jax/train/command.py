@@ -123,7 +123,7 @@ def command(
 
 
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
-    """Open the scores of the config's `evaluation` group. Return None if it asks for no scores."""
+    """Open the scoring that the config's `evaluation` group describes; None if it requests none."""
     if open_prompts is None or not s.evaluation.every:
         return None
     # Imported here because it loads judges, extractors and metrics.

@@ -109,7 +109,7 @@ def peak(arrays: Lifetimes, samples: int) -> int:
 
 
 def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
-    """Return the operations between which each array of the step is in memory on one device."""
+    """Return, for each array of the step, the operations between which it is in device memory."""
     params, program = traced.state.params, traced.program
     weights = (params, shapes(traced.task.frozen))
     leaves, places = (

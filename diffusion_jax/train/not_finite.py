@@ -37,7 +37,7 @@ Names = Callable[[Sequence[int]], list[str]]
 
 
 class Lookout:
-    """A watch for skipped steps. A step is skipped if its loss or gradient is not finite."""
+    """A detector of skipped steps. A step is skipped if its loss or gradient is not finite."""
 
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
         """Start at step `step`, when `skipped` steps have been skipped so far.
@@ -76,7 +76,7 @@ class Lookout:
 
 
 class NothingLearned(RuntimeError):
-    """Too many steps in a row were skipped."""
+    """Error raised if too many steps in a row are skipped."""
 
     def __init__(self, step: int, steps: int) -> None:
         """Create the error for `steps` skipped steps in a row, ending with step `step`."""
@@ -90,7 +90,7 @@ class NothingLearned(RuntimeError):
 
 
 class Observed(NamedTuple):
-    """What a second run of one micro batch of B samples showed, as host arrays."""
+    """The findings of a second run of one micro batch of B samples, as host arrays."""
 
     part: int
     """Index of the micro batch: the first with a non-finite value, or the last one."""
@@ -213,7 +213,7 @@ class _Walk:
         self._last: tuple[str, Sequence[Any]] | None = None
 
     def run(self, program: Any, consts: Sequence[Any], inputs: Sequence[Any], outer: str) -> list:
-        """Return the outputs of a jaxpr inside the scope `outer`."""
+        """Evaluate a jaxpr that lies in the named scope `outer`, and return its outputs."""
         values = dict(zip((*program.constvars, *program.invars), (*consts, *inputs), strict=True))
         read = lambda v: v.val if isinstance(v, core.Literal) else values[v]
         for equation in program.eqns:
@@ -223,7 +223,7 @@ class _Walk:
         return list(map(read, program.outvars))
 
     def look(self) -> None:
-        """Record whether the last outputs are finite."""
+        """Record whether the last outputs of the module evaluated so far are finite."""
         if self._last is not None:
             scope, outputs = self._last
             self.modules.append(module_of(scope))

@@ -15,7 +15,7 @@ _MANY = 3  # The number of largest parts that the message names.
 
 
 class OutOfMemory(RuntimeError):
-    """A step does not fit in a device's memory."""
+    """Error raised if a step does not fit in a device's memory."""
 
 
 def on_a_device(tree: Any) -> int:

@@ -19,8 +19,8 @@ def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyAr
     """Return the key of micro batch `part` of `parts`, which holds rows part, part + parts, ...
 
     An array [b, ...] drawn from this key equals the same rows of the array [parts * b, ...] drawn
-    from `key`. This also holds for keys that are split from it. Scalars equal those drawn from
-    `key`.
+    from `key`. This also holds for keys that are split from this key. A scalar drawn from this key
+    equals the scalar drawn from `key`.
     """
     data = jnp.append(jax.random.key_data(key), jnp.asarray(part, jnp.uint32))
     return jax.random.wrap_key_data(data, impl=_implementation(parts, jax.random.key_impl(key)))

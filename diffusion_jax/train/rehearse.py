@@ -53,8 +53,8 @@ def rehearse(
       settings: the optimizer. `accumulate` is the number of micro batches per step.
       mesh: the devices of the run.
       workdir: an existing run in it is compared with this one. Nothing is written to it.
-      alone: whether the command ends after the rehearsal. If so, look for damaged checkpoints
-        here, since no training will.
+      alone: whether the command ends after the rehearsal. If so, look for damaged checkpoints here,
+          since no training follows that would.
       device_memory: bytes of memory of one device; None: that of this machine's devices.
 
     Raises ValueError if the run would fail. Other errors get a note that names the traced part.

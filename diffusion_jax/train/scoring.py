@@ -20,7 +20,8 @@ def open_scoring(
 
     Args:
       evaluation: the group.
-      source: the name data.source. Its own scorer is used if the group names no prompts file.
+      source: the config's data.source. The source's own scorer is used if the group names no file
+          of prompts.
       size: the side in pixels of the pictures that the model draws.
       open_prompts: takes all prompts and returns the tokenizer for them.
 
@@ -70,7 +71,9 @@ def score_now(
         features = loop.collect(len(scorer.prompts), batch_size, compute, name)
         bad = int((~features["fine"]).sum())
         if bad:
-            logging.warning("%d images at guidance %g are not finite: no scores of it", bad, value)
+            logging.warning(
+                "%d images at guidance %g are not finite: this guidance gets no scores", bad, value
+            )
         row = {"images_not_finite": float(bad)} if bad else scorers.columns(scorer.score(features))
         scores |= {f"evaluation/{name}/{column}": value for column, value in row.items()}
     return scores

@@ -107,7 +107,7 @@ class Site:
         if name not in self.models:
             raise ValueError(f"there is no model {name!r}: choose from {', '.join(self.models)}")
         if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > _MAX_LETTERS:
-            raise ValueError(f"the prompt must be a text of 1 to {_MAX_LETTERS:,} letters")
+            raise ValueError(f"the prompt must be a string of 1 to {_MAX_LETTERS:,} characters")
         if type(seed) is not int or not 0 <= seed < 2**31:
             raise ValueError(f"the seed is {seed!r}: it must be a whole number from 0 to 2^31 - 1")
         values = request.get("choices") or {}
@@ -341,6 +341,8 @@ def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
                     f"{field} is {one}: it must be at most {_MAX[name]:,} on this page"
                 )
             if isinstance(one, str) and len(one) > _MAX_LETTERS:
-                raise ValueError(f"{name} has {len(one):,} letters: give {_MAX_LETTERS:,} at most")
+                raise ValueError(
+                    f"{name} has {len(one):,} characters: give {_MAX_LETTERS:,} at most"
+                )
         checked.append((name, each if type(value) is list else each[0]))
     return checked

@@ -193,7 +193,7 @@ def write(
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """Return a text that lists a few names and the number of the other names."""
+    """Return a string that lists a few names and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "none"
@@ -271,7 +271,7 @@ def _check_shapes(
     ]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} arrays have other shapes than the model: {some(wrong)}. "
+            f"{len(wrong)} arrays have shapes that differ from the model's: {some(wrong)}. "
             "Use the config that the weights were trained with"
         )
 

@@ -79,8 +79,8 @@ def check_written(
 ) -> None:
     """Raise ValueError unless a workdir holds exactly the given weights.
 
-    `weights` is keyed by the name of each average. The network must also compute the same, finite
-    outputs from the weights that are read back.
+    `weights` is keyed by the name of each average. With the weights that are read back, the network
+    must also compute the same outputs, and these must be finite.
     """
     folder = files.path(workdir) / runs.CHECKPOINTS
     with_learned = objective.make(s.diffusion).with_learned
@@ -102,7 +102,9 @@ def check_written(
                 raise ValueError(f"{workdir} does not hold the weights {name!r} that were read")
             output, restored_output = compute(expected), compute(restored)
             if _bits(output) != _bits(restored_output) or not jnp.isfinite(output).all():
-                raise ValueError(f"{workdir}: the weights {name!r} do not compute finite numbers")
+                raise ValueError(
+                    f"{workdir}: the outputs with the weights {name!r} changed or are not finite"
+                )
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
     logging.info(
         "%s: wrote %s parameters (%s) and verified them bit by bit and in a forward pass",

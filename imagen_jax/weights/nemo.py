@@ -59,7 +59,10 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
 
 
 def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
-    """Convert params to a NeMo state dict without prefixes. A UNet's first layer gets two names."""
+    """Convert params to a NeMo state dict without prefixes.
+
+    The first layer of a UNet is written twice, because NeMo has two names for it.
+    """
     state = torch_weights.to_state_dict(params, table(params, unet))
     if isinstance(unet, UNet):
         for part in ("weight", "bias"):

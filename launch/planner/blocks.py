@@ -30,7 +30,7 @@ DEAREST = 10
 
 
 class Block(NamedTuple):
-    """Block of a network: a module and its input shapes, for all calls with equal ones."""
+    """Block of a network: a module with its input shapes. It stands for all calls like it."""
 
     label: str
     """Class and input shapes, such as "ResBlock 16x64x64x256, 16x1024"."""
@@ -234,7 +234,7 @@ def _label(module: nn.Module, inputs: Any) -> str:
 
 
 def _fields(module: nn.Module) -> str:
-    """Return a text that is equal for modules of equal class and fields, whatever their names."""
+    """Return a string that identifies a module's class and fields, but not its name."""
     values = {f.name: getattr(module, f.name, None) for f in dataclasses.fields(module)}
     fields = {
         name: getattr(value, "__qualname__", value)

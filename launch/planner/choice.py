@@ -42,7 +42,8 @@ def best(
     """Return the choice with the fastest step on the target, or None if nothing fits into memory.
 
     `shapes` are the mesh sizes (replica, fsdp) to try, by default those from `meshes`. `mfu` is the
-    utilization of arithmetic. Step times assume that no communication overlaps with arithmetic.
+    assumed model FLOP utilization. Step times assume that no communication overlaps with
+    arithmetic.
     """
     choices = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
     return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)

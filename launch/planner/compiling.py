@@ -85,7 +85,7 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
     devices = jax.devices() if missing else _devices(target)
     if len(devices) != mesh.size:
         raise ValueError(
-            f"the mesh has {mesh.size} devices, but the compiler has {len(devices)}: set the mesh "
+            f"the mesh has {mesh.size} devices, but the target has {len(devices)}: set the mesh "
             "to use all of them"
         )
     grid = np.array(devices).reshape(tuple(mesh.shape.values()))

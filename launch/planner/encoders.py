@@ -43,7 +43,7 @@ def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple
 
 
 def _stored(text: Text) -> TextEncoder:
-    """Return an encoder for stored embeddings; for planning, every text has zeros."""
+    """Return an encoder for stored embeddings. For planning, all embeddings are zeros."""
     array = np.zeros((text.max_tokens, text.width), np.float32)
     encoder = precomputed.encoder(text.width, text.max_tokens)
     return encoder._replace(tokenize=lambda texts: encoder.tokenize([array] * len(texts)))

@@ -27,7 +27,7 @@ class Array(NamedTuple):
     order: tuple[int, ...]
     """Axes from the fastest-varying (minor-most) to the slowest-varying."""
     tiles: str
-    """Tiling as text, such as T(8,128)(2,1); "" for none."""
+    """Tiling as a string, such as T(8,128)(2,1); "" for none."""
 
     @property
     def bytes(self) -> int:
@@ -52,10 +52,10 @@ class Instruction(NamedTuple):
 
     name: str
     shape: str
-    """Shape of the result, as text."""
+    """Shape of the result, as a string."""
     opcode: str
     arguments: str
-    """Operands and attributes, as text."""
+    """Operands and attributes, as a string."""
 
     @property
     def source(self) -> str:

@@ -112,9 +112,9 @@ def of_blocks(
 def total(
     rows: Sequence[tuple[Block, Measured]], update: Measured, passes: int, kind: str
 ) -> Profile:
-    """Return the sum of the estimates of all calls of all blocks and of the parameter update.
+    """Add up the estimates of all block calls and of the parameter update.
 
-    `passes` is the number of micro batches per step, in each of which all blocks run.
+    `passes` is the number of micro batches per step. All blocks run in each of them.
     """
     kinds, layers = collections.Counter(), collections.Counter()
     calls = [(passes * len(block.names), part) for block, part in rows]

@@ -1,4 +1,4 @@
-"""Reading of configs for the planner: the train task and the shapes of its state, not weights."""
+"""Read configs for the planner: the training task and the shapes of its state, without weights."""
 
 import importlib
 from collections.abc import Mapping

@@ -102,7 +102,7 @@ def make_evaluate(
     """Return functions that draw images from all captions and compute FID and CLIP score.
 
     Every process gets the same scores. Both are NaN if any image has a value that is not finite.
-    The initial noise of an image depends only on the seed, the training step and the number of the
+    The initial noise of an image depends only on the seed, the training step and the index of the
     caption, not on the batch size or the number of devices.
 
     Args:

@@ -23,7 +23,7 @@ _COLUMNS = ("image_id", "id", "caption")
 
 
 class Caption(NamedTuple):
-    """A caption of COCO, with COCO's numbers of the caption and of the image that it describes."""
+    """A caption of COCO, with COCO's ids of the caption and of the image that it describes."""
 
     image_id: int
     id: int

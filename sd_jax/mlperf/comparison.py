@@ -1,4 +1,4 @@
-"""Compare benchmark runs with MLPerf's reference runs, as a text and as figures."""
+"""Compare benchmark runs with MLPerf's reference runs, as a table and as figures."""
 
 import math
 import pathlib
@@ -27,7 +27,7 @@ def check_alike(runs: Sequence[Result]) -> int:
 
 
 def describe(runs: Sequence[Result], verdict: Verdict) -> str:
-    """Return a text that compares benchmark runs with MLPerf's reference runs.
+    """Return a string that compares benchmark runs with MLPerf's reference runs.
 
     It lists the runs, the verdict, and the scores beside those of the reference runs.
     """

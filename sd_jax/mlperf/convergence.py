@@ -24,7 +24,7 @@ class Result(NamedTuple):
     """Outcome of a benchmark run, finished or not, read from its log."""
 
     name: str
-    """The workdir of the run, or the path of a log that has another name than result.txt."""
+    """The workdir of the run, or the path of a log that is not called result.txt."""
     batch_size: int
     status: str
     """The status "running" until the log has a run_stop event, then "success" or "aborted"."""

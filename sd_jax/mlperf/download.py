@@ -74,7 +74,8 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
         path = pathlib.PurePosixPath(path.lstrip(" *"))
         if len(digest) != 32 or path.is_absolute() or ".." in path.parts or not path.name:
             raise ValueError(
-                f"{stem}.md5: {line!r} is not a line of md5sum, or its path leaves the set"
+                f"{stem}.md5: {line!r} is not in the output format of md5sum, or its path is "
+                "outside of the set"
             )
         hashes[str(path)] = digest
     names = {path.rpartition("/")[2] for path in hashes}

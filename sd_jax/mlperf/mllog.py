@@ -67,7 +67,9 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
     lines = text[: text.rfind("\n") + 1].splitlines()  # The last line may be incomplete.
     events = _parse(lines, path)
     if len(events) < len(lines):
-        raise ValueError(f"{path} holds lines that are not mllog's: move the file away")
+        raise ValueError(
+            f"{path} holds lines that are not in mllog's format: move the file to another folder"
+        )
     whole = _whole(events, samples)
     if jax.process_index() == 0:
         files.write_whole(path, "".join(f"{line}\n" for line in lines[:whole]))

@@ -254,7 +254,7 @@ def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> 
 
 
 def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
-    """Return a callback for the training loop that logs the end of a block and the next start.
+    """Return a callback for the training loop that logs when a block ends and the next starts.
 
     Args:
         run: The benchmark run.

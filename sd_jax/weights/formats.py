@@ -297,7 +297,7 @@ def vae_from_weights(state: StateDict) -> VAE:
 
 
 def check_only(config: Config, options: Config) -> None:
-    """Raise ValueError if `config` sets an option to another value than `options` does."""
+    """Raise ValueError if `config` sets an option to a value other than the one in `options`."""
     for name, supported in options.items():
         value = config.get(name, supported)
         if (list(value) if isinstance(value, tuple) else value) != supported:

@@ -201,8 +201,8 @@ def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     file = path.parent / _CONFIG
     if not file.is_file():
         raise ValueError(
-            f"{path} has peft's names, {_PEFT}..., but {file} is missing, which holds alpha: put "
-            "the one that peft wrote beside it"
+            f"{path} has peft's names, {_PEFT}..., but {file} is missing, which holds alpha: copy "
+            "peft's file next to the weights"
         )
     config = untrusted.parse_json(file.read_text())
     return dict.fromkeys(("unet", "text"), config)

@@ -206,7 +206,7 @@ def vae_to_torch(params: Any, vae: VAE, dialect: str) -> dict[str, np.ndarray]:
 
 
 def activations(unet: UNet) -> dict[str, str]:
-    """Map LDM's name of each UNet block to this project's name of the layer with its output."""
+    """Map LDM's name of each UNet block to our name of the layer that computes its output."""
     outputs = {"time_embed": "time_dense2", "input_blocks.0": "init_conv"}
     for path, torch in _ldm_places(unet).items():
         outputs[torch.rpartition(".")[0]] = path  # The last layer of a block overwrites the others.
@@ -259,6 +259,6 @@ def _dialect(state: StateDict, marks: Mapping[str, str], what: str) -> str:
         if mark in state:
             return dialect
     raise ValueError(
-        f"these weights are not {what}: among {len(state)} arrays such as "
+        f"these weights are not {what}: among their {len(state)} arrays, such as "
         f"{', '.join(sorted(state)[:3])} there is none of {', '.join(marks.values())}"
     )

@@ -167,7 +167,8 @@ def _sampler(
 ) -> Sampler:
     """Return the sampler of a diffusers scheduler with overrides.
 
-    DEFAULTS is used if the scheduler is missing, unsupported, or overridden by another name.
+    DEFAULTS is used if there is no scheduler, if it is unsupported, or if the overrides name
+    another sampler.
     """
     chosen = {
         field.removeprefix("sampler."): value

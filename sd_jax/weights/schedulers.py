@@ -94,7 +94,9 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
     """
     name = config.get("_class_name", "")
     if name not in SCHEDULERS:
-        raise ValueError(f"the scheduler {name} is not supported: {', '.join(SCHEDULERS)} are")
+        raise ValueError(
+            f"the scheduler {name} is not supported: choose from {', '.join(SCHEDULERS)}"
+        )
     scheduler = SCHEDULERS[name]
     config = {**scheduler.defaults, **config}
     for option, values in {**_ONLY, **scheduler.only}.items():
@@ -118,7 +120,8 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
     grids = [grid for grid in ("karras", "exponential") if config.get(f"use_{grid}_sigmas")]
     if grids and s.end != "zero":
         raise ValueError(
-            f"{name} has a {grids[0]} grid that ends at sigma_min, which would occur twice"
+            f"{name} has a {grids[0]} grid and final_sigmas_type sigma_min, so sigma_min would "
+            "occur twice"
         )
     return _with_sigma_grid(config, s, grids[0], noise, scheduler.exploding) if grids else s
 
@@ -126,9 +129,9 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
 def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
     """Return the sampler on a Karras or exponential grid.
 
-    The grid ends at sigma_min and sigma_max of the config. If the config lacks these, solvers of
-    k-diffusion (`exploding`) use the ends of the grid that their timestep spacing gives. Other
-    solvers use the ends of the noise schedule.
+    The grid ends at sigma_min and sigma_max of the config. If the config lacks these, k-diffusion's
+    solvers (`exploding`) use the largest and the smallest level of the grid with their timestep
+    spacing. Other solvers use the ends of the noise schedule.
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:

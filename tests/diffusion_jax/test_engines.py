@@ -112,7 +112,7 @@ def power(base):
             r"remove --worker and --workers, and set",
         ),
         ({"beam_options": "--runner=X"}, r"--beam_options=--runner=X is for --engine=beam"),
-        ({"worker": 2, "workers": 2}, r"--worker=2 of --workers=2: workers are numbered from 0"),
+        ({"worker": 2, "workers": 2}, r"--worker=2 of --workers=2: the index must be from 0 to 1"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags, message):
@@ -147,7 +147,7 @@ def test_two_commands_on_beam_may_share_a_folder(tmp_path, monkeypatch):
     assert counted == [{"odd": 5, "all": 10}] * 2
     assert contents(folder) == {f"{i}.txt": f"{i}" for i in range(2, 12)}
     monkeypatch.setattr(engines.Beam, "_run", lambda self, *given: here(*given))
-    with pytest.raises(OSError, match="Beam left 10 of 10 shards: no 2"):
+    with pytest.raises(OSError, match="Beam did not finish 10 of 10 shards: no 2"):
         fill(engines.Beam(), tmp_path / "none", refusing)
     assert contents(tmp_path / "none") == {}
 
@@ -179,7 +179,9 @@ def test_what_a_killed_worker_of_beam_held_is_done_again(tmp_path, beam):
 
 @pytest.mark.slow
 def test_what_beam_cannot_do_is_one_line(tmp_path, beam):
-    with pytest.raises(OSError, match=r"Beam left 10 of 10 shards: no \d+ \[while running"):
+    with pytest.raises(
+        OSError, match=r"Beam did not finish 10 of 10 shards: no \d+ \[while running"
+    ):
         fill(beam(""), tmp_path, refusing)
 
 

@@ -188,7 +188,7 @@ def test_a_port_of_another_program_may_be_free_later(tmp_path):
         address = f"127.0.0.1:{held.getsockname()[1]}"
         (said,) = refused(tmp_path, (0, 2, address), code=exits.BUSY)
     assert f"error: process 0 cannot listen at {address} on {socket.gethostname()} (" in said
-    assert "another program or an earlier run holds the port; wait for its end, or choose" in said
+    assert "another program or an earlier run holds the port; wait until it ends, or choose" in said
 
 
 @pytest.mark.slow

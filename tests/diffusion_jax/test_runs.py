@@ -173,7 +173,7 @@ def test_renamed_and_removed_fields_go_through_the_table(tmp_path, changes):
 
 def test_a_removed_field_that_decided_what_the_weights_mean_is_an_error(tmp_path, changes):
     write(tmp_path, old_config(gain=2.0))
-    with pytest.raises(ValueError, match=r"unet\.gain is 2\.0, which this code no longer does"):
+    with pytest.raises(ValueError, match=r"unet\.gain is 2\.0, which this code no longer supports"):
         runs.load(tmp_path)
 
 

@@ -87,7 +87,7 @@ def test_another_base_is_refused(adapting, tmp_path):
     workdir = adapting[0]
     other = tmp_path / "other"
     run("train", *TINY, f"--workdir={other}", "--config.steps=1", "--config.seed=7")
-    message = f"{workdir} adapts other weights than those in unet.weights"
+    message = f"{workdir} adapts weights that differ from those in unet.weights"
     out = f"--out={tmp_path / 'out'}"
     ended = commands.run(
         "sample", f"--workdir={workdir}", f"--unet_weights={other}", out, "--prompt=a", devices=1

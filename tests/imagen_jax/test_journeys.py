@@ -117,7 +117,9 @@ def losses(workdir):
 def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_path):
     """A workdir as the config leaves it: nothing is read of checkpoints before."""
     runs.claim(tmp_path, base64_500m.get_config().to_dict())
-    message = r"of training were made by 't5', which new texts need too.*--text_weights=FOLDER"
+    message = (
+        r"of training were made by 't5', and new texts need the same encoder.*--text_weights=FOLDER"
+    )
     with pytest.raises(ValueError, match=message):
         cascade.load([tmp_path])
     with pytest.raises(ValueError, match=message):

@@ -153,7 +153,9 @@ def test_new_prompts_are_encoded_by_the_same_encoder(path, weights, tmp_path):
     """As sampling does: from the run's config, with the weights named there or by the command."""
     (tmp_path / "config.json").write_text(json.dumps(config(store=path).to_dict()))
     without = cascade.read_run(tmp_path)
-    with pytest.raises(ValueError, match=r"made by 't5', which new texts need too.*--text_weights"):
+    with pytest.raises(
+        ValueError, match=r"made by 't5', and new texts need the same encoder.*--text_weights"
+    ):
         lookup.open_online(without.text)
     named = cascade.read_run(tmp_path, {"text.weights": weights})
     assert lookup.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)

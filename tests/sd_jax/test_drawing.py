@@ -136,7 +136,7 @@ def test_numbers_that_do_not_fit_are_errors(model):
     with pytest.raises(ValueError, match="2 prompts and 1 seeds: give one seed per prompt"):
         drawing.draw(model, ["a", "b"], [0])
     images = np.zeros((2, 6, 4, 3), np.uint8)
-    with pytest.raises(ValueError, match="2 images and 1 seeds: give one for each"):
+    with pytest.raises(ValueError, match="2 images and 1 seeds: give one image per seed"):
         drawing.draw(model, ["a"], [0], images=images)
     with pytest.raises(ValueError, match="the images' height is 5: it must be a multiple of 2"):
         drawing.draw(model, ["a"], [0], images=images[:1, :5])

@@ -201,7 +201,7 @@ def test_what_cannot_be_drawn_with_is_said(change, message):
 
 @pytest.mark.parametrize("strength", [0.0, 0.1, 1.5])
 def test_a_strength_that_takes_no_step_is_an_error(strength):
-    with pytest.raises(ValueError, match=f"strength is {strength}, which makes . of 4 steps"):
+    with pytest.raises(ValueError, match=f"strength is {strength}, which runs . of 4 steps"):
         check_pipeline(PIPELINE._replace(strength=strength))
 
 

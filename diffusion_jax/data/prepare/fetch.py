@@ -48,7 +48,9 @@ def read_sums(text: str) -> dict[str, str]:
     for line in filter(str.strip, text.splitlines()):
         match = re.fullmatch(r"([0-9a-fA-F]+) [ *](.+)", line.rstrip())
         if match is None or len(match[1]) not in _ALGORITHMS:
-            raise ValueError(f"{line!r} is not a line of sha1sum, sha256sum or sha512sum")
+            raise ValueError(
+                f"{line!r} is not in the output format of sha1sum, sha256sum or sha512sum"
+            )
         sums[match[2].rpartition("/")[2]] = match[1].lower()
     return sums
 

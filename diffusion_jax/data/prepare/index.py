@@ -18,7 +18,7 @@ _PART = 64  # Tars that are indexed together, by several threads.
 def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dict[str, int]:
     """Index the tars at `path` that have no index yet, and write the list of all records.
 
-    `text` is data.text of the config that reads the tars. Returns the numbers of "tars", "records",
+    `text` is data.text of the config that reads the tars. Returns counts of "tars", "records",
     "files" and "truncated" tars.
 
     Raises:

@@ -55,7 +55,7 @@ def reshard(
         num: Records per shard.
         format: One of FORMATS.
         identity: JSON values that identify the source, for comparison with existing shards.
-        process: The number of this process.
+        process: The index of this process, from 0.
         processes: The number of processes that share the work.
         engine: Distributes the shards of this process.
         size: Largest smaller side of the images in pixels, see transforms.shrink; 0 copies them.

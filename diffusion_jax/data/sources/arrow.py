@@ -143,7 +143,7 @@ def _load(place: str, split: str) -> Any:
     try:
         opened = load(split=split or None)
     except Exception as error:  # `datasets` raises many types.
-        raise ValueError(f"datasets cannot open {place}: {error}") from error
+        raise ValueError(f"the package datasets cannot open {place}: {error}") from error
     if not split:
         if len(opened) > 1:
             raise ValueError(f"{place} has the splits {', '.join(opened)}: choose {place}@SPLIT")

@@ -77,7 +77,7 @@ class WebDataset(Records):
         return [records.read_text(text, self._text) for text in contents]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return a key per record: a hash of its tar's name, plus its number in the tar."""
+        """Return a key per record: a hash of its tar's name, plus its index in the tar."""
         numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
@@ -123,7 +123,7 @@ def _parts(spans: Spans) -> list[tuple[int, int]]:
 
 
 def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
-    """Return a part of a tar from the byte ranges (first, contents) that were read."""
+    """Return `size` bytes at `offset` of a tar, given the ranges (first, contents) read from it."""
     for first, contents in ranges:
         if first <= offset <= first + len(contents) and offset + size <= first + len(contents):
             return contents[offset - first : offset - first + size]

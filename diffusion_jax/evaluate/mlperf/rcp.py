@@ -13,7 +13,7 @@ The runs have batch sizes 512, 1024 and 2048. Each evaluation scores 30,000 imag
 
 
 def read_band(path: str | pathlib.Path = PATH) -> Band:
-    """Return a band of the lowest and highest FID of the reference runs at each CLIP score.
+    """Return the range of FID, lowest to highest, of the reference runs at each CLIP score.
 
     CLIP scores are rounded to 0.01.
     """

@@ -67,7 +67,7 @@ def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.n
 def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
     """Test the judge on every held-out glyph, and return its matches for digit, ink and paper.
 
-    The colours of the glyphs cycle through all prompts with the same digit.
+    Each glyph gets the colours of a prompt with its digit. The prompts are used in turn.
     """
     glyphs = digits.load("test")
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]

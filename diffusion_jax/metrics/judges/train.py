@@ -1,4 +1,4 @@
-"""Trains a judge (see judge.py) on a captioned data set, and tests which damage it detects.
+"""Trains a judge (see judge.py) on a captioned data set, and tests its scores on damaged pictures.
 
 Training takes minutes. A hash of the text holds out one in ten captions and all of their images, so
 training never sees a test caption. Half of the held-out images are the reference set of fd_judge.
@@ -220,12 +220,12 @@ def _same_captions(other: str, trained: Judge) -> Pair:
         if key in row_of
     ]
     if not pairs:
-        raise ValueError(f"--other={other}: no image has a caption of the test")
+        raise ValueError(f"--other={other}: no image has the caption of a test image")
     return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
 
 
 def _telling(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of each caption, without the words that occur in every text of `among`."""
+    """Return the words of each caption that do not occur in every text of `among`."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]
 
@@ -243,5 +243,5 @@ def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:
 
 
 def _hashed(text: str) -> float:
-    """Hash a text to a number in [0, 1)."""
+    """Hash a string to a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") / 2**56

@@ -151,7 +151,7 @@ def test_values_in_their_ranges_are_taken(values):
         ("grid", "evn", "is 'evn': did you mean 'even'? Choose from even"),
         ("prompts", (3,), "is (3,): it must be a tuple, each a text"),
         ("flip", "no", "is 'no': it must be True or False"),
-        ("path", 7, "is 7: it must be a text"),
+        ("path", 7, "is 7: it must be a string"),
     ],
 )
 def test_a_value_out_of_its_range_is_named(field, value, message):

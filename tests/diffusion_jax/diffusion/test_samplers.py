@@ -430,7 +430,7 @@ def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end)
 def test_a_noise_without_times_has_no_grid_by_times():
     model = noise.lognormal()
     with pytest.raises(
-        ValueError, match=r"sampler.grid is 'trailing', which spaces times, .*: choose from"
+        ValueError, match=r"sampler.grid is 'trailing', which is spaced in time, .*: choose from"
     ):
         grids.check(model, "trailing")
 

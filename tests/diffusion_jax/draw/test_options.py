@@ -57,7 +57,7 @@ def test_values_and_text_have_the_type_of_their_option():
         ({"eta": "one"}, "sampler.eta is 'one': it must be a number"),
         ({"eta": 2}, "sampler.eta is 2.0: it must be from 0 to 1"),
         ({"sampler": "huen"}, "sampler.name is 'huen': did you mean 'heun'"),
-        ({"negative_prompt": 3}, "sampler.negative_prompt is 3: it must be a text"),
+        ({"negative_prompt": 3}, "sampler.negative_prompt is 3: it must be a string"),
         ({"aug_sigma": "0"}, "super_resolution.aug_sigma is 0.0: it must be above 0"),
         ({"checkpoint": 1.5}, "checkpoint is 1.5: it must be a whole number"),
     ],

@@ -58,7 +58,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
     process = hold(tmp_path)
     message = (
         rf"{tmp_path} is being written by process {process.pid} on {socket.gethostname()} since "
-        r"\d{4}-.* \(.*\): wait for its end, end it, or choose another folder"
+        r"\d{4}-.* \(.*\): wait until it ends, stop it, or choose another folder"
     )
     with pytest.raises(writer.Busy, match=message), writer.Writer(tmp_path):
         pass

@@ -104,7 +104,7 @@ def test_the_command_shares_its_work(run, pictures, tmp_path):
     assert run(*given, "--worker=1", "--workers=2")[0] == 0
     assert stats_files.read(out).gaussian.n == 29
     assert (
-        "--worker=2 of --workers=2: workers are numbered from 0"
+        "--worker=2 of --workers=2: the index must be from 0 to 1"
         in run(*given, "--worker=2", "--workers=2")[2]
     )
     code, _, err = run("fid", out, out, "--workers=2")

@@ -291,7 +291,9 @@ def test_a_dry_run_prints_the_size_and_writes_nothing(tmp_path, weights):
 
 def test_workers_are_counted_from_0():
     assert engines.share(1, 2) == (1, 2) and engines.share(None, None) == (0, 1)
-    with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: workers are numbered from 0"):
+    with pytest.raises(
+        ValueError, match=r"--worker=2 of --workers=2: the index must be from 0 to 1"
+    ):
         engines.share(2, 2)
 
 

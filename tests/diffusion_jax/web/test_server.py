@@ -196,8 +196,8 @@ def test_the_command_has_what_the_page_was_started_with(slow):
     ("picture", "message"),
     [
         (asked(model="other"), "there is no model 'other': choose from slow"),
-        (asked(prompt=" "), "the prompt must be a text of 1 to 2,000 letters"),
-        (asked(prompt="a" * 2001), "the prompt must be a text of 1 to 2,000 letters"),
+        (asked(prompt=" "), "the prompt must be a string of 1 to 2,000 characters"),
+        (asked(prompt="a" * 2001), "the prompt must be a string of 1 to 2,000 characters"),
         (asked(seed=2**31), "the seed is 2147483648"),
         (asked(seed="1"), "the seed is '1'"),
         (asked(choices={"steps": 1001}), "steps is 1001: it must be at most 1,000 on this page"),

@@ -136,7 +136,9 @@ def test_keys_that_are_missing_or_left_over_are_named():
 )
 def test_arrays_of_another_shape_are_named(name, shape, expected):
     state = state_dict() | {name: np.zeros(shape, np.float32)}
-    message = f"1 arrays have other shapes than the model: {name} {shape} where the model has "
+    message = (
+        f"1 arrays have shapes that differ from the model's: {name} {shape} where the model has "
+    )
     with pytest.raises(ValueError, match=re.escape(f"{message}{expected}")):
         torch_weights.to_params(state, TABLE, ABSTRACT)
 

@@ -93,7 +93,9 @@ def test_weights_that_compute_nothing_finite_are_refused(nemos, tmp_path):
     state = dict(nemos[0])
     state[f"{nemo.PREFIX}init_conv.0.bias"] = state[f"{nemo.PREFIX}init_conv.0.bias"] * np.nan
     np.savez(tmp_path / "nan.npz", **state)
-    with pytest.raises(ValueError, match="the weights 'raw' do not compute finite numbers"):
+    with pytest.raises(
+        ValueError, match="the outputs with the weights 'raw' changed or are not finite"
+    ):
         convert.to_workdir(tmp_path / "nan.npz", tiny(), tmp_path / "workdir")
 
 

@@ -152,8 +152,8 @@ def test_what_a_server_gives_must_have_the_hash_that_is_known(server, tmp_path):
 @pytest.mark.parametrize(
     ("suffix", "content", "message"),
     [
-        ("md5", b"<html>", "'<html>' is not a line of md5sum"),
-        ("md5", f"{'0' * 32}  ../../a\n".encode(), "or its path leaves the set"),
+        ("md5", b"<html>", "'<html>' is not in the output format of md5sum"),
+        ("md5", f"{'0' * 32}  ../../a\n".encode(), "or its path is outside of the set"),
         ("md5", f"{'0' * 32}  a.ckpt\n".encode(), "lists 1 files, but not 512-base-ema.ckpt"),
         ("uri", b"<html>", "must hold the address of a folder, but holds '<html>'"),
     ],

@@ -65,7 +65,10 @@ def test_without_a_checkpoint_or_a_clock_the_run_starts_anew(tmp_path):
 
 def test_a_file_of_others_is_left_alone(tmp_path):
     (tmp_path / mllog.RESULT).write_text("step 1\n")
-    with pytest.raises(ValueError, match="holds lines that are not mllog's: move the file away"):
+    with pytest.raises(
+        ValueError,
+        match="holds lines that are not in mllog's format: move the file to another folder",
+    ):
         mllog.recover(tmp_path, 16)
 
 

@@ -106,7 +106,7 @@ def test_weights_of_another_config_are_an_error_that_names_keys():
     unet = formats.unet_from_ldm(TINY)
     state = unet_weights(unet)
     linear = formats.unet_from_ldm(TINY | LINEAR)
-    message = "arrays have other shapes than the model: input_blocks.1.1.proj_in.weight"
+    message = "arrays have shapes that differ from the model's: input_blocks.1.1.proj_in.weight"
     with pytest.raises(ValueError, match=re.escape(message)):
         names.unet_from_torch(state, linear, TEXT_WIDTH)
     del state["out.0.bias"]

@@ -107,7 +107,7 @@ def test_what_cannot_be_fetched_is_said(server, tmp_path):
         fetch.expand(["https://host/folder/"])
     with pytest.raises(ValueError, match="several URLs end in a"):
         fetch.expand(["https://host/{1,2}/a"])
-    with pytest.raises(ValueError, match="'abc  file' is not a line of sha1sum"):
+    with pytest.raises(ValueError, match="'abc  file' is not in the output format of sha1sum"):
         fetch.read_sums("abc  file\n")
 
 
