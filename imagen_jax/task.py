@@ -145,10 +145,10 @@ def _make_begin(
         }
         sigmas, time = samplers.sampling_grid(goal.noise, s.sampler)  # [steps + 1]
         on_grid = goal.precond(time)
-        leader = guide and _denoiser_of(guide, frozen["guide"])
-        denoise = guidance_module.led(
+        guide_of = guide and _denoiser_of(guide, frozen["guide"])
+        denoise = guidance_module.make_denoiser(
             s.sampler, guidance_module.Model(on_grid, sigmas), guidance,
-            _denoiser_of(s, params, on_grid), conditions, leader,
+            _denoiser_of(s, params, on_grid), conditions, guide_of,
         )  # fmt: skip
         denoise = threshold(denoise)
         x = samplers.initial_noise(keys, shape, sigmas[0])

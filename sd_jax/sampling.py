@@ -64,12 +64,12 @@ def make_begin(
             guidance_module.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
             guidance_module.EMPTY: lambda: attended(p, encoder, frozen, empty()),
         }
-        leader = guide and _denoiser_of(
+        guide_of = guide and _denoiser_of(
             guide.unet, frozen["guide"], objective.make(guide.diffusion).scalings
         )
-        denoise = guidance_module.led(
+        denoise = guidance_module.make_denoiser(
             p.sampler, guidance_module.Model(scalings, sigmas), guidance,
-            _denoiser_of(unet, params, scalings), conditions, leader,
+            _denoiser_of(unet, params, scalings), conditions, guide_of,
         )  # fmt: skip
         if preview is not None:
             denoise = previews.sketched(denoise, preview, p, frozen["vae"])

@@ -67,7 +67,7 @@ def outward(other: str = NEGATIVE) -> Guide:
     return Guide(combine, other, (COND, other))
 
 
-def led(
+def make_denoiser(
     s: Any,
     model: Model,
     guidance: Guidance | None,

@@ -198,10 +198,10 @@ def test_a_second_model_guides_in_place_of_the_negative_text():
     denoiser_of = lambda text: lambda x, sigma: x * text[:, None, None, None]
     guide_of = lambda text: lambda x, sigma: x * text[:, None, None, None] / 2
     conditions = {"cond": lambda: jnp.arange(4.0), "negative": lambda: 1 / 0}
-    denoise = guidance.led(S, MODEL, 3.0, denoiser_of, conditions, guide_of)
+    denoise = guidance.make_denoiser(S, MODEL, 3.0, denoiser_of, conditions, guide_of)
     text = jnp.arange(4.0)[:, None, None, None]
     np.testing.assert_allclose(denoise(X, SIGMA), X * text / 2 + 3 * (X * text / 2), rtol=1e-5)
-    alone = guidance.led(S, MODEL, None, denoiser_of, conditions, guide_of)
+    alone = guidance.make_denoiser(S, MODEL, None, denoiser_of, conditions, guide_of)
     np.testing.assert_array_equal(alone(X, SIGMA), X * text)
 
 
