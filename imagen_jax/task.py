@@ -99,7 +99,7 @@ def make_task(
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
     begin = _make_begin(s, encoder, goal, sampling_low_res, guide, strength)
-    sample = samplers.whole(begin, s.sampler)
+    sample = samplers.make_sample(begin, s.sampler)
     return Task(init, loss, sample, encoder.frozen, RULES, measure, begin)
 
 

@@ -26,7 +26,7 @@ def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Ima
 
     `p` and the other arguments are those of make_begin.
     """
-    return samplers.whole(make_begin(p, *arguments, **named), p.sampler)
+    return samplers.make_sample(make_begin(p, *arguments, **named), p.sampler)
 
 
 def make_begin(

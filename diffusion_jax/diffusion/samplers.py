@@ -69,7 +69,7 @@ class Start(NamedTuple):
 Begin = Callable[..., Start]  # Takes the arguments of a Task's `sample`.
 
 
-def whole(begin: Begin, s: Any) -> Callable[..., Images]:
+def make_sample(begin: Begin, s: Any) -> Callable[..., Images]:
     """Build the function `sample` of a Task.
 
     It calls the Task's `begin`, runs the sampler that the `sampler` group `s` names, and converts

@@ -81,7 +81,7 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
         compiled_in = {k: v for k, v in s.sampler._asdict().items() if k != "guidance"}
         key = s._replace(sampler=tuple(compiled_in.items())), preview
         if key not in draws:
-            sample = samplers.whole(begin_of(s, preview), s.sampler)
+            sample = samplers.make_sample(begin_of(s, preview), s.sampler)
             draws[key] = make_draw(sample, frozen, mesh)
         draws.move_to_end(key)
         if len(draws) > max_programs:
