@@ -160,7 +160,7 @@ def _make_begin(
         eps, mask = samplers.initial_noise(keys, shape, 1), batch.get("mask")
         new = None if mask is None else mask[..., None]
         image = to_range(batch["image"])
-        return start._replace(around=lambda f: editing.over(f, image, eps, strength, new))
+        return start._replace(wrap=lambda f: editing.wrap(f, image, eps, strength, new))
 
     return begin
 

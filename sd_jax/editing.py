@@ -14,7 +14,7 @@ from sd_jax.settings import Pipeline
 IMAGE, MASK = "image", "mask"
 
 
-def over(
+def wrapper(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
 ) -> Callable[[Sampler], Sampler]:
     """Return a function that wraps a sampler, so that it edits the pictures in a batch.
@@ -34,4 +34,4 @@ def over(
     if MASK in batch:
         b, h, w, _ = z.shape
         new = batch[MASK].reshape(b, h, factor, w, factor).any((2, 4))[..., None]
-    return lambda sampler: editing.over(sampler, z, eps, p.strength, new)
+    return lambda sampler: editing.wrap(sampler, z, eps, p.strength, new)

@@ -73,13 +73,13 @@ def make_begin(
         )  # fmt: skip
         if preview is not None:
             denoise = previews.sketched(denoise, preview, p, frozen["vae"])
-        around, size = (lambda sampler: sampler), p.output_shape
+        wrap, size = (lambda sampler: sampler), p.output_shape
         if IMAGE in batch:
-            around, size = editing.over(p, frozen["vae"], batch, keys), batch[IMAGE].shape[1:3]
+            wrap, size = editing.wrapper(p, frozen["vae"], batch, keys), batch[IMAGE].shape[1:3]
         shape = (*(side // factor for side in size), unet.in_channels)
         first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
         x, noise = samplers.initial_noise(keys, shape, first), samplers.gaussian_noise(keys, shape)
-        return samplers.Start(denoise, x, sigmas, noise, lambda x: finish(frozen, batch, x), around)
+        return samplers.Start(denoise, x, sigmas, noise, lambda x: finish(frozen, batch, x), wrap)
 
     def finish(frozen, batch, x):
         z = samplers.in_own_coordinates(x, sigmas[-1]) / p.latents.scale

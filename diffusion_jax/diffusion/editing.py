@@ -7,7 +7,7 @@ from diffusion_jax.diffusion.onestep import Sampler
 from diffusion_jax.diffusion.precond import Images
 
 
-def over(
+def wrap(
     sampler: Sampler,
     image: Images,
     eps: Images,

@@ -62,7 +62,7 @@ class Start(NamedTuple):
     noise: Draws
     finish: Callable[[Images], Images]
     """Converts the sampler's result to images."""
-    around: Callable[[Sampler], Sampler] = lambda sampler: sampler
+    wrap: Callable[[Sampler], Sampler] = lambda sampler: sampler
     """Wraps the sampler, for image-to-image and inpainting."""
 
 
@@ -78,7 +78,7 @@ def make_sample(begin: Begin, s: Any) -> Callable[..., Images]:
 
     def sample(*arguments: Any) -> Images:
         start = begin(*arguments)
-        return start.finish(start.around(make(s))(*start[:4]))
+        return start.finish(start.wrap(make(s))(*start[:4]))
 
     return sample
 

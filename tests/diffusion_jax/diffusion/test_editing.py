@@ -33,13 +33,13 @@ def sampler_of(name):
 def drawn(request):
     """What a sampler draws plainly, on the last half of the steps, and over the picture."""
     sampler, x = sampler_of(request.param), SIGMAS[0] * EPS
-    over = lambda *kind: editing.over(sampler, IMAGE, EPS, *kind)(gaussian, x, SIGMAS, NOISE)
+    edited = lambda *kind: editing.wrap(sampler, IMAGE, EPS, *kind)(gaussian, x, SIGMAS, NOISE)
 
     @jax.jit
     def draw():
         cut = sampler(gaussian, IMAGE + SIGMAS[3] * EPS, SIGMAS[3:], NOISE)
         plain = sampler(gaussian, x, SIGMAS, NOISE)
-        return plain, cut, over(1.0), over(0.5, NEW), over(0.0)
+        return plain, cut, edited(1.0), edited(0.5, NEW), edited(0.0)
 
     return draw()
 
@@ -51,7 +51,7 @@ def drawn(request):
 def test_steps_are_counted_as_diffusers_and_compvis_do(strength, steps, taken):
     """Expected: diffusers' get_timesteps, min(int(steps * strength), steps)."""
     ends = lambda denoise, x, sigmas, noise: x + sigmas[0]
-    drawn = editing.over(ends, 0 * IMAGE, 0 * EPS, strength)(
+    drawn = editing.wrap(ends, 0 * IMAGE, 0 * EPS, strength)(
         None, 0 * IMAGE, jnp.arange(steps, -1.0, -1.0), None
     )
     assert editing.steps_taken(strength, steps) == taken == drawn.max()
@@ -66,11 +66,11 @@ def test_strength_1_is_plain_sampling_and_0_the_picture(drawn):
 
 def test_what_is_known_is_exact_and_the_rest_is_of_the_last_steps(drawn):
     """D of each pixel is its own here, so that the new part knows nothing of the known one."""
-    _, cut, _, over, _ = map(np.asarray, drawn)
+    _, cut, _, edited, _ = map(np.asarray, drawn)
     known = ~np.broadcast_to(NEW, IMAGE.shape)
-    np.testing.assert_array_equal(over[known], np.asarray(IMAGE)[known])
-    np.testing.assert_allclose(over[~known], cut[~known], atol=1e-6)
-    assert np.abs(over - np.asarray(IMAGE))[~known].max() > 0.1
+    np.testing.assert_array_equal(edited[known], np.asarray(IMAGE)[known])
+    np.testing.assert_allclose(edited[~known], cut[~known], atol=1e-6)
+    assert np.abs(edited - np.asarray(IMAGE))[~known].max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["ddim", "heun", "plms", "dpmpp_2m_sde"])
@@ -85,8 +85,8 @@ def test_the_network_sees_what_is_known_under_the_noise_of_the_level(name):
 
     eps, noise = samplers.initial_noise(KEYS, shape, 1), samplers.gaussian_noise(KEYS, shape)
     sampler = samplers.make(SimpleNamespace(name=name, eta=1.0, churn=0.0))
-    over = editing.over(sampler, image, eps, 0.9, new)
-    jax.block_until_ready(over(watched, SIGMAS[0] * eps, SIGMAS, noise))
+    edited = editing.wrap(sampler, image, eps, 0.9, new)
+    jax.block_until_ready(edited(watched, SIGMAS[0] * eps, SIGMAS, noise))
     jax.effects_barrier()
     assert len(seen) >= 5
     for x, sigma in seen:
