@@ -329,8 +329,8 @@ def rows(s: Settings, steps: int) -> int:
     guided = guidance.by_image(sampler.guiding, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):
-        acts = guided and (guide.acts is None or bool(guide.acts(sigma[0])))
-        taken.append(len(guide.needs) if acts else 1)
+        applies = guided and (guide.applies is None or bool(guide.applies(sigma[0])))
+        taken.append(len(guide.needs) if applies else 1)
         return jnp.zeros_like(x)
 
     x = jnp.zeros((1, 1, 1, 1))

@@ -40,7 +40,7 @@ class Guide(NamedTuple):
     """The condition from which guidance leads away: NEGATIVE, or GUIDE for a second network."""
     needs: tuple[str, ...] = (COND, NEGATIVE)
     """The conditions under which `combine` needs D."""
-    acts: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
+    applies: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
     """Returns whether guidance applies at a noise level. At other levels D is D_cond, computed from
     the text alone. None applies guidance at all levels."""
 
@@ -105,10 +105,10 @@ def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoi
         assert guidance is not None
         return guide.combine(branches(x, sigma, guide.needs), x, sigma, guidance)
 
-    if guidance is None or guide.acts is None:
+    if guidance is None or guide.applies is None:
         return plain if guidance is None else everywhere
-    acts = guide.acts
-    return lambda x, sigma: jax.lax.cond(acts(sigma[0]), everywhere, plain, x, sigma)
+    applies = guide.applies
+    return lambda x, sigma: jax.lax.cond(applies(sigma[0]), everywhere, plain, x, sigma)
 
 
 def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
@@ -212,8 +212,8 @@ def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = floa
     At other levels, the network is evaluated under the text only.
     """
     del model
-    before = guide.acts or (lambda sigma: True)
-    return guide._replace(acts=lambda sigma: before(sigma) & (low <= sigma) & (sigma <= high))
+    before = guide.applies or (lambda sigma: True)
+    return guide._replace(applies=lambda sigma: before(sigma) & (low <= sigma) & (sigma <= high))
 
 
 def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
