@@ -130,7 +130,7 @@ def _prediction_field(d: Any) -> str:
 _NO_SIGNAL_AT_THE_END = ("zero_terminal_snr", "logit_normal", "uniform_flow")
 
 
-def of_x0(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
+def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
     """Build a weighting of |D - x0|^2 from a function of the signal-to-noise ratio 1 / sigma^2.
 
     The result does not depend on what the network predicts: the loss of F is |D - x0|^2 / c_out^2,
@@ -147,12 +147,12 @@ def min_snr(*, min_snr: Amount = 5.0) -> Weighting:
     """
     if not min_snr:
         return Weighting(lambda params, sigma, c_out, losses: losses)
-    return of_x0(lambda snr: jnp.minimum(snr, min_snr))
+    return x0_weighting(lambda snr: jnp.minimum(snr, min_snr))
 
 
 def p2(*, k: Amount = 1.0, gamma: Amount = 1.0) -> Weighting:
     """Build P2 (Choi et al. 2022, equation 8): the eps-loss has weight 1 / (k + snr)^gamma."""
-    return of_x0(lambda snr: snr / (k + snr) ** gamma)
+    return x0_weighting(lambda snr: snr / (k + snr) ** gamma)
 
 
 def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
@@ -160,7 +160,7 @@ def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
 
     The weight is lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma * sigma_data)^2.
     """
-    return of_x0(lambda snr: 1 / sigma_data**2 + snr)
+    return x0_weighting(lambda snr: 1 / sigma_data**2 + snr)
 
 
 def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
@@ -169,7 +169,7 @@ def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
     It is the loss of the flow that D implies, (x_t - D) / t, against eps - x0. In the division, t
     is at least `floor`, as in JiT (Li & He 2025), or the weight would be unbounded at small noise.
     """
-    return of_x0(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
+    return x0_weighting(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
 
 
 def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
