@@ -20,7 +20,7 @@ from diffusion_jax.diffusion.precond import Sigma
 
 Times = Float[np.ndarray, "n"] | Float[Array, "n"]
 Spacing = Callable[..., tuple[Sigmas, Times | None]]
-"""A function from (noise, a config's `sampler` group, Places, end) to (levels, times).
+"""A function from (noise, a config's `sampler` group, Placement, end) to (levels, times).
 
 The levels are those of the n steps. The level of the end may follow; otherwise make_grid adds it.
 The network sees `times` at these levels. If `times` is None, noise.time computes them."""
@@ -36,17 +36,17 @@ class Grid(NamedTuple):
     """Maps sigma to c_noise, for networks that predict eps, x0, v or flow."""
 
 
-class Places(NamedTuple):
+class Placement(NamedTuple):
     """How a sampler places its steps on a discrete schedule."""
 
-    closed: bool = False
+    includes_end: bool = False
     """True if `leading` and `linspace` use n + 1 times, the last of which is the end. The multistep
     solvers of diffusers do this."""
-    whole: bool = True
+    rounded: bool = True
     """True if fractional times are rounded to whole times."""
 
 
-def make_grid(noise: Noise, s: Any, name: str, end: str, places: Places) -> Grid:
+def make_grid(noise: Noise, s: Any, name: str, end: str, placement: Placement) -> Grid:
     """Compute a sampling grid.
 
     Args:
@@ -54,13 +54,13 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, places: Places) -> Grid
         s: A config's `sampler` group. Its steps, sigma_min, sigma_max, rho and offset are read.
         name: The kind of grid, a key of GRIDS.
         end: The last level: "zero" for 0, "sigma_min" for the smallest level.
-        places: How the sampler places its steps on a discrete schedule.
+        placement: How the sampler places its steps on a discrete schedule.
 
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
     """
     check(noise, name)
-    sigmas, times = named.bound("sampler.grid", name, GRIDS)(noise, s, places, end)
+    sigmas, times = named.bound("sampler.grid", name, GRIDS)(noise, s, placement, end)
     if len(sigmas) == s.steps:
         sigmas = jnp.append(sigmas, 0.0 if noise.level is None else noise.level(jnp.zeros(1))[0])
     sigmas = sigmas.at[-1].set(0.0) if end == "zero" else sigmas
@@ -92,12 +92,12 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
     return _level(noise)(jnp.asarray(times)), None
 
 
-def leading(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Times | None]:
+def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at evenly spaced times that start at 0 and stop short of the largest.
 
     On a discrete schedule, s.offset is added to each time.
     """
-    points = s.steps + _has_end(noise, places)
+    points = s.steps + _has_end(noise, placement)
     if not noise.steps:
         return _at_times(noise, s, np.arange(points)[::-1] / points)
     times = noise.steps // points * np.arange(points)[::-1] + s.offset
@@ -110,29 +110,31 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
     return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
 
 
-def linspace(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Times | None]:
+def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at evenly spaced times from the largest to 0.
 
     The last step starts at time 0. If the end of the grid also needs a time (see `_has_end`), then
     the grid ends at time 0 instead.
     """
     last = noise.steps - 1 if noise.steps else 1
-    times = np.linspace(0, last, s.steps + _has_end(noise, places))[::-1]
-    return _at_times(noise, s, np.round(times) if noise.steps and places.whole else times)
+    times = np.linspace(0, last, s.steps + _has_end(noise, placement))[::-1]
+    return _at_times(noise, s, np.round(times) if noise.steps and placement.rounded else times)
 
 
-def karras(noise: Noise, s: Any, places: Places, end: str) -> tuple[Sigmas, Times | None]:
+def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas, Times | None]:
     """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5)."""
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
     sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
-    return sigmas, _times_of(noise, sigmas[: s.steps], np.round if places.whole else None)
+    return sigmas, _times_of(noise, sigmas[: s.steps], np.round if placement.rounded else None)
 
 
-def exponential(noise: Noise, s: Any, places: Places, end: str) -> tuple[Sigmas, Times | None]:
+def exponential(
+    noise: Noise, s: Any, placement: Placement, end: str
+) -> tuple[Sigmas, Times | None]:
     """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced."""
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
-    return sigmas, _times_of(noise, sigmas[: s.steps], np.floor if places.whole else None)
+    return sigmas, _times_of(noise, sigmas[: s.steps], np.floor if placement.rounded else None)
 
 
 GRIDS: dict[str, Spacing | str] = {
@@ -189,9 +191,9 @@ def _level(noise: Noise) -> Callable[[Any], Sigmas]:
     return noise.level
 
 
-def _has_end(noise: Noise, places: Places) -> bool:
+def _has_end(noise: Noise, placement: Placement) -> bool:
     """Return whether the end needs a time in addition to the n times at which steps start."""
-    return places.closed or (not noise.steps and noise.end == "zero")
+    return placement.includes_end or (not noise.steps and noise.end == "zero")
 
 
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:

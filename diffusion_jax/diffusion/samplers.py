@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Key
 
 from diffusion_jax.config import named
 from diffusion_jax.diffusion import grids, multistep, onestep, stochastic
-from diffusion_jax.diffusion.grids import Grid, Places
+from diffusion_jax.diffusion.grids import Grid, Placement
 from diffusion_jax.diffusion.noise import Noise, Scalar, Sigmas
 from diffusion_jax.diffusion.onestep import Draws, Sampler
 from diffusion_jax.diffusion.precond import Denoiser, Images
@@ -30,25 +30,25 @@ class Method(NamedTuple):
     """The default grid on discrete schedules, a key of GRIDS."""
     end: str = "zero"
     """The default end of the grid on continuous schedules, "zero" or "sigma_min"."""
-    places: Places = Places()
+    placement: Placement = Placement()
     """How the sampler places its steps on discrete schedules."""
 
 
-_UNROUNDED, _CLOSED = Places(whole=False), Places(closed=True)
+_UNROUNDED, _WITH_END = Placement(rounded=False), Placement(includes_end=True)
 SAMPLERS: dict[str, Method] = {
-    "heun": Method(onestep.heun, places=_UNROUNDED),
-    "euler": Method(onestep.euler, places=_UNROUNDED),
-    "euler_ancestral": Method(onestep.euler_ancestral, places=_UNROUNDED),
+    "heun": Method(onestep.heun, placement=_UNROUNDED),
+    "euler": Method(onestep.euler, placement=_UNROUNDED),
+    "euler_ancestral": Method(onestep.euler_ancestral, placement=_UNROUNDED),
     "ddim": Method(onestep.ddim, grid="ldm"),
     "ddpm": Method(onestep.ddpm, grid="ldm", end="sigma_min"),
     "plms": Method(multistep.plms, grid="ldm"),
     "plms_v": Method(multistep.plms_v, grid="ldm"),
-    "dpmpp_2m": Method(multistep.dpmpp_2m, places=_CLOSED),
-    "unipc": Method(multistep.unipc, places=_CLOSED),
-    "deis": Method(multistep.deis, places=_CLOSED),
-    "dpmpp_2m_sde": Method(stochastic.dpmpp_2m_sde, places=_CLOSED),
-    "dpmpp_3m_sde": Method(stochastic.dpmpp_3m_sde, places=_CLOSED),
-    "restart": Method(stochastic.restart, places=_UNROUNDED),
+    "dpmpp_2m": Method(multistep.dpmpp_2m, placement=_WITH_END),
+    "unipc": Method(multistep.unipc, placement=_WITH_END),
+    "deis": Method(multistep.deis, placement=_WITH_END),
+    "dpmpp_2m_sde": Method(stochastic.dpmpp_2m_sde, placement=_WITH_END),
+    "dpmpp_3m_sde": Method(stochastic.dpmpp_3m_sde, placement=_WITH_END),
+    "restart": Method(stochastic.restart, placement=_UNROUNDED),
 }
 """The values that sampler.name can have in configs of Imagen and Stable Diffusion."""
 
@@ -121,7 +121,7 @@ def sampling_grid(noise: Noise, s: Any) -> Grid:
     name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end
     # A grid that the config names may use numpy, so compute it even while a program is traced.
     with jax.ensure_compile_time_eval() if s.grid else contextlib.nullcontext():
-        return grids.make_grid(noise, s, name, end, method.places)
+        return grids.make_grid(noise, s, name, end, method.placement)
 
 
 def check_grid(noise: Noise, s: Any) -> None:

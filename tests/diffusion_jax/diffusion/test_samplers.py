@@ -398,7 +398,7 @@ def test_karras_sigmas_are_equation_5_and_then_0():
 
 def test_even_times_of_a_schedule_go_to_its_end_or_on_to_0():
     model = noise.continuous_noise(noise.linear_log_snr)
-    levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Places()).sigmas
+    levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Placement()).sigmas
     t = np.array([1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(levels("sigma_min"), np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
     np.testing.assert_array_equal(levels("zero"), [*levels("sigma_min")[:-1], 0])
@@ -440,7 +440,7 @@ def test_exponential_levels_are_even_in_their_logarithms():
         noise.lognormal(),
         types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
     )
-    sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Places()).sigmas
+    sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Placement()).sigmas
     np.testing.assert_allclose(sigmas, [100, 10, 1, 0.1, 0], rtol=1e-5)
 
 
