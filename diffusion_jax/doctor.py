@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     """Examine the machine and print the report."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
-    set_here = tuning.missing(tuning.here(), os.environ)
+    set_here = tuning.missing(tuning.local_kinds(), os.environ)
     cli.start()
     report = examine(set_here)
     if jax.process_index() == 0:

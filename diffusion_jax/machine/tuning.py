@@ -97,7 +97,7 @@ def missing(kinds: Iterable[str], present: Mapping[str, str]) -> list[Setting]:
 
 def apply() -> None:
     """Set the missing settings in this process. Call this before JAX uses a device."""
-    kinds = here()
+    kinds = local_kinds()
     os.environ.update(environment(kinds, os.environ))
     if not kinds and sys.platform == "linux" and not any(n.startswith(MALLOC) for n in os.environ):
         _keep_freed_memory()
@@ -117,7 +117,7 @@ def _keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def here() -> list[str]:
+def local_kinds() -> list[str]:
     """Return the kinds of accelerators that have a JAX plugin and that JAX_PLATFORMS allows.
 
     The generation of a TPU is included if the machine reports it. The list may name a device that

@@ -45,7 +45,7 @@ def test_the_plugins_say_what_is_here(monkeypatch, plugins, kind, platforms, exp
     )
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    assert tuning.here() == expected
+    assert tuning.local_kinds() == expected
 
 
 def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
