@@ -115,7 +115,7 @@ def typed(value: Any, hint: Any) -> Any:
         return value
 
 
-def words(hint: Any) -> str:
+def description(hint: Any) -> str:
     """Describe the values that an annotation allows, such as "a number from 0 to 1"."""
     if names := options(hint):
         return f"one of {', '.join(names)}"

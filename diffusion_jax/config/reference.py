@@ -28,7 +28,7 @@ def fields(kind: type) -> list[Field]:
     """Return the fields of a NamedTuple or network that configs can set."""
     hints, meanings = typing.get_type_hints(kind, include_extras=True), sentences(kind)
     return [
-        Field(name, ranges.words(hints[name]), default, meanings.get(name, ""))
+        Field(name, ranges.description(hints[name]), default, meanings.get(name, ""))
         for name, default in ranges.defaults(kind).items()
     ]
 
