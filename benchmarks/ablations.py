@@ -37,7 +37,8 @@ from benchmarks import ablations_page, measure
 from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, heldout, runs, systems
 from diffusion_jax.config.named import one_of
-from diffusion_jax.diffusion import guidance, objective, samplers
+from diffusion_jax.diffusion import guidance, samplers
+from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import scorers
@@ -323,9 +324,9 @@ def rows(s: Settings, steps: int) -> int:
 
     They are counted by running the sampler on zeros.
     """
-    sampler, goal, taken = s.sampler._replace(steps=steps), objective.make(s.diffusion), []
-    sigmas, at = samplers.sampling_grid(goal.noise, sampler)
-    guide = guidance.make(sampler, guidance.Model(goal.precond(at), sigmas))
+    sampler, objective, taken = s.sampler._replace(steps=steps), objectives.make(s.diffusion), []
+    sigmas, at = samplers.sampling_grid(objective.noise, sampler)
+    guide = guidance.make(sampler, guidance.Model(objective.precond(at), sigmas))
     guided = guidance.by_image(sampler.guiding, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from diffusion_jax.config import named
-from diffusion_jax.diffusion import editing, noise, objective, precond, samplers
+from diffusion_jax.diffusion import editing, noise, precond, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.diffusion.objective import Objective
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES
@@ -48,12 +49,12 @@ def make_task(
             {"text", "guide"}.
         strength: The share of the sampling steps that run if the model draws over a picture.
     """
-    unet, goal = s.unet, objective.make(s.diffusion)
-    samplers.check_grid(goal.noise, s.sampler)
+    unet, objective = s.unet, objectives.make(s.diffusion)
+    samplers.check_grid(objective.noise, s.sampler)
     factor = s.super_resolution.factor
 
     def init(key):
-        return goal.with_learned(unet.init(key, **example_inputs(unet, s.text.width)))
+        return objective.with_learned(unet.init(key, **example_inputs(unet, s.text.width)))
 
     def loss(params, frozen, batch, key):
         key_sigma, key_eps, key_drop, key_dropout, key_low = jax.random.split(key, 5)
@@ -61,15 +62,15 @@ def make_task(
         text, mask = encoder.encode(frozen, batch)  # [B, L, D], [B, L]
         # A dropped text becomes zeros and keeps its mask, as in NeMo.
         text = text * kept_texts(key_drop, len(x0), s.text.drop_prob)[:, None, None]
-        sigma, eps = goal.noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
-        eps = goal.shifted(jax.random.fold_in(key_eps, 1), eps)
+        sigma, eps = objective.noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
+        eps = objective.shifted(jax.random.fold_in(key_eps, 1), eps)
         low_res = training_low_res(key_low, x0) if factor > 1 else LowRes()
 
         def network(x, time) -> Any:
             rngs = {"dropout": key_dropout}
             return unet.apply(params, x, time, text, mask, *low_res, train=True, rngs=rngs)
 
-        minimised, losses = goal.loss(params, network, x0, eps, sigma, batch.get("counts"))
+        minimised, losses = objective.loss(params, network, x0, eps, sigma, batch.get("counts"))
         return minimised, loss_by_noise_level(losses, sigma)
 
     def training_low_res(key, x0):
@@ -77,8 +78,8 @@ def make_task(
         if not unet.noise_aug:
             return LowRes(small)
         key_sigma, key_eps = jax.random.split(key)
-        sigma, eps = goal.noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
-        return super_resolution.with_noise(small, sigma, eps, goal.scalings)
+        sigma, eps = objective.noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
+        return super_resolution.with_noise(small, sigma, eps, objective.scalings)
 
     def errors(params, frozen, batch, keys, sigma):
         x0, low_res = to_range(batch["image"]), LowRes()
@@ -91,14 +92,14 @@ def make_task(
             return unet.apply(params, x, time, text, mask, *low_res)
 
         eps = samplers.initial_noise(keys, x0[0].shape, 1)
-        return goal.errors(network, x0, eps, sigma)
+        return objective.errors(network, x0, eps, sigma)
 
     def sampling_low_res(small, keys):
         aug_sigma = s.super_resolution.aug_sigma if unet.noise_aug else None
-        return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
+        return super_resolution.sampling_inputs(small, aug_sigma, keys, objective.scalings)
 
-    measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    begin = _make_begin(s, encoder, goal, sampling_low_res, guide, strength)
+    measure = Measure(functools.partial(noise.quantiles, objective.noise), errors)
+    begin = _make_begin(s, encoder, objective, sampling_low_res, guide, strength)
     sample = samplers.make_sample(begin, s.sampler)
     return Task(init, loss, sample, encoder.frozen, RULES, measure, begin)
 
@@ -112,7 +113,7 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
 def _make_begin(
     s: Settings,
     encoder: TextEncoder,
-    goal: Objective,
+    objective: Objective,
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
     guide: Settings | None,
     strength: float,
@@ -143,8 +144,8 @@ def _make_begin(
             guidance_module.NEGATIVE: lambda: (*negative(of_text, text, mask), *low_res),
             guidance_module.EMPTY: lambda: (jnp.zeros_like(text), mask, *low_res),
         }
-        sigmas, time = samplers.sampling_grid(goal.noise, s.sampler)  # [steps + 1]
-        on_grid = goal.precond(time)
+        sigmas, time = samplers.sampling_grid(objective.noise, s.sampler)  # [steps + 1]
+        on_grid = objective.precond(time)
         guide_of = guide and _denoiser_of(guide, frozen["guide"])
         denoise = guidance_module.make_denoiser(
             s.sampler, guidance_module.Model(on_grid, sigmas), guidance,
@@ -169,6 +170,6 @@ def _denoiser_of(
     s: Settings, params: Any, scalings: Precond | None = None
 ) -> Callable[[Any], Denoiser]:
     """Return a function that maps (text, mask, small image, its time) to the denoiser D."""
-    scalings = scalings or objective.make(s.diffusion).scalings
+    scalings = scalings or objectives.make(s.diffusion).scalings
     network: Any = lambda inputs: lambda x, time: s.unet.apply(params, x, time, *inputs)
     return lambda inputs: precond.denoiser(network(inputs), scalings)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import objective, precond, samplers
+from diffusion_jax.diffusion import objective as objectives
+from diffusion_jax.diffusion import precond, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range
@@ -51,9 +52,9 @@ def make_begin(
             previews.
         guide: The settings of a second model that guides this one; None for no such model.
     """
-    unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)
-    sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
-    scalings, factor = goal.precond(time), vae_module.factor(vae)
+    unet, vae, objective = p.unet, p.vae, objectives.make(p.diffusion)
+    sigmas, time = samplers.sampling_grid(objective.noise, p.sampler)
+    scalings, factor = objective.precond(time), vae_module.factor(vae)
 
     def begin(params, frozen, batch, keys, guidance):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
@@ -65,7 +66,7 @@ def make_begin(
             guidance_module.EMPTY: lambda: attended(p, encoder, frozen, empty()),
         }
         guide_of = guide and _denoiser_of(
-            guide.unet, frozen["guide"], objective.make(guide.diffusion).scalings
+            guide.unet, frozen["guide"], objectives.make(guide.diffusion).scalings
         )
         denoise = guidance_module.make_denoiser(
             p.sampler, guidance_module.Model(scalings, sigmas), guidance,

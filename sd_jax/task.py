@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from diffusion_jax.diffusion import noise, objective, samplers
+from diffusion_jax.diffusion import noise, samplers
+from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.task import (
     Batch,
@@ -41,13 +42,15 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
             moments without sampling.
     """
     unet, vae = s.unet, s.vae
-    goal = objective.make(s.diffusion)
+    objective = objectives.make(s.diffusion)
     empty = encoder.tokenize([""])
 
     def init(key):
         size = s.latents.image_size // vae_module.factor(vae)
         x = jnp.zeros((1, size, size, unet.in_channels))
-        return goal.with_learned(unet.init(key, x, jnp.zeros(1), jnp.zeros((1, 1, s.text.width))))
+        return objective.with_learned(
+            unet.init(key, x, jnp.zeros(1), jnp.zeros((1, 1, s.text.width)))
+        )
 
     def loss(params, frozen, batch, key):
         key_sigma, key_eps, key_drop, key_posterior, key_offset = jax.random.split(key, 5)
@@ -57,13 +60,13 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         tokens = drop_to_empty(batch, empty, keep) if to_empty else batch
         text = attended(s.pipeline, encoder, frozen, tokens)
         text = text if to_empty else jnp.where(keep[:, None, None], text, 0)
-        sigma = goal.noise.draw(key_sigma, len(x0))
-        eps = goal.shifted(key_offset, normal_like(key_eps, x0))
+        sigma = objective.noise.draw(key_sigma, len(x0))
+        eps = objective.shifted(key_offset, normal_like(key_eps, x0))
 
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text)
 
-        minimised, losses = goal.loss(params, network, x0, eps, sigma, batch.get("counts"))
+        minimised, losses = objective.loss(params, network, x0, eps, sigma, batch.get("counts"))
         return minimised, loss_by_noise_level(losses, sigma)
 
     def errors(params, frozen, batch, keys, sigma):
@@ -76,7 +79,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text)
 
-        return goal.errors(network, x0, samplers.initial_noise(keys, shape, 1), sigma)
+        return objective.errors(network, x0, samplers.initial_noise(keys, shape, 1), sigma)
 
     def moments_of(frozen, batch) -> Any:
         if "moments" in batch:
@@ -85,7 +88,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         return vae.apply(frozen["vae"], images, method="encode")
 
     frozen = {"text": encoder.frozen, "vae": vae_params}
-    measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
+    measure = Measure(functools.partial(noise.quantiles, objective.noise), errors)
     return Task(init, loss, make_sample(s.pipeline, encoder), frozen, RULES, measure)
 
 

@@ -243,12 +243,12 @@ def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> 
         return
     passed = first // run.interval
     run.log.start("block_start", metadata=run.at(passed * run.interval))
-    goal = run.s.run._replace(
+    run_settings = run.s.run._replace(
         steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
     )
     inputs = loop.Inputs(run.task, batches, evaluation=_blocks(run, passed, step))
     state = loop.train(
-        inputs, goal, run.s.optimizer, run.mesh, run.workdir, run.config, program=program
+        inputs, run_settings, run.s.optimizer, run.mesh, run.workdir, run.config, program=program
     )
     exit_if_stopped(state, step)
 
