@@ -48,7 +48,7 @@ class Model(NamedTuple):
     """For a LoRA run: its strength and the model that it adapts, for metadata cards."""
 
 
-class Guide(NamedTuple):
+class GuidingModel(NamedTuple):
     """A second model that guides the first one. It replaces the negative prompt."""
 
     settings: Any
@@ -93,7 +93,7 @@ def open_encoder(
 
 def load_guide(
     guide: str, system: str, s: Any, init_of: Callable[[Any], Any], mesh: Mesh, rules: Any
-) -> Guide | None:
+) -> GuidingModel | None:
     """Load the run `guide` with its averaged weights, or return None if `guide` is "".
 
     Args:
@@ -122,7 +122,7 @@ def load_guide(
         raise ValueError(f"--guide={guide} is a LoRA: a guide must be a complete model")
     shapes = _placed_shapes(init_of(settings), mesh, rules)
     folder = files.path(workdir) / runs.CHECKPOINTS
-    return Guide(settings, restore.load_params(folder, shapes, "ema", step))
+    return GuidingModel(settings, restore.load_params(folder, shapes, "ema", step))
 
 
 def load_model(
