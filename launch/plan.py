@@ -207,7 +207,7 @@ def _advice(
     config: dict[str, Any],
     figures: dict[str, Any],
     mesh: Any,
-    with_remat: Callable[[], estimate.Traced],
+    with_remat: Callable[[], estimate.TracedModel],
 ) -> list[str]:
     """Suggest flags for rematerialization, the micro batch or the mesh, by the estimated memory."""
     remat, best = config["unet"]["remat"], figures["largest_micro_batch"]

@@ -14,7 +14,7 @@ from launch import templates
 from launch.accelerators import KINDS, Target
 from launch.planner import choice, compiling, estimate, systems
 from launch.planner.choice import Choice
-from launch.planner.estimate import Traced
+from launch.planner.estimate import TracedModel
 
 CONFIGS = ("base64_500m", "base64_2b", "sr256_400m", "sr256_600m", "sr1024_600m", "sd2_512_base")
 _KINDS = ("h100", "v5p")
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     print(templates.fill("scaling.md", mfu=mfu, **values), end="")
 
 
-def section(traced: Traced, curves: Mapping[str, list[Choice]]) -> Section:
+def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
     """Return a model's section of the page.
 
     `curves` holds, for each kind of accelerator, the results of `curve`.
@@ -69,12 +69,12 @@ def section(traced: Traced, curves: Mapping[str, list[Choice]]) -> Section:
     return Section(cost, rows, ends)
 
 
-def curve(traced: Traced, kind: str, mfu: float) -> list[Choice]:
+def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
     """Return, for each number in DEVICES, the fastest mesh and micro batch and their step time."""
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
 
-def best(traced: Traced, target: Target, mfu: float) -> Choice:
+def best(traced: TracedModel, target: Target, mfu: float) -> Choice:
     """Return the mesh and micro batch with the fastest step among those that fit into memory.
 
     Step times assume that no communication overlaps with arithmetic. The meshes use fsdp over all

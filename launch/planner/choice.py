@@ -9,7 +9,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.train import memory
 from launch.accelerators import Target
 from launch.planner import estimate
-from launch.planner.estimate import Step, Traced
+from launch.planner.estimate import Step, TracedModel
 
 
 class Choice(NamedTuple):
@@ -37,7 +37,7 @@ def meshes(target: Target) -> list[tuple[int, int]]:
 
 
 def best(
-    traced: Traced, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
+    traced: TracedModel, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
 ) -> Choice | None:
     """Return the choice with the fastest step on the target, or None if nothing fits into memory.
 
@@ -49,7 +49,9 @@ def best(
     return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)
 
 
-def _choice(traced: Traced, target: Target, shape: tuple[int, int], mfu: float) -> Choice | None:
+def _choice(
+    traced: TracedModel, target: Target, shape: tuple[int, int], mfu: float
+) -> Choice | None:
     mesh = AbstractMesh((*shape, 1), sharding.AXES)
     if traced.model.run.batch_size % sharding.batch_ways(mesh):
         return None
@@ -64,8 +66,8 @@ def _choice(traced: Traced, target: Target, shape: tuple[int, int], mfu: float) 
 
 
 def advise(
-    traced: Traced,
-    with_remat: Callable[[], Traced],
+    traced: TracedModel,
+    with_remat: Callable[[], TracedModel],
     target: Target,
     mfu: float,
     current: Mapping[str, Any],
@@ -100,7 +102,7 @@ def advise(
     return f"{text}; plain data parallelism does not fit: the state alone is {_gib(state)} GiB"
 
 
-def _flags(choice: Choice, traced: Traced, remat: bool) -> str:
+def _flags(choice: Choice, traced: TracedModel, remat: bool) -> str:
     mesh = choice.mesh.shape
     flags = f"--config.mesh.replica={mesh['replica']} --config.mesh.fsdp={mesh['fsdp']}"
     flags += f" --config.optimizer.micro_batch={choice.micro_batch}"

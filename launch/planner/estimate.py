@@ -21,7 +21,7 @@ from launch.planner.traffic import Collective
 _TOKENS, _CAPTION = 25, 100  # Average caption: its number of T5 tokens, and its bytes.
 
 
-class Traced(NamedTuple):
+class TracedModel(NamedTuple):
     """Model of a config, with its loss and gradient as a traced (not compiled) program."""
 
     model: Model
@@ -55,12 +55,12 @@ class Step(NamedTuple):
         return sum(self)
 
 
-def trace(model: Model) -> Traced:
+def trace(model: Model) -> TracedModel:
     """Trace the loss and its gradient, which takes seconds because nothing is compiled.
 
     One trace serves for all batch sizes and meshes.
     """
-    return Traced(model, memory.trace(model.task, model.state, model.example))
+    return TracedModel(model, memory.trace(model.task, model.state, model.example))
 
 
 def mesh_of(model: Model, devices: int) -> AbstractMesh:
@@ -87,13 +87,13 @@ def local_batch(model: Model, mesh: AbstractMesh) -> int:
     return model.run.batch_size // (sharding.batch_ways(mesh) * passes(model, mesh))
 
 
-def bytes_per_device(traced: Traced, mesh: AbstractMesh) -> Bytes:
+def bytes_per_device(traced: TracedModel, mesh: AbstractMesh) -> Bytes:
     """Return the memory per device, with temporary memory estimated from the traced program."""
     model = traced.model
     return memory.bytes_per_device(traced.step, mesh, local_batch(model, mesh), passes(model, mesh))
 
 
-def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
+def largest_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -> int:
     """Return the largest global batch size that fits into memory without gradient accumulation.
 
     `limit` is the memory per device in bytes. The result is 0 if not even one sample fits.
@@ -107,7 +107,7 @@ def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
     return bisect.bisect_right(range(1, 2**20), limit, key=need) * sharding.batch_ways(mesh)
 
 
-def largest_micro_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
+def largest_micro_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -> int:
     """Return the largest per-device micro batch that fits into memory, or 0 if none fits.
 
     `limit` is the memory per device in bytes. The micro batch must divide a device's share of the
@@ -120,13 +120,13 @@ def largest_micro_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int
     return next((n for n in sizes if need(n) <= limit), 0)
 
 
-def with_micro_batch(traced: Traced, samples: int) -> Traced:
+def with_micro_batch(traced: TracedModel, samples: int) -> TracedModel:
     """Return a copy whose optimizer settings have micro batches of `samples` per device."""
     settings = traced.model.optimizer._replace(micro_batch=samples, accumulate=1)
     return traced._replace(model=traced.model._replace(optimizer=settings))
 
 
-def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
+def collectives(traced: TracedModel, mesh: AbstractMesh) -> list[Collective]:
     """Return the collectives of a train step, estimated from the sharding of the parameters.
 
     Gradients are exchanged once per micro batch.
@@ -150,7 +150,7 @@ def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
 
 
 def step_time(
-    traced: Traced,
+    traced: TracedModel,
     mesh: AbstractMesh,
     target: Target,
     mfu: float,
@@ -173,7 +173,7 @@ def step_time(
 
 
 def plan(
-    traced: Traced,
+    traced: TracedModel,
     target: Target,
     *,
     mfu: float,
