@@ -12,7 +12,7 @@ Batch = dict[str, Any]
 
 
 @runtime_checkable
-class Network(Protocol):
+class TextNetwork(Protocol):
     """A text network. Its width must match the config, and its vocabulary the tokenizer."""
 
     width: int
@@ -48,7 +48,9 @@ class TextEncoder(NamedTuple):
     truncated end. It returns "" if nothing is ignored, or if the encoder cannot determine this."""
 
 
-def check_fits(kind: str, folder: object, network: Network, vocab_size: int, width: int) -> None:
+def check_fits(
+    kind: str, folder: object, network: TextNetwork, vocab_size: int, width: int
+) -> None:
     """Check that a folder's network has this width and covers the tokenizer's vocabulary.
 
     Raises:
