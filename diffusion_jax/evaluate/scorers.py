@@ -44,7 +44,7 @@ _NO_FEATURES = (
 _SHOWN = 42  # Number of pictures on a sheet.
 
 
-class Judge(NamedTuple):
+class FeatureJudge(NamedTuple):
     """A function that computes features of pictures, and statistics of real pictures."""
 
     card: Card
@@ -63,7 +63,7 @@ class Scorer:
     def __init__(
         self,
         prompts: Sequence[str],
-        judges: Mapping[str, Judge],
+        judges: Mapping[str, FeatureJudge],
         metrics: Sequence[str] = (),
         *,
         groups: Mapping[str, slice] | None = None,
@@ -253,7 +253,7 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         raise ValueError("CMMD needs both clip_reference and clip, with the same CLIP")
     card = {"image_size": (size, size), "n": len(prompts)}
     card["prompts"] = prompt_files.fingerprint(prompts)
-    chosen: dict[str, Judge] = {}
+    chosen: dict[str, FeatureJudge] = {}
     if inception:
         if len(prompts) < 2:
             raise ValueError("a Fréchet distance needs at least 2 images, but there is 1 prompt")
@@ -284,7 +284,7 @@ def _against(
     make: Callable[[str], extractors.Extractor],
     default_mode: str,
     card: Mapping,
-) -> Judge:
+) -> FeatureJudge:
     """Return a judge that compares pictures with the statistics in the file `path`.
 
     The preprocessing is that on the card of the statistics, or `default_mode` without a card.
@@ -296,13 +296,13 @@ def _against(
         logging.info("%s holds no features, so there is no KID, precision or recall", path)
     run = extractors.on_host(extractor)
     reference = cards.reference_name(path, real.gaussian.n)
-    return Judge(
+    return FeatureJudge(
         cards.make_card(extractor, **card, reference=reference), (name,),
         lambda images, prompts: (run(images),), real,
     )  # fmt: skip
 
 
-def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> Judge:
+def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> FeatureJudge:
     """Return a trained judge that compares pictures with its held-out real pictures.
 
     The real pictures are shrunk to the size of the drawn pictures.
@@ -319,13 +319,15 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
         "captions_told_from": len({*trained.candidates, *prompts, *trained.test.captions}),
         **{f"{name}_of_real": value for name, value in real_scores.items()},
     }
-    return Judge(trained_card, ("judge", "nearest"), read, Stats(real, vectors, trained_card))
+    return FeatureJudge(
+        trained_card, ("judge", "nearest"), read, Stats(real, vectors, trained_card)
+    )
 
 
-def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:
+def _pairs(clip: clip_towers.Clip, card: Mapping) -> FeatureJudge:
     """Return a judge whose feature is the CLIP cosine between each picture and its prompt."""
     image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
     extract = lambda images, prompts: (
         clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),
     )
-    return Judge(cards.make_card(clip.image, **card), ("clip",), extract)
+    return FeatureJudge(cards.make_card(clip.image, **card), ("clip",), extract)

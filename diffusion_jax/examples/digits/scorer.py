@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.evaluate.scorers import Judge, Scorer
+from diffusion_jax.evaluate.scorers import FeatureJudge, Scorer
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.metrics import cards
@@ -45,7 +45,11 @@ def open_scorer(
     num, every = len(seen_prompts), max(1, len(seen_prompts) // 24)
     return Scorer(
         prompts,
-        {"digits": Judge(card, ("digits", "right"), extract, Stats(gaussian(real), real, card))},
+        {
+            "digits": FeatureJudge(
+                card, ("digits", "right"), extract, Stats(gaussian(real), real, card)
+            )
+        },
         metrics,
         groups={"seen": slice(num), "heldout": slice(num, None)},
         shown=[*range(0, num, every), *range(num, num + 18)],
