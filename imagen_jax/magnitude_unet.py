@@ -36,8 +36,8 @@ class MagnitudeUNet(Network):
     """EDM2's magnitude-preserving UNet, with text (unet.kind "magnitude")."""
 
     patch: Count = 1
-    """Side in pixels of the patches that the image is first divided into. Resolutions count
-    patches."""
+    """Side in pixels of the patches that the image is first divided into. The resolutions below are
+    in patches."""
     embed_dim: Count = 192
     """Number of channels of a level whose channel_mult is 1."""
     channel_mult: Counts = (1, 2, 3, 4)

@@ -77,7 +77,7 @@ class SuperResolution(NamedTuple):
     factor: ranges.Count = 1
     """How many times larger the enlarged image is per side; 1 for base models."""
     aug_sigma: ranges.Positive = 0.002
-    """The noise level that is added to the small image in drawing, if the model has unet.noise_aug.
+    """The level of the noise that drawing adds to the small image, if the model has unet.noise_aug.
     More noise hides more mistakes of the stage before."""
 
 

@@ -30,7 +30,7 @@ class UNet(Network):
 
     patch: Count = 1
     """Side in pixels of the patches that the image is first divided into (Hoogeboom et al. 2023).
-    Resolutions count patches. NeMo's models have 1."""
+    The resolutions below are in patches. NeMo's models have 1."""
     embed_dim: Count = 256
     """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
     times as wide."""

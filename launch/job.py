@@ -85,7 +85,7 @@ class Launcher(NamedTuple):
     folder: Callable[[str], str] = str
     """Convert a run's workdir to the path that the job's command gets as --workdir."""
     note: str = ""
-    """What the launcher understood, printed before the runs are submitted."""
+    """How the launcher reads the job, in words; printed before the runs are submitted."""
 
 
 Groups = Mapping[str, Any]

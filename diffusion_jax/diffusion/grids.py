@@ -197,7 +197,7 @@ def _has_end(noise: Noise, placement: Placement) -> bool:
 
 
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:
-    """Return the levels at the first s.steps times, and these times, as a Spacing does.
+    """Return the levels at the first s.steps times, and these times (see Spacing).
 
     On a continuous schedule, None replaces the times. On a discrete schedule, levels are clipped to
     s.sigma_max, if that is not 0.

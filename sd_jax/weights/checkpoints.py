@@ -53,7 +53,7 @@ class Checkpoint(NamedTuple):
     """One line for the user per part: its number of arrays, their naming, its parameter count."""
     text: TextPart | None = None
     predicts: str | None = None
-    """The UNet's prediction, "eps" or "v"; None if the checkpoint does not say."""
+    """The UNet's prediction, "eps" or "v"; None if the checkpoint does not state it."""
     latent_size: int = 64
     """Side of the latents that the model was trained on, in latent pixels."""
     scale: float = SCALE
