@@ -149,7 +149,7 @@ def test_values_in_their_ranges_are_taken(values):
         ("decays", (0.9, 9999), "is (0.9, 9999): it must be from 0 to below 1"),
         ("crop", "centre", "is 'centre': did you mean 'center'? Choose from center, random"),
         ("grid", "evn", "is 'evn': did you mean 'even'? Choose from even"),
-        ("prompts", (3,), "is (3,): it must be a tuple, each a text"),
+        ("prompts", (3,), "is (3,): it must be a tuple, each a string"),
         ("flip", "no", "is 'no': it must be True or False"),
         ("path", 7, "is 7: it must be a string"),
     ],
