@@ -136,7 +136,7 @@ train --config.data.prior=D/images | no .jsonl in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13
 sd_sample --prompt=a --image=D/none.png | D/none.png
 sd_sample --prompt=a --image=D/file | D/file
-sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength is 0.0, which makes 0 of
+sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength is 0.0, which runs 0 of
 sd_sample --prompt=a --model=D/file | give exactly one of --workdir=FOLDER (a training run)
 evaluate --name=../../x | --name=../../x: give the name of a folder under evaluation/, not a path
 evaluate --name= | --name=: give the name of a folder
