@@ -27,7 +27,8 @@ def get_config() -> ConfigDict:
             "dtype": "float32",
         }
     )
-    # The network predicts the image, and its loss is that of the flow. ln sigma ~ N(0.8, 0.8^2).
-    c.diffusion.update(precond="x0", noise="logit_normal(mean=0.8, std=0.8)", weight="flow")
-    c.sampler.update(grid="karras", steps=24, sigma_max=80.0)
+    # The network predicts the image, and its loss is that of the flow. Lognormal noise levels are
+    # the paper's logit-normal times: sigma = t / (1 - t).
+    c.diffusion.update(precond="x0", p_mean=0.8, p_std=0.8, weight="flow")
+    c.sampler.update(steps=24, sigma_max=80.0)
     return c

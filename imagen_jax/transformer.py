@@ -3,8 +3,9 @@
 A patch goes through a narrow linear layer, the bottleneck, before it becomes a token. The network
 predicts the image, because images lie near a low-dimensional manifold, and noise does not. Text and
 image are two streams of tokens that attend to each other (MMDiT, Esser et al. 2024, arXiv
-2403.03206). Train it with precond "x0", weight "flow" and noise "logit_normal". Unlike the authors,
-we use layer norm, GELU and no rotary positions, as in MMDiT, and text instead of class tokens.
+2403.03206). Train it with precond "x0", weight "flow" and noise "lognormal" (logit-normal times).
+Unlike the authors, we use layer norm, GELU and no rotary positions, as in MMDiT, and text instead
+of class tokens.
 
 Images are NHWC. Shapes: B batch, H W pixels, S = H/patch * W/patch image tokens, L text tokens of
 width D, C width of the tokens and of the embedding, N heads, K width of a head.
