@@ -59,7 +59,7 @@ class Transformer(Network):
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. Training and drawing are the same (no dropout).
+        `time` is the preconditioner's c_noise. `train` has no effect, because there is no dropout.
         """
         del train
         emb, text, text_mask = self._conditions(time, text, text_mask, low_res_time)
@@ -92,7 +92,8 @@ class Transformer(Network):
     def _conditions(self, time, text, text_mask, low_res_time):
         """Return the embedding [B, C], the text tokens [B, L, C] and their mask [B, L].
 
-        Text tokens get no positions: text encoders have put the order of words into them.
+        Text tokens get no positions, because the text encoder has already encoded the order of
+        words.
         """
         embed = lambda name: TimeEmbed(self.embed_dim // 4, dtype=self.dtype, name=name)
         emb = embed("time_embed")(time)  # [B, C]
@@ -126,7 +127,7 @@ class Transformer(Network):
 
 
 class JointBlock(nn.Module):
-    """Transformer block over two streams of tokens, image and text, with weights of their own.
+    """Transformer block over two streams of tokens, image and text, each with its own weights.
 
     One attention goes over the tokens of both. The embedding modulates the norms, and gates the
     residual branches (adaLN-zero, Peebles & Xie 2023): a new block is the identity.
@@ -205,7 +206,7 @@ def modulated(
 
 
 def positions(rows: int, columns: int, width: int) -> Float[Array, "{rows}*{columns} {width}"]:
-    """Embed the places of patches, row by row: sinusoids of the column, then of the row."""
+    """Embed the positions of patches, row by row: sinusoids of the column, then of the row."""
     of = lambda length: ops.sinusoid(jnp.arange(length, dtype=jnp.float32), width // 2)
     shape = (rows, columns, width // 2)
     across = jnp.broadcast_to(of(columns), shape)

@@ -1,4 +1,4 @@
-"""What the small models have drawn, by the number of pictures that they had seen in training."""
+"""Describe what small models draw after training on a given number of pictures."""
 
 _SEEN = (
     (0, "colour noise"),

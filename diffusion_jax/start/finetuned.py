@@ -38,7 +38,7 @@ class Shipped(NamedTuple):
     """The workdirs of the models that enlarge its pictures."""
 
     def exists(self) -> bool:
-        """Return whether the weights are there, as in a checkout."""
+        """Return whether the weights exist, as they do in a checkout."""
         return (pathlib.Path(self.workdir) / runs.CONFIG).is_file()
 
 

@@ -19,7 +19,7 @@ _TALL = 1.5  # A set is tall if the sides of a twentieth of its pictures differ 
 
 
 class PictureSet(NamedTuple):
-    """A data set: its settings, its records, and what reading some of them has shown."""
+    """A data set: its settings, its records, and a report on some of them."""
 
     data: Data
     records: Records

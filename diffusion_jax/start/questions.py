@@ -51,12 +51,13 @@ SHRINK = Question(
 def answer(question: Question, value: str, reason: str) -> str:
     """Return `value`, or if it is ASK, the user's answer.
 
-    Outside a terminal, print the reason with the default answer and the flags of the others.
+    Outside of a terminal, use the default answer, and print the reason and the flags of all
+    answers.
 
     Args:
         question: the question.
         value: the value of its flag.
-        reason: why it matters here, in one or more sentences.
+        reason: why the question matters for this data set, in one or more sentences.
     """
     if value != ASK:
         return value

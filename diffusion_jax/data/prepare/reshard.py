@@ -58,7 +58,8 @@ def reshard(
         process: The index of this process, from 0.
         processes: The number of processes that share the work.
         engine: Distributes the shards of this process.
-        size: Largest smaller side of the images in pixels, see transforms.shrink; 0 copies them.
+        size: The number of pixels to which the smaller side of larger images is shrunk (see
+            transforms.shrink); 0 copies all images unchanged.
         pad: Whether to pad the images to squares. Then `size` limits the longer side.
 
     Returns:
