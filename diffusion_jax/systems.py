@@ -30,7 +30,7 @@ class System(NamedTuple):
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The type of each config group. For a group with `kind`, the networks to choose from."""
+        """The type of each config group; for a group with a field `kind`, its networks by kind."""
         types = {k: v for k, v in self.settings.__annotations__.items() if k != "run"}
         return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}
 

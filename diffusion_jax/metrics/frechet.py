@@ -42,7 +42,9 @@ def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) ->
     Raise ValueError if `sample` is a Gaussian, because the fit needs features.
     """
     if isinstance(sample, Gaussian):
-        raise ValueError("FID-infinity needs the features of each image, not only their moments")
+        raise ValueError(
+            "FID-infinity needs the features of each image, not only their mean and covariance"
+        )
     value, residual = extrapolated(sample, reference, seed=seed)
     return Score(value, more={"residual": residual})
 

@@ -259,6 +259,6 @@ def _dialect(state: StateDict, marks: Mapping[str, str], what: str) -> str:
         if mark in state:
             return dialect
     raise ValueError(
-        f"these weights are not {what}: among their {len(state)} arrays, such as "
-        f"{', '.join(sorted(state)[:3])} there is none of {', '.join(marks.values())}"
+        f"these weights are not {what}: their {len(state)} arrays ({', '.join(sorted(state)[:3])}, "
+        f"...) include none of {', '.join(marks.values())}"
     )

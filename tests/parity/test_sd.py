@@ -112,7 +112,7 @@ def test_a_single_weight_that_is_off_shows():
         ({"__meta__": np.array("[1]")}, "the case's __meta__ is a list: it must be an object"),
         ({"y": np.zeros((2, 4, 4, 8))}, "the case's y is (2, 4, 4, 8), and ours (2, 4, 4, 4)"),
         ({"y": None, "y_frac": None}, "the case holds no output that can be compared"),
-        ({"w/out.2.weight": None}, "these weights are not a Stable Diffusion UNet: among"),
+        ({"w/out.2.weight": None}, "these weights are not a Stable Diffusion UNet: their"),
         ({"w/out.3.weight": np.zeros(1)}, "0 keys are missing: none; 1 keys are left over: out.3"),
         (
             {"__meta__": np.array(json.dumps({"config": {"model_channels": 32}}))},
