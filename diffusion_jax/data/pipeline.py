@@ -128,8 +128,8 @@ class Batches:
             )
         self._iterator.set_state({"next_index": samples // self._batch_size})
 
-    def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
-        """Return the names of the pictures in the given rows of a recent batch.
+    def indices(self, rows: Sequence[int], back: int = 0) -> Int[np.ndarray, "R"]:
+        """Return the indices of the pictures in the given rows of a recent batch.
 
         Args:
             rows: row numbers, counted over all processes.
@@ -137,7 +137,11 @@ class Batches:
         """
         first = (self._iterator.get_state()["next_index"] - 1 - back) * self._batch_size
         order = _order(self.pictures, self._identity["seed"])
-        return self.pictures.names(np.array([order[first + row] for row in rows]))
+        return np.array([order[first + row] for row in rows])
+
+    def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
+        """Return the names of the pictures; the arguments are those of `indices`."""
+        return self.pictures.names(self.indices(rows, back))
 
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures that this process has found so far, by reason."""

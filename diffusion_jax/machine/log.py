@@ -155,14 +155,23 @@ def write_manifest(
 ) -> None:
     """Add an entry for this start of the run to manifest.json: {"runs": [first, ..., this one]}.
 
-    An entry holds the config, the seed, the first step, the start time, the command line, package
-    versions, the git commit (None outside a checkout), the devices, and the environment variables
-    that JAX, XLA and their libraries read. A damaged file is written again, without the entries of
-    earlier starts.
+    A damaged file is written again, without the entries of earlier starts.
     """
-    path = files.path(workdir) / MANIFEST
+    entry = manifest_entry(config, seed, step)
+    if jax.process_index() == 0:
+        text = json.dumps({"runs": [*read_manifest(workdir), entry]}, indent=1)
+        files.write_whole(files.path(workdir) / MANIFEST, text)
+
+
+def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str, Any]:
+    """Return what identifies a start of a run at `step` in this process, as JSON values.
+
+    These are the config, the seed, the first step, the time, the command line, package versions,
+    the git commit (None outside a checkout), the devices, and the environment variables that JAX,
+    XLA and their libraries read.
+    """
     versions = {package: version(package) for package in _PACKAGES}
-    run = {
+    entry = {
         "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "first_step": step,
         "seed": seed,
@@ -173,14 +182,13 @@ def write_manifest(
         "environment": tuning.variables(),
         "config": config,
     }
-    if jax.process_index() == 0:
-        # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.
-        text = json.dumps({"runs": [*_runs(path), run]}, indent=1, default=_plain)
-        files.write_whole(path, text)
+    # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.
+    return json.loads(json.dumps(entry, default=_plain))
 
 
-def _runs(path: pathlib.Path) -> list[Any]:
-    """Return the entries of a manifest, or none with a warning if the file is damaged."""
+def read_manifest(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the entries of a run's manifest, or none with a warning if the file is damaged."""
+    path = files.path(workdir) / MANIFEST
     if not path.exists():
         return []
     try:

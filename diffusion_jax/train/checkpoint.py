@@ -168,20 +168,12 @@ class Checkpointer:
     def restore(
         self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
     ) -> TrainState:
-        """Return the state of `step` (None: the newest), and move `data_iterator` to its position.
+        """Wait until the last save is complete, then return what `restore_state` returns.
 
-        `abstract_state` holds a jax.ShapeDtypeStruct with a sharding for each leaf. The sharding
-        may differ from the one at saving. Raises ValueError if the saved parameters have other
-        names or shapes. Raises FileNotFoundError if there is no checkpoint.
+        `step` is the step to read; None: the newest.
         """
         self.wait()
-        restore.check_exists(self._directory, step)
-        step = self.latest_step() if step is None else step
-        restore.check_averages(self._directory / str(step), list(abstract_state.ema))
-        items = restore.load_items(self._directory / str(step), _items(abstract_state))
-        data_iterator.set_state(_BytesHandler().restore(self._directory / str(step) / "data"))
-        ema = {name: items[restore.EMA + name] for name in abstract_state.ema}
-        return TrainState(params=items["params"], ema=ema, **items["optimizer"])
+        return restore_state(self._directory, abstract_state, data_iterator, step)
 
     def wait(self) -> None:
         """Wait until the last save is complete. Raises NotSaved if it failed."""
@@ -316,6 +308,28 @@ class Snapshots:
 
     def close(self) -> None:
         self._files.close()
+
+
+def restore_state(
+    directory: str | os.PathLike[str],
+    abstract_state: TrainState,
+    data_iterator: DataIterator,
+    step: int | None = None,
+) -> TrainState:
+    """Return the state of `step` (None: the newest), and move `data_iterator` to its position.
+
+    `abstract_state` holds a jax.ShapeDtypeStruct with a sharding for each leaf. The sharding may
+    differ from the one at saving. This writes nothing. Raises ValueError if the saved parameters
+    have other names or shapes. Raises FileNotFoundError if there is no checkpoint.
+    """
+    root = restore.absolute(directory)
+    restore.check_exists(root, step)
+    folder = root / str(max(restore.steps(root)) if step is None else step)
+    restore.check_averages(folder, list(abstract_state.ema))
+    items = restore.load_items(folder, _items(abstract_state))
+    data_iterator.set_state(_BytesHandler().restore(folder / "data"))
+    ema = {name: items[restore.EMA + name] for name in abstract_state.ema}
+    return TrainState(params=items["params"], ema=ema, **items["optimizer"])
 
 
 def powers(state: TrainState) -> dict[str, Params]:

@@ -36,7 +36,7 @@ from diffusion_jax.machine.sharding import (
 )
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import not_finite, out_of_memory
-from diffusion_jax.train.checkpoint import Checkpointer
+from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.progress import IN_FLIGHT, Progress
 from diffusion_jax.train.state import (
@@ -139,11 +139,12 @@ def train(
         stack.callback(watchdog.close)
 
         # Set up the state: the newest checkpoint's, or a new one.
-        tx, key, create, layout = _plan(task, run, settings, mesh)
+        tx, key, create, layout = plan(task, run, settings, mesh)
         frozen = place_all(task.frozen, mesh, task.rules)
         checkpoints = Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every)
         stack.callback(checkpoints.close)
-        state = _first_state(checkpoints, create, key, layout, batches, inputs.start)
+        newest = checkpoints.latest_step()
+        state = first_state(workdir, newest, create, key, layout, batches, inputs.start)
         first_step = int(state.step)
         writer = MetricWriter(workdir, config, first_step)
         stack.callback(writer.close)
@@ -163,7 +164,8 @@ def train(
         )
         sizes = stack.enter_context(explained)
         if program is None:
-            program = _compile(make_step(task, settings, tx, layout), (state, frozen, batch, key))
+            step = make_step(task, settings, tx, layout)
+            program = compiled(step, (state, frozen, batch, key))
         sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
 
         # Set up reports, drawing, scores and snapshots; their programs compile at first use.
@@ -267,16 +269,16 @@ def warm_up(
 
     `batch` holds the rows of this process.
     """
-    tx, key, create, layout = _plan(task, run, settings, mesh)
+    tx, key, create, layout = plan(task, run, settings, mesh)
     state = jax.jit(create, out_shardings=layout)(key)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
     step = make_step(task, settings, tx, layout)
-    program = _compile(step, (state, frozen, rows, key))
+    program = compiled(step, (state, frozen, rows, key))
     jax.block_until_ready(program.step(state, frozen, rows, key))
     return program
 
 
-def _plan(task, run, settings, mesh):
+def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
     """Return the optimizer, the run's key, a function key -> initial state, and its shardings."""
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
@@ -284,14 +286,15 @@ def _plan(task, run, settings, mesh):
     return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
 
-def _compile(step, arguments) -> Program:
+def compiled(step: Any, arguments: tuple[Any, ...]) -> Program:
+    """Compile a training step for (state, frozen, batch, key), and log how long it takes."""
     logging.info("compiling the step ...")
     times = [time.time()]
     traced = step.trace(*arguments)
     times.append(time.time())
     lowered = traced.lower()
     times.append(time.time())
-    compiled = lowered.compile()
+    executable = lowered.compile()
     times.append(time.time())
     logging.info(
         "the train step for %s: traced in %.1f s, lowered in %.1f s, compiled in %.1f s",
@@ -300,20 +303,24 @@ def _compile(step, arguments) -> Program:
     )
     if jax.process_count() > 1:  # Otherwise the first step would wait for the slowest compiler.
         multihost_utils.sync_global_devices("compiled")
-    return Program(compiled, float(flops.count(traced.jaxpr.jaxpr)))
+    return Program(executable, float(flops.count(traced.jaxpr.jaxpr)))
 
 
-def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState:
-    """Return the newest checkpoint's state, or a new one.
+def first_state(
+    workdir: pathlib.Path, step: int | None, create: Callable[[Any], TrainState], key: Any,
+    layout: Any, batches: Batches, start: Callable[[], Params] | None,
+) -> TrainState:  # fmt: skip
+    """Return the state of the checkpoint of `step`, and move `batches` to its position.
 
-    `start` reads the parameters of a new state. The averages start from the same parameters.
+    If `step` is None, return a new state. `start` reads its parameters, and its averages start from
+    the same parameters. The other arguments come from `plan`.
     """
-    step = checkpoints.latest_step()
     if step is None:
         state = jax.jit(create, out_shardings=layout)(key)
     else:
         logging.info("continuing from the checkpoint of step %d", step)
-        state = checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
+        shapes = placed(jax.eval_shape(create, key), layout)
+        state = restore_state(workdir / runs.CHECKPOINTS, shapes, batches, step)
     if start is None or step:
         return state
     # `start` reads the network alone; a learned loss weighting keeps its initial values.

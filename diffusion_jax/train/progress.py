@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,16 @@ from diffusion_jax.task import Metrics
 
 IN_FLIGHT = 2
 """The number of steps that the host may be ahead of the devices."""
+
+
+def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each metric over steps, as a line of metrics.jsonl holds it.
+
+    `metrics` holds host arrays. `skipped` is a count, of which the last value is returned.
+    """
+    total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
+    means = {name: value / len(metrics) for name, value in total.items() if np.ndim(value) == 0}
+    return means | {"skipped": metrics[-1]["skipped"]} | noise_level_means(total)
 
 
 class Progress:
@@ -43,9 +54,7 @@ class Progress:
         """Write the mean metrics since the last report, and log the progress line."""
         metrics = jax.device_get(self._metrics)
         seconds = (time.time() - self._since) / len(metrics)
-        total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
-        scalars = {k: v / len(metrics) for k, v in total.items() if np.ndim(v) == 0}
-        scalars["skipped"] = metrics[-1]["skipped"]
+        scalars = mean_metrics(metrics)
         device = jax.local_devices()[0]
         line = {
             "images_per_second": self._run.batch_size / seconds,
@@ -62,7 +71,7 @@ class Progress:
             "images_per_second": line["images_per_second"],
             "data/waiting": self._waited / (seconds * len(metrics)),
         }
-        self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
+        self._writer.write_scalars(step, scalars | speed | unusable)
         self._metrics, self._since, self._waited = [], time.time(), 0.0
 
     @contextlib.contextmanager

@@ -109,7 +109,9 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def newest_sound(
-    directory: str | os.PathLike[str], items_of: Callable[[int], Collection[str]] | None = None
+    directory: str | os.PathLike[str],
+    items_of: Callable[[int], Collection[str]] | None = None,
+    until: int | None = None,
 ) -> int:
     """Return the step of the newest undamaged checkpoint, and log a warning for each damaged one.
 
@@ -118,6 +120,7 @@ def newest_sound(
     Args:
         directory: The folder of the checkpoints.
         items_of: items_of(step) returns the items to check. None checks all items.
+        until: The last step to consider; None: any.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -125,7 +128,7 @@ def newest_sound(
     """
     root, newest = absolute(directory), ""
     check_exists(root)
-    for step in reversed(steps(root)):
+    for step in reversed([step for step in steps(root) if until is None or step <= until]):
         damage = _damage(root, step, items_of(step) if items_of else ())
         if damage is None:
             return step
