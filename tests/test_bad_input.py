@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "diffusion_jax.report",
     "plan": "launch.plan --config=configs/quickstart.py",
     "heldout": "diffusion_jax.heldout --workdir=D/imagen",
+    "replay": "imagen_jax.replay --workdir=D/imagen --step=1",
     "metrics": "diffusion_jax.metrics",
     "rcp": "sd_jax.rcp",
     "coco": "sd_jax.prepare",
@@ -169,6 +170,10 @@ sample --prompt=a --guide=D/none | D/none
 sample --prompt=a --sampler=heun(wrong=1) | wrong
 sample --prompt=a --ema=0.5 | 0.5
 evaluate --metrics=nosuch | nosuch
+replay --step=0 | --step=0: D/imagen has the steps 1 to
+replay --workdir=D/sd | D/sd is a run of sd_jax: replay it with python -m sd_jax.replay
+replay --workdir=D/none | D/none holds no config.json
+replay --step=x | flag --step=x
 heldout --workdir=D/none | D/none holds no config.json
 heldout --levels=x | --levels=x: give noise levels above 0
 heldout --levels=nan | --levels=nan: give noise levels above 0

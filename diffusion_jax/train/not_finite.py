@@ -201,6 +201,22 @@ def watch(
     return observed
 
 
+def labelled(gradient: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
+    """Return a function of (params, frozen, batch, key) that also returns the loss's labels.
+
+    `gradient` is a gradient of a loss. Its result comes first. The labels are the "sigma" and
+    "loss" of each sample, [B], if the loss labels these arrays.
+    """
+
+    def run(*inputs):
+        closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(*inputs)
+        walk = _Walk(len(jax.tree.leaves(inputs[2])[0]))
+        outputs = walk.run(closed.jaxpr, closed.consts, jax.tree.leaves(inputs), "")
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs), walk.labels
+
+    return run
+
+
 class _Walk:
     """An interpreter of jaxprs that checks whether each module's output is finite."""
 

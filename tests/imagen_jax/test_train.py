@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -121,6 +122,21 @@ def test_every_step_of_theirs_saw_the_same_pictures_and_noise(interrupted, train
     losses = [[(line["step"], line["loss"], line["grad_norm"]) for line in run] for run in lines]
     assert losses[0] == losses[1]
     assert [step for step, *_ in losses[1]] == list(range(1, interrupted.steps + 1))
+
+
+def test_a_replayed_step_has_the_bits_of_the_log_and_writes_beside_the_run(interrupted, tmp_path):
+    run = shutil.copytree(interrupted.workdir, tmp_path / "run")
+    ended = commands.run("replay", f"--workdir={run}", f"--step={interrupted.steps}", devices=1)
+    assert ended.code == 0, ended.err
+    assert f"step {interrupted.steps}: grad_norm, loss, lr, param_norm, skipped" in ended.out
+    assert "are equal, bit for bit" in ended.out and "  mid_attn " in ended.out
+    written = {path.name for path in (run / "replay").iterdir()}
+    assert written == {f"step_{interrupted.steps:08}{end}" for end in (".json", ".png")}
+    lines = (run / log.METRICS).read_text().splitlines()
+    lines[-1] = re.sub('"loss": [^,]*', '"loss": 0.5', lines[-1])
+    (run / log.METRICS).write_text("\n".join(lines) + "\n")
+    ended = commands.run("replay", f"--workdir={run}", f"--step={interrupted.steps}", devices=1)
+    assert ended.code == 1 and "different: loss was 0.5 and is " in ended.out
 
 
 def test_the_progress_says_how_far_how_fast_and_how_long(trained):

@@ -14,12 +14,13 @@ from diffusion_jax.data.sources import moments, open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.engines import Share
 from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
-from sd_jax import drawing, precache, sampling, train
+from diffusion_jax.train import replay as replaying
+from sd_jax import drawing, precache, replay, sampling, train
 from sd_jax.weights import initial
 from tests.sd_jax import tiny
 
@@ -158,6 +159,22 @@ def test_four_steps_are_two_and_two_bit_for_bit(tmp_path, whole, stored, vae):
     state, losses = run(tmp_path, on_moments(stored, vae, steps=4))
     jax.tree.map(np.testing.assert_array_equal, state, whole[1])
     assert losses == whole[2] and len(set(losses)) == 4
+
+
+def test_a_step_on_moments_is_replayed_and_shows_what_the_vae_decodes(whole, stored, vae):
+    s, mesh = tiny.read_settings(runs.load(whole[0])), sharding.make_mesh(1, 1, 1)
+    inputs = train.prepare(s, mesh)
+    with inputs.batches:
+        decode = replay.decoder(s)
+        result = replaying.replay(inputs, s.run, s.optimizer, mesh, whole[0], 4, decode)
+    assert result.checkpoint == 2 and [line.differ for line in result.compared] == [{}, {}]
+    assert (result.metrics["loss"], result.metrics["grad_norm"]) == whole[2][3]
+    by_text = {text: array.transpose(1, 2, 0) for array, text in records(stored).values()}
+    means = np.stack([by_text[example["text"]] for example in result.examples])[..., :4]
+    decoded = jax.jit(lambda p, z: s.vae.apply(p, z, method="decode"))(tiny.vae_params(), means)
+    # Of 255 grey levels one, where two programs round apart.
+    expected = np.int32(sheets.to_uint8(jax.device_get(decoded)))
+    assert np.abs(expected - result.pictures).max() <= 1
 
 
 @pytest.mark.gate

@@ -1,0 +1,242 @@
+"""Replay a step of a run: rebuild its state, batch and noise, and compare it with the run's log.
+
+A step is a function of the config, the data and its number. So training from the nearest checkpoint
+before a step repeats it to the last bit, on the same machine with the same versions. The step of
+the training program gives the metrics. A second program gives what training does not report: the
+loss of each example and the gradient norm of each module, equal up to the rounding.
+"""
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import UInt8
+
+from diffusion_jax import runs
+from diffusion_jax.config.settings import Optimizer, Run
+from diffusion_jax.data.pipeline import Batches, to_global
+from diffusion_jax.machine import claims, log, sharding, sheets
+from diffusion_jax.machine.progress import Meter
+from diffusion_jax.task import Batch, Frozen, Params, Task
+from diffusion_jax.train import loop, not_finite, progress
+from diffusion_jax.train.state import micro_keys, split
+from diffusion_jax.weights import restore
+
+Decode = Callable[[Frozen, Batch], jax.Array]
+"""(frozen, batch) -> the pictures of a batch without "image", in [-1, 1]."""
+_CHANGING = ("start", "first_step", "command", "config.steps")
+"""Fields of the manifest that may differ without a difference in what a step computes."""
+
+
+class Window(NamedTuple):
+    """A line of metrics.jsonl: the means over the steps `first` + 1 to `last`."""
+
+    first: int
+    last: int
+    logged: Mapping[str, float | None]
+
+
+class Compared(NamedTuple):
+    """A line of metrics.jsonl next to the same steps replayed."""
+
+    first: int
+    last: int
+    equal: Sequence[str]
+    """Names of the metrics that are equal to the last bit."""
+    differ: Mapping[str, tuple[float | None, float | None]]
+    """Name -> (logged, replayed) of the metrics that are not."""
+
+
+class Replayed(NamedTuple):
+    """A replayed step."""
+
+    step: int
+    checkpoint: int | None
+    """The step of the checkpoint that the replay started from; None: the initial weights."""
+    metrics: Mapping[str, float | None]
+    """The metrics of this step alone, by their names in metrics.jsonl."""
+    compared: Sequence[Compared]
+    """The lines of metrics.jsonl that were replayed whole."""
+    modules: Mapping[str, float]
+    """The gradient norm of each module before clipping."""
+    examples: Sequence[Mapping[str, Any]]
+    """row, name, text, sigma and loss of each example. Some losses have no sigma and loss."""
+    pictures: UInt8[np.ndarray, "B H W 3"] | None
+    """The pictures of the batch as they were fed in. None: the batch has none."""
+
+
+def replay(
+    inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
+    step: int, decode: Decode | None = None,
+) -> Replayed:  # fmt: skip
+    """Replay a step of the run in `workdir`. Nothing is written.
+
+    Args:
+      inputs: the opened run.
+      run: its steps, batch size and seed.
+      settings: its optimizer. `accumulate` is the number of micro batches per step.
+      mesh: its devices.
+      workdir: the folder with the checkpoints, metrics.jsonl and manifest.json.
+      step: the step, from 1 to run.steps.
+      decode: makes pictures of batches that hold none.
+
+    Raises:
+      ValueError: the step is out of range, or the data are not those of the checkpoint.
+      restore.Damaged: all checkpoints before the step are damaged.
+    """
+    if not 1 <= step <= run.steps:
+        raise ValueError(f"--step={step}: {workdir} has the steps 1 to {run.steps}")
+    # The line that covers the step is a mean over a window of steps: replay all of them.
+    logged = windows(workdir)
+    covering = [window for window in logged if window.first < step <= window.last]
+    begin, end = covering[0][:2] if covering else (step - 1, step)
+    checkpoint = _nearest(workdir / runs.CHECKPOINTS, begin)
+
+    # Rebuild the state and the position in the data.
+    task, batches = inputs.task, inputs.batches
+    tx, key, create, layout = loop.plan(task, run, settings, mesh)
+    frozen = sharding.place_all(task.frozen, mesh, task.rules)
+    state = loop.first_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
+
+    # Train, and look at the step just before it is taken.
+    first, program, metrics = int(state.step), None, {}
+    examine = lambda state, batch: _examine(task, settings, mesh, state, frozen, batch, key, decode)
+    modules = labels = pictures = examples = None
+    meter = Meter("steps", end - first, name="replaying")
+    for now in range(first + 1, end + 1):
+        batch = to_global(next(batches), sharding.batch_sharding(mesh))
+        if program is None:
+            train_step = loop.make_step(task, settings, tx, layout)
+            program = loop.compiled(train_step, (state, frozen, batch, key)).step
+        if now == step:
+            modules, labels, pictures = examine(state, batch)
+            examples = _examples(batches, run.batch_size, labels)
+        state, values = program(state, frozen, batch, key)
+        metrics[now] = jax.device_get(values)
+        meter.add()
+    assert modules is not None and examples is not None
+    compared = [_compare(w, metrics) for w in logged if first <= w.first and w.last <= end]
+    alone = _written(step, progress.mean_metrics([metrics[step]]))
+    return Replayed(step, checkpoint, alone, compared, modules, examples, pictures)
+
+
+def windows(workdir: pathlib.Path) -> list[Window]:
+    """Return the lines of a run's metrics.jsonl about training, with the steps of each.
+
+    A line starts where the line before it ended, or at a later start of the run.
+    """
+    path, found = workdir / log.METRICS, []
+    starts: list[int] = []
+    for entry in log.read_manifest(workdir):
+        # A start from an earlier checkpoint removes the lines after it.
+        starts = [start for start in starts if start < entry["first_step"]]
+        starts.append(entry["first_step"])
+    last = 0
+    for line in log.read_metrics(path) if path.exists() else []:
+        if "grad_norm" in line:
+            first = max([last, *(start for start in starts if start < line["step"])])
+            last = line["step"]
+            found.append(Window(first, last, line))
+    return found
+
+
+def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
+    """Return what differs between this process and the start of the run that took a step.
+
+    These are versions, devices, the commit, variables of the environment and the config; "" if all
+    are equal or the run has no manifest.
+    """
+    entries = [run for run in log.read_manifest(workdir) if run["first_step"] < step]
+    if not entries:
+        return ""
+    then = claims.flat(entries[-1])
+    now = claims.flat(log.manifest_entry(config, then["seed"], 0))
+    names = [name for name in then if now.get(name) != then[name] and name not in _CHANGING]
+    return "; ".join(f"{name} was {then[name]} and is {now.get(name)}" for name in names)
+
+
+def _nearest(folder: pathlib.Path, step: int) -> int | None:
+    """Return the step of the newest undamaged checkpoint up to `step`. None: there is no such."""
+    if not any(saved <= step for saved in restore.steps(folder)):
+        return None
+    return restore.newest_sound(folder, until=step)
+
+
+def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, decode):
+    """Return the gradient norm of each module, the labels of each example, and the pictures."""
+    everywhere = sharding.replicated(mesh)
+    gradient = sharding.ambient(mesh, jax.value_and_grad(task.loss, has_aux=True))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(total, params, frozen, micro, key):
+        (_, grads), labels = not_finite.labelled(gradient)(params, frozen, micro, key)
+        replicated = lambda x: jax.lax.with_sharding_constraint(x, everywhere)
+        return jax.tree.map(jnp.add, total, grads), jax.tree.map(replicated, labels)
+
+    parts = settings.accumulate
+    micro_batches = jax.jit(split, static_argnums=1)(batch, parts)
+    keys = micro_keys(key, int(state.step), parts, settings.micro_batch > 0)
+    total, labels = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))(state.params), []
+    for index, micro_key in enumerate(keys):
+        micro = jax.tree.map(lambda x, index=index: x[index], micro_batches)
+        total, of_part = add(total, state.params, frozen, micro, micro_key)
+        labels.append(jax.device_get(of_part))
+    # Micro batch i holds rows i, i + parts, ...
+    labels = jax.tree.map(lambda *rows: np.stack(rows, axis=1).reshape(-1), *labels)
+    modules = jax.jit(module_norms, static_argnums=1, out_shardings=everywhere)(total, parts)
+    modules = {name: float(norm) for name, norm in jax.device_get(modules).items()}
+    return modules, labels, _pictures(frozen, batch, decode, everywhere)
+
+
+def module_norms(total: Params, parts: int = 1) -> dict[str, jax.Array]:
+    """Return the norm of each module's part of `total` / `parts`, a sum of gradients.
+
+    A module is a child of the network: the first name in a parameter's path after "params".
+    """
+    squares: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(total):
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        module = names[1 if names[0] == "params" else 0]
+        squares[module] = squares.get(module, 0.0) + jnp.sum((leaf / parts) ** 2)
+    return {module: jnp.sqrt(square) for module, square in squares.items()}
+
+
+def _pictures(frozen, batch, decode, everywhere) -> np.ndarray | None:
+    if "image" in batch:
+        return jax.device_get(jax.jit(lambda x: x, out_shardings=everywhere)(batch["image"]))
+    if decode is None:
+        return None
+    return sheets.to_uint8(jax.device_get(jax.jit(decode, out_shardings=everywhere)(frozen, batch)))
+
+
+def _examples(batches: Batches, batch_size: int, labels: Mapping[str, np.ndarray]):
+    """Return a dict of row, name, text and labels for each row of the last batch."""
+    indices = batches.indices(range(batch_size))
+    names, (_, texts) = batches.pictures.names(indices), batches.pictures.read(indices)
+    rows = []
+    for row, (name, text) in enumerate(zip(names, texts, strict=True)):
+        numbers = {label: float(values[row]) for label, values in labels.items()}
+        text = text if isinstance(text, str) else ""
+        rows.append({"row": row, "name": name, "text": text, **numbers})
+    return rows
+
+
+def _compare(window: Window, metrics: Mapping[int, Any]) -> Compared:
+    steps = range(window.first + 1, window.last + 1)
+    here = _written(window.last, progress.mean_metrics([metrics[step] for step in steps]))
+    both = [name for name in here if name in window.logged]
+    differ = {k: (window.logged[k], here[k]) for k in both if window.logged[k] != here[k]}
+    equal = [name for name in both if name not in differ]
+    return Compared(window.first, window.last, equal, differ)
+
+
+def _written(step: int, scalars: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return metrics as they are read back from metrics.jsonl, where NaN is null."""
+    line = log.metrics_line(step, {name: float(value) for name, value in scalars.items()})
+    return {name: value for name, value in json.loads(line).items() if name != "step"}

@@ -1,0 +1,146 @@
+"""The replay command of every system: its flags, its report and the sheet of pictures."""
+
+import importlib
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from diffusion_jax import cli, finetune, runs, systems
+from diffusion_jax.machine import files, sharding, sheets, untrusted
+from diffusion_jax.machine.progress import block
+from diffusion_jax.train import optimizer
+from diffusion_jax.train.replay import Compared, Decode, Replayed, changes, replay
+
+FOLDER = "replay"
+_LISTED = 16  # Examples in the printed report, by their loss.
+_SHOWN = 64  # Pictures on the sheet.
+flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
+
+
+def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: None) -> None:
+    """Run `python -m PACKAGE.replay --workdir=FOLDER --step=N`.
+
+    The docstring of the calling module is the --help text. The exit code is 1 if a metric differs
+    from the run's log, and 2 if the step cannot be rebuilt.
+
+    Args:
+      package: the package of the systems whose runs the command replays.
+      decoder: settings -> a function that makes pictures of batches that hold none, or None.
+    """
+    workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
+    step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)
+    base = flags.DEFINE_string(
+        "unet_weights", None, "The new path of the weights that a LoRA run adapts."
+    )
+
+    def main(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        cli.start()
+        workdir = files.path(workdir_flag.value)
+        with cli.bad_input():
+            result, different = run(workdir, step_flag.value, package, decoder, base.value)
+            if jax.process_index() == 0:
+                print(block(report(workdir, result, different)), flush=True)
+                write(workdir / FOLDER, result)
+        if any(line.differ for line in result.compared):
+            raise SystemExit(1)
+
+    cli.run(main)
+
+
+def run(
+    workdir: pathlib.Path, step: int, package: str,
+    decoder: Callable[[Any], Decode | None], base: str | None = None,
+) -> tuple[Replayed, str]:  # fmt: skip
+    """Open the run in `workdir` and replay a step. Return also what `changes` returns.
+
+    Raises ValueError or OSError if the step cannot be rebuilt.
+    """
+    config = runs.load(workdir)
+    if config["system"].partition(".")[0] != package:
+        raise ValueError(
+            f"{workdir} is a run of {config['system']}: replay it with "
+            f"python -m {config['system'].partition('.')[0]}.replay"
+        )
+    system = systems.find(config["system"])
+    s = systems.read(config, config["system"])
+    if base:
+        finetune.check_wanted(base, s.lora)
+        s = s._replace(unet_weights=base)
+    mesh = sharding.make_mesh(*s.mesh)
+    settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+    inputs = importlib.import_module(system.command).prepare(s, mesh)
+    with inputs.batches:
+        finetune.check_base(workdir, inputs.base)
+        result = replay(inputs, s.run, settings, mesh, workdir, step, decoder(s))
+    return result, changes(workdir, step, config)
+
+
+def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tuple[str, str]]:
+    """Return the rows of the printed report: metrics, the comparison, modules and examples."""
+    origin = "the initial weights"
+    if result.checkpoint is not None:
+        origin = f"the checkpoint of step {result.checkpoint}"
+    rows = [("step", f"{result.step}, replayed from {origin}")]
+    rows += [(name, f"{value}") for name, value in result.metrics.items() if "/" not in name]
+    rows += [("logged", _compared(line)) for line in result.compared]
+    if not result.compared:
+        rows.append(("logged", f"{workdir} holds no line of metrics that covers this step"))
+    if any(line.differ for line in result.compared):
+        cause = different or "the data or the initial weights, since versions and config are equal"
+        rows.append(("changed", cause))
+    rows.append(("modules", "the gradient norm of each, before clipping"))
+    rows += [(f"  {name}", f"{norm:.6g}") for name, norm in result.modules.items()]
+    examples = _by_loss(result)
+    rows.append(("examples", f"{min(_LISTED, len(examples))} of {len(examples)}, by their loss"))
+    rows += [(f"  row {x['row']}", f"{_numbers(x)}{x['name']}: {x['text']}") for x in
+             examples[:_LISTED]]  # fmt: skip
+    pictures = "" if result.pictures is None else f" and {_name(result.step)}.png"
+    rows.append(("written", f"{workdir / FOLDER / _name(result.step)}.json{pictures}"))
+    return [(name, untrusted.printable(text)) for name, text in rows]
+
+
+def write(folder: pathlib.Path, result: Replayed) -> None:
+    """Write all numbers as JSON, and the pictures with the largest losses as a contact sheet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {**result._asdict(), "compared": [line._asdict() for line in result.compared]}
+    del values["pictures"]
+    files.write_whole(folder / f"{_name(result.step)}.json", json.dumps(values, indent=1) + "\n")
+    if result.pictures is not None:
+        shown = _by_loss(result)[:_SHOWN]
+        captions = [f"row {x['row']} {_numbers(x)}{x['text'] or x['name']}" for x in shown]
+        images = result.pictures[[x["row"] for x in shown]]
+        sheet = sheets.contact_sheet(images, captions)
+        sheets.write_png(folder / f"{_name(result.step)}.png", sheet)
+
+
+def _compared(line: Compared) -> str:
+    one = line.last == line.first + 1
+    steps = f"step {line.last}" if one else f"steps {line.first + 1} to {line.last}"
+    if not line.differ:
+        return f"{steps}: {', '.join(line.equal)} are equal, bit for bit"
+    different = [f"{k} was {a} and is {b}" for k, (a, b) in line.differ.items()]
+    return f"{steps}: different: {', '.join(different)}"
+
+
+def _by_loss(result: Replayed) -> list[Mapping[str, Any]]:
+    """Return the examples, those with the largest or a non-finite loss first."""
+    size = lambda example: -np.nan_to_num(example.get("loss", 0.0), nan=math.inf)
+    return sorted(result.examples, key=size)
+
+
+def _numbers(example: Mapping[str, Any]) -> str:
+    if "loss" not in example:
+        return ""
+    return f"loss {example['loss']:.4g} at sigma {example['sigma']:.4g}, "
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08}"

@@ -1,0 +1,24 @@
+"""Replay one step of an Imagen training run, and compare it with the run's log.
+
+    python -m imagen_jax.replay --workdir=runs/quickstart --step=1234
+
+The command continues from the nearest checkpoint before the step, or from the initial weights if
+there is none, with the run's data and noise. On the same devices with the same versions, each
+metric is equal to metrics.jsonl to the last bit. Otherwise the report names the metrics that
+differ, and what has changed since: versions, devices, the commit or the config. If these are equal,
+the data have changed. Exit code 0: equal, or not logged; 1: different; 2: the step cannot be
+rebuilt, because the data are gone or their number has changed, or the checkpoints are damaged.
+
+The report shows the loss and noise level of each example and the gradient norm of each module. It
+is written to WORKDIR/replay/step_N.json. step_N.png shows the pictures as they were fed in, cropped
+and mirrored, those with the largest losses first. Nothing else in the workdir changes, so a run in
+progress can be replayed.
+
+A line of metrics.jsonl is a mean over log_every steps. All of them are replayed, also those after
+the step.
+"""
+
+from diffusion_jax.train.replay_command import command
+
+if __name__ == "__main__":
+    command("imagen_jax")

@@ -1,0 +1,179 @@
+"""Replayed steps: the bits of the log from any checkpoint, the examples, and what is refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax import runs
+from diffusion_jax.config.settings import Optimizer, Run
+from diffusion_jax.data import pipeline
+from diffusion_jax.diffusion import noise
+from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.machine import log, sharding
+from diffusion_jax.train import loop, replay, replay_command, state
+from diffusion_jax.weights import restore
+from tests.diffusion_jax import toy
+
+RUN = Run(steps=9, batch_size=8, seed=5, log_every=2, sample_every=0, save_every=3, keep_last=9)
+OPTIMIZER = Optimizer(lr=1e-3, warmup=3, ema_decays=(0.5,), accumulate=2)
+TASK = toy.task()
+MESH = (1, 2, 1)
+
+
+def opened(pictures=None):
+    return pipeline.make_batches(
+        pictures or digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=RUN.batch_size,
+        seed=RUN.seed, flip=True,
+    )  # fmt: skip
+
+
+def replayed(workdir, step, pictures=None):
+    with opened(pictures) as batches:
+        inputs, mesh = loop.Inputs(TASK, batches), sharding.make_mesh(*MESH)
+        return replay.replay(inputs, RUN, OPTIMIZER, mesh, workdir, step)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run that ended at step 7 and was continued to step 9."""
+    folder, mesh = tmp_path_factory.mktemp("run"), sharding.make_mesh(*MESH)
+    for steps in (7, 9):
+        with opened() as batches:
+            run = RUN._replace(steps=steps)
+            loop.train(loop.Inputs(TASK, batches), run, OPTIMIZER, mesh, folder, {"steps": steps})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fifth(workdir):
+    return replayed(workdir, 5)
+
+
+def test_a_line_is_a_mean_since_the_last_line_or_start(workdir, tmp_path):
+    spans = [(window.first, window.last) for window in replay.windows(workdir)]
+    assert spans == [(0, 2), (2, 4), (4, 6), (6, 7), (7, 8), (8, 9)]
+    (tmp_path / log.METRICS).write_text(
+        "".join(log.metrics_line(s, {"grad_norm": 1.0}) for s in (4, 8))
+    )
+    for first_step in (0, 6, 5, 7):  # The start from 5 removed the lines after the one from 6.
+        log.write_manifest(tmp_path, {}, 0, first_step)
+    assert [window[:2] for window in replay.windows(tmp_path)] == [(0, 4), (7, 8)]
+
+
+@pytest.mark.parametrize(
+    ("step", "checkpoint", "lines"), [(1, None, [(0, 2)]), (4, None, [(0, 2), (2, 4)]),
+                                      (8, 7, [(7, 8)])],
+)  # fmt: skip
+def test_every_metric_has_the_bits_of_the_log(workdir, step, checkpoint, lines):
+    result = replayed(workdir, step)
+    assert result.checkpoint == checkpoint
+    assert [(line.first, line.last) for line in result.compared] == lines
+    for line in result.compared:
+        assert line.differ == {}
+        assert {"loss", "grad_norm", "lr", "param_norm", "skipped"} < set(line.equal)
+
+
+def test_the_nearest_checkpoint_before_the_lines_first_step_is_taken(workdir, fifth, tmp_path):
+    """Step 5 belongs to the line of steps 5 and 6, and 3 is the last checkpoint before them."""
+    assert fifth.checkpoint == 3
+    assert [line[:2] for line in fifth.compared] == [(4, 6)] and not fifth.compared[0].differ
+    copy = shutil.copytree(workdir, tmp_path / "run")
+    shutil.rmtree(copy / runs.CHECKPOINTS / "3")
+    earlier = replayed(copy, 5)
+    assert earlier.checkpoint is None and len(earlier.compared) == 3
+    assert earlier.metrics == fifth.metrics and earlier.examples == fifth.examples
+
+
+def test_examples_and_modules_add_up_to_the_metrics(fifth):
+    losses = [example["loss"] for example in fifth.examples]
+    # Float32 sums of two programs.
+    np.testing.assert_allclose(np.mean(losses), fifth.metrics["loss"], rtol=1e-5)
+    assert set(fifth.modules) == {"pixels", "text", "time", "out"}
+    squares = sum(norm**2 for norm in fifth.modules.values())
+    np.testing.assert_allclose(squares**0.5, fifth.metrics["grad_norm"], rtol=1e-5)
+
+
+def test_each_row_has_its_own_noise_picture_and_text(fifth):
+    keys = state.micro_keys(jax.random.key(RUN.seed), 4, 2, False)
+    draw = noise.draw_lognormal(-1.2, 1.2)
+    sigmas = [draw(jax.random.split(key)[0], 4) for key in keys]
+    expected = np.stack(sigmas, axis=1).reshape(-1)  # Micro batch i holds rows i, i + 2, ...
+    np.testing.assert_allclose([x["sigma"] for x in fifth.examples], expected, rtol=1e-6)
+    with opened() as batches:
+        batch = [next(batches) for _ in range(5)][-1]
+        names = batches.names(range(8))
+    np.testing.assert_array_equal(fifth.pictures, batch["image"])
+    assert [x["name"] for x in fifth.examples] == names
+    texts = toy.ENCODER.tokenize([x["text"] for x in fifth.examples])
+    np.testing.assert_array_equal(texts["text_ids"], batch["text_ids"])
+
+
+class Repainted(digits.Digits):
+    """The same number of pictures in other colours."""
+
+    def read(self, indices, places=None):
+        images, texts = super().read(indices, places)
+        return 255 - images, texts
+
+
+class Fewer(digits.Digits):
+    """One picture less."""
+
+    def __len__(self):
+        return super().__len__() - 1
+
+
+def test_other_data_are_told_by_the_metrics(workdir):
+    result = replayed(workdir, 8, Repainted(toy.SIZE))
+    (line,) = result.compared
+    assert {"loss", "grad_norm", "param_norm"} <= set(line.differ)
+    assert line.differ["loss"][1] == result.metrics["loss"] != line.differ["loss"][0]
+    text = dict(replay_command.report(workdir, result, ""))
+    assert text["logged"].startswith("step 8: different: ") and " loss was " in text["logged"]
+    assert text["changed"].startswith("the data or the initial weights")
+
+
+def test_what_cannot_be_rebuilt_is_refused(workdir, tmp_path):
+    with pytest.raises(ValueError, match=rf"--step=10: {workdir} has the steps 1 to 9"):
+        replayed(workdir, 10)
+    with pytest.raises(ValueError, match=r"but the data are now {'seed': 5, 'pictures': "):
+        replayed(workdir, 8, Fewer(toy.SIZE))
+    copy = shutil.copytree(workdir, tmp_path / "run")
+    for path in (copy / runs.CHECKPOINTS / "3").rglob("d/*"):
+        path.write_bytes(b"")
+    with pytest.raises(restore.Damaged, match=r"all checkpoints in .* are damaged"):
+        replayed(copy, 5)
+
+
+def test_the_report_names_every_part_and_the_sheet_begins_with_the_largest_loss(
+    workdir, fifth, tmp_path
+):
+    rows = replay_command.report(workdir, fifth, "")
+    text = dict(rows)
+    assert text["step"] == "5, replayed from the checkpoint of step 3"
+    assert text["logged"].startswith("steps 5 to 6: ") and "equal, bit for bit" in text["logged"]
+    assert text["loss"] == str(fifth.metrics["loss"])
+    worst = max(fifth.examples, key=lambda example: example["loss"])
+    listed = [name for name, _ in rows if name.startswith("  row")]
+    assert len(listed) == 8 and listed[0] == f"  row {worst['row']}"
+    replay_command.write(tmp_path / "replay", fifth)
+    saved = json.loads((tmp_path / "replay" / "step_00000005.json").read_text())
+    assert saved["modules"] == fifth.modules and saved["examples"] == fifth.examples
+    sheet = np.asarray(Image.open(tmp_path / "replay" / "step_00000005.png"))
+    picture = Image.fromarray(fifth.pictures[worst["row"]])
+    enlarged = picture.resize((128, 128), Image.Resampling.LANCZOS)
+    np.testing.assert_array_equal(sheet[4:132, 4:132], enlarged)
+
+
+def test_what_has_changed_since_is_named(tmp_path, monkeypatch):
+    log.write_manifest(tmp_path, {"steps": 5, "mesh": {"fsdp": 2}}, 3, 0)
+    now = {"steps": 9, "mesh": {"fsdp": 2}}
+    assert replay.changes(tmp_path, 1, now) == ""
+    assert replay.changes(tmp_path, 1, {"mesh": {"fsdp": 4}}) == "config.mesh.fsdp was 2 and is 4"
+    monkeypatch.setattr(log, "version", lambda package: "9.9")
+    assert f"versions.jax was {jax.__version__} and is 9.9" in replay.changes(tmp_path, 1, now)
+    assert replay.changes(tmp_path / "nothing", 1, now) == ""
