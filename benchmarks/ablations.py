@@ -37,7 +37,7 @@ from benchmarks import ablations_page, measure
 from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, heldout, runs, systems
 from diffusion_jax.config.named import one_of
-from diffusion_jax.diffusion import guidance, samplers
+from diffusion_jax.diffusion import guidance, guides, samplers
 from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
@@ -147,6 +147,9 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "interval 3": _drawn(guidance=3.0, guiding="interval(1, 10)"),
         "APG 3": _drawn(guidance=3.0, guiding="apg"),
         "rescale 3": _drawn(guidance=3.0, guiding="cfg+rescale"),
+        "CFG-Zero* 3": _drawn(guidance=3.0, guiding="cfg_zero"),
+        "TCFG 3": _drawn(guidance=3.0, guiding="tcfg"),
+        "FDG 3": _drawn(guidance=3.0, guiding="fdg"),
         "CFG++ 0.3": _drawn(guidance=0.3, guiding="cfg_pp"),
         "autoguidance 2": _drawn(guidance=2.0, guide=GUIDE),
     },
@@ -326,7 +329,7 @@ def rows(s: Settings, steps: int) -> int:
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), objectives.make(s.diffusion), []
     sigmas, at = samplers.sampling_grid(objective.noise, sampler)
-    guide = guidance.make(sampler, guidance.Model(objective.precond(at), sigmas))
+    guide = guidance.make(sampler, guides.Model(objective.precond(at), sigmas))
     guided = guidance.by_image(sampler.guiding, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from diffusion_jax.config import named
-from diffusion_jax.diffusion import editing, noise, precond, samplers
+from diffusion_jax.diffusion import editing, guides, noise, precond, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.diffusion.objective import Objective
@@ -140,15 +140,15 @@ def _make_begin(
             keys, low_keys = super_resolution.own_keys(keys, shape[0])
             low_res = make_low_res(small, low_keys)
         conditions = {
-            guidance_module.COND: lambda: (text, mask, *low_res),
-            guidance_module.NEGATIVE: lambda: (*negative(of_text, text, mask), *low_res),
-            guidance_module.EMPTY: lambda: (jnp.zeros_like(text), mask, *low_res),
+            guides.COND: lambda: (text, mask, *low_res),
+            guides.NEGATIVE: lambda: (*negative(of_text, text, mask), *low_res),
+            guides.EMPTY: lambda: (jnp.zeros_like(text), mask, *low_res),
         }
         sigmas, time = samplers.sampling_grid(objective.noise, s.sampler)  # [steps + 1]
         on_grid = objective.precond(time)
         guide_of = guide and _denoiser_of(guide, frozen["guide"])
         denoise = guidance_module.make_denoiser(
-            s.sampler, guidance_module.Model(on_grid, sigmas), guidance,
+            s.sampler, guides.Model(on_grid, sigmas), guidance,
             _denoiser_of(s, params, on_grid), conditions, guide_of,
         )  # fmt: skip
         denoise = threshold(denoise)

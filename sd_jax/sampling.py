@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.diffusion import guides, precond, samplers
 from diffusion_jax.diffusion import objective as objectives
-from diffusion_jax.diffusion import precond, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range
@@ -61,15 +61,15 @@ def make_begin(
                      if k.startswith(NEGATIVE)}  # fmt: skip
         empty = lambda: prompts(encoder, [""] * len(keys), "")
         conditions = {
-            guidance_module.COND: lambda: attended(p, encoder, frozen, batch),  # [B, L, D]
-            guidance_module.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
-            guidance_module.EMPTY: lambda: attended(p, encoder, frozen, empty()),
+            guides.COND: lambda: attended(p, encoder, frozen, batch),  # [B, L, D]
+            guides.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
+            guides.EMPTY: lambda: attended(p, encoder, frozen, empty()),
         }
         guide_of = guide and _denoiser_of(
             guide.unet, frozen["guide"], objectives.make(guide.diffusion).scalings
         )
         denoise = guidance_module.make_denoiser(
-            p.sampler, guidance_module.Model(scalings, sigmas), guidance,
+            p.sampler, guides.Model(scalings, sigmas), guidance,
             _denoiser_of(unet, params, scalings), conditions, guide_of,
         )  # fmt: skip
         if preview is not None:

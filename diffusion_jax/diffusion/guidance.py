@@ -2,69 +2,29 @@
 
 D(x, sigma) is the estimate of the clean image. A network computes it for the text, for the negative
 text and, for some kinds of guidance, for the empty text. Autoguidance (Karras et al. 2024) uses a
-second network instead of the negative text. A Guide combines these estimates into one. A function
-in GUIDANCE takes a Guide and returns a new one. A function in THRESHOLDS takes a denoiser and
-returns a new one.
+second network instead of the negative text. A Guide combines these estimates into one (guides.py).
+A function in GUIDANCE takes a Guide and returns a new one. A function in THRESHOLDS takes a
+denoiser and returns a new one.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import ArrayLike, Float
 
 from diffusion_jax.config import named
-from diffusion_jax.diffusion.noise import Scalar, Sigmas
-from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
+from diffusion_jax.diffusion import guides
+from diffusion_jax.diffusion.guides import COND, GUIDE, NEGATIVE, Guidance, Guide, Model, outward
+from diffusion_jax.diffusion.noise import Scalar
+from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
-Guidance = Scalar | Float[Array, "B"]
-COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
 """A function from (x, sigma, condition names) to D(x, sigma) under each of these conditions."""
-Share = Annotated[int | float, "[0, 1]"]
-Amount = Annotated[int | float, "[0, 1000]"]
-Level = Annotated[int | float, "[0, inf]"]
-_AXES = (1, 2, 3)
-
-
-class Guide(NamedTuple):
-    """A rule that combines D under several conditions into the D that samplers call."""
-
-    combine: Callable[[Mapping[str, Images], Images, Sigma, Guidance], Images]
-    """Maps (D by condition name, x, sigma, guidance) to the guided D."""
-    other: str = NEGATIVE
-    """The condition from which guidance leads away: NEGATIVE, or GUIDE for a second network."""
-    needs: tuple[str, ...] = (COND, NEGATIVE)
-    """The conditions under which `combine` needs D."""
-    applies: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
-    """Returns whether guidance applies at a noise level. At other levels D is D_cond, computed from
-    the text alone. None applies guidance at all levels."""
-
-
-class Model(NamedTuple):
-    """The properties of the guided model that the functions in GUIDANCE receive."""
-
-    scalings: Precond
-    sigmas: Sigmas
-    """The noise levels of the sampling grid."""
-
-
-def outward(other: str = NEGATIVE) -> Guide:
-    """Build a Guide that computes D_other + guidance * (D_cond - D_other).
-
-    This is equation 6 of Ho & Salimans 2022. `guidance` is one number, or one number per image. At
-    guidance 1 the result is bitwise equal to D_cond.
-    """
-
-    def combine(d, x, sigma, guidance):
-        excess = jnp.asarray(guidance, x.dtype) - 1
-        return d[COND] + excess.reshape(-1, 1, 1, 1) * (d[COND] - d[other])
-
-    return Guide(combine, other, (COND, other))
 
 
 def make_denoiser(
@@ -197,129 +157,21 @@ def by_rows(denoise: Denoiser) -> Branches:
     return branches
 
 
-# The entries of GUIDANCE: functions from a Guide and the guided Model to a new Guide.
-
-
-def cfg(guide: Guide, model: Model) -> Guide:
-    """Return the Guide unchanged: plain classifier-free guidance."""
-    del model
-    return guide
-
-
-def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
-    """Apply guidance only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
-
-    At other levels, the network is evaluated under the text only.
-    """
-    del model
-    before = guide.applies or (lambda sigma: True)
-    return guide._replace(applies=lambda sigma: before(sigma) & (low <= sigma) & (sigma <= high))
-
-
-def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
-    """Apply adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
-
-    The update is D_cond - D_other. First, the update of each image is clipped to the length `norm`;
-    0 means no limit. Then its part parallel to D_cond, which causes oversaturation, is multiplied
-    by `eta`. Finally, guidance multiplies the update.
-    """
-    del model
-    if EMPTY in guide.needs:
-        raise ValueError(
-            "sampler.guiding has apg after perp_neg, but apg cannot project perp_neg's update: "
-            "write apg+perp_neg"
-        )
-
-    def combine(d, x, sigma, guidance):
-        difference = d[COND] - d[guide.other]
-        if norm:
-            length = jnp.sqrt((difference**2).sum(_AXES, keepdims=True))
-            difference = difference * jnp.minimum(1, norm / length)
-        along = projected(difference, d[COND])
-        update = difference - along + eta * along
-        return guide.combine({**d, guide.other: d[COND] - update}, x, sigma, guidance)
-
-    return guide._replace(combine=combine)
-
-
-def cfg_pp(guide: Guide, model: Model) -> Guide:
-    """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance is the paper's lambda, 0 to 1.
-
-    A CFG++ step adds unconditional noise to the guided image
-    D_lambda = D_uncond + lambda (D_cond - D_uncond). For a step from sigma to sigma' and
-    r = sigma' / sigma, this is
-
-        x' = D_lambda + r (x - D_uncond).
-
-    It equals DDIM's step x' = D + r (x - D) at the guidance lambda / (1 - r). The sampler must
-    evaluate D at the grid's levels only: `check` rejects `restart`, and `heun` with churn.
-    """
-
-    def combine(d, x, sigma, guidance):
-        later = jnp.where(model.sigmas < sigma[:, None] * (1 - 1e-5), model.sigmas, 0).max(1)  # [B]
-        return guide.combine(d, x, sigma, guidance / (1 - later / sigma))
-
-    return guide._replace(combine=combine)
-
-
-def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
-    """Rescale the guided prediction of the network (Lin et al. 2024, equations 15 and 16).
-
-    A copy of the guided prediction is scaled to the standard deviation of the conditional one. The
-    result is phi times this copy plus 1 - phi times the guided prediction.
-    """
-
-    def combine(d, x, sigma, guidance):
-        c_skip, c_out, *_ = (c[:, None, None, None] for c in model.scalings(sigma))
-        to_f = lambda denoised: (denoised - c_skip * x) / c_out
-        guided = to_f(guide.combine(d, x, sigma, guidance))
-        ratio = to_f(d[COND]).std(_AXES, keepdims=True) / guided.std(_AXES, keepdims=True)
-        return c_skip * x + c_out * guided * (phi * ratio + 1 - phi)
-
-    return guide._replace(combine=combine)
-
-
-def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
-    """Apply Perp-Neg (Armandpour et al. 2023): keep what the negative text shares with the prompt.
-
-    D is D_empty + guidance * (a - weight * b), where a = D_cond - D_empty, and b is the part of
-    D_negative - D_empty that is perpendicular to a.
-    """
-    del model
-    if guide.other != NEGATIVE:
-        raise ValueError(
-            "sampler.guiding has perp_neg, which guides by the negative and the empty text, "
-            "but --guide names a second model to guide by: remove one of the two"
-        )
-
-    def combine(d: Mapping[str, Images], x, sigma, guidance):
-        a, b = d[COND] - d[EMPTY], d[NEGATIVE] - d[EMPTY]
-        cond = d[COND] - weight * (b - projected(b, a))
-        return guide.combine({**d, COND: cond, NEGATIVE: d[EMPTY]}, x, sigma, guidance)
-
-    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE))
-
-
-def projected(
-    images: Float[Array, "B H W C"], onto: Float[Array, "B H W C"]
-) -> Float[Array, "B H W C"]:
-    """Project each image of a batch onto the image in the same row of `onto`."""
-    length_2 = jnp.maximum((onto**2).sum(_AXES, keepdims=True), 1e-12)
-    return (images * onto).sum(_AXES, keepdims=True) / length_2 * onto
-
-
 GUIDANCE: dict[str, Callable[..., Guide] | str] = {
-    "cfg": cfg,
-    "interval": interval,
-    "apg": apg,
-    "cfg_pp": cfg_pp,
-    "rescale": rescale,
-    "perp_neg": perp_neg,
+    "cfg": guides.cfg,
+    "interval": guides.interval,
+    "apg": guides.apg,
+    "cfg_pp": guides.cfg_pp,
+    "rescale": guides.rescale,
+    "perp_neg": guides.perp_neg,
+    "cfg_zero": guides.cfg_zero,
+    "tcfg": guides.tcfg,
+    "fdg": guides.fdg,
 }
 """The names that sampler.guiding can combine by +. Functions apply from left to right. A table
 value "MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, bound]
-PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale")
+PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale", "tcfg", "fdg")
 """The kinds of guidance that have no effect at guidance 1, where D equals D_cond."""
 
 

@@ -1,0 +1,260 @@
+"""Kinds of guidance: functions from a Guide, and the guided Model, to a new Guide.
+
+guidance.py lists them in its table GUIDANCE. Most of them change D_other, from which guidance leads
+away, and leave the rest to the Guide that they are given.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from diffusion_jax.diffusion.noise import Scalar, Sigmas
+from diffusion_jax.diffusion.precond import Images, Precond, Sigma
+
+Guidance = Scalar | Float[Array, "B"]
+COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
+Share = Annotated[int | float, "[0, 1]"]
+Amount = Annotated[int | float, "[0, 1000]"]
+Level = Annotated[int | float, "[0, inf]"]
+Count = Annotated[int, "[0, 1000]"]
+_AXES = (1, 2, 3)
+
+
+class Guide(NamedTuple):
+    """A rule that combines D under several conditions into the D that samplers call."""
+
+    combine: Callable[[Mapping[str, Images], Images, Sigma, Guidance], Images]
+    """Maps (D by condition name, x, sigma, guidance) to the guided D."""
+    other: str = NEGATIVE
+    """The condition from which guidance leads away: NEGATIVE, or GUIDE for a second network."""
+    needs: tuple[str, ...] = (COND, NEGATIVE)
+    """The conditions under which `combine` needs D."""
+    applies: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
+    """Returns whether guidance applies at a noise level. At other levels D is D_cond, computed from
+    the text alone. None applies guidance at all levels."""
+
+
+class Model(NamedTuple):
+    """The properties of the guided model that the functions in GUIDANCE receive."""
+
+    scalings: Precond
+    sigmas: Sigmas
+    """The noise levels of the sampling grid."""
+
+
+def outward(other: str = NEGATIVE) -> Guide:
+    """Build a Guide that computes D_other + guidance * (D_cond - D_other).
+
+    This is equation 6 of Ho & Salimans 2022. `guidance` is one number, or one number per image. At
+    guidance 1 the result is bitwise equal to D_cond.
+    """
+
+    def combine(d, x, sigma, guidance):
+        excess = jnp.asarray(guidance, x.dtype) - 1
+        return d[COND] + excess.reshape(-1, 1, 1, 1) * (d[COND] - d[other])
+
+    return Guide(combine, other, (COND, other))
+
+
+def cfg(guide: Guide, model: Model) -> Guide:
+    """Return the Guide unchanged: plain classifier-free guidance."""
+    del model
+    return guide
+
+
+def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
+    """Apply guidance only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
+
+    At other levels, the network is evaluated under the text only.
+    """
+    del model
+    before = guide.applies or (lambda sigma: True)
+    return guide._replace(applies=lambda sigma: before(sigma) & (low <= sigma) & (sigma <= high))
+
+
+def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
+    """Apply adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
+
+    The update is D_cond - D_other. First, the update of each image is clipped to the length `norm`;
+    0 means no limit. Then its part parallel to D_cond, which causes oversaturation, is multiplied
+    by `eta`. Finally, guidance multiplies the update.
+    """
+    del model
+    _check_order(guide, "apg")
+
+    def combine(d, x, sigma, guidance):
+        difference = d[COND] - d[guide.other]
+        if norm:
+            length = jnp.sqrt((difference**2).sum(_AXES, keepdims=True))
+            difference = difference * jnp.minimum(1, norm / length)
+        along = projected(difference, d[COND])
+        update = difference - along + eta * along
+        return guide.combine({**d, guide.other: d[COND] - update}, x, sigma, guidance)
+
+    return guide._replace(combine=combine)
+
+
+def cfg_pp(guide: Guide, model: Model) -> Guide:
+    """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance is the paper's lambda, 0 to 1.
+
+    A CFG++ step adds unconditional noise to the guided image
+    D_lambda = D_uncond + lambda (D_cond - D_uncond). For a step from sigma to sigma' and
+    r = sigma' / sigma, this is
+
+        x' = D_lambda + r (x - D_uncond).
+
+    It equals DDIM's step x' = D + r (x - D) at the guidance lambda / (1 - r). The sampler must
+    evaluate D at the grid's levels only: `check` rejects `restart`, and `heun` with churn.
+    """
+
+    def combine(d, x, sigma, guidance):
+        later = jnp.where(model.sigmas < sigma[:, None] * (1 - 1e-5), model.sigmas, 0).max(1)  # [B]
+        return guide.combine(d, x, sigma, guidance / (1 - later / sigma))
+
+    return guide._replace(combine=combine)
+
+
+def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
+    """Rescale the guided prediction of the network (Lin et al. 2024, equations 15 and 16).
+
+    A copy of the guided prediction is scaled to the standard deviation of the conditional one. The
+    result is phi times this copy plus 1 - phi times the guided prediction.
+    """
+
+    def combine(d, x, sigma, guidance):
+        to_f, to_d = _predictions(model, x, sigma)
+        guided = to_f(guide.combine(d, x, sigma, guidance))
+        ratio = to_f(d[COND]).std(_AXES, keepdims=True) / guided.std(_AXES, keepdims=True)
+        return to_d(guided * (phi * ratio + 1 - phi))
+
+    return guide._replace(combine=combine)
+
+
+def cfg_zero(guide: Guide, model: Model, *, zero: Count = 1) -> Guide:
+    """Apply CFG-Zero* (Fan et al. 2025, Algorithm 1) to the predictions F of the network.
+
+    F_other becomes the multiple of itself that is nearest to F_cond. In the first `zero` steps, the
+    guided F is 0. The paper guides the velocity of flow models.
+    """
+    _check_order(guide, "cfg_zero")
+
+    def combine(d, x, sigma, guidance):
+        to_f, to_d = _predictions(model, x, sigma)
+        nearest = projected(to_f(d[COND]), to_f(d[guide.other]))
+        out = guide.combine({**d, guide.other: to_d(nearest)}, x, sigma, guidance)
+        if not zero:
+            return out
+        last = model.sigmas[min(zero, len(model.sigmas)) - 1] * (1 - 1e-5)
+        return jnp.where((sigma >= last)[:, None, None, None], to_d(jnp.zeros_like(x)), out)
+
+    return guide._replace(combine=combine)
+
+
+def tcfg(guide: Guide, model: Model) -> Guide:
+    """Apply tangential damping (Kwon et al. 2025, TCFG) to the predictions F of the network.
+
+    F_other is projected onto the first right singular vector of the matrix (F_cond, F_other). This
+    vector is parallel to cos(t) F_cond + sin(t) F_other, where
+
+        tan(2 t) = 2 F_cond . F_other / (|F_cond|^2 - |F_other|^2).
+    """
+    _check_order(guide, "tcfg")
+
+    def combine(d, x, sigma, guidance):
+        to_f, to_d = _predictions(model, x, sigma)
+        cond, other = to_f(d[COND]), to_f(d[guide.other])
+        dot = lambda a, b: (a * b).sum(_AXES, keepdims=True)
+        gap, shared = dot(cond, cond) - dot(other, other), 2 * dot(cond, other)
+        length = jnp.maximum(jnp.sqrt(gap**2 + shared**2), 1e-12)
+        damped = (shared * cond + (length - gap) * other) / (2 * length)
+        return guide.combine({**d, guide.other: to_d(damped)}, x, sigma, guidance)
+
+    return guide._replace(combine=combine)
+
+
+def fdg(guide: Guide, model: Model, *, low: Share = 0.5) -> Guide:
+    """Apply frequency-decoupled guidance (Sadat et al. 2025, Algorithm 1) with two frequency bands.
+
+    The low frequencies of the update D_cond - D_other are multiplied by `low`. So guidance w
+    applies to the high frequencies, and 1 + low * (w - 1) to the low ones. The bands are the levels
+    of a Laplacian pyramid.
+    """
+    del model
+    _check_order(guide, "fdg")
+
+    def combine(d, x, sigma, guidance):
+        update = d[COND] - d[guide.other]
+        update -= (1 - low) * low_frequencies(update)
+        return guide.combine({**d, guide.other: d[COND] - update}, x, sigma, guidance)
+
+    return guide._replace(combine=combine)
+
+
+def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
+    """Apply Perp-Neg (Armandpour et al. 2023): keep what the negative text shares with the prompt.
+
+    D is D_empty + guidance * (a - weight * b), where a = D_cond - D_empty, and b is the part of
+    D_negative - D_empty that is perpendicular to a.
+    """
+    del model
+    if guide.other != NEGATIVE:
+        raise ValueError(
+            "sampler.guiding has perp_neg, which guides by the negative and the empty text, "
+            "but --guide names a second model to guide by: remove one of the two"
+        )
+
+    def combine(d: Mapping[str, Images], x, sigma, guidance):
+        a, b = d[COND] - d[EMPTY], d[NEGATIVE] - d[EMPTY]
+        cond = d[COND] - weight * (b - projected(b, a))
+        return guide.combine({**d, COND: cond, NEGATIVE: d[EMPTY]}, x, sigma, guidance)
+
+    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE))
+
+
+def projected(
+    images: Float[Array, "B H W C"], onto: Float[Array, "B H W C"]
+) -> Float[Array, "B H W C"]:
+    """Project each image of a batch onto the image in the same row of `onto`."""
+    length_2 = jnp.maximum((onto**2).sum(_AXES, keepdims=True), 1e-12)
+    return (images * onto).sum(_AXES, keepdims=True) / length_2 * onto
+
+
+def low_frequencies(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """Halve the images and enlarge them again, blurred as in a Laplacian pyramid.
+
+    The blur is that of Burt & Adelson 1983. Halving and enlarging are linear interpolations.
+    """
+    batch, height, width, channels = images.shape
+    small = (batch, height // 2, width // 2, channels)
+    halved = jax.image.resize(_blurred(images), small, "linear", antialias=False)
+    return _blurred(jax.image.resize(halved, images.shape, "linear"))
+
+
+def _blurred(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """Convolve with (1, 4, 6, 4, 1) / 16 along both axes. The border mirrors the image."""
+    for axis in (1, 2):
+        size, pad = images.shape[axis], [(2 * (a == axis), 2 * (a == axis)) for a in range(4)]
+        padded = jnp.pad(images, pad, mode="reflect")
+        far, near, middle, near_2, far_2 = (
+            jax.lax.slice_in_dim(padded, i, i + size, axis=axis) for i in range(5)
+        )
+        images = (far + far_2 + 4 * (near + near_2) + 6 * middle) / 16
+    return images
+
+
+def _predictions(model: Model, x: Images, sigma: Sigma):
+    """Return two functions: D -> the network's prediction F, and back. D = c_skip x + c_out F."""
+    c_skip, c_out, *_ = (c[:, None, None, None] for c in model.scalings(sigma))
+    return lambda d: (d - c_skip * x) / c_out, lambda f: c_skip * x + c_out * f
+
+
+def _check_order(guide: Guide, name: str) -> None:
+    """Raise ValueError if `guide` does not lead away from D_other, which `name` changes."""
+    if EMPTY in guide.needs:
+        raise ValueError(
+            f"sampler.guiding has {name} after perp_neg, but {name} cannot change perp_neg's "
+            f"update: write {name}+perp_neg"
+        )

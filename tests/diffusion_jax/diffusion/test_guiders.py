@@ -1,0 +1,104 @@
+"""Kinds of guidance against diffusers' guiders, on predictions of v.
+
+`guiders.npz` was written by `of_diffusers` with diffusers 0.42 and kornia 0.9. If diffusers is
+installed, its guiders run here too. FrequencyDecoupledGuidance also needs kornia.
+"""
+
+import pathlib
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import guidance, guides, precond
+
+SAVED = dict(np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "guiders.npz"))
+SCALE = 7.5
+LEVELS = jnp.array([9.0, 3.0, 0.5, 0.0])
+V = precond.velocity(lambda sigma: 1000 * sigma / (1 + sigma))
+# Guiding here, and the class and arguments in diffusers. `low` of fdg is (4.25 - 1) / (7.5 - 1).
+KINDS = {
+    "cfg_zero": ("ClassifierFreeZeroStarGuidance", {"guidance_scale": SCALE}),
+    "cfg_zero(zero=2)": (
+        "ClassifierFreeZeroStarGuidance", {"guidance_scale": SCALE, "zero_init_steps": 2},
+    ),
+    "tcfg": ("TangentialClassifierFreeGuidance", {"guidance_scale": SCALE}),
+    "fdg(low=0.5)": ("FrequencyDecoupledGuidance", {"guidance_scales": [SCALE, 4.25]}),
+}  # fmt: skip
+STEPS = 3
+
+
+def of_diffusers(guiding):
+    """Return the guided predictions of all steps, [steps, B, H, W, C]."""
+    torch, guiders = pytest.importorskip("torch"), pytest.importorskip("diffusers.guiders")
+    name, arguments = KINDS[guiding]
+    if name.startswith("Frequency"):
+        pytest.importorskip("kornia")
+    guider, guided = getattr(guiders, name)(**arguments), []
+    cond, uncond = (torch.from_numpy(SAVED[k].transpose(0, 3, 1, 2)) for k in ("cond", "uncond"))
+    for step in range(STEPS):
+        guider.set_state(step, STEPS, torch.tensor(0))
+        guided.append(guider.forward(cond, uncond).pred.numpy().transpose(0, 2, 3, 1))
+    return np.stack(guided)
+
+
+def settings(guiding):
+    return types.SimpleNamespace(guiding=guiding, guidance_low=0, guidance_high=float("inf"))
+
+
+def ours(guiding, step):
+    """Return the guided prediction of a step here, for the same predictions."""
+    model = guides.Model(V, LEVELS)
+    x, sigma = jnp.asarray(SAVED["x"]), jnp.full(len(SAVED["x"]), LEVELS[step])
+    c_skip, c_out, *_ = (c[:, None, None, None] for c in V(sigma))
+    d = {
+        "cond": c_skip * x + c_out * SAVED["cond"],
+        "negative": c_skip * x + c_out * SAVED["uncond"],
+    }
+    guided = guidance.make(settings(guiding), model).combine(d, x, sigma, SCALE)
+    return (guided - c_skip * x) / c_out
+
+
+def close(actual, expected):
+    """Equal to 1e-5 of the largest guided prediction: both compute in float32."""
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("guiding", KINDS)
+def test_guided_predictions_are_those_that_diffusers_made(guiding):
+    for step in range(STEPS):
+        close(ours(guiding, step), SAVED[guiding][step])
+
+
+@pytest.mark.parametrize("guiding", KINDS)
+def test_guided_predictions_are_those_that_diffusers_makes(guiding):
+    expected = of_diffusers(guiding)
+    np.testing.assert_allclose(SAVED[guiding], expected, atol=1e-5)
+    for step in range(STEPS):
+        close(ours(guiding, step), expected[step])
+
+
+@pytest.mark.parametrize("guiding", guidance.PLAIN_AT_1)
+def test_at_guidance_1_these_kinds_are_the_conditional_model(guiding):
+    x = jnp.asarray(SAVED["x"])
+    d = {"cond": x, "negative": jnp.asarray(SAVED["uncond"])}
+    guide = guidance.make(settings(guiding), guides.Model(V, LEVELS))
+    np.testing.assert_allclose(guide.combine(d, x, jnp.full(len(x), 0.5), 1.0), x, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["apg", "cfg_zero", "tcfg", "fdg"])
+def test_a_kind_that_changes_the_negative_text_comes_before_perp_neg(name):
+    model = guides.Model(V, LEVELS)
+    guidance.make(settings(f"{name}+perp_neg"), model)
+    with pytest.raises(
+        ValueError, match=rf"cannot change perp_neg's update: write {name}\+perp_neg"
+    ):
+        guidance.make(settings(f"perp_neg+{name}"), model)
+
+
+def test_low_frequencies_keep_a_constant_and_lose_a_checkerboard():
+    constant, alternating = jnp.ones((1, 7, 6, 1)), jnp.array([1.0, -1.0])
+    np.testing.assert_allclose(guides.low_frequencies(constant), constant, rtol=1e-6)
+    board = alternating[jnp.indices((8, 8)).sum(0) % 2][None, ..., None]
+    np.testing.assert_allclose(guides.low_frequencies(board), 0, atol=1e-6)
