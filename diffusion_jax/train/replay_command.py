@@ -94,7 +94,7 @@ def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tupl
     if not result.compared:
         rows.append(("logged", f"{workdir} holds no line of metrics that covers this step"))
     if any(line.differ for line in result.compared):
-        cause = different or "the data or the initial weights, since versions and config are equal"
+        cause = different or "nothing in manifest.json: probably the data or the initial weights"
         rows.append(("changed", cause))
     rows.append(("modules", "the gradient norm of each, before clipping"))
     rows += [(f"  {name}", f"{norm:.6g}") for name, norm in result.modules.items()]
