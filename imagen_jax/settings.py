@@ -9,6 +9,7 @@ from diffusion_jax.config.settings import (
     Data,
     Evaluation,
     Heldout,
+    Log,
     Lora,
     MeshShape,
     Optimizer,
@@ -152,6 +153,7 @@ class Settings(NamedTuple):
     mesh: MeshShape
     evaluation: Evaluation
     heldout: Heldout
+    log: Log
     data: Data
     lora: Lora
 

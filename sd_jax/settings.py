@@ -10,6 +10,7 @@ from diffusion_jax.config.settings import (
     Data,
     Evaluation,
     Heldout,
+    Log,
     Lora,
     MeshShape,
     Optimizer,
@@ -199,6 +200,7 @@ class Settings(NamedTuple):
     mesh: MeshShape
     evaluation: Evaluation
     heldout: Heldout
+    log: Log
     data: Data
     lora: Lora
 
@@ -248,6 +250,7 @@ class AutoencoderSettings(NamedTuple):
     reconstruction: Reconstruction
     optimizer: Optimizer
     mesh: MeshShape
+    log: Log
     data: Data
 
 

@@ -236,6 +236,17 @@ class Heldout(NamedTuple):
     levels in training."""
 
 
+class Log(NamedTuple):
+    """Where a run writes its metrics, besides metrics.jsonl and TensorBoard's files.
+
+    Read by diffusion_jax/machine/log.py.
+    """
+
+    wandb: str = ""
+    """The project at Weights & Biases that also gets the metrics and the sheets of pictures; it
+    needs the extra [wandb]. "" for none."""
+
+
 class Data(NamedTuple):
     """The training images: their source, filters, resizing, crop and flip.
 

@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import UInt8
 
-from diffusion_jax.machine import events, files, remote, tuning, untrusted
+from diffusion_jax.machine import events, files, remote, tuning, untrusted, weights_and_biases
 from diffusion_jax.task import LEVELS
 
 METRICS = "metrics.jsonl"
@@ -29,6 +29,8 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 class MetricWriter:
     """Writer of a run's metrics: metrics.jsonl, and TensorBoard's event files through CLU.
+
+    If the config names a project in log.wandb, Weights & Biases also gets the metrics and images.
 
     metrics.jsonl holds one JSON object per line, with `step` first; NaN and infinities become null.
     Only process 0 writes. Each line is flushed to the operating system at once.
@@ -56,6 +58,11 @@ class MetricWriter:
             events.writing(folder / events.FOLDER, resumed_from)
         )
         self._events.write_hparams(events.hparams(config))
+        self._trackers: list[Any] = [self._events]
+        project = config.get("log", {}).get("wandb", "")
+        if project and jax.process_index() == 0:
+            tracker = weights_and_biases.writing(project, workdir, folder, config)
+            self._trackers.append(self._opened.enter_context(tracker))
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Write scalars by name."""
@@ -64,12 +71,14 @@ class MetricWriter:
             with files.named(self._path):
                 self._file.write(metrics_line(step, values))
                 self._file.flush()
-        self._events.write_scalars(step, values)
+        for tracker in self._trackers:
+            tracker.write_scalars(step, values)
         self._events.flush()
 
     def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
-        """Write images by name, to TensorBoard only."""
-        self._events.write_images(step, images)
+        """Write images by name to the trackers: TensorBoard, and Weights & Biases if asked for."""
+        for tracker in self._trackers:
+            tracker.write_images(step, images)
         self._events.flush()
 
     def flush(self) -> None:

@@ -16,7 +16,7 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, finetune, heldout, runs
 from diffusion_jax.config.unread import watched
-from diffusion_jax.machine import distributed, exits, files, sharding
+from diffusion_jax.machine import distributed, exits, files, sharding, weights_and_biases
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
@@ -79,6 +79,7 @@ def command(
                     raise ValueError("--workdir is empty: name the folder of this run")
                 trace = Trace(workdir / FOLDER, parse(profiled.value))
                 values = config.value.to_dict()
+                weights_and_biases.check(values["log"]["wandb"])
                 s, unread = watched(read(values), _WATCHED)
                 mesh = sharding.make_mesh(*s.mesh)
                 settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)

@@ -1,0 +1,73 @@
+"""Write a run's metrics and images to Weights & Biases. Only this module imports wandb."""
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from diffusion_jax.machine import files
+
+ID = "wandb_id"
+"""The file in a workdir that holds the run's id, so that a resumed run continues its charts."""
+
+
+class Writer:
+    """A run at Weights & Biases."""
+
+    def __init__(self, run: Any, image: Any) -> None:
+        self._run, self._image = run, image
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars by name."""
+        self._run.log(dict(scalars), step=step)
+
+    def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
+        """Write images by name."""
+        pictures = {name: [self._image(one) for one in batch] for name, batch in images.items()}
+        self._run.log(pictures, step=step)
+
+
+def check(project: str) -> None:
+    """Raise ValueError if a project is named, but wandb is not installed."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"log.wandb is {project!r}, but wandb is not installed: pip install "
+            '"imagen-sd-jax[wandb]"'
+        )
+
+
+@contextlib.contextmanager
+def writing(
+    project: str, workdir: str | os.PathLike[str], folder: pathlib.Path, config: Mapping[str, Any]
+) -> Iterator[Writer]:
+    """Yield a writer for the run of a workdir, with the workdir's name, and finish at the end.
+
+    The user has logged in with `wandb login` or set WANDB_API_KEY. With WANDB_MODE=offline, the
+    files stay in FOLDER/wandb, and `wandb sync` uploads them later. Weights & Biases ignores steps
+    that a killed run has written before.
+
+    Args:
+        project: the name of the project.
+        workdir: the run's workdir, which keeps the run's id.
+        folder: the folder for wandb's files.
+        config: the run's config.
+    """
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    path = files.path(workdir) / ID
+    if not path.exists():
+        files.write_whole(path, uuid.uuid4().hex)
+    run = wandb.init(
+        project=project, name=files.path(workdir).name, id=path.read_text(), resume="allow",
+        dir=str(folder), config=dict(config),
+    )  # fmt: skip
+    try:
+        yield Writer(run, wandb.Image)
+    finally:
+        run.finish()
