@@ -141,14 +141,16 @@ def table(target: str, f: dict[str, Any]) -> str:
         ("memory per device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
              f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {source})"),
-        ("batch", f"{f['batch']:,}: {f['accumulate']} x {f['micro_batch']:,} per device; the "
+        ("batch", f"{f['batch']:,} samples per step, on each device {f['accumulate']} times "
+                  f"{f['micro_batch']:,}; the "
                   f"largest micro batch that fits: {f['largest_micro_batch']:,}, and the largest "
                   f"batch without accumulation: {f['largest_batch']:,}"),
         ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP per training sample"),
         ("sent per device", f"{sent} per step"),
         ("step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
                  f"{ms(seconds['update'])} update, {ms(seconds['communication'])} communication "
-                 f"(links {ms(busy['link'])}, network {ms(busy['network'])})"),
+                 f"(direct links {ms(busy['link'])}, network between hosts or "
+                 f"slices {ms(busy['network'])})"),
         ("samples/s", f"{rate['hidden']:,.0f} with communication hidden, "
                       f"{rate['exposed']:,.0f} with none hidden"),
         ("whole run", f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "

@@ -78,11 +78,12 @@ def rehearse(
             heldout.make_scorer(task, frozen, mesh, one, run.batch_size)(state.params)
     samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
     need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
+    passes = "1 pass" if settings.accumulate == 1 else f"{settings.accumulate} passes"
     rows = [
         ("device", _devices(mesh)),
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
         ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
-        ("batch", f"{run.batch_size:,}: {settings.accumulate} x {samples} a device and step"),
+        ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
         ("memory", _memory(need, device_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
