@@ -1,14 +1,15 @@
 """Generate the notebooks (.ipynb) from the .py files in this folder.
 
-    python -m notebooks
+    python -m notebooks [OWNER/NAME]
 
 The notebooks clone the repository whose URL is in pyproject.toml ([project.urls], Repository), and
-their badges open the same repository in Colab. In a fork, change this URL, run this command and
-commit the changes.
+their badges open the same repository in Colab. OWNER/NAME, the name of your repository on GitHub,
+changes this URL; the command asks for it while the owner is YOUR-NAME. Commit the changes.
 """
 
 import pathlib
 import re
+import sys
 import tomllib
 
 import jupytext
@@ -19,21 +20,36 @@ PAGES = (HERE.parent / "docs" / "launch.md",)
 """Other files with Colab badges."""
 
 
+PROJECT = HERE.parent / "pyproject.toml"
+GITHUB = "https://github.com/"
+
+
 def repository() -> str:
     """Return the URL of the project's repository, such as https://github.com/OWNER/NAME."""
-    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads(PROJECT.read_text())["project"]
     return project["urls"]["Repository"]
 
 
 def with_repository(text: str) -> str:
     """Return the text with REPOSITORY and all Colab badges set to this project's repository."""
-    name = repository().removeprefix("https://github.com/")
+    name = repository().removeprefix(GITHUB)
     text = re.sub(r'(?m)^REPOSITORY = ".*"$', f'REPOSITORY = "{repository()}"', text)
     return re.sub(rf"{COLAB}/[^/]+/[^/]+/", f"{COLAB}/{name}/", text)
 
 
+def set_repository(name: str) -> None:
+    """Write the repository's URL into pyproject.toml. Exits if `name` is not OWNER/NAME."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        sys.exit(f"error: {name!r} is not OWNER/NAME, such as alice/imagen-sd-jax")
+    PROJECT.write_text(PROJECT.read_text().replace(repository(), GITHUB + name))
+
+
 def main() -> None:
     """Update the URLs in the .py files and other pages, and write the notebooks."""
+    if len(sys.argv) > 1:
+        set_repository(sys.argv[1])
+    elif "/YOUR-NAME/" in repository() and sys.stdin.isatty():
+        set_repository(input("The repository on GitHub (OWNER/NAME): "))
     texts = [path for path in HERE.glob("*.py") if not path.name.startswith("_")]
     for path in (*texts, *PAGES):
         path.write_text(with_repository(path.read_text()))

@@ -46,6 +46,16 @@ def test_a_forks_name_reaches_the_notebooks(monkeypatch):
     assert '\nREPOSITORY = "https://github.com/some/fork"\n' in text
 
 
+def test_the_name_of_the_repository_is_set_by_the_command(monkeypatch, tmp_path):
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project.urls]\nRepository = "https://github.com/YOUR-NAME/one"\n')
+    monkeypatch.setattr(making, "PROJECT", project)
+    making.set_repository("some/fork")
+    assert making.repository() == "https://github.com/some/fork"
+    with pytest.raises(SystemExit, match="'alice' is not OWNER/NAME"):
+        making.set_repository("alice")
+
+
 def test_the_first_cells_are_the_same():
     books = [jupytext.read(ROOT / "notebooks" / f"{name}.ipynb") for name in NOTEBOOKS]
     first = {next(c.source for c in book.cells if c.cell_type == "code") for book in books}
