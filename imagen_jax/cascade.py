@@ -134,9 +134,10 @@ def load_model(
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     imagen = finetune.adapted(imagen, workdir, s.lora, read_base, mesh)
 
-    def begin_of(s, preview):
+    def begin_of(s, preview, of_picture):
         check(s)
-        begin = task.make_task(s, encoder, guide_settings, strength).begin
+        share = strength if of_picture is None else of_picture
+        begin = task.make_task(s, encoder, guide_settings, share).begin
         assert begin
         return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
 

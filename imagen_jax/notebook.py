@@ -10,8 +10,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from diffusion_jax.draw import options
-from diffusion_jax.draw.loaded import Loaded, System
+from diffusion_jax.draw.loaded import Inputs, Loaded, System
 from diffusion_jax.draw.model import Model
 from imagen_jax import cascade
 
@@ -32,13 +34,27 @@ def load(*workdirs: str | os.PathLike[str], **values: Any) -> Loaded:
         raise ValueError('name the workdir of a run: load("runs/quickstart")')
     by_stage = options.by_stage(values, len(workdirs))
     stages = cascade.load(workdirs, [cascade.choose(**of_stage) for of_stage in by_stage])
-    return Loaded(stages, by_stage, System(cascade.OPTIONS, _draw, _tokenize, cascade.card))
+    system = System(cascade.OPTIONS, _draw, _tokenize, cascade.card, _enlarging)
+    return Loaded(stages, by_stage, system)
 
 
-def _draw(stages: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int]) -> Any:
-    cascade.check_low_res(stages[0], None)
+def _draw(
+    stages: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], inputs: Inputs
+) -> Any:
+    small = inputs.low_res
+    cascade.check_low_res(stages[0], None if small is None else small.shape[:2])
     texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
-    return cascade.draw_batches(stages, texts, seeds, cascade.batch_sizes(stages, len(seeds)))
+    texts = cascade.with_pictures(stages, texts, inputs.over, len(prompts))
+    sizes = cascade.batch_sizes(stages, len(seeds))
+    if small is not None:
+        small = np.stack([small] * len(seeds)).astype(np.float32) / 127.5 - 1
+    return cascade.draw_batches(stages, texts, seeds, sizes, small)
+
+
+def _enlarging(stages: Sequence[Model]) -> Sequence[Model]:
+    """Return the stages without the base model, which has no picture to enlarge."""
+    later = len(stages) > 1 and stages[0].settings.super_resolution.factor == 1
+    return stages[1:] if later else stages
 
 
 def _tokenize(stage: Model, prompts: Sequence[str]) -> Any:

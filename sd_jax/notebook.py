@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion_jax.draw.loaded import Loaded, System
+from diffusion_jax.draw.loaded import Inputs, Loaded, System
 from diffusion_jax.draw.model import Model
 from sd_jax import drawing, sampling
 from sd_jax.drawing import NO_FACTS, File
@@ -36,8 +36,18 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
     return Loaded([model], [values], System(drawing.OPTIONS, _draw, _tokenize, card))
 
 
-def _draw(models: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int]) -> Any:
-    return ([images] for images in drawing.draw_batches(models[0], prompts, seeds))
+def _draw(
+    models: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], inputs: Inputs
+) -> Any:
+    if inputs.low_res is not None:
+        raise ValueError(
+            "Stable Diffusion enlarges no picture by itself: draw over it, at a larger height and "
+            "width"
+        )
+    height, width = models[0].settings.output_shape
+    over = inputs.over.at((width, height), len(prompts)) if inputs.over else {}
+    batches = drawing.draw_batches(models[0], prompts, seeds, pictures=over)
+    return ([images] for images in batches)
 
 
 def _tokenize(model: Model, prompts: Sequence[str]) -> Any:

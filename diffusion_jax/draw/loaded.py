@@ -21,15 +21,18 @@ from jaxtyping import Array, ArrayLike, Float, UInt8
 from PIL import Image
 
 from diffusion_jax import runs
+from diffusion_jax.config import ranges
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.draw import model as models
-from diffusion_jax.draw import options
+from diffusion_jax.draw import options, pictures
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Options, Values, Weights
+from diffusion_jax.draw.pictures import Pictures
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import sheets
 from diffusion_jax.task import Texts
 from diffusion_jax.text import vocabulary
+from diffusion_jax.text.vocabulary import Vocabulary
 from diffusion_jax.weights import averages, restore
 
 _WEIGHTS = 4  # Sets of weights per stage that stay loaded, including the first set.
@@ -47,21 +50,33 @@ class Cancelled(Exception):
     """
 
 
+class Inputs(NamedTuple):
+    """The pictures that a drawing starts from."""
+
+    over: Pictures | None = None
+    """The picture to draw over, and the mask of its part that is redrawn."""
+    low_res: UInt8[np.ndarray, "h w 3"] | None = None
+    """The picture to enlarge."""
+
+
 class System(NamedTuple):
     """The functions and options with which a system draws and tokenizes."""
 
     options: Options
     """The options that users may choose, by name."""
-    draw: Callable[[Sequence[Model], Sequence[str], Sequence[int]], Iterator[Sequence[Images]]]
-    """A function (stages, prompts, seeds) -> batches, each with one array of images per stage."""
+    draw: Callable[..., Iterator[Sequence[Images]]]
+    """A function (stages, prompts, seeds, inputs) -> batches, each with one array of images per
+    stage. `inputs` are an Inputs."""
     tokenize: Callable[[Model, Sequence[str]], Texts]
     """A function (stage, prompts) -> the tokens on which the stage is conditioned."""
     describe: Callable[[Sequence[Model]], dict[str, Any]]
     """A function stages -> the metadata card that the command `sample` writes with each picture."""
+    enlarging: Callable[[Sequence[Model]], Sequence[Model]] = lambda stages: stages
+    """A function stages -> the stages that enlarge a given picture."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Pictures:
+class Drawing:
     """Images with their prompts and seeds. A notebook shows them as a contact sheet."""
 
     images: UInt8[np.ndarray, "N H W 3"]
@@ -95,11 +110,13 @@ def png(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
 class Loaded:
     """A run, or the runs of a cascade, whose weights and compiled programs stay in memory."""
 
+    vocabulary: Vocabulary | None = None
+    """The words of the first stage's training captions; None if the run keeps none."""
+
     def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
         """Keep opened stages. `values` are the option values with which each stage was opened."""
         self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
         self.vocabulary = vocabulary.read(self.stages[0].workdir)
-        """The words of the first stage's training captions; None if the run keeps none."""
         self._system = system
         self._progress: Progress | None = None
         self._cancelled = False
@@ -117,8 +134,12 @@ class Loaded:
         *,
         seeds: int | Sequence[int] | None = None,
         progress: Progress | None = None,
+        image: Image.Image | None = None,
+        mask: Image.Image | None = None,
+        low_res: Image.Image | None = None,
+        strength: float | Sequence[float] = 0.8,
         **values: Any,
-    ) -> Pictures:
+    ) -> Drawing:
         """Draw one picture per prompt, or, for a single prompt, one picture per seed.
 
         Args:
@@ -126,19 +147,33 @@ class Loaded:
             seeds: One seed per prompt, or the first of consecutive seeds. By default they start at
                 0, as in the command `sample`.
             progress: Called with the images while they are drawn.
+            image: The picture that all prompts draw over (image-to-image).
+            mask: The part of `image` to redraw is white (inpainting).
+            low_res: The picture that all prompts enlarge. A cascade enlarges it with its later
+                stages.
+            strength: The share of the steps that draw over `image`, in (0, 1]: one value for the
+                first stage, or one per stage.
             **values: Values of the flags of `sample`. A list holds one value per stage. With
                 `checkpoint=None`, the loaded checkpoint draws.
 
         Raises:
-            ValueError: A value is out of range, or the numbers of prompts and seeds differ.
+            ValueError: A value is out of range, a picture does not fit, or the numbers of prompts
+                and seeds differ.
         """
         prompts, seeds = _paired(prompts, seeds)
         if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
             logging.warning("%s", line)
-        stages = self._stages_with(values, progress is not None)
+        inputs = Inputs(
+            pictures.opened(image, mask), None if low_res is None else pictures.pixels(low_res)
+        )
+        values = {**values, **self._size_of(image, values)}
+        strengths = self._strengths(strength) if image else [None] * len(self.stages)
+        stages = self._stages_with(values, progress is not None, strengths)
+        if low_res is not None:
+            stages = self._system.enlarging(stages)
         self._progress, self._cancelled, batches = progress, False, []
         try:
-            for batch in self._system.draw(stages, prompts, seeds):
+            for batch in self._system.draw(stages, prompts, seeds, inputs):
                 batches.append(list(batch))
                 if self._cancelled:
                     raise Cancelled
@@ -151,7 +186,8 @@ class Loaded:
         *smaller, images = (
             sheets.to_uint8(np.concatenate(sizes)) for sizes in zip(*batches, strict=True)
         )
-        return Pictures(images, prompts, seeds, self._system.describe(stages), smaller)
+        card = self._system.describe(stages) | ({"strength": strengths} if image else {})
+        return Drawing(images, prompts, seeds, card, smaller)
 
     def denoiser(self, prompts: str | Sequence[str], **values: Any) -> "PromptedDenoiser":
         """Return the guided denoiser D(x, sigma) under these prompts, for use in custom samplers.
@@ -160,7 +196,7 @@ class Loaded:
         """
         if len(self.stages) > 1:
             raise ValueError(f"{self!r} is a cascade of {len(self.stages)} models: load one alone")
-        (model,) = self._stages_with(values, watched=False)
+        (model,) = self._stages_with(values, False, [None])
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return PromptedDenoiser(model, self._system.tokenize(model, texts))
 
@@ -174,7 +210,30 @@ class Loaded:
             self._averages[n, step] = restore.stored(folder / str(step))
         return self._averages[n, step]
 
-    def _stages_with(self, values: Values, watched: bool) -> list[Model]:
+    def _size_of(self, image: Image.Image | None, values: Values) -> Values:
+        """Return the height and width of a picture to draw over, unless they are chosen.
+
+        They are options of systems that draw images of any size.
+        """
+        chosen = {name for name, value in {**self.values[0], **values}.items() if value is not None}
+        sides = [side for side in ("height", "width") if side in self.options]
+        return {side: getattr(image, side) for side in sides if image and side not in chosen}
+
+    def _strengths(self, strength: float | Sequence[float]) -> list[float | None]:
+        """Return the strength of each stage. A single value is for the first stage alone.
+
+        Raises:
+            ValueError: A value is outside (0, 1], or there is another number of values.
+        """
+        later = [1.0] * (len(self.stages) - 1)
+        values = [strength, *later] if isinstance(strength, float | int) else list(strength)
+        for value in values:
+            ranges.check_value("strength", value, ranges.Share)
+        return [of["strength"] for of in options.by_stage({"strength": values}, len(self.stages))]
+
+    def _stages_with(
+        self, values: Values, watched: bool, strengths: Sequence[float | None]
+    ) -> list[Model]:
         """Return the stages with other weights and settings. Compiled programs are reused."""
         for name in values:
             if name in self.options and self.options[name].at_load:
@@ -185,7 +244,8 @@ class Loaded:
             weights = options.choose(self.options, of_stage).weights
             overrides = options.changes(self.options, of_stage)
             model = self._with_weights(n, weights)
-            stages.append(models.with_overrides(model, overrides, self._show if watched else None))
+            preview = self._show if watched else None
+            stages.append(models.with_overrides(model, overrides, preview, strengths[n]))
         return stages
 
     def _with_weights(self, n: int, weights: Weights) -> Model:

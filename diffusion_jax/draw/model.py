@@ -170,17 +170,23 @@ def with_weights(model: Model, weights: Weights) -> Model:
     return model._replace(params=params, ema=ema, step=step)
 
 
-def with_overrides(model: Model, overrides: Overrides, preview: Preview | None = None) -> Model:
+def with_overrides(
+    model: Model,
+    overrides: Overrides,
+    preview: Preview | None = None,
+    strength: float | None = None,
+) -> Model:
     """Return the same model with further overrides.
 
     Nothing is loaded, and compiled programs are kept.
 
     `preview` is called on the host at each evaluation of the network, with the current images and
-    their noise level. Raise ValueError if settings do not fit together.
+    their noise level. `strength` is the share of the steps that draw over a picture. Raise
+    ValueError if settings do not fit together.
     """
     assert model.programs and model.settle
     s = model.settle(overrides)
-    return model._replace(settings=s, draw=model.programs.draw(s, preview))
+    return model._replace(settings=s, draw=model.programs.draw(s, preview, strength))
 
 
 def fingerprint(models: Sequence[Params]) -> str:

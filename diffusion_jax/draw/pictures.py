@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags
+from jaxtyping import UInt8
 from PIL import Image
 
 from diffusion_jax.machine import files, untrusted
@@ -74,9 +75,33 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
         raise ValueError(f"--mask={masks[0]} needs a picture: give --image too")
     for i, (path, mask) in enumerate(zip(masks, white, strict=True)):
         for image in opened if len(white) == 1 else [opened[min(i, len(opened) - 1)]]:
-            if mask.size != image.size:
-                raise ValueError(
-                    f"--mask={path} is {mask.size[0]}x{mask.size[1]} and its picture "
-                    f"{image.size[0]}x{image.size[1]}: they must have the same size"
-                )
+            _check_mask(mask, image, f"--mask={path}")
     return Pictures(opened, white) if opened else None
+
+
+def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:
+    """Return a picture to draw over and its mask. Return None if there are none.
+
+    Raises:
+        ValueError: The mask has no picture, or another size.
+    """
+    if image is None:
+        if mask is not None:
+            raise ValueError("a mask needs the picture that is drawn over: give an image too")
+        return None
+    if mask is not None:
+        _check_mask(mask, image, "the mask")
+    return Pictures([image.convert("RGB")], [] if mask is None else [mask.convert("L")])
+
+
+def pixels(image: Image.Image) -> UInt8[np.ndarray, "H W 3"]:
+    """Return the RGB pixels of an image."""
+    return np.asarray(image.convert("RGB"))
+
+
+def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:
+    if mask.size != image.size:
+        raise ValueError(
+            f"{name} is {mask.size[0]}x{mask.size[1]} and its picture "
+            f"{image.size[0]}x{image.size[1]}: they must have the same size"
+        )

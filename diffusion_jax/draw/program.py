@@ -24,10 +24,11 @@ from diffusion_jax.task import Params, Sample, Texts
 
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]; sheets.to_uint8 returns pixels.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
-BeginOf = Callable[[Any, Preview | None], Begin]
-"""A function (settings, preview) -> a task's `begin`.
+BeginOf = Callable[[Any, Preview | None, float | None], Begin]
+"""A function (settings, preview, strength) -> a task's `begin`.
 
-It raises ValueError if settings do not fit together.
+`strength` is the share of the steps that draw over a picture; None is the one that the model was
+opened with. It raises ValueError if settings do not fit together.
 """
 
 
@@ -35,7 +36,10 @@ class Programs(NamedTuple):
     """The sampling programs of a model, one for each choice of settings."""
 
     draw: Callable[..., Draw]
-    """A function (settings, preview=None) -> the Draw for these settings, compiled at first use."""
+    """A function (settings, preview=None, strength=None) -> the Draw for these settings.
+
+    It is compiled at first use.
+    """
     begin: Callable[[Any], tuple[Begin, Any]]
     """A function settings -> the task's `begin` and its frozen weights."""
 
@@ -77,18 +81,18 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
     """
     draws: collections.OrderedDict[Any, Draw] = collections.OrderedDict()
 
-    def draw(s: Any, preview: Preview | None = None) -> Draw:
+    def draw(s: Any, preview: Preview | None = None, strength: float | None = None) -> Draw:
         compiled_in = {k: v for k, v in s.sampler._asdict().items() if k != "guidance"}
-        key = s._replace(sampler=tuple(compiled_in.items())), preview
+        key = s._replace(sampler=tuple(compiled_in.items())), preview, strength
         if key not in draws:
-            sample = samplers.make_sample(begin_of(s, preview), s.sampler)
+            sample = samplers.make_sample(begin_of(s, preview, strength), s.sampler)
             draws[key] = make_draw(sample, frozen, mesh)
         draws.move_to_end(key)
         if len(draws) > max_programs:
             draws.popitem(last=False)
         return draws[key]
 
-    return Programs(draw, lambda s: (begin_of(s, None), frozen))
+    return Programs(draw, lambda s: (begin_of(s, None, None), frozen))
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:

@@ -14,7 +14,7 @@ from diffusion_jax.draw import option_flags
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.machine import files
-from diffusion_jax.web import results, server
+from diffusion_jax.web import about, results, server
 
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -52,9 +52,10 @@ def command(
         with cli.bad_input():
             workdirs = results.named([stages_of(text) for text in workdir.value])
             values = option_flags.values(holders)
-            models = {name: load(stages, values) for name, stages in workdirs.items()}
+            of = lambda name: load(workdirs[name], values)
+            models = {name: of(name) for name, s in workdirs.items() if not about.untrained(s)}
         token = "" if is_local(host.value) else secrets.token_urlsafe(24)
-        site = server.Site(package, models, workdirs)
+        site = server.Site(package, models, workdirs, of)
         hosts = (*_LOCAL, in_address(host.value)) if is_local(host.value) else ()
         listen(server.app(site, hosts, token), host.value, port.value, token)
 

@@ -2,9 +2,12 @@
 // The part of the URL after # holds the whole form, so that a link draws the same pictures again.
 
 import {element, short} from "/plots.js";
+import * as editing from "/editing.js";
+import * as prompts from "/prompts.js";
 import {$, get, open, options, post} from "/results.js";
 
-const MAIN = ["guidance", "steps", "sampler"];
+const MAIN = ["guidance", "steps", "sampler", "negative_prompt"];
+const WAIT = 3000;  // Milliseconds between looks for a first checkpoint.
 const AUTOMATIC = 16;  // A link to at most this many pictures draws them without a click.
 let models = [], job = null;
 
@@ -58,6 +61,7 @@ function showModel() {
     $(id).querySelector("[value=ema]").textContent = "average";
   }
   $("words").textContent = one.words;
+  prompts.showPrompts(one);
 }
 
 function typed(name, text) {
@@ -120,6 +124,7 @@ function hash(changes = {}) {
   for (const [name, value] of Object.entries(chosen)) {
     if (!IN_LINK.includes(name)) query.set(`set.${name}`, value);
   }
+  for (const [name, value] of Object.entries(editing.inLink())) if (value) query.set(name, value);
   return `#draw?${query}`;
 }
 
@@ -133,6 +138,8 @@ function restore(query) {
     if (key.startsWith("set.") && control(key.slice(4))) control(key.slice(4)).value = value;
   }
   $("grid").open = Boolean($("x").value || $("y").value);
+  editing.fromLink(query);
+  prompts.check();
   marked();
 }
 
@@ -147,11 +154,12 @@ async function draw(event) {
   event?.preventDefault();
   if (job) await cancel();
   const wanted = requested();
-  history.replaceState(null, "", hash());
   say("Sending the request");
   if (innerWidth < 800) $("results").scrollIntoView();
   try {
-    const sent = wanted.map(({model, prompt, seed, choices}) => ({model, prompt, seed, choices}));
+    const edit = await editing.uploaded();
+    history.replaceState(null, "", hash());
+    const sent = wanted.map(({model, prompt, seed, choices}) => ({model, prompt, seed, choices, edit}));
     const answer = await post("/api/draw", sent);
     wanted.forEach((picture, n) => Object.assign(picture, answer.pictures[n]));
     layOut(wanted);
@@ -293,7 +301,7 @@ async function copy(text, what) {
 // --- Views ------------------------------------------------------------------------------------
 
 async function follow(query) {
-  if (!query) return;
+  if (!query || !models.length) return;
   try {
     restore(new URLSearchParams(query));
     const pictures = requested().length;
@@ -304,11 +312,24 @@ async function follow(query) {
   }
 }
 
+// Show the models that can draw, and look again until all of them can.
+async function showModels(answer) {
+  const first = !models.length;
+  models = answer.models;
+  options($("model"), models.map((one) => one.name), $("model").value);
+  $("draw").disabled = !models.length;
+  $("waiting").replaceChildren(...answer.waiting.map(({why}) => element("p", {class: "hint"}, `${why}.`)));
+  if (first && models.length) showModel();
+  if (answer.waiting.length) {
+    setTimeout(() => get("/api/models").then(showModels).catch(() => {}), WAIT);
+  }
+}
+
 async function start() {
-  const {models: loaded, package: name} = await get("/api/models");
-  models = loaded;
-  options($("model"), models.map((one) => one.name));
-  showModel();
+  const answer = await get("/api/models");
+  await showModels(answer);
+  prompts.listen();
+  editing.listen(() => !model()?.edits.length, say);
   $("model").addEventListener("change", showModel);
   $("form").addEventListener("submit", draw);
   $("cancel").addEventListener("click", cancel);
@@ -316,7 +337,8 @@ async function start() {
   $("prompts").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
   });
-  await open(name, {hash, follow});
+  if (!models.length && !location.hash) location.hash = "#training";
+  await open(answer.package, {hash: () => models.length ? hash() : "#draw", follow});
 }
 
 start().catch((error) => say(error.message, true));

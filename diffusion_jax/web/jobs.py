@@ -16,6 +16,7 @@ from absl import logging
 from PIL import Image
 
 from diffusion_jax.draw.loaded import Cancelled, Loaded, png
+from diffusion_jax.web.uploads import Edit, Uploads
 
 WAITING = 16
 """The largest number of waiting jobs. Further jobs are refused."""
@@ -37,6 +38,8 @@ class Picture(NamedTuple):
     seed: int
     choices: tuple[tuple[str, Any], ...]
     """Pairs of the name and value of a flag of the command `sample`, sorted by name."""
+    edit: Edit = Edit()
+    """The picture that it is drawn over."""
 
 
 class Full(Exception):
@@ -97,7 +100,7 @@ class Queue:
 
     def __init__(self, models: Mapping[str, Loaded]) -> None:
         """Start the thread that draws. `models` maps names to models."""
-        self._models = models
+        self._models, self.uploads = models, Uploads()
         self._files: collections.OrderedDict[Picture, tuple[bytes, ...]] = collections.OrderedDict()
         self._bytes = 0
         self.jobs: dict[str, Job] = {}
@@ -169,15 +172,16 @@ class Queue:
 
     def _draw(self, job: Job) -> None:
         numbered = list(enumerate(job.pictures))
-        for (name, choices), group in itertools.groupby(
-            numbered, lambda item: (item[1].model, item[1].choices)
+        for (name, choices, edit), group in itertools.groupby(
+            numbered, lambda item: (item[1].model, item[1].choices, item[1].edit)
         ):
             rows = list(group)
             for start in range(0, len(rows), _BATCH_SIZE):
-                self._draw_rows(job, name, dict(choices), rows[start : start + _BATCH_SIZE])
+                arguments = {**dict(choices), **self.uploads.arguments(edit)}
+                self._draw_rows(job, name, arguments, rows[start : start + _BATCH_SIZE])
 
     def _draw_rows(
-        self, job: Job, name: str, choices: dict[str, Any], rows: Sequence[tuple[int, Picture]]
+        self, job: Job, name: str, arguments: dict[str, Any], rows: Sequence[tuple[int, Picture]]
     ) -> None:
         """Draw pictures with the same settings, except those that are still in memory."""
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
@@ -188,7 +192,7 @@ class Queue:
                 [picture.prompt for _, picture in rows],
                 seeds=[picture.seed for _, picture in rows],
                 progress=_Looks(job, [n for n, _ in rows]),
-                **choices,
+                **arguments,
             )
             sizes = zip(*drawn.smaller, drawn.images, strict=True)
             for (_, picture), images in zip(rows, sizes, strict=True):

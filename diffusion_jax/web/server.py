@@ -11,6 +11,7 @@ import hmac
 import json
 import pathlib
 import shlex
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,13 +27,16 @@ from diffusion_jax.draw import options
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Option, Options, Values
 from diffusion_jax.machine import files
-from diffusion_jax.web import results
+from diffusion_jax.web import about, results, uploads
 from diffusion_jax.web.jobs import PICTURES, Full, Job, Picture, Queue
 from diffusion_jax.weights import restore
 
+_SCRIPTS_AND_STYLE = (
+    "page.css", "draw.js", "prompts.js", "editing.js", "results.js", "plots.js"
+)  # fmt: skip
 _FILES = {
     "/": "page.html",
-    **{f"/{name}": name for name in ("page.css", "draw.js", "results.js", "plots.js")},
+    **{f"/{name}": name for name in _SCRIPTS_AND_STYLE},
 }
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _MAX_LETTERS = 2_000  # The largest length of a prompt or other text.
@@ -55,7 +59,11 @@ class Site:
     """The models that draw pictures, and the runs whose results are shown."""
 
     def __init__(
-        self, package: str, models: Mapping[str, Loaded], workdirs: Mapping[str, Sequence[str]]
+        self,
+        package: str,
+        models: Mapping[str, Loaded],
+        workdirs: Mapping[str, Sequence[str]],
+        load: Callable[[str], Loaded] | None = None,
     ) -> None:
         """Start the queue of jobs.
 
@@ -63,8 +71,10 @@ class Site:
             package: The system's package, whose command `sample` draws the same pictures.
             models: The models by name.
             workdirs: The workdirs of the stages of each model, by the model's name.
+            load: Opens a model that is not in `models`, once its runs have checkpoints.
         """
         self.package, self.models, self.workdirs = package, dict(models), dict(workdirs)
+        self._load, self._loading = load, threading.Lock()
         self.queue = Queue(self.models)
         self.shown: dict[str, pathlib.Path] = {}
         """Paths of pictures, keyed by the name under which the page may request them."""
@@ -74,6 +84,21 @@ class Site:
         name = hashlib.blake2b(str(picture).encode(), digest_size=12).hexdigest()
         self.shown[name] = picture
         return f"/api/shown/{name}.png"
+
+    def open_waiting(self) -> list[dict[str, Any]]:
+        """Open the models whose first checkpoints have come since. Return those that still wait."""
+        still = []
+        with self._loading:
+            for name in self.workdirs.keys() - self.models.keys() if self._load else ():
+                why = about.waiting(self.workdirs[name])
+                try:
+                    if not why:
+                        self.models[name] = self._load(name)
+                except (ValueError, OSError) as error:  # Such as a checkpoint being removed.
+                    why = str(error)
+                if why:
+                    still.append({"name": name, "why": why})
+        return sorted(still, key=lambda one: one["name"])
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return what the page shows about a model: checkpoints, weight averages and settings."""
@@ -93,6 +118,8 @@ class Site:
             "in_memory": last.step not in steps,
             "averages": list(averages) if last.step else [],
             "average": chosen,
+            **about.describe(model),
+            "edits": [side for side in ("height", "width") if side in model.options],
             "fields": [_field(name, option, model) for name, option in settings(model).items()],
         }
 
@@ -113,7 +140,10 @@ class Site:
         values = request.get("choices") or {}
         if not isinstance(values, dict):
             raise ValueError("choices must be a JSON object of names and values")
-        return Picture(name, prompt, seed, tuple(sorted(_checked(self.models[name], values))))
+        choices = tuple(sorted(_checked(self.models[name], values)))
+        return Picture(
+            name, prompt, seed, choices, self.queue.uploads.edit(request.get("edit", {}))
+        )
 
     def command(self, picture: Picture) -> str:
         """Return the shell command that draws a picture again, even after further training."""
@@ -132,7 +162,7 @@ class Site:
         text = lambda value: ",".join(map(str, value if type(value) is tuple else [value]))
         values |= dict(picture.choices)
         words += [f"--{name}={text(value)}" for name, value in values.items()]
-        return shlex.join([*words, "--out=pictures"])
+        return shlex.join([*words, *uploads.flags(picture.edit), "--out=pictures"])
 
     def report(self, job: Job) -> dict[str, Any]:
         """Return the progress of a drawing job as JSON values, for the tab that watches it."""
@@ -167,8 +197,20 @@ def _drawing(site: Site) -> list[Route]:
     """Return the routes for models, jobs and their pictures."""
 
     async def models(request: Request) -> Response:
+        waiting = await asyncio.to_thread(site.open_waiting)
         return JSONResponse({"models": [site.describe(name) for name in site.models],
-                             "package": site.package})  # fmt: skip
+                             "waiting": waiting, "package": site.package})  # fmt: skip
+
+    async def words(request: Request) -> Response:
+        asked = await _json(request)
+        if not isinstance(asked, dict) or not isinstance(asked.get("prompts"), list):
+            raise ValueError("a request must be a JSON object with model and prompts")
+        prompts = [prompt for prompt in asked["prompts"] if isinstance(prompt, str)]
+        model = site.models[str(asked.get("model"))]
+        return JSONResponse(await asyncio.to_thread(about.unknown, model, prompts))
+
+    async def upload(request: Request) -> Response:
+        return JSONResponse(site.queue.uploads.add(await _json(request, uploads.MAX_BODY)))
 
     async def draw(request: Request) -> Response:
         requests = await _json(request)
@@ -209,6 +251,8 @@ def _drawing(site: Site) -> list[Route]:
 
     return [
         Route("/api/models", models),
+        Route("/api/words", words, methods=["POST"]),
+        Route("/api/pictures", upload, methods=["POST"]),
         Route("/api/draw", draw, methods=["POST"]),
         Route("/api/jobs/{job}", events),
         Route("/api/jobs/{job}/cancel", cancel, methods=["POST"]),
@@ -291,15 +335,15 @@ def _png(content: bytes | None) -> Response:
     return Response(content, media_type="image/png")
 
 
-async def _json(request: Request) -> Any:
+async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
     """Return the JSON of a request from the page; browsers stop other sites from sending JSON."""
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise ValueError("the content-type of the request must be application/json")
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > _MAX_BODY:
-            raise ValueError(f"the request is too large: {_MAX_BODY:,} bytes are allowed")
+        if size > max_body:
+            raise ValueError(f"the request is too large: {max_body:,} bytes are allowed")
         parts.append(part)
     return json.loads(b"".join(parts) or b"null")
 

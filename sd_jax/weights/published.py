@@ -101,7 +101,8 @@ def load_model(
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
     frozen, params = {"text": place(text.params), "vae": place(vae.params)}, place(unet.params)
 
-    def begin_of(p, preview):
+    def begin_of(p, preview, of_picture):
+        p = p if of_picture is None else p._replace(strength=of_picture)
         settings.check_pipeline(p)
         return sampling.make_begin(p, encoder, preview)
 

@@ -69,7 +69,8 @@ def load_model(
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh)
 
-    def begin_of(p, preview):
+    def begin_of(p, preview, of_picture):
+        p = p if of_picture is None else p._replace(strength=of_picture)
         check_pipeline(p)
         begin = make_begin(p, encoder, preview, guide_settings)
         return lora.drawn(begin, s.lora) if s.lora.rank else begin

@@ -1,11 +1,13 @@
 """Which weights a loaded run draws with, which it keeps, and what it calls them."""
 
 import pytest
+from PIL import Image
 
 from diffusion_jax.draw import loaded
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Weights
 from imagen_jax import cascade
+from sd_jax import drawing as sd_drawing
 
 
 @pytest.fixture
@@ -52,3 +54,24 @@ def test_a_checkpoint_that_training_removed_still_draws(run, tmp_path):
     (tmp_path / "checkpoints").rename(tmp_path / "gone")
     assert model.averages(0, 9) == ["0.99", "0.999"]
     assert model._with_weights(0, Weights("0.999")).step == 9 and not read
+
+
+def test_one_strength_is_of_the_first_stage_and_several_are_of_each(run):
+    model, _ = run
+    model.stages *= 2
+    assert model._strengths(0.5) == [0.5, 1.0]
+    assert model._strengths([0.5, 0.25]) == [0.5, 0.25]
+    with pytest.raises(ValueError, match="strength has 3 values for 2 stages"):
+        model._strengths([1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"strength is 1\.5: it must be"):
+        model._strengths(1.5)
+
+
+def test_a_picture_sets_the_size_of_systems_that_draw_any(run):
+    model, _ = run
+    image = Image.new("RGB", (48, 32))
+    assert model._size_of(image, {}) == {}  # Imagen draws squares of one size.
+    model.options = sd_drawing.OPTIONS
+    assert model._size_of(image, {}) == {"height": 32, "width": 48}
+    assert model._size_of(image, {"height": 64, "width": None}) == {"width": 48}
+    assert model._size_of(None, {}) == {}

@@ -1,0 +1,119 @@
+// The picture to draw over, and a brush that paints the part to redraw.
+// The server and the command `sample` get the same two PNG files.
+
+import {$, post} from "/results.js";
+
+const LARGEST = 1024, MULTIPLE = 8;
+let picture = null, paint = null, names = null;  // Two canvases, and the names that the server gave.
+
+const canvasOf = (width, height) => Object.assign(document.createElement("canvas"), {width, height});
+
+// Scale a picture to the sizes that a model takes: squares, unless it draws any height and width.
+async function read(file, square) {
+  let bitmap;
+  try {
+    bitmap = await createImageBitmap(file);
+  } catch {
+    throw new Error(`${file.name || "this file"} is not a picture that the browser can read`);
+  }
+  const side = Math.min(bitmap.width, bitmap.height);
+  const [width, height] = square ? [side, side] : [bitmap.width, bitmap.height];
+  const scale = Math.min(1, LARGEST / Math.max(width, height));
+  const fit = (n) => Math.max(MULTIPLE, Math.round(n * scale / MULTIPLE) * MULTIPLE);
+  picture = canvasOf(fit(width), fit(height));
+  paint = canvasOf(picture.width, picture.height);
+  const context = picture.getContext("2d");
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, picture.width, picture.height);
+  context.drawImage(bitmap, (bitmap.width - width) / 2, (bitmap.height - height) / 2, width, height,
+    0, 0, picture.width, picture.height);
+  show();
+}
+
+function mask() {
+  const white = canvasOf(paint.width, paint.height), all = canvasOf(paint.width, paint.height);
+  let context = white.getContext("2d");
+  context.drawImage(paint, 0, 0);
+  context.globalCompositeOperation = "source-in";
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, white.width, white.height);
+  context = all.getContext("2d");
+  context.fillRect(0, 0, all.width, all.height);
+  context.drawImage(white, 0, 0);
+  return all;
+}
+
+const painted = () => paint.getContext("2d").getImageData(0, 0, paint.width, paint.height).data
+  .some((value, n) => n % 4 === 3 && value > 127);
+
+function show() {
+  names = null;
+  const canvas = $("canvas");
+  $("editing").hidden = !picture;
+  if (!picture) return;
+  canvas.width = picture.width;
+  canvas.height = picture.height;
+  const context = canvas.getContext("2d");
+  context.drawImage(picture, 0, 0);
+  context.globalAlpha = 0.55;
+  context.drawImage(paint, 0, 0);
+  $("save-image").href = picture.toDataURL();
+  const masked = painted();
+  $("save-mask").hidden = !masked;
+  if (masked) $("save-mask").href = mask().toDataURL();
+}
+
+function brush(event) {
+  if (!picture || !(event.buttons & 1)) return;
+  const box = $("canvas").getBoundingClientRect(), scale = picture.width / box.width;
+  const context = paint.getContext("2d");
+  context.fillStyle = "#e0218a";
+  context.beginPath();
+  context.arc((event.clientX - box.left) * scale, (event.clientY - box.top) * scale,
+    Number($("brush").value) * picture.width / 200, 0, 2 * Math.PI);
+  context.fill();
+  show();
+}
+
+// Send the picture to the server. Returns the part of a drawing's request that names it.
+export async function uploaded() {
+  if (!picture && !names) return {};
+  if (!names) {
+    const send = async (canvas) => (await post("/api/pictures",
+      {png: canvas.toDataURL("image/png").split(",")[1]})).picture;
+    names = {image: await send(picture), mask: painted() ? await send(mask()) : ""};
+  }
+  return {...names, strength: Number($("strength").value)};
+}
+
+export const inLink = () => names ? {...names, strength: $("strength").value} : {};
+
+export function fromLink(query) {
+  if (!query.has("image")) return;
+  [picture, names] = [null, {image: query.get("image"), mask: query.get("mask") ?? ""}];
+  $("strength").value = query.get("strength");
+  $("of-strength").textContent = $("strength").value;
+}
+
+// Let the user add a picture by a file dialog, or by dropping it on the form.
+export function listen(isSquare, say) {
+  const take = (file) => file && read(file, isSquare()).then(() => $("edit").open = true)
+    .catch((error) => say(error.message, true));
+  $("picture").addEventListener("change", (event) => take(event.target.files[0]));
+  $("form").addEventListener("dragover", (event) => event.preventDefault());
+  $("form").addEventListener("drop", (event) => {
+    event.preventDefault();
+    take(event.dataTransfer.files[0]);
+  });
+  for (const name of ["pointerdown", "pointermove"]) $("canvas").addEventListener(name, brush);
+  $("strength").addEventListener("input", () => $("of-strength").textContent = $("strength").value);
+  $("clear").addEventListener("click", () => {
+    paint.getContext("2d").clearRect(0, 0, paint.width, paint.height);
+    show();
+  });
+  $("remove").addEventListener("click", () => {
+    picture = paint = null;
+    $("picture").value = "";
+    show();
+  });
+}

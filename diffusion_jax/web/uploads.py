@@ -1,0 +1,92 @@
+"""Pictures that a browser sent, kept in memory under names that depend on their content."""
+
+import base64
+import binascii
+import collections
+import hashlib
+from typing import Any, NamedTuple
+
+from diffusion_jax.machine import untrusted
+
+MAX_SIDE = 2_048
+"""The largest height and width of a picture, in pixels."""
+MAX_BODY = 24 * 2**20
+"""The largest size of a request with a picture, in bytes."""
+_MAX_BYTES = 2**27  # The total size of the pictures that stay in memory.
+
+
+class Edit(NamedTuple):
+    """What a drawing starts from. Pictures are named as in an Uploads; "" is none."""
+
+    image: str = ""
+    mask: str = ""
+    strength: float = 0.8
+
+
+class Uploads:
+    """Uploaded PNG files by name. The ones that were used last stay in memory."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._files: collections.OrderedDict[str, bytes] = collections.OrderedDict()
+
+    def add(self, request: Any) -> dict[str, Any]:
+        """Keep the picture of a request {"png": BASE64}. Return its name, width and height.
+
+        Raises ValueError if it is no PNG file, or larger than MAX_SIDE.
+        """
+        text = request.get("png") if isinstance(request, dict) else None
+        try:
+            content = base64.b64decode(text or "", validate=True)
+            image = untrusted.open_image(content)
+            image.load()
+        except (binascii.Error, TypeError, ValueError, OSError, SyntaxError) as error:
+            raise ValueError("the picture cannot be read: give a PNG file in base64") from error
+        if max(image.size) > MAX_SIDE:
+            raise ValueError(
+                f"the picture is {image.width}x{image.height}: at most {MAX_SIDE:,} pixels are "
+                "allowed on each side"
+            )
+        name = hashlib.blake2b(content, digest_size=12).hexdigest()
+        self._files[name] = content
+        while sum(map(len, self._files.values())) > _MAX_BYTES and len(self._files) > 1:
+            self._files.popitem(last=False)
+        return {"picture": name, "width": image.width, "height": image.height}
+
+    def file(self, name: str) -> bytes:
+        """Return a PNG file. Raise ValueError if it is not in memory any more."""
+        if name not in self._files:
+            raise ValueError("the picture to draw over is not in memory any more: add it again")
+        self._files.move_to_end(name)
+        return self._files[name]
+
+    def edit(self, request: Any) -> Edit:
+        """Check the part of a browser's request for a drawing that says what it starts from."""
+        if not isinstance(request, dict):
+            raise ValueError("edit must be a JSON object with image, mask and strength")
+        edit = Edit(**{k: v for k, v in request.items() if k in Edit._fields})
+        for name in (edit.image, edit.mask):
+            if not isinstance(name, str):
+                raise ValueError("image and mask must be names of uploaded pictures")
+            if name:
+                self.file(name)
+        if type(edit.strength) not in (int, float) or not 0 < edit.strength <= 1:
+            raise ValueError(f"strength is {edit.strength!r}: it must be above 0 and at most 1")
+        return edit._replace(strength=float(edit.strength)) if edit.image else Edit()
+
+    def arguments(self, edit: Edit) -> dict[str, Any]:
+        """Return the arguments of Loaded.draw for an edit; {} if the drawing starts from noise."""
+        opened: dict[str, Any] = {
+            kind: untrusted.open_image(self.file(name))
+            for kind, name in (("image", edit.image), ("mask", edit.mask))
+            if name
+        }
+        return {**opened, "strength": edit.strength} if opened else {}
+
+
+def flags(edit: Edit) -> list[str]:
+    """Return the flags of `sample` for an edit, with the names under which the page saves files."""
+    if not edit.image:
+        return []
+    mask = ["--mask=mask.png"] if edit.mask else []
+    return ["--image=image.png", *mask, f"--strength={edit.strength:g}"]
