@@ -87,13 +87,15 @@ class Site:
 
     def open_waiting(self) -> list[dict[str, Any]]:
         """Open the models whose first checkpoints have come since. Return those that still wait."""
-        still = []
+        load, still = self._load, []
+        if load is None:
+            return []
         with self._loading:
-            for name in self.workdirs.keys() - self.models.keys() if self._load else ():
+            for name in self.workdirs.keys() - self.models.keys():
                 why = about.waiting(self.workdirs[name])
                 try:
                     if not why:
-                        self.models[name] = self._load(name)
+                        self.models[name] = load(name)
                 except (ValueError, OSError) as error:  # Such as a checkpoint being removed.
                     why = str(error)
                 if why:
