@@ -4,7 +4,7 @@
 import {element} from "/plots.js";
 import {$, post} from "/results.js";
 
-const CHIPS = 5, LISTED = 100;
+const CHIPS = 3, LISTED = 100;
 let suggested = "", model = null, timer;
 
 const pick = (list) => list[Math.floor(Math.random() * list.length)];
@@ -21,7 +21,7 @@ export function showPrompts(shown) {
   const own = known();
   if (["", suggested].includes($("prompts").value)) $("prompts").value = suggested = own[0] ?? "";
   $("chips").replaceChildren(...own.slice(0, CHIPS).map((prompt) => element("button",
-    {type: "button", class: "chip", onclick: () => use(prompt)}, prompt)));
+    {type: "button", class: "chip", title: prompt, onclick: () => use(prompt)}, prompt)));
   $("suggestions").hidden = !own.length;
   $("card").textContent = model.card;
   $("learned").hidden = !own.length;
