@@ -40,8 +40,10 @@ def main(argv: list[str]) -> None:
     images, captions = [], []
     for row in np.split(np.arange(len(prompts)), _ROWS):
         images += [*drawn[row], *real[row]]
-        # All pictures have one style, and the sheet shows three lines of a caption.
-        captions += [text.replace(", noto style", "") for text in prompts[row]]
+        # The sheet shows three lines of a caption.
+        captions += [
+            text.replace(" style, on a", ",").removesuffix(" background") for text in prompts[row]
+        ]
         captions += ["(real)"] * len(row)
     sheets.write_png(_OUT.value, sheets.contact_sheet(np.stack(images), captions, _COLUMNS))
 

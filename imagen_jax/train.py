@@ -45,7 +45,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     examples = _examples(s, encoder, batches)
 
     # The model, with random or given weights; training changes all of them or only a LoRA.
-    read = lambda: _read_weights(s.unet_weights, s.unet, s.text.width)
+    read = lambda: _read_weights(s)
     task = make_task(s, encoder)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
     open_prompts = _open_prompts(s, encoder)
@@ -82,11 +82,13 @@ def _open_prompts(s: Settings, encoder: TextEncoder) -> loop.OpenPrompts:
     return functools.partial(lookup.open_prompts, s.text, encoder, s.data.embedded)
 
 
-def _read_weights(path: str, unet: Any, text_width: int) -> Any:
+def _read_weights(s: Settings) -> Any:
     # Imported here because runs with random initial weights need no readers of checkpoints.
-    from imagen_jax.weights.initial import read_unet
+    from imagen_jax.weights import initial
 
-    return read_unet(path, unet, text_width)
+    if s.lora.rank:
+        initial.check_prediction(s.unet_weights, s.diffusion.precond)
+    return initial.read_unet(s.unet_weights, s.unet, s.text.width)
 
 
 if __name__ == "__main__":

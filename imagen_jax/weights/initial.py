@@ -26,6 +26,23 @@ def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> A
     return jax.device_get(read_nemo(path, unet, text_width))
 
 
+def check_prediction(path: str | os.PathLike[str], precond: str) -> None:
+    """Raise ValueError if the run at `path` predicts something else than `precond`.
+
+    A NeMo checkpoint does not say what it predicts, so it passes.
+    """
+    workdir, _ = finetune.at_step(path)
+    if not (files.path(workdir) / runs.CONFIG).is_file():
+        return
+    trained = settings_of(workdir).diffusion.precond
+    if trained != precond:
+        raise ValueError(
+            f"unet.weights is {path}, which predicts {trained!r}, and diffusion.precond is "
+            f"{precond!r}: a LoRA cannot change what a network predicts; set "
+            f"diffusion.precond={trained}"
+        )
+
+
 def of_run(
     workdir: str | os.PathLike[str],
     unet: Network,

@@ -14,6 +14,7 @@ from imagen_jax import cascade, task, train
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, initial
 from tests import written_runs
+from tests.imagen_jax.commands import ROOT
 from tests.imagen_jax.weights.test_convert import settings, tiny
 
 
@@ -160,3 +161,10 @@ def test_whole_weights_are_not_converted_to_factors(tmp_path):
 def test_a_step_follows_an_at():
     assert finetune.at_step("runs/a@12") == ("runs/a", 12)
     assert finetune.at_step("runs/a@b") == ("runs/a@b", None)
+
+
+def test_a_lora_keeps_the_prediction_of_its_weights():
+    shipped = ROOT / "models" / "emoji32"
+    initial.check_prediction(shipped, "edm")
+    with pytest.raises(ValueError, match=r"predicts 'edm', and diffusion\.precond is 'x0'"):
+        initial.check_prediction(f"{shipped}@4000", "x0")
