@@ -16,6 +16,7 @@ from diffusion_jax.train import parts
 from sd_jax import sampling, task
 from sd_jax.vae import VAE
 from tests.sd_jax import tiny
+from tests.sd_jax.test_sampling import SWAYED
 
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
 # LDM's table: the roots of the betas are evenly spaced.
@@ -172,8 +173,13 @@ def knows_the_answer(s, answer):
     return apply
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize(("steps", "predicts"), [(1, "eps"), (7, "v")])
+@pytest.mark.parametrize(
+    ("name", "steps", "predicts"),
+    [
+        *((name, 7, "v") for name in SAMPLERS),
+        *((name, 1, "eps") for name in ("ddim", *sorted(SWAYED))),  # test_sampling.py has the rest.
+    ],
+)
 def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
     """With one point of data D is that point: guidance moves it along the difference of texts."""
     s = tiny.settings(
