@@ -25,10 +25,12 @@ SLOW_IMPORTS = [
     "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
 ]  # fmt: skip
 # Unoptimised programs compile in half the time, and the tests' shapes are tiny. XLA's older code
-# generator halves that again; jaxlib 0.11 has it no more.
+# generator halves that again; jaxlib 0.11 has it no more. Splitting a program for parallel
+# compilation costs a seventh more, and other workers use the other cores.
 FASTER = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in FASTER.items())
