@@ -48,23 +48,27 @@ def workdir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def evaluated(workdir):
+def scorer():
+    return open_scorer(tiny.SIZE, num_heldout=1)
+
+
+@pytest.fixture(scope="module")
+def evaluated(workdir, scorer):
     """The rows of two scales at both checkpoints, and the folder."""
     weights = [Weights("ema", step) for step in STEPS]
-    subject = evaluate.open_run(str(workdir), [{"steps": 3}], weights)
+    subject = evaluate.open_run(str(workdir), [{"steps": 2}], weights)
     asked = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
-    out = evaluation.evaluate([subject], open_scorer(tiny.SIZE, num_heldout=1), asked)
+    out = evaluation.evaluate([subject], scorer, asked)
     with (out / sweep.TABLE).open() as file:
         return list(csv.DictReader(file)), out
 
 
-def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
+def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir, scorer):
     """Drawn here again."""
     rows, _ = evaluated
     points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
     assert points == [("2", 2), ("2", 4), ("4", 2), ("4", 4)]
-    model = drawing.load(workdir, *drawing.choose(steps=3, checkpoint=4))
-    scorer = open_scorer(tiny.SIZE, num_heldout=1)
+    model = drawing.load(workdir, *drawing.choose(steps=2, checkpoint=4))
     texts = sampling.prompts(model.encoder, scorer.prompts, "")
     scales = np.full(len(scorer.prompts), 4, np.float32)
     drawn = program.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
@@ -82,7 +86,7 @@ def test_each_score_has_its_card(evaluated, workdir):
     _, card = sweep.read_scored(out / sweep.SCORED)["step_00000004_ema_guidance_4_digits"]
     assert card.items() >= {
         "extractor": "digits", "image_size": "8x8", "n": 290, "seed": 0, "sampler": "ddim",
-        "steps": "3", "guidance": 4.0, "checkpoint": 4, "ema": "ema", "precision": "float32",
+        "steps": "2", "guidance": 4.0, "checkpoint": 4, "ema": "ema", "precision": "float32",
     }.items()  # fmt: skip
     (model,) = card["models"]
     assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
@@ -90,7 +94,7 @@ def test_each_score_has_its_card(evaluated, workdir):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
+def test_a_published_model_stands_beside_a_run(workdir, scorer, published, tmp_path):
     """Its directory's own sampler draws it, at its own size; --size makes the pictures alike."""
     folder = tmp_path / "theirs"
     shutil.copytree(published / "d", folder)
@@ -100,7 +104,7 @@ def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
     assert (theirs.size, theirs.name) == (16, "theirs")
     both = [evaluate.open_run(str(workdir), [{"steps": 2}]), theirs]
     asked = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
-    out = evaluation.evaluate(both, open_scorer(tiny.SIZE, num_heldout=1), asked)
+    out = evaluation.evaluate(both, scorer, asked)
     with (out / sweep.TABLE).open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["model"], row["checkpoint"]) for row in rows] == [
@@ -111,7 +115,6 @@ def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
     assert (card["sampler"], card["resized"]) == ("ddim", "Pillow's bicubic from 16x16")
     assert card["models"][0]["grid"] == "leading"
     model = drawing.load(folder, *drawing.choose(steps=2))
-    scorer = open_scorer(tiny.SIZE, num_heldout=1)
     numbers = range(len(scorer.prompts))
     drawn = drawing.draw_batches(model, scorer.prompts, numbers, guidance=2.0, batch_size=64)
     bicubic, pictures = Image.Resampling.BICUBIC, sheets.to_uint8(np.concatenate(list(drawn)))
