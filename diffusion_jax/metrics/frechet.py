@@ -31,9 +31,20 @@ class Reference(NamedTuple):
 
 
 def score(sample: Sample, reference: Reference) -> Score:
-    """Return the distance as a score. The score has no interval if `sample` is a Gaussian."""
-    each = None if isinstance(sample, Gaussian) else influence(sample, reference)
-    return Score(distance(sample, reference), each)
+    """Return the distance as a score. The score has no interval if `sample` is a Gaussian.
+
+    With at least as many images as dimensions, the distance and its interval share one matrix
+    decomposition.
+    """
+    if isinstance(sample, Gaussian):
+        return Score(distance(sample, reference))
+    if _is_few(sample):
+        return Score(distance(sample, reference), influence(sample, reference))
+    _check_width(sample.shape[1], reference)
+    mean, rows = _centred(sample)
+    shares, cross = _row_shares(rows @ reference.factor.T)
+    value = _total(mean, np.square(rows).sum(), cross, reference)
+    return Score(value, _influence(mean, rows, shares, reference))
 
 
 def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) -> Score:
@@ -74,11 +85,7 @@ def distance(sample: Sample, reference: Reference) -> float:
     """Return the distance to a prepared reference. Raise ValueError if the dimensions differ."""
     factor = reference.factor
     width = sample.mean.size if isinstance(sample, Gaussian) else sample.shape[1]
-    if width != reference.mean.size:
-        raise ValueError(
-            f"features with {width} and {reference.mean.size} dimensions cannot be compared: "
-            "use the same extractor and level for both"
-        )
+    _check_width(width, reference)
     if _is_few(sample):
         mean, rows = _centred(sample)
         trace = np.square(rows).sum()
@@ -88,8 +95,7 @@ def distance(sample: Sample, reference: Reference) -> float:
         trace = np.trace(cov)
         values = np.linalg.eigvalsh(factor @ cov @ factor.T)
         cross = np.sqrt(np.maximum(values, 0)).sum()
-    between = np.square(mean - reference.mean).sum()
-    return float(between + trace + np.square(factor).sum() - 2 * cross)
+    return _total(mean, trace, cross, reference)
 
 
 def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
@@ -103,9 +109,8 @@ def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
     deviation several times there, and each replicate would need a matrix decomposition.
     """
     mean, rows = _centred(features)
-    n = len(rows)
-    from_mean = 2 * (n - 1) ** 0.5 * rows @ (mean - reference.mean)
-    return from_mean + n * (np.square(rows).sum(1) - _row_shares(rows @ reference.factor.T))
+    shares, _ = _row_shares(rows @ reference.factor.T)
+    return _influence(mean, rows, shares, reference)
 
 
 def extrapolated(
@@ -132,14 +137,43 @@ def extrapolated(
     return float(value), float(residual)
 
 
-def _row_shares(rows: Float[np.ndarray, "N R"]) -> Float[np.ndarray, "N"]:
-    """Return each row's contribution to the sum of the singular values: the diagonal of USU'."""
+def _influence(
+    mean: Float[np.ndarray, "D"],
+    rows: Float[np.ndarray, "N D"],
+    shares: Float[np.ndarray, "N"],
+    reference: Reference,
+) -> Float[np.ndarray, "N"]:
+    n = len(rows)
+    from_mean = 2 * (n - 1) ** 0.5 * rows @ (mean - reference.mean)
+    return from_mean + n * (np.square(rows).sum(1) - shares)
+
+
+def _row_shares(rows: Float[np.ndarray, "N R"]) -> tuple[Float[np.ndarray, "N"], float]:
+    """Return each row's contribution to the sum of the singular values, and this sum.
+
+    The contributions are the diagonal of USU'.
+    """
     if len(rows) < rows.shape[1]:
         squares, left = np.linalg.eigh(rows @ rows.T)
-        return np.square(left) @ np.sqrt(np.maximum(squares, 0))
+        values = np.sqrt(np.maximum(squares, 0))
+        return np.square(left) @ values, values.sum()
     squares, right = np.linalg.eigh(rows.T @ rows)
     nonzero = squares > 1e-12 * squares[-1]
-    return np.square(rows @ right[:, nonzero]) @ (1 / np.sqrt(squares[nonzero]))
+    shares = np.square(rows @ right[:, nonzero]) @ (1 / np.sqrt(squares[nonzero]))
+    return shares, np.sqrt(np.maximum(squares, 0)).sum()
+
+
+def _total(mean: Float[np.ndarray, "D"], trace: float, cross: float, reference: Reference) -> float:
+    between = np.square(mean - reference.mean).sum()
+    return float(between + trace + np.square(reference.factor).sum() - 2 * cross)
+
+
+def _check_width(width: int, reference: Reference) -> None:
+    if width != reference.mean.size:
+        raise ValueError(
+            f"features with {width} and {reference.mean.size} dimensions cannot be compared: "
+            "use the same extractor and level for both"
+        )
 
 
 def _is_few(sample: Sample) -> bool:

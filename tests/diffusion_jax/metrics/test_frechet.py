@@ -58,6 +58,9 @@ def test_an_images_influence_is_the_derivative_by_its_weight():
         return frechet.distance(Gaussian(mean, cov, 40), real)
 
     influence = frechet.influence(x, real)
+    score = frechet.score(x, real)
+    assert score.value == pytest.approx(frechet.distance(x, real), rel=1e-12)
+    np.testing.assert_array_equal(score.each, influence)
     for i in (0, 17, 39):
         derivative = (with_more(i, 1e-5) - with_more(i, -1e-5)) / 2e-5
         others = np.delete(influence, i).mean()
