@@ -1,12 +1,16 @@
-"""Kernel distances between two sets of features, KID and CMMD, computed in blocks in float64.
+"""Kernel distances between two sets of features, KID and CMMD, computed in blocks.
 
-Both are squared MMDs: E k(x, x') + E k(y, y') - 2 E k(x, y).
+Both are squared MMDs: E k(x, x') + E k(y, y') - 2 E k(x, y). CMMD is computed in float64. KID
+evaluates the kernel once for each pair of images, in float32 on one device.
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.clip_score import normalised
@@ -14,7 +18,7 @@ from diffusion_jax.metrics.features import Rows
 
 _SUBSET = 1000
 _SIGMA, _SCALE = 10.0, 1000.0  # The constants of CMMD.
-_BLOCK = 4096
+_BLOCK = 2048
 _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -24,8 +28,8 @@ def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int
     The default subset size is 1000, or the number of images if that is smaller.
     """
     size = size or min(_SUBSET, len(generated), len(real))
-    value, deviation = kid(real, generated, size=size, seed=seed)
-    return Score(value, _influence(_cubic, generated, real), {"deviation": deviation})
+    result = kid(real, generated, size=size, seed=seed)
+    return Score(result.mean, result.influence, {"deviation": result.deviation})
 
 
 def score_cmmd(generated: Rows, real: Rows) -> Score:
@@ -35,42 +39,60 @@ def score_cmmd(generated: Rows, real: Rows) -> Score:
     return Score(cmmd(real, generated), _influence(kernel, generated, real))
 
 
-def kid(
-    x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0
-) -> tuple[float, float]:
+class Kid(NamedTuple):
+    """KID of two sets of images."""
+
+    mean: float
+    """Mean over pairs of random subsets."""
+    deviation: float
+    """Standard deviation over pairs of random subsets."""
+    influence: Float[np.ndarray, "N"]
+    """First-order contribution of each image of the second set to the KID of all images."""
+
+
+def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Kid:
     """Return the mean and standard deviation of KID over pairs of random subsets.
 
-    KID (Binkowski et al. 2018) is an unbiased estimate, so it may be negative.
+    KID (Binkowski et al. 2018) is the unbiased squared MMD for the kernel (x.y / D + 1)^3, so it
+    may be negative. A subset's sum over pairs is w'Kw, where w is 1 for its images and 0 elsewhere.
 
     Args:
         x: features of the first set.
         y: features of the second set.
         subsets: number of pairs of subsets.
-        size: number of images per subset.
+        size: number of images per subset, at least 2.
         seed: random seed for choosing the subsets.
 
     Raises:
-        ValueError: a set has fewer than `size` images.
+        ValueError: a set has fewer than `size` images, or `size` is less than 2.
     """
+    if size < 2:
+        raise ValueError(f"KID needs at least 2 images per subset, but the size is {size}")
     if min(len(x), len(y)) < size:
         raise ValueError(
             f"KID with subsets of {size} images needs as many on both sides, but there are "
             f"{len(x)} and {len(y)}: choose a smaller subset"
         )
     rng = np.random.default_rng(seed)
-    draw = lambda rows: rows[rng.choice(len(rows), size, replace=False)]
-    values = [kid_of_all(draw(x), draw(y)) for _ in range(subsets)]
-    return float(np.mean(values)), float(np.std(values))
-
-
-def kid_of_all(x: Rows, y: Rows) -> float:
-    """Return the unbiased squared MMD of two complete sets for the kernel (x.y / D + 1)^3."""
-    n, m = len(x), len(y)
-    if min(n, m) < 2:
-        raise ValueError(f"KID needs at least 2 images on both sides, but there are {n} and {m}")
-    pair_sum = lambda rows: _total(_cubic, rows, rows) - _diagonal(rows)
-    within = pair_sum(x) / (n * (n - 1)) + pair_sum(y) / (m * (m - 1))
-    return float(within - 2 * _total(_cubic, x, y) / (n * m))
+    members = [np.zeros((len(rows), subsets + 1), np.float32) for rows in (x, y)]
+    for subset in range(subsets):
+        for mask in members:
+            mask[rng.choice(len(mask), size, replace=False), subset] = 1
+    for mask in members:
+        mask[:, -1] = 1  # All images.
+    # A constant subtracted from the kernel cancels in the MMD. Here it avoids rounding errors.
+    origin = float(
+        (x.mean(0, dtype=np.float64) @ y.mean(0, dtype=np.float64) / x.shape[1] + 1) ** 3
+    )
+    in_x, in_y = members
+    xx, yx, yy = (
+        _kernel_sums(*pair, origin) for pair in ((x, x, in_x), (y, x, in_x), (y, y, in_y))
+    )
+    within = (in_x * xx).sum(0) + (in_y * yy).sum(0)
+    within -= _diagonal(x, origin) @ in_x + _diagonal(y, origin) @ in_y
+    values = (within / (size * (size - 1)) - 2 * (in_y * yx).sum(0) / size**2)[:-1]
+    influence = 2 * (yy[:, -1] / len(y) - yx[:, -1] / len(x))
+    return Kid(float(values.mean()), float(values.std()), influence)
 
 
 def cmmd(x: Rows, y: Rows) -> float:
@@ -100,13 +122,28 @@ def _blocks(rows: Rows) -> Iterator[Float[np.ndarray, "M D"]]:
     return (rows[i : i + _BLOCK].astype(np.float64) for i in range(0, len(rows), _BLOCK))
 
 
-def _cubic(x: np.ndarray, y: np.ndarray) -> Float[np.ndarray, "N M"]:
-    return (x @ y.T / x.shape[1] + 1) ** 3
+def _kernel_sums(
+    x: Rows, y: Rows, weights: Float[np.ndarray, "M S"], origin: float
+) -> Float[np.ndarray, "N S"]:
+    """Sum KID's kernel less `origin` over the rows of `y`, with each column of weights."""
+    columns, weighted = jnp.asarray(y, jnp.float32), jnp.asarray(weights)
+    parts = (jnp.asarray(x[i : i + _BLOCK], jnp.float32) for i in range(0, len(x), _BLOCK))
+    sums = [np.asarray(_cubic_sums(part, columns, weighted, origin), float) for part in parts]
+    return np.concatenate(sums)
 
 
-def _diagonal(x: Rows) -> float:
-    norms = np.square(x.astype(np.float64)).sum(1)
-    return float(((norms / x.shape[1] + 1) ** 3).sum())
+@jax.jit
+def _cubic_sums(
+    x: Float[Array, "B D"], y: Float[Array, "M D"], weights: Float[Array, "M S"],
+    origin: Float[Array, ""],
+) -> Float[Array, "B S"]:  # fmt: skip
+    exact = jax.lax.Precision.HIGHEST
+    kernel = (jnp.matmul(x, y.T, precision=exact) / x.shape[1] + 1) ** 3 - origin
+    return jnp.matmul(kernel, weights, precision=exact)
+
+
+def _diagonal(x: Rows, origin: float) -> Float[np.ndarray, "N"]:
+    return (np.square(x.astype(np.float64)).sum(1) / x.shape[1] + 1) ** 3 - origin
 
 
 def _gaussian(x: np.ndarray, y: np.ndarray, sigma: float) -> Float[np.ndarray, "N M"]:

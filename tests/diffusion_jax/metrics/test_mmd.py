@@ -17,38 +17,59 @@ def pairs(x, y, kernel):
 @pytest.mark.parametrize("block", [4, 4096])
 def test_sums_over_pairs(monkeypatch, block):
     monkeypatch.setattr(mmd, "_BLOCK", block)
-    x, y = draw(9, 0), draw(7, 1, 0.5)
+    x, y = draw(9, 0), draw(9, 1, 0.5)
     cubic = lambda a, b: (a @ b / 6 + 1) ** 3
     unbiased = lambda k: (k.sum() - np.trace(k)) / (len(k) * (len(k) - 1))
     xx, yy, xy = pairs(x, x, cubic), pairs(y, y, cubic), pairs(x, y, cubic)
     expected = unbiased(xx) + unbiased(yy) - 2 * xy.mean()
-    assert mmd.kid_of_all(x, y) == pytest.approx(expected, rel=1e-12)
+    of_all = mmd.kid(x, y, subsets=1, size=9)
+    assert of_all.mean == pytest.approx(expected, rel=1e-6)  # In float32.
+    # The influence is the derivative by an image's weight.
+    np.testing.assert_allclose(of_all.influence, 2 * (yy.mean(1) - xy.mean(0)), rtol=1e-5)
     bell = lambda a, b: np.exp(-np.square(a - b).sum() / 200)
     biased = pairs(x, x, bell).mean() + pairs(y, y, bell).mean() - 2 * pairs(x, y, bell).mean()
     assert mmd.cmmd(x, y) == pytest.approx(1000 * biased, rel=1e-9)
 
 
 def test_kid_of_one_distribution_is_about_0_either_way():
-    values = [mmd.kid_of_all(draw(60, 2 * i), draw(60, 2 * i + 1)) for i in range(40)]
+    of_all = lambda x, y: mmd.kid(x, y, subsets=1, size=60).mean
+    values = [of_all(draw(60, 2 * i), draw(60, 2 * i + 1)) for i in range(40)]
     assert min(values) < 0 < max(values)
     assert abs(np.mean(values)) < 3 * np.std(values) / 40**0.5
 
 
 def test_kids_subsets_are_drawn_by_the_seed():
+    """Their KIDs are those of the rows themselves, in float64."""
     x, y = draw(200, 0), draw(150, 1, 0.3)
-    mean, deviation = mmd.kid(x, y, subsets=50, size=80, seed=3)
-    assert (mean, deviation) == mmd.kid(x, y, subsets=50, size=80, seed=3)
-    assert mean == pytest.approx(mmd.kid_of_all(x, y), abs=4 * deviation / 50**0.5)
-    assert 0 < deviation < mean
-    whole = mmd.kid(x[:150], y, subsets=3, size=150)
-    assert whole == (pytest.approx(mmd.kid_of_all(x[:150], y)), pytest.approx(0, abs=1e-12))
+    found = mmd.kid(x, y, subsets=5, size=80, seed=3)
+    rng = np.random.default_rng(3)
+    values = []
+    for _ in range(5):
+        a, b = (rows[rng.choice(len(rows), 80, replace=False)].astype(float) for rows in (x, y))
+        cubic = lambda a, b: (a @ b.T / 6 + 1) ** 3
+        within = sum(cubic(rows, rows).sum() - np.trace(cubic(rows, rows)) for rows in (a, b))
+        values.append(within / (80 * 79) - 2 * cubic(a, b).mean())
+    assert found[:2] == pytest.approx((np.mean(values), np.std(values)), rel=1e-5)
+    assert found[:2] == mmd.kid(x, y, subsets=5, size=80, seed=3)[:2]
+    assert found[:2] != mmd.kid(x, y, subsets=5, size=80, seed=4)[:2]
+    assert mmd.kid(x[:150], y, subsets=3, size=150).deviation == pytest.approx(0, abs=1e-12)
+
+
+def test_a_mean_far_above_the_spread_costs_no_digits():
+    """Inception's features are positive, so the kernel is nearly constant."""
+    x, y = draw(300, 0) * 0.1 + 3, draw(300, 1) * 0.1 + 3.01
+    cubic = lambda a, b: (a.astype(float) @ b.T.astype(float) / 6 + 1) ** 3
+    within = sum(cubic(r, r).sum() - np.trace(cubic(r, r)) for r in (x, y)) / (300 * 299)
+    expected = within - 2 * cubic(x, y).mean()
+    assert mmd.kid(x, y, subsets=1, size=300).mean == pytest.approx(expected, rel=1e-3)
+    assert abs(expected) < 1e-3 * cubic(x, y).mean()
 
 
 def test_too_few_images_say_so():
     with pytest.raises(ValueError, match=r"subsets of 100 images needs as many on both .* 9"):
         mmd.kid(draw(9, 0), draw(200, 1), size=100)
-    with pytest.raises(ValueError, match="KID needs at least 2 images on both sides"):
-        mmd.kid_of_all(draw(1, 0), draw(5, 1))
+    with pytest.raises(ValueError, match="KID needs at least 2 images per subset"):
+        mmd.kid(draw(1, 0), draw(5, 1), size=1)
 
 
 @pytest.mark.parametrize("metric", [mmd.score_kid, mmd.score_cmmd])
