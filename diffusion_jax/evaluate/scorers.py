@@ -1,5 +1,6 @@
 """Scorers, which hold the prompts of an evaluation and the judges that score its pictures."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -124,10 +125,12 @@ class Scorer:
     def score(self, features: Features) -> Scores:
         """Compute all scores and their intervals from the features of all pictures."""
         scores: Scores = {name: {} for name in self._judges}
+        # Metrics that share distances recognise equal features by their identity.
+        rows_of = functools.cache(lambda name, group: features[name][self.groups[group]])
         for name, reference in self._metrics.items():
             metric = METRICS[name]
             owner = self._owners[metric.features]
-            rows = features[metric.features][self.groups[metric.group]]
+            rows = rows_of(metric.features, metric.group)
             score = metric.score(rows, *([reference] if metric.reference else []))
             column = table.column(name, self._judges[owner].card)
             scores[owner] |= table.columns(column, score)
@@ -136,18 +139,20 @@ class Scorer:
     def _chosen(self, names: Sequence[str]) -> dict[str, object]:
         """Map the names of the metrics to compute to their prepared statistics of real images."""
         chosen = {}
+        prepare = functools.cache(lambda owner, reference: reference(self._judges[owner].real))
         for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
             try:
-                chosen[name] = self._reference(name)
+                chosen[name] = self._reference(name, prepare)
             except LookupError as error:
                 if names:
                     raise ValueError(error.args[0]) from error
         return chosen
 
-    def _reference(self, name: str) -> object:
+    def _reference(self, name: str, prepare: Callable[[str, Callable], object]) -> object:
         """Return the prepared statistics of real images for a metric, or None if it needs none.
 
-        Raise LookupError if the scorer does not support the metric.
+        `prepare` maps a judge's name and Metric.reference to these statistics. Raise LookupError if
+        the scorer does not support the metric.
         """
         metric = METRICS.get(name)
         if metric is None:
@@ -163,8 +168,9 @@ class Scorer:
             )
         if metric.reference is None:
             return None
-        real = self._judges[self._owners[metric.features]].real
-        reference = None if real is None else metric.reference(real)
+        owner = self._owners[metric.features]
+        real = self._judges[owner].real
+        reference = None if real is None else prepare(owner, metric.reference)
         if reference is None:
             raise LookupError(_NO_FEATURES.format(name))
         return reference

@@ -2,46 +2,106 @@
 
 Precision and recall are defined by Kynkaanniemi et al. (2019), density and coverage by Naeem et al.
 (2020). Each image has a k-NN sphere in feature space. The sphere is centred at the image, and its
-radius is the distance to the image's k-th nearest neighbour in the same set. Distances are computed
-for 2048 rows at a time to save memory.
+radius is the distance to the image's k-th nearest neighbour in the same set. `k` is 3 for precision
+and recall, 5 for density and coverage. All four scores share the same distances, which are computed
+in float32 on one device, for 2048 rows at a time to save memory.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from diffusion_jax.metrics import bootstrap
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.features import Rows
-from diffusion_jax.metrics.mmd import squared_distances
 
 _BLOCK = 2048
+_FEW, _MANY = 3, 5  # k of precision and recall, and of density and coverage.
 
 
-def precision(generated: Rows, real: Rows, *, k: int = 3) -> Score:
+class Compared(NamedTuple):
+    """What the spheres of generated images and of real images contain."""
+
+    n: tuple[int, int]
+    """Numbers of real and of generated images."""
+    precise: Bool[np.ndarray, "N"]
+    """Whether each generated image is in a real image's sphere."""
+    recalled: Bool[np.ndarray, "M"]
+    """Whether each real image is in a generated image's sphere."""
+    spheres: Int[np.ndarray, "N"]
+    """Number of real images' larger spheres that contain each generated image."""
+    covered: Bool[np.ndarray, "M"]
+    """Whether each real image's larger sphere contains a generated image."""
+
+
+class Real:
+    """Features of real images and the radii of their spheres, for comparisons with many sets."""
+
+    def __init__(self, rows: Rows):
+        """Compute the radii of the spheres of features [M, D]."""
+        self._centre = rows.mean(0, dtype=np.float64)
+        self._rows = self._centred(rows)
+        self._few, self._many = _radii(self._rows)
+        self._last: tuple[Rows, Compared] | None = None
+
+    def compared(self, generated: Rows) -> Compared:
+        """Compare with the features of generated images [N, D].
+
+        The four metrics call this with the same array, for which the result is kept.
+        """
+        if self._last is None or self._last[0] is not generated:
+            self._last = generated, self._compare(self._centred(generated))
+        return self._last[1]
+
+    def _compare(self, generated: Float[Array, "N D"]) -> Compared:
+        radii, _ = _radii(generated)
+        each, recalled, covered = (
+            [],
+            np.zeros(len(self._rows), bool),
+            np.zeros(len(self._rows), bool),
+        )
+        for part in _parts(generated):
+            *of_generated, contained, containing = _inside(
+                generated[part], radii[part], self._rows, self._few, self._many
+            )
+            each.append(np.array(of_generated))
+            recalled |= np.asarray(contained)
+            covered |= np.asarray(containing)
+        few, many = np.concatenate(each, axis=1)
+        return Compared((len(self._rows), len(generated)), few > 0, recalled, many, covered)
+
+    def _centred(self, rows: Rows) -> Float[Array, "N D"]:
+        """Subtract the mean of the real images, for more precise distances in float32."""
+        return jnp.asarray((rows - self._centre).astype(np.float32))
+
+
+def precision(generated: Rows, real: Real) -> Score:
     """Return precision: the share of generated images inside any real image's k-NN sphere.
 
     Precision measures fidelity.
 
     Raises:
-        ValueError: a set has no more than k images.
+        ValueError: a set has no more than 3 images.
     """
-    generated, real = _centred(generated, real, k)
-    return _share(_balls(generated, real, k) > 0)
+    return _share(_enough(real.compared(generated), _FEW).precise)
 
 
-def recall(generated: Rows, real: Rows, *, k: int = 3) -> Score:
+def recall(generated: Rows, real: Real) -> Score:
     """Return recall: the share of real images inside any generated image's k-NN sphere.
 
     Recall measures variety. Its interval resamples the real images.
 
     Raises:
-        ValueError: a set has no more than k images.
+        ValueError: a set has no more than 3 images.
     """
-    generated, real = _centred(generated, real, k)
-    return _share(_balls(real, generated, k) > 0)
+    return _share(_enough(real.compared(generated), _FEW).recalled)
 
 
-def density(generated: Rows, real: Rows, *, k: int = 5) -> Score:
+def density(generated: Rows, real: Real) -> Score:
     """Return density: the mean number of real k-NN spheres per generated image, divided by k.
 
     A sphere counts for each generated image that it contains.
@@ -50,61 +110,76 @@ def density(generated: Rows, real: Rows, *, k: int = 5) -> Score:
     about 1 if both sets have the same distribution.
 
     Raises:
-        ValueError: a set has no more than k images.
+        ValueError: a set has no more than 5 images.
     """
-    generated, real = _centred(generated, real, k)
-    return bootstrap.mean(_balls(generated, real, k) / k)
+    return bootstrap.mean(_enough(real.compared(generated), _MANY).spheres / _MANY)
 
 
-def coverage(generated: Rows, real: Rows, *, k: int = 5) -> Score:
+def coverage(generated: Rows, real: Real) -> Score:
     """Return coverage: the share of real images whose k-NN sphere contains a generated image.
 
     Coverage measures variety. Its interval resamples the real images.
 
     Raises:
-        ValueError: a set has no more than k images.
+        ValueError: a set has no more than 5 images.
     """
-    generated, real = _centred(generated, real, k)
-    radii = _radii(real, k)
-    nearest = [squared_distances(real[i : i + _BLOCK], generated).min(1) for i in _starts(real)]
-    return _share(np.concatenate(nearest) <= radii)
+    return _share(_enough(real.compared(generated), _MANY).covered)
 
 
 def _share(true: Bool[np.ndarray, "N"]) -> Score:
     return bootstrap.mean(true.astype(np.float64))
 
 
-def _centred(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Subtract the mean of the real images from both sets, for more precise distances."""
-    if min(len(real), len(generated)) <= k:
+def _enough(compared: Compared, k: int) -> Compared:
+    if min(compared.n) <= k:
         raise ValueError(
             f"the {k} nearest neighbours need more than {k} images on both sides, but there are "
-            f"{len(real)} and {len(generated)}"
+            f"{compared.n[0]} and {compared.n[1]}"
         )
-    centre = real.mean(0, dtype=np.float64)
-    return generated - centre, real - centre
+    return compared
 
 
-def _balls(
-    x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"], k: int
-) -> Int[np.ndarray, "N"]:
-    """Count, for each row of x, the rows of y whose k-NN sphere contains it."""
-    radii = _radii(y, k)
-    within = [(squared_distances(x[i : i + _BLOCK], y) <= radii).sum(1) for i in _starts(x)]
-    return np.concatenate(within)
+def _parts(rows: Float[Array, "N D"]) -> Iterator[slice]:
+    return (slice(start, start + _BLOCK) for start in range(0, len(rows), _BLOCK))
 
 
-def _starts(x: Float[np.ndarray, "N D"]) -> range:
-    return range(0, len(x), _BLOCK)
+def _radii(rows: Float[Array, "N D"]) -> Float[Array, "2 N"]:
+    """Return the squared distances of each row to its third and its fifth nearest neighbour.
+
+    They are infinite if there are not so many other rows.
+    """
+    return jnp.concatenate([_radii_of(rows[part], rows, part.start) for part in _parts(rows)], 1)
 
 
-def _radii(x: Float[np.ndarray, "N D"], k: int) -> Float[np.ndarray, "N"]:
-    """Return the squared distance of each row to its k-th nearest neighbour."""
-    radii = np.empty(len(x))
-    for start in _starts(x):
-        part = slice(start, start + _BLOCK)
-        squares = squared_distances(x[part], x)
-        rows = np.arange(len(squares))
-        squares[rows, start + rows] = np.inf  # No row is its own neighbour.
-        radii[part] = np.partition(squares, k - 1, axis=1)[:, k - 1]
-    return radii
+@jax.jit
+def _radii_of(
+    part: Float[Array, "B D"], rows: Float[Array, "N D"], start: Int[Array, ""]
+) -> Float[Array, "2 B"]:
+    """Return the radii of the rows from row `start`, which are `part`."""
+    index = jnp.arange(len(part))
+    squares = _squares(part, rows).at[index, start + index].set(jnp.inf)  # Not its own neighbour.
+    missing = max(0, _MANY - len(rows))
+    squares = jnp.pad(squares, ((0, 0), (0, missing)), constant_values=jnp.inf)
+    nearest = -jax.lax.top_k(-squares, _MANY)[0]
+    return nearest[:, jnp.array([_FEW - 1, _MANY - 1])].T
+
+
+@jax.jit
+def _inside(
+    generated: Float[Array, "B D"], radii: Float[Array, "B"], real: Float[Array, "M D"],
+    few: Float[Array, "M"], many: Float[Array, "M"],
+) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "M"], Bool[Array, "M"]]:  # fmt: skip
+    """Return how many smaller and larger real spheres contain each generated image.
+
+    Also return which real images are in a generated sphere, and which contain a generated image in
+    their larger sphere.
+    """
+    squares = _squares(generated, real)
+    in_few, in_many = squares <= few, squares <= many
+    in_generated = squares <= radii[:, None]
+    return in_few.sum(1), in_many.sum(1), in_generated.any(0), in_many.any(0)
+
+
+def _squares(x: Float[Array, "N D"], y: Float[Array, "M D"]) -> Float[Array, "N M"]:
+    products = jnp.matmul(x, y.T, precision=jax.lax.Precision.HIGHEST)
+    return jnp.maximum(jnp.square(x).sum(1)[:, None] + jnp.square(y).sum(1) - 2 * products, 0)

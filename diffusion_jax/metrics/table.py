@@ -52,6 +52,10 @@ def _features(stats: Stats) -> Any:
     return stats.features
 
 
+def _spheres(stats: Stats) -> neighbours.Real | None:
+    return None if stats.features is None else neighbours.Real(stats.features)
+
+
 _ALL_RIGHT, _NEIGHBOURS = "share all right (digit, ink, paper)", "precision and recall"
 _DENSITY = "density and coverage"
 _PARTS = ("digit", "ink", "paper")  # The columns of the features "right".
@@ -74,19 +78,19 @@ METRICS: dict[str, Metric] = {
         group="heldout",
     ),
     "precision": Metric(
-        "precision", "inception", neighbours.precision, _features, axis=_NEIGHBOURS, least=4,
+        "precision", "inception", neighbours.precision, _spheres, axis=_NEIGHBOURS, least=4,
         public_weights=True,
     ),
     "recall": Metric(
-        "recall", "inception", neighbours.recall, _features, axis=_NEIGHBOURS, least=4,
+        "recall", "inception", neighbours.recall, _spheres, axis=_NEIGHBOURS, least=4,
         public_weights=True,
     ),
     "density": Metric(
-        "density", "inception", neighbours.density, _features, axis=_DENSITY, least=6,
+        "density", "inception", neighbours.density, _spheres, axis=_DENSITY, least=6,
         public_weights=True, by_name=True,
     ),
     "coverage": Metric(
-        "coverage", "inception", neighbours.coverage, _features, axis=_DENSITY, least=6,
+        "coverage", "inception", neighbours.coverage, _spheres, axis=_DENSITY, least=6,
         public_weights=True, by_name=True,
     ),
     "fd_judge": Metric("Fréchet distance (judge)", "judge", frechet.score, _moments, True, least=2),

@@ -92,9 +92,9 @@ def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, t
     normalised = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (real_clip, embedded)]
     expected = {
         "fd_toy": frechet.frechet(rows, real),
-        "kid_toy": mmd.kid(real, rows, size=22)[0],
-        "precision_toy": neighbours.precision(rows, real).value,
-        "recall_toy": neighbours.recall(rows, real).value,
+        "kid_toy": mmd.kid(real, rows, size=22).mean,
+        "precision_toy": neighbours.precision(rows, neighbours.Real(real)).value,
+        "recall_toy": neighbours.recall(rows, neighbours.Real(real)).value,
         "cmmd": mmd.cmmd(*normalised),
         "clip_score": kept["clip"].mean(),
     }

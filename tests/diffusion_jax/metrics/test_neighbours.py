@@ -7,6 +7,7 @@ from diffusion_jax.metrics import neighbours
 
 
 def both(generated, real):
+    real = neighbours.Real(real)
     return tuple(f(generated, real).value for f in (neighbours.precision, neighbours.recall))
 
 
@@ -14,18 +15,19 @@ def test_points_on_a_line():
     """Real points at 0, 1, ... 9: the third neighbour of inner ones is 2 away, of the ends 3."""
     real = np.arange(10.0)[:, None]
     generated = np.array([4.5, 11.9, 12.1, 100, 100.1, 100.2])[:, None]
-    score = neighbours.precision(generated, real)
+    spheres = neighbours.Real(real)
+    score = neighbours.precision(generated, spheres)
     assert score.value == pytest.approx(2 / 6)
     assert score.each is not None and score.each.tolist() == [1, 1, 0, 0, 0, 0]
     # Among generated ones, 4.5 reaches to 95.5 around it, and 11.9 to 88.1: every real point.
-    assert neighbours.recall(generated, real).value == 1
+    assert neighbours.recall(generated, spheres).value == 1
     assert both(real + 1000, real) == (0, 0)
     assert both(real, real) == (1, 1)
 
 
 def test_density_and_coverage_of_points_on_a_line():
     """Real points at 0, 1, ... 9: the fifth neighbour of 4 and 5 is 3 away, of the ends 5."""
-    real = np.arange(10.0)[:, None]
+    real = neighbours.Real(np.arange(10.0)[:, None])
     generated = np.array([4.5, 4.6, 4.7, 4.8, 14.0, 100])[:, None]
     # 4.5 lies in the balls of 0 (5 away at most), 1 (4), 2 to 7 (3), 8 (4) and 9 (5): all ten.
     density = neighbours.density(generated, real)
@@ -35,7 +37,7 @@ def test_density_and_coverage_of_points_on_a_line():
     assert neighbours.coverage(generated, real).value == 1
     far = neighbours.coverage(np.array([14.0] * 6)[:, None], real)
     assert far.each is not None and far.each.tolist() == [0] * 9 + [1]
-    assert neighbours.coverage(real, real).value == 1
+    assert neighbours.coverage(np.arange(10.0)[:, None], real).value == 1
 
 
 def test_blocks_change_nothing(monkeypatch):
@@ -47,9 +49,43 @@ def test_blocks_change_nothing(monkeypatch):
     assert 0 < precision < 1 and 0 < recall < 1
 
 
+def test_all_four_equal_a_loop_over_pairs():
+    """In float64, with far more images than a block has rows, and different numbers of them."""
+    rng = np.random.default_rng(1)
+    real, generated = rng.normal(size=(300, 8)) + 5, rng.normal(size=(200, 8)) * 0.8 + 5.3
+    away = lambda x, y: np.sqrt(np.square(x[:, None] - y).sum(-1))
+    radius = lambda x, k: np.sort(away(x, x))[:, k]  # The nearest is the image itself.
+    across = away(generated, real)
+    expected = {
+        "precision": (across <= radius(real, 3)).any(1),
+        "recall": (across <= radius(generated, 3)[:, None]).any(0),
+        "density": (across <= radius(real, 5)).sum(1) / 5,
+        "coverage": (across <= radius(real, 5)).any(0),
+    }
+    spheres = neighbours.Real(real)
+    for name, each in expected.items():
+        score = getattr(neighbours, name)(generated, spheres)
+        assert score.each is not None and 0 < score.value != 1
+        np.testing.assert_array_equal(score.each, each)
+
+
+def test_distances_are_computed_once_for_all_four(monkeypatch):
+    calls = []
+    inside = neighbours._inside
+    monkeypatch.setattr(neighbours, "_inside", lambda *a: calls.append(1) or inside(*a))
+    rng = np.random.default_rng(0)
+    real, rows = neighbours.Real(rng.normal(size=(20, 3))), rng.normal(size=(10, 3))
+    scores = (neighbours.precision, neighbours.recall, neighbours.density, neighbours.coverage)
+    values = [metric(rows, real).value for metric in scores]
+    assert len(calls) == 1
+    far = rows + 9
+    assert [metric(far, real).value for metric in scores] == [0, 0, 0, 0] != values
+    assert len(calls) == 2
+
+
 def test_too_few_images_say_so():
     for metric in (neighbours.precision, neighbours.recall):
         with pytest.raises(
             ValueError, match="more than 3 images on both sides, but there are 3 and 9"
         ):
-            metric(np.zeros((9, 2)), np.zeros((3, 2)))
+            metric(np.zeros((9, 2)), neighbours.Real(np.zeros((3, 2))))
