@@ -15,7 +15,7 @@ from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
-_SHORTEST = 16  # Batches have the lengths 16, 32, 64, ..., each compiled once.
+_STEP = 8  # The smallest difference between the lengths of batches.
 
 
 def make_encode(
@@ -99,10 +99,13 @@ def _batches(
 ) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
     """Yield (indices of texts, length) for batches whose size is a multiple of `ways` devices.
 
-    The last batch of a length is padded with copies of its first text.
+    The last batch of a length is padded with copies of its first text. Each length is compiled
+    once. Lengths are multiples of 8 up to 64, of 16 up to 128, of 32 up to 256 and so on.
     """
     order = np.argsort(lengths, kind="stable")
-    padded = np.maximum(_SHORTEST, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int))
+    octave = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    step = np.maximum(_STEP, octave // 8)
+    padded = -(-np.maximum(lengths, 1) // step) * step
     for length in np.unique(padded).tolist():
         rows = max(1, batch_tokens // length // ways) * ways
         part = order[padded[order] == length]

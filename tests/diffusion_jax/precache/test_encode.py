@@ -80,10 +80,13 @@ def test_batches_hold_every_text_once_and_fill_the_devices():
     lengths = np.array([3, 17, 16, 300, 1, 20, 2])
     found = [(part.tolist(), length) for part, length in encode._batches(lengths, 64, 2)]
     assert found == [
-        ([4, 6, 0, 2], 16),
-        ([1, 5], 32),
-        ([3, 3], 512),
+        ([4, 6, 0, 4, 4, 4, 4, 4], 8),
+        ([2, 2, 2, 2], 16),
+        ([1, 5], 24),
+        ([3, 3], 320),
     ]
+    ladder = {length for _, length in encode._batches(np.arange(1, 257), 1, 1)}
+    assert sorted(ladder) == [*range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
 
 
 def test_clip_keeps_all_of_its_positions(tmp_path):
