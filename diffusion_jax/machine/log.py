@@ -120,10 +120,27 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: A line before the last one is damaged.
     """
-    lines, damaged = _parse(path)
+    return read_more_metrics(path, b"", [])[1]
+
+
+def read_more_metrics(
+    path: str | os.PathLike[str], content: bytes, rows: list[dict[str, Any]]
+) -> tuple[bytes, list[dict[str, Any]]]:
+    """Return the complete lines of a metrics.jsonl file, unparsed and parsed.
+
+    `content` and `rows` are the result of an earlier call, or b"" and []. If the file still starts
+    with `content`, only the lines after it are parsed.
+
+    Raises:
+        ValueError: A line before the last one is damaged.
+    """
+    whole = _whole_lines(path)
+    if not whole.startswith(content):
+        content, rows = b"", []
+    more, damaged = _parse(path, whole[len(content) :], len(rows) + 1)
     if damaged:
         raise ValueError(damaged[0])
-    return lines
+    return whole, rows + more
 
 
 def read_sound_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -131,16 +148,23 @@ def read_sound_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     A run continues with this function, because its metrics do not affect what it learns.
     """
-    lines, damaged = _parse(path)
+    lines, damaged = _parse(path, _whole_lines(path))
     if damaged:
         logging.warning("%s; leaving out %d such lines", damaged[0], len(damaged))
     return lines
 
 
-def _parse(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the parsed lines of a metrics.jsonl file, and one message per damaged line."""
+def _whole_lines(path: str | os.PathLike[str]) -> bytes:
+    content = files.path(path).read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _parse(
+    path: str | os.PathLike[str], content: bytes, first: int = 1
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the parsed lines of metrics, and one message per damaged line, from line `first`."""
     lines, damaged = [], []
-    for number, line in enumerate(files.path(path).read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(content.split(b"\n")[:-1], first):
         try:
             lines.append(_metrics(untrusted.parse_json(line)))
         except ValueError:

@@ -22,6 +22,8 @@ _SAMPLES = "samples"
 _MAX_POINTS = 400  # The largest number of points in a curve.
 _LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
 _CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), content).
+_METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]]]] = {}
+"""The lines of metrics files, of which later requests parse only the new ones."""
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
@@ -175,7 +177,9 @@ def _card(card: Card) -> dict[str, str]:
 
 def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str, Any]:
     path = files.path(workdir) / log.METRICS
-    rows = _read(log.read_metrics, path, path) if path.exists() else []
+    known = _METRICS.get(path, (b"", []))
+    _METRICS[path] = log.read_more_metrics(path, *known) if path.exists() else (b"", [])
+    rows = _METRICS[path][1]
     age = time.time() - path.stat().st_mtime if path.exists() else None
     keys = dict.fromkeys(key for row in rows for key in row if key != "step")
     curves = {}

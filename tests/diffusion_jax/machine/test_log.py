@@ -46,6 +46,24 @@ def test_a_resumed_run_holds_no_step_twice_and_no_torn_line(tmp_path):
     assert [line["loss"] for line in metrics] == [2.5, 5.0, 7.5, 10.0, 12.5]
 
 
+def test_only_new_lines_are_parsed_again(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    parsed = []
+    parse = log.untrusted.parse_json
+    monkeypatch.setattr(log.untrusted, "parse_json", lambda x: parsed.append(x) or parse(x))
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    known = log.read_more_metrics(path, b"", [])
+    assert known == (b'{"step": 1}\n{"step": 2}\n', [{"step": 1}, {"step": 2}])
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    known = log.read_more_metrics(path, *known)
+    assert [row["step"] for row in known[1]] == [1, 2, 3] and len(parsed) == 3
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\nno\n')
+    with pytest.raises(ValueError, match="line 4 is damaged: 'no'"):
+        log.read_more_metrics(path, *known)
+    path.write_bytes(b'{"step": 1}\n{"step": 5}\n{"step": 6}\n')  # A run that continued from 1.
+    assert [row["step"] for row in log.read_more_metrics(path, *known)[1]] == [1, 5, 6]
+
+
 BROKEN = (b'{"step": 2', b"\xff\x00\x1b", b"[2]", b'{"loss": 2}', b'{"step": "2"}', b"[" * 10**5,
           b'{"step": 2, "images_per_second": "fast"}')  # fmt: skip
 
