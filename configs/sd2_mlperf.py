@@ -43,6 +43,7 @@ def get_config(batch: str = "512") -> ConfigDict:
         num_prompts=30_000,
         reference="data/coco/val2014_30k_stats.npz",
         inception="weights/pt_inception-2015-12-05-6726825d.pth",
+        inception_mode="pytorch",
         clip="weights/open-clip-vit-h-14",
     )
     c.sample_every, c.save_every, c.keep_every = between, between, between

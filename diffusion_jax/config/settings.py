@@ -15,6 +15,8 @@ from diffusion_jax.config import named, ranges
 from diffusion_jax.config.ranges import DTYPES, Amount, Count, Decay, Positive, Scale, Share
 
 CROPS = ("center", "random")
+INCEPTION_MODES = ("", "pytorch", "tf", "clean", "nemo")
+"""Values of evaluation.inception_mode: "", and the keys of metrics.preprocess.INCEPTION."""
 UNCAPTIONED = ("error", "drop", "empty")
 CAPTIONED = ("arrow", "tfds")
 """Data sources that always yield captions. They ignore data.text."""
@@ -204,7 +206,10 @@ class Evaluation(NamedTuple):
     """A file of statistics of Inception features of real pictures, for FID, KID, precision, recall,
     density and coverage."""
     inception: str = ""
-    """The weights of Inception, for FID, KID, precision, recall, density and coverage."""
+    """The weights of Inception, for the same metrics and for sFID and the Inception Score."""
+    inception_mode: Annotated[str, INCEPTION_MODES] = ""
+    """Inception's preprocessing if the reference has no card, because another program wrote it:
+    pytorch (pytorch-fid, MLPerf), tf (ADM, torch-fidelity), clean (clean-fid) or nemo."""
     clip: str = ""
     """The weights of CLIP, for the CLIP score and CMMD."""
     clip_reference: str = ""

@@ -323,8 +323,8 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
                 "--%s is for a data source with its own prompts: it has no effect here", name
             )
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
-    names = ("prompts", "reference", "inception", "clip", "clip_reference", "dinov2",
-             "dinov2_reference", "judge", "metrics")  # fmt: skip
+    names = ("prompts", "reference", "inception", "inception_mode", "clip", "clip_reference",
+             "dinov2", "dinov2_reference", "judge", "metrics")  # fmt: skip
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
 

@@ -36,11 +36,11 @@ A prompt without a real picture gets a picture with another caption."""
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
 """Table columns and their values, keyed by judge."""
-_OF_PROMPTS = ("reference", "inception", "clip", "clip_reference", "dinov2", "dinov2_reference",
-               "judge")  # fmt: skip
+_OF_PROMPTS = ("reference", "inception", "inception_mode", "clip", "clip_reference", "dinov2",
+               "dinov2_reference", "judge")  # fmt: skip
 _NO_FEATURES = (
     "{} needs the features of each real image, but the reference has only their moments: make it "
-    "with python -m diffusion_jax.metrics stats --keep_features"
+    "with python -m diffusion_jax.metrics stats --keep_features (for sfid, with --spatial)"
 )
 _SHOWN = 42  # Number of pictures on a sheet.
 
@@ -263,8 +263,11 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
     if inception:
         if len(prompts) < 2:
             raise ValueError("a Fréchet distance needs at least 2 images, but there is 1 prompt")
-        make = lambda mode: extractors.load_inception(inception, mode)
-        chosen["inception"] = _against("inception", reference, make, "pytorch", card)
+        wanted = {METRICS[name].features for name in evaluation.metrics if name in METRICS}
+        levels = ["2048", *(x for x in ("spatial", "unbiased") if f"inception_{x}" in wanted)]
+        make = lambda mode: extractors.load_inception(inception, mode, "+".join(levels))
+        mode = evaluation.inception_mode
+        chosen["inception"] = _against("inception", reference, make, mode, card)
     if evaluation.dinov2:
         make = lambda mode: dinov2.load(evaluation.dinov2)
         chosen["dinov2"] = _against("dinov2", evaluation.dinov2_reference, make, "dgm_eval", card)
@@ -288,24 +291,27 @@ def _against(
     name: str,
     path: str,
     make: Callable[[str], extractors.Extractor],
-    default_mode: str,
+    mode: str,
     card: Mapping,
 ) -> FeatureJudge:
     """Return a judge that compares pictures with the statistics in the file `path`.
 
-    The preprocessing is that on the card of the statistics, or `default_mode` without a card.
+    The preprocessing is that on the card of the statistics, or `mode` without a card.
     """
     real = stats_files.read(path)
-    extractor = make((real.card or {}).get("preprocessing", default_mode))
+    stats_files.check_mode(path, real, mode, "inception_mode")
+    extractor = make((real.card or {}).get("preprocessing", mode))
     stats_files.check(path, real, extractor)
     if real.features is None:
         logging.info("%s holds no features, so there is no KID, precision or recall", path)
     run = extractors.on_host(extractor)
     reference = cards.reference_name(path, real.gaussian.n)
     return FeatureJudge(
-        cards.make_card(extractor, **card, reference=reference), (name,),
-        lambda images, prompts: (run(images),), real,
-    )  # fmt: skip
+        cards.make_card(extractor, **card, reference=reference),
+        (name, *[*extractor.parts][1:]),
+        lambda images, prompts: tuple(extractors.split(extractor, run(images)).values()),
+        real,
+    )
 
 
 def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> FeatureJudge:

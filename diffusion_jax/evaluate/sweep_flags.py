@@ -9,6 +9,7 @@ from absl import flags
 
 from diffusion_jax.config import ranges
 from diffusion_jax.config.ranges import Amount
+from diffusion_jax.config.settings import INCEPTION_MODES
 from diffusion_jax.draw.options import Weights
 
 flags.disclaim_key_flags()  # --help lists them with the command that defines them.
@@ -49,6 +50,13 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         count("num_prompts", None, "The number of prompts, drawn at random from the file."),
         flags.DEFINE_string("reference", "", "Statistics of real images (.npz), for FID."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
+        flags.DEFINE_enum(
+            "inception_mode",
+            "",
+            INCEPTION_MODES,
+            "Inception's preprocessing if "
+            "--reference has no card, because another program wrote it.",
+        ),
         flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
         flags.DEFINE_string(
             "clip_reference",

@@ -11,9 +11,11 @@ docs/data.md). --dry_run prints the remaining work.
     python -m diffusion_jax.metrics fid A B
 
 prints the Frechet distance between two folders, tars or .npz files (A is the reference), of
-Inception's features, or of DINOv2's with --dinov2=FOLDER. --all adds FID extrapolated to infinitely
-many images, KID, precision, recall, density, coverage and confidence intervals, which need the
-features of both sides. --out=FILE.json writes the scores and their card.
+Inception's features, or of DINOv2's with --dinov2=FOLDER. A file of another program has no card and
+needs --mode. --spatial adds sFID. --all adds FID extrapolated to infinitely many images, KID,
+precision, recall, density, coverage and confidence intervals, which need the features of both
+sides; for folders, also sFID and the Inception Score of B. --out=FILE.json writes the scores and
+their card.
 
     python -m diffusion_jax.metrics clip DIR --prompts=FILE --clip=FOLDER
 
@@ -40,6 +42,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,7 +58,7 @@ from diffusion_jax.metrics import (
     clip_towers,
     dinov2,
     extractors,
-    frechet,
+    features,
     images,
     inception,
     preprocess,
@@ -74,12 +77,16 @@ _WEIGHTS = flags.DEFINE_string(
     "weights", "", "File with the FID Inception's weights; downloaded by default."
 )
 _MODE = flags.DEFINE_enum(
-    "mode", "pytorch", [*preprocess.INCEPTION], "Preprocessing for Inception."
-)
+    "mode", None, [*preprocess.INCEPTION], "Preprocessing for Inception; pytorch by default. fid "
+    "needs it with a file from another program.",
+)  # fmt: skip
 _DIMS = flags.DEFINE_enum("dims", "2048", [*inception.LEVELS], "Level of Inception's features.")
 _SIZE = flags.DEFINE_integer("size", 0, "Side to resize to; 0 does not resize.", lower_bound=0)
 _FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How to resize images to --size.")
 _BATCH = flags.DEFINE_integer("batch_size", 50, "Images per batch.", lower_bound=1)
+_SPATIAL = flags.DEFINE_bool(
+    "spatial", False, "stats: also save mu_s and sigma_s. fid: print sFID."
+)
 _KEEP = flags.DEFINE_bool("keep_features", False, "stats: also save the features.")
 _ALL = flags.DEFINE_bool("all", False, "Print all scores, with confidence intervals.")
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", lower_bound=2)
@@ -105,8 +112,8 @@ _SHARD = flags.DEFINE_integer(
 engines.define_flags()
 _SHARED = ("shard_images", "worker", "workers", "engine", "beam_options", "dry_run")
 _ONLY_FOR: Mapping[str, Collection[str]] = {
-    "stats": ("images", "out", "weights", "clip", "dinov2", *_SHARED),
-    "fid": ("out", "weights", "dinov2"),
+    "stats": ("images", "out", "weights", "clip", "dinov2", "spatial", *_SHARED),
+    "fid": ("out", "weights", "dinov2", "spatial"),
     "clip": ("out", "prompts", "clip", "reference"),
     "train_judge": ("data", "out", "other"),
 }
@@ -121,6 +128,8 @@ def main(argv: list[str]) -> None:
             flag = flags.FLAGS[name]
             if argv[1:] and flag.value != flag.default and name not in _ONLY_FOR.get(argv[1], ()):
                 raise ValueError(f"`{argv[1]}` does not read --{name}: remove the flag")
+        if _SPATIAL.value and (_CLIP.value or _DINOV2.value or _DIMS.value != "2048"):
+            raise ValueError("--spatial needs Inception: remove --clip, --dinov2 and --dims")
         match argv[1:]:
             case ["stats"] if _IMAGES.value and _OUT.value:
                 cli.start()
@@ -154,7 +163,7 @@ def _stats(path: str, out: str) -> None:
         raise ValueError(f"cannot write {out}: the name must end in .npz")
     if not flags.FLAGS.dry_run:
         files.check_writable(files.path(out).parent, "--out")
-    network = _network()
+    network = _network("+spatial" if _SPATIAL.value else "")
     if _CLIP.value:
         network = functools.partial(clip_towers.load_image, _CLIP.value, _CLIP_MODE.value)
     engine = engines.of(flags.FLAGS)
@@ -171,16 +180,24 @@ def _stats(path: str, out: str) -> None:
 
 
 def _fid(a: str, b: str) -> None:
-    extractor = _network()()
+    kind = "dinov2" if _DINOV2.value else "inception"
+    wide = kind == "inception" and _DIMS.value == "2048" and (_SPATIAL.value or _ALL.value)
+    extractor = _network("+spatial+unbiased" if wide else "")()
     real, generated = (_side(path, extractor) for path in (a, b))
     if _ALL.value and (real.features is None or generated.features is None):
         raise ValueError(
             "--all needs the features of both sides: use folders, or files written by `stats` "
             "with --keep_features"
         )
-    names = _metrics_of("dinov2" if _DINOV2.value else "inception")
+    main = generated.gaussian if generated.features is None else generated.features
+    rows = {kind: main, "inception_spatial": generated.spatial, **generated.more}
+    names = _metrics_of(kind)
     names = names if _ALL.value else names[:1]  # The distance comes first.
-    rows = generated.gaussian if generated.features is None else generated.features
+    if real.spatial is not None and generated.spatial is not None:
+        names += _metrics_of("inception_spatial")
+    elif _SPATIAL.value:
+        raise ValueError("--spatial needs mu_s and sigma_s in both files: write them by `stats`")
+    names += _metrics_of("inception_unbiased") if _ALL.value and generated.more else []
     card = _card_of(extractor, a, real, generated)
     _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))
 
@@ -200,10 +217,11 @@ def _score_clip(folder: str) -> None:
     # The model is part of the name, since ViT-L/14 and ViT-H/14 give different scores.
     column = lambda name: f"{name}_{clip.image.name}".replace("clip_score_clip_", "clip_score_")
     cosines = clip_score.cosines(generated.features, texts)
-    scores = _scores(_metrics_of("clip"), cosines, None, column)
+    scores = _scores(_metrics_of("clip"), {"clip": cosines}, None, column)
     if _REFERENCE.value:
         real = _of_images(_REFERENCE.value, clip.image)
-        scores |= _scores(_metrics_of("clip_image"), generated.features, real, column)
+        rows = {"clip_image": generated.features}
+        scores |= _scores(_metrics_of("clip_image"), rows, real, column)
         card["reference"] = _REFERENCE.value
     _report(cards.Scored(scores, card))
 
@@ -216,17 +234,20 @@ def _train_judge(data: str, out: str) -> None:
     _print_table([{"pictures": name, **row} for name, row in trained.card["scores"].items()])
 
 
-def _metrics_of(features: str) -> list[str]:
-    return [name for name, metric in METRICS.items() if metric.features == features]
+def _metrics_of(kind: str) -> list[str]:
+    return [name for name, metric in METRICS.items() if metric.features == kind]
 
 
 def _scores(
     names: Sequence[str],
-    rows: frechet.Sample,
+    rows: Mapping[str, Any],
     real: stats_files.Stats | None,
     column: Callable[[str], str],
 ) -> dict[str, float]:
-    """Compute the named metrics; return their table columns, with intervals if --all is set."""
+    """Compute the named metrics; return their table columns, with intervals if --all is set.
+
+    `rows` maps the values of Metric.features to the features of the generated images.
+    """
     seed = {"seed": _SEED.value}
     options = {"kid": {"size": _SUBSET.value, **seed}, "fid_infinity": seed}
     prepare = functools.cache(lambda reference: reference(real))  # Takes seconds for FID.
@@ -234,16 +255,22 @@ def _scores(
     for name in names:
         reference = METRICS[name].reference
         real_side = [prepare(reference)] if reference else []
-        score = METRICS[name].score(rows, *real_side, **options.get(name, {}))
+        score = METRICS[name].score(
+            rows[METRICS[name].features], *real_side, **options.get(name, {})
+        )
         scores |= table.columns(column(name), score, seed=_SEED.value, interval=_ALL.value)
     return scores
 
 
-def _network() -> Callable[[], extractors.Extractor]:
-    """Return a picklable function that loads the extractor chosen by the flags."""
+def _network(more_levels: str = "") -> Callable[[], extractors.Extractor]:
+    """Return a picklable function that loads the extractor chosen by the flags.
+
+    `more_levels` is appended to the level of Inception.
+    """
     if _DINOV2.value:
         return functools.partial(dinov2.load, _DINOV2.value)
-    return functools.partial(extractors.load_inception, _WEIGHTS.value, _MODE.value, _DIMS.value)
+    level, mode = _DIMS.value + more_levels, _MODE.value or "pytorch"
+    return functools.partial(extractors.load_inception, _WEIGHTS.value, mode, level)
 
 
 def _clip() -> clip_towers.Clip:
@@ -254,6 +281,8 @@ def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     if not path.endswith(".npz"):
         return _of_images(path, extractor)
     stats = stats_files.read(path)
+    if not _DINOV2.value:
+        stats_files.check_mode(path, stats, _MODE.value or "", "--mode")
     stats_files.check(path, stats, extractor)
     if stats.card is None:
         logging.warning("%s has no card: assuming the extractor %s with preprocessing %s", path,
@@ -271,7 +300,11 @@ def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     card = opened.card(stream.n, skipped)
     if card["skipped"]:
         logging.warning("skipped some of %d images in %s: %s", len(opened), path, card["skipped"])
-    return stats_files.Stats(stream.gaussian(), stream.features(), card)
+    if not extractor.parts:
+        return stats_files.Stats(stream.gaussian(), stream.features(), card)
+    parts = extractors.split(extractor, stream.features())
+    rows, spatial = parts.pop("inception"), parts.pop("inception_spatial")
+    return stats_files.Stats(features.gaussian(rows), rows, card, spatial, parts)
 
 
 def _card_of(

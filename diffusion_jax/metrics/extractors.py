@@ -7,7 +7,7 @@ no more than float32 rounding.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -42,6 +42,8 @@ class Extractor(NamedTuple):
     """Maps images of any size to the network's input. It is compiled once per image size."""
     apply: Callable[[Any, Array], Float[Array, "B D"]]
     """The network in float32. It is compiled once for all image sizes."""
+    parts: Mapping[str, int] = {}
+    """Names and widths of several kinds of features, side by side; {} for one kind."""
 
 
 @runtime_checkable
@@ -83,14 +85,16 @@ def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2
     Args:
         weights: the weights.
         mode: name of the preprocessing, a key of preprocess.INCEPTION.
-        level: name of the feature level, a key of inception.LEVELS.
+        level: name of the feature level, a key of inception.LEVELS, or several joined by "+". The
+            extractor then returns the features of all levels side by side.
 
     Raises:
         ValueError: `mode` or `level` is unknown.
     """
+    levels = level.split("+")
     for argument, value, names in (
         ("preprocessing", mode, preprocess.INCEPTION),
-        ("level", level, inception.LEVELS),
+        *(("level", name, inception.LEVELS) for name in levels),
     ):
         if value not in names:
             raise ValueError(
@@ -98,17 +102,21 @@ def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2
             )
 
     def apply(params, x):
-        return inception.level(inception.apply(params, x), level)
+        outputs = inception.apply(params, x)
+        return jnp.concatenate([inception.level(outputs, name) for name in levels], -1)
 
+    names = ["inception" if name == "2048" else f"inception_{name}" for name in levels]
+    widths = [inception.LEVELS[name] for name in levels]
     return Extractor(
-        name="inception" if level == "2048" else f"inception_{level}",
-        width=inception.LEVELS[level],
+        name=names[0],
+        width=sum(widths),
         preprocessing=mode,
         weights=weights.digest,
-        official=weights.official and level == "2048",
+        official=weights.official and levels[0] == "2048",
         params=weights.params,
         prepare=preprocess.INCEPTION[mode],
         apply=apply,
+        parts={name: width for name, width in zip(names, widths, strict=True) if len(names) > 1},
     )
 
 
@@ -118,6 +126,14 @@ def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Ext
     If `path` is "", the public weights are downloaded.
     """
     return inception_extractor(weights.load(path), mode, level)
+
+
+def split(extractor: Extractor, rows: Rows) -> dict[str, Rows]:
+    """Split features into the extractor's parts. Without parts, their name is the extractor's."""
+    if not extractor.parts:
+        return {extractor.name: rows}
+    ends = np.cumsum([*extractor.parts.values()])[:-1]
+    return dict(zip(extractor.parts, np.split(rows, ends, axis=1), strict=True))
 
 
 def extract(

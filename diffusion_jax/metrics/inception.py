@@ -20,7 +20,10 @@ Params = Mapping[str, Mapping[str, Conv]]
 
 "stem" holds the first five convolutions. "fc" holds the classifier as a 1x1 convolution."""
 
-LEVELS = {"64": 64, "192": 192, "768": 768, "2048": 2048, "logits": 1008}
+LEVELS = {
+    "64": 64, "192": 192, "768": 768, "2048": 2048, "logits": 1008,
+    "spatial": 2023, "unbiased": 1008,
+}  # fmt: skip
 """Maps each feature level to its number of features."""
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -34,6 +37,10 @@ class Outputs(NamedTuple):
     final: Float[Array, "B 2048"]
     """The features used by FID."""
     logits: Float[Array, "B 1008"]
+    spatial: Float[Array, "B 2023"]
+    """Seven channels of Mixed_6d at 17x17 positions, the features used by ADM's sFID."""
+    unbiased: Float[Array, "B 1008"]
+    """The logits without the classifier's bias, used by the Inception Score."""
 
 
 def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
@@ -49,15 +56,18 @@ def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
     for name in ("Mixed_5b", "Mixed_5c", "Mixed_5d"):
         x = _block_5(params[name], x)
     x = _block_6a(params["Mixed_6a"], x)  # [B, 17, 17, 768]
-    for name in ("Mixed_6b", "Mixed_6c", "Mixed_6d", "Mixed_6e"):
+    for name in ("Mixed_6b", "Mixed_6c", "Mixed_6d"):
         x = _block_6(params[name], x)
-    before_7a = x
+    spatial = x[..., :7].reshape(len(x), -1)
+    before_7a = x = _block_6(params["Mixed_6e"], x)
     x = _block_7a(params["Mixed_7a"], x)  # [B, 8, 8, 1280]
     x = _block_7(params["Mixed_7b"], x, max_pool=False)
     x = _block_7(params["Mixed_7c"], x, max_pool=True)  # [B, 8, 8, 2048]
     mean = lambda level: level.mean((1, 2))
-    (logits,) = _side_by_side([params["fc"]["fc"]], mean(x))
-    return Outputs(mean(first), mean(second), mean(before_7a), mean(x), logits)
+    classifier = params["fc"]["fc"]
+    (logits,) = _side_by_side([classifier], mean(x))
+    levels = mean(first), mean(second), mean(before_7a), mean(x)
+    return Outputs(*levels, logits, spatial, logits - classifier["bias"])
 
 
 def level(outputs: Outputs, name: str) -> Float[Array, "B D"]:

@@ -22,6 +22,7 @@ from absl import logging
 from diffusion_jax import engines
 from diffusion_jax.machine import files, progress, sharding
 from diffusion_jax.metrics import cards, extractors, features, images, stats_files
+from diffusion_jax.metrics.features import Gaussian
 
 _SAMPLED = 16  # Number of files whose contents identify a set of images.
 
@@ -99,7 +100,7 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
     """
     shards = shards_of(opened, out, work)
     shared = isinstance(engine, engines.Share) and engine.workers > 1
-    done = lambda: shared and _is_of(out, shards.card(), work.keep)
+    done = lambda: shared and _is_of(out, shards.card(), work, opened.extractor)
     # Skip the remaining shards if another worker finishes first.
     write = (lambda shard: None if done() else shards.write(shard)) if shared else shards.write
     if done():
@@ -171,7 +172,14 @@ class Shards(NamedTuple):
             details = len(self.images), self.images.path, card["skipped"]
             logging.warning("skipped some of %d images in %s: %s", *details)
         rows = np.concatenate(parts) if self.work.keep else None
-        return stats_files.Stats(sums.gaussian(), rows, card)
+        gaussian, parts = sums.gaussian(), self.images.extractor.parts
+        if not parts:
+            return stats_files.Stats(gaussian, rows, card)
+        width = parts["inception"]
+        spatial = slice(width, width + parts["inception_spatial"])
+        part = lambda index: Gaussian(gaussian.mean[index], gaussian.cov[index, index], gaussian.n)
+        rows = None if rows is None else rows[:, :width]
+        return stats_files.Stats(part(slice(width)), rows, card, part(spatial))
 
 
 def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
@@ -180,16 +188,17 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
     Their folder lies next to `out`. A hash of the card and the settings is part of its name.
     """
     shards = Shards(opened, work, opened.digest(), files.path(out))
-    name = hashlib.sha256(json.dumps([shards.card(), work]).encode()).hexdigest()[:16]
+    settings = [shards.card(), work, opened.extractor.width]
+    name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     return shards._replace(folder=shards.folder.with_name(f".{shards.folder.name}.{name}.tmp"))
 
 
-def _is_of(out: files.Path, card: cards.Card, keep: bool) -> bool:
-    """Return whether `out` holds statistics with this card, and features if `keep` is True."""
+def _is_of(out: files.Path, card: cards.Card, work: Work, extractor: extractors.Extractor) -> bool:
+    """Return whether `out` holds statistics with this card, and all that `work` asks for."""
     if not files.path(out).is_file():
         return False
     stats = stats_files.read(out)
-    if keep and stats.features is None:
+    if (work.keep and stats.features is None) or (extractor.parts and stats.spatial is None):
         return False
     saved = stats.card or {}
     return all(saved.get(name) == card[name] for name in card if name not in ("n", "skipped"))

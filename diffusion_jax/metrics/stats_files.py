@@ -1,12 +1,14 @@
 """Reads and writes statistics of features in .npz files.
 
 The keys `mu` and `sigma` hold the mean and covariance, as in the files of other FID programs. Those
-programs ignore the additional keys `n`, `card` (JSON) and, optionally, `features`.
+programs ignore the additional keys `n`, `card` (JSON) and, optionally, `features`. As in ADM's
+files, `mu_s` and `sigma_s` optionally hold the statistics of Inception's spatial features.
 """
 
 import io
 import json
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +26,10 @@ class Stats(NamedTuple):
     features: Rows | None
     card: Card | None
     """A record of how the features were computed. None in files of other programs."""
+    spatial: Rows | Gaussian | None = None
+    """Inception's spatial features, or their mean and covariance, for sFID."""
+    more: Mapping[str, Rows] = {}
+    """Other features of each image, keyed by Metric.features. They are not written to files."""
 
 
 def write(path: str | os.PathLike[str], stats: Stats) -> None:
@@ -35,6 +41,8 @@ def write(path: str | os.PathLike[str], stats: Stats) -> None:
         arrays["card"] = np.array(json.dumps(stats.card))
     if stats.features is not None:
         arrays["features"] = stats.features
+    if isinstance(stats.spatial, Gaussian):
+        arrays |= {"mu_s": stats.spatial.mean, "sigma_s": stats.spatial.cov}
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # Covariances do not compress.
     files.write_whole(path, buffer.getvalue())
@@ -55,16 +63,11 @@ def read(path: str | os.PathLike[str]) -> Stats:
             contents = untrusted.read_archive(file)
     except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    mean, cov = contents.get("mu"), contents.get("sigma")
-    if mean is None or cov is None or cov.shape != (mean.size, mean.size):
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in contents.items())
-        raise ValueError(f"{path} must hold mu [D] and sigma [D, D], but holds {shapes}")
-    if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
-        raise ValueError(f"{path} holds values that are not finite")
     n = int(contents["n"]) if "n" in contents else None
     card = json.loads(str(contents["card"])) if "card" in contents else None
-    moments = Gaussian(mean.astype(np.float64), cov.astype(np.float64), n)
-    return Stats(moments, contents.get("features"), card)
+    moments = _moments(path, contents, "mu", "sigma", n)
+    spatial = _moments(path, contents, "mu_s", "sigma_s", n) if "mu_s" in contents else None
+    return Stats(moments, contents.get("features"), card, spatial)
 
 
 def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> None:
@@ -75,11 +78,11 @@ def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> N
     Raises:
         ValueError: the statistics were computed with another extractor.
     """
-    width = stats.gaussian.mean.size
-    if width != extractor.width:
+    width, own_width = stats.gaussian.mean.size, [*extractor.parts.values(), extractor.width][0]
+    if width != own_width:
         raise ValueError(
             f"{path} has {width} dimensions, but the extractor {extractor.name} has "
-            f"{extractor.width}: use the extractor and level of the file"
+            f"{own_width}: use the extractor and level of the file"
         )
     for field in ("extractor", "weights", "preprocessing") if stats.card else ():
         saved, current = (stats.card or {}).get(field), getattr(extractor, _FIELDS[field])
@@ -88,6 +91,30 @@ def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> N
                 f"{path} was computed with {field} {saved}, but the images use {current}: use the "
                 "same for both"
             )
+
+
+def check_mode(path: str | os.PathLike[str], stats: Stats, mode: str, setting: str) -> None:
+    """Raise ValueError if neither a card nor `mode` names Inception's preprocessing.
+
+    `setting` names the flag or config field of `mode`.
+    """
+    if stats.card is None and not mode:
+        raise ValueError(
+            f"{path} has no card that names the preprocessing: set {setting} to pytorch "
+            "(pytorch-fid, MLPerf), tf (ADM, torch-fidelity), clean (clean-fid) or nemo"
+        )
+
+
+def _moments(
+    path: str | os.PathLike[str], contents: Mapping[str, Any], mu: str, sigma: str, n: int | None
+) -> Gaussian:
+    mean, cov = contents.get(mu), contents.get(sigma)
+    if mean is None or cov is None or cov.shape != (mean.size, mean.size):
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in contents.items())
+        raise ValueError(f"{path} must hold {mu} [D] and {sigma} [D, D], but holds {shapes}")
+    if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
+        raise ValueError(f"{path} holds values that are not finite")
+    return Gaussian(mean.astype(np.float64), cov.astype(np.float64), n)
 
 
 _FIELDS = {"extractor": "name", "weights": "weights", "preprocessing": "preprocessing"}

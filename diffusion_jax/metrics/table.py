@@ -7,7 +7,15 @@ figures and pages use its names and its order.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diffusion_jax.metrics import accuracy, bootstrap, clip_score, frechet, mmd, neighbours
+from diffusion_jax.metrics import (
+    accuracy,
+    bootstrap,
+    clip_score,
+    frechet,
+    inception_score,
+    mmd,
+    neighbours,
+)
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.stats_files import Stats
@@ -21,7 +29,8 @@ class Metric(NamedTuple):
     features: str
     """Name of the features that `score` takes.
 
-    "inception", "dinov2" and "clip_image" are image features. "clip" is the cosine of image and
+    "inception", "inception_spatial", "inception_unbiased", "dinov2" and "clip_image" are image
+    features. "clip" is the cosine of image and
     prompt. "judge" and "nearest" come from a trained judge. "digits" and "right" come from the
     judge of the coloured digits."""
     score: Callable[..., Score]
@@ -50,6 +59,10 @@ def _moments(stats: Stats) -> frechet.Reference:
 
 def _features(stats: Stats) -> Any:
     return stats.features
+
+
+def _spatial(stats: Stats) -> frechet.Reference | None:
+    return None if stats.spatial is None else frechet.reference(stats.spatial)
 
 
 def _spheres(stats: Stats) -> neighbours.Real | None:
@@ -99,6 +112,14 @@ METRICS: dict[str, Metric] = {
     "fid_infinity": Metric(
         "FID at infinitely many images", "inception", frechet.score_at_infinity, _moments, True,
         least=20, public_weights=True, by_name=True,
+    ),
+    "sfid": Metric(
+        "sFID", "inception_spatial", frechet.score, _spatial, True, least=2, public_weights=True,
+        by_name=True,
+    ),
+    "inception_score": Metric(
+        "Inception Score", "inception_unbiased", inception_score.score, public_weights=True,
+        by_name=True,
     ),
 } | {
     f"{group}_{part}_accuracy": Metric("", "right", accuracy.part_right(i), group=group)

@@ -8,7 +8,7 @@ from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.examples.digits.scorer import open_scorer
-from diffusion_jax.metrics import frechet
+from diffusion_jax.metrics import extractors, features, frechet, stats_files
 from diffusion_jax.train import scoring
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.text import tiny_weights
@@ -42,16 +42,36 @@ def test_real_digits_are_all_right_and_wrong_ink_is_seen(judge):
 
 def test_the_distance_of_digits_is_that_of_their_features(judge):
     images = pictures(judge.prompts)
-    features = judge.features(images, judge.prompts)
+    found = judge.features(images, judge.prompts)
     prompts = (digits.seen_prompts() * 15)[:4000]
     real = judges.fit_judge().features(judges.real_pictures(16, prompts))
-    seen = features["digits"][: judge.cards["digits"]["images_seen"]]
+    seen = found["digits"][: judge.cards["digits"]["images_seen"]]
     expected = frechet.distance(seen, frechet.reference(real))
-    row = judge.score(features)["digits"]
+    row = judge.score(found)["digits"]
     np.testing.assert_allclose(row["fd_digits"], expected, rtol=1e-9)
     noisy = images // 2 + np.random.default_rng(0).integers(0, 128, images.shape, np.uint8)
     worse = judge.score(judge.features(noisy, judge.prompts))["digits"]
     assert worse["fd_digits"] > 3 * row["fd_digits"]
+
+
+def test_sfid_and_the_inception_score_come_from_one_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.with_spatial())
+    images = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
+    rows = np.asarray(toy.apply(toy.extractor().params, toy.prepare(images)))
+    card = {"extractor": "inception", "weights": "abc", "preprocessing": "means"}
+    parts = [features.gaussian(rows[:6, part]) for part in (slice(4), slice(4, 5))]
+    path = str(tmp_path / "real.npz")
+    stats_files.write(path, stats_files.Stats(parts[0], None, card, parts[1]))
+    names = ("fid", "sfid", "inception_score")
+    scorer = scorers.of_prompts(8, ["a"] * 6, toy.wanted(path, "weights", metrics=names))
+    row = scorer.score(scorer.features(images[6:], ["a"] * 6))["inception"]
+    assert row["fd_inception"] == pytest.approx(frechet.frechet(rows[6:, :4], parts[0]), rel=1e-4)
+    spatial = frechet.frechet(rows[6:, 4:5], parts[1])
+    assert row["sfid_inception"] == pytest.approx(spatial, rel=1e-4)
+    assert row["inception_score_inception"] == pytest.approx(1)  # Of a single class.
+    stats_files.write(path, stats_files.Stats(parts[0], None, None, parts[1]))
+    with pytest.raises(ValueError, match=r"has no card .*: set inception_mode to pytorch"):
+        scorers.of_prompts(8, ["a"] * 6, toy.wanted(path, "weights", metrics=names))
 
 
 def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):

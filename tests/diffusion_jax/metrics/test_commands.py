@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.metrics import clip_score, clip_towers, frechet, mmd
+from diffusion_jax.metrics import clip_score, clip_towers, extractors, frechet, mmd
 from diffusion_jax.metrics.clip_towers import Clip
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.metrics.running import run
@@ -56,6 +56,34 @@ def test_all_scores_with_their_card(run, tmp_path, sides):
     assert scores["kid_toy_deviation"] == pytest.approx(deviation, rel=1e-4)
     assert scores.keys() >= {"fd_toy_infinity", "precision_toy", "recall_toy"}
     assert (card["n"], card["image_size"], card["reference"]) == (30, "12x8", "a, n 30")
+
+
+def test_spatial_adds_sfid_and_all_the_inception_score(run, tmp_path, sides, monkeypatch):
+    """Of the toy's six features, four count as Inception's, the others as spatial and logit."""
+    monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.with_spatial())
+    expected = {
+        "fd_inception": frechet.frechet(*(rows[:, :4] for rows in sides)),
+        "sfid_inception": frechet.frechet(*(rows[:, 4:5] for rows in sides)),
+    }
+    for name in "ab":
+        arguments = f"--images={tmp_path / name}", f"--out={tmp_path / name}.npz", "--spatial"
+        assert run("stats", *arguments)[0] == 0
+    for a, b in (("a", "b"), ("a.npz", "b"), ("a.npz", "b.npz")):
+        code, out, _ = run("fid", tmp_path / a, tmp_path / b, "--spatial")
+        assert (code, values(out)) == (0, pytest.approx(expected, rel=1e-4))
+    out = values(run("fid", tmp_path / "a", tmp_path / "b", "--all", "--kid_subset=20")[1])
+    assert out.items() >= values(run("fid", tmp_path / "a", tmp_path / "b", "--spatial")[1]).items()
+    assert out["inception_score_inception"] == pytest.approx(1)  # Of a single class.
+    code, _, err = run("fid", tmp_path / "a", tmp_path / "b", "--spatial", "--dims=768")
+    assert code == 2 and "--spatial needs Inception: remove" in err
+
+
+def test_a_file_of_another_program_needs_a_mode(run, tmp_path, sides):
+    np.savez(tmp_path / "c.npz", mu=sides[0].mean(0), sigma=np.cov(sides[0].T))
+    code, _, err = run("fid", tmp_path / "c.npz", tmp_path / "b")
+    assert code == 2 and "c.npz has no card that names the preprocessing: set --mode to" in err
+    code, out, _ = run("fid", tmp_path / "c.npz", tmp_path / "b", "--mode=tf")
+    assert (code, values(out)["fd_toy"]) == (0, pytest.approx(frechet.frechet(*sides), rel=1e-4))
 
 
 def test_all_needs_features(run, tmp_path, sides):

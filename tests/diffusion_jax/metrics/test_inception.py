@@ -65,6 +65,17 @@ def test_every_level_is_the_references(run, reference, mode):
             check(inception.level(outputs, level), reference[f"{mode}_{level}"])
 
 
+def test_spatial_features_are_seven_channels_of_mixed_6d(run, reference):
+    """By a hook on pytorch-fid's block, for the first image: one channel in 289, and all."""
+    outputs = run("pytorch", reference["images_64"])
+    row = np.asarray(outputs.spatial[0])
+    expected = [0, 0, 0.403796196, 0.075598374, 0, 0, 3.160056829]
+    np.testing.assert_allclose(row[::289], expected, atol=1e-5)
+    assert (row.size, row.mean(), row.std()) == pytest.approx((2023, 0.5223333, 0.9281151), 1e-5)
+    bias = np.asarray(outputs.logits - outputs.unbiased)
+    np.testing.assert_allclose(bias, np.tile(standin.state()["fc.bias"], (2, 1)), atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", [*preprocess.INCEPTION])
 def test_every_resize_kernel_is_its_references(run, reference, mode):
     pictures = {"wide": standin.picture(210, 330), "large": standin.picture(440, 380)}

@@ -25,6 +25,26 @@ def test_what_is_written_is_read(tmp_path):
         assert arrays["sigma"].shape == (toy.WIDTH, toy.WIDTH)
 
 
+def test_spatial_statistics_have_adms_names(tmp_path):
+    spatial = features.gaussian(np.random.default_rng(1).normal(size=(30, 4)))
+    stats_files.write(tmp_path / "a.npz", stats(spatial=spatial))
+    with np.load(tmp_path / "a.npz") as arrays:
+        np.testing.assert_array_equal(arrays["mu_s"], spatial.mean)
+        np.testing.assert_array_equal(arrays["sigma_s"], spatial.cov)
+    read = stats_files.read(tmp_path / "a.npz").spatial
+    np.testing.assert_array_equal(read.cov, spatial.cov)
+    assert stats().spatial is None
+
+
+def test_a_file_without_a_card_needs_a_mode():
+    stats_files.check_mode("a.npz", stats(), "", "--mode")
+    stats_files.check_mode("a.npz", stats(card=None), "tf", "--mode")
+    with pytest.raises(
+        ValueError, match=r"a.npz has no card .*: set --mode to pytorch .*, tf \(AD"
+    ):
+        stats_files.check_mode("a.npz", stats(card=None), "", "--mode")
+
+
 def test_files_of_other_programs_have_no_card(tmp_path):
     np.savez(tmp_path / "a.npz", mu=np.zeros(6, np.float32), sigma=np.eye(6))
     read = stats_files.read(tmp_path / "a.npz")

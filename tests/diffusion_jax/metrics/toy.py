@@ -21,6 +21,12 @@ def apply(params, x):
     return jnp.tanh(x.reshape(len(x), -1) @ params["kernel"])
 
 
+def with_spatial():
+    """Its first four features as Inception's, one as spatial features and one as logits."""
+    parts = {"inception": 4, "inception_spatial": 1, "inception_unbiased": 1}
+    return extractor(name="inception", parts=parts)
+
+
 def extractor(**changes):
     kernel = np.random.default_rng(0).normal(size=(12, WIDTH)).astype(np.float32)
     made = Extractor("toy", WIDTH, "means", "abc", False, {"kernel": kernel}, prepare, apply)
@@ -46,4 +52,4 @@ class InMemory:
 
 def wanted(reference="", inception="", clip="", **fields):
     """A config's group of these files."""
-    return Evaluation(0, (), "", 0, reference, inception, clip, **fields)
+    return Evaluation(0, (), reference=reference, inception=inception, clip=clip, **fields)
