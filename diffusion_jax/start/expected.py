@@ -13,4 +13,4 @@ models/emoji32/README.md."""
 def described(num_images: float) -> str:
     """Return a clause on what a model has drawn after training on `num_images` pictures."""
     drawn = [text for least, text in _SEEN if num_images >= least][-1]
-    return f"after about as many, models of this size have drawn {drawn}"
+    return f"after no more pictures, small models have drawn {drawn}"
