@@ -32,6 +32,7 @@ from orbax.checkpoint._src.path import temporary_paths
 from diffusion_jax.config.settings import SNAPSHOT_DTYPE, Optimizer
 from diffusion_jax.machine import checksums, files
 from diffusion_jax.task import Params
+from diffusion_jax.train.save_limit import SaveLimit, advice
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import averages, restore
 
@@ -97,6 +98,8 @@ class Checkpointer:
         self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
+        self._last = self.latest_step()  # Listing the folder again takes threads, and so memory.
+        self._limit = SaveLimit()
 
     def save(
         self,
@@ -145,11 +148,13 @@ class Checkpointer:
             return
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         self._saving = step
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(trees)))
+        self._limit.start(size // jax.process_count(), self._not_ended)
         with self._explained():
             args = ocp.args.Composite(**items, **others)
             listed = {restore.LISTED: True}
             self._manager.save(step, args=args, force=True, custom_metadata=listed)
-        self._checking = self._checker.submit(self._finish, step)
+            self._checking = self._checker.submit(self._finish, step)
 
     def snapshots(self, settings: Optimizer) -> "Snapshots":
         """Return the run's snapshots, in a folder next to its checkpoints. `close` closes both."""
@@ -194,6 +199,7 @@ class Checkpointer:
             self._checker.shutdown()
             with self._explained():  # Closing may write too, and fail on a full disk.
                 self._manager.close()
+            self._limit.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -201,16 +207,25 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            reason, last = f"{error}".partition("\n")[0][:300], self.latest_step()
-            whole = (
-                "There is no other checkpoint"
-                if last is None
-                else f"The newest complete one is of step {last}"
-            )
+            self._limit.stop()
+            reason = f"{error}".partition("\n")[0]
             raise NotSaved(
-                f"a checkpoint under {self._directory} could not be written: {reason}. {whole}; is "
-                "the disk full?"
+                f"a checkpoint under {self._directory} could not be written: {reason[:400]}. "
+                f"{self._last_whole()}; {advice(reason)}"
             ) from error
+
+    def _last_whole(self) -> str:
+        last = self._last
+        if last is None:
+            return "There is no other checkpoint"
+        return f"The newest complete one is of step {last}"
+
+    def _not_ended(self, limit: float) -> str:
+        return (
+            f"the checkpoint of step {self._saving} under {self._directory} was not written within "
+            f"{limit:.0f} s, so this process ends. {self._last_whole()}; is there enough memory, "
+            "and does the disk answer?"
+        )
 
     def _write_checksums(self) -> None:
         """Write the checksums of the step that is being saved."""
@@ -222,7 +237,9 @@ class Checkpointer:
     def _finish(self, step: int) -> None:
         """Wait until a step is written, then read its files back."""
         self._manager.wait_until_finished()  # `wait` reports its error.
+        self._limit.stop()
         if step in restore.steps(self._directory):
+            self._last = step
             part = self._directory / str(step), jax.process_index(), jax.process_count()
             checksums.read_back(*part, unless=self._hurried.is_set)
 

@@ -1,0 +1,65 @@
+"""Limit the time of a save, and explain failed saves.
+
+Without a limit, a save waits forever if memory runs out.
+"""
+
+import os
+import re
+import resource
+import threading
+import time
+from collections.abc import Callable
+
+_STDERR = 2
+FLOOR = 120.0
+"""Seconds that any save may take, because a network file system may stall for a while."""
+_RATE = 10e6  # Bytes per second that a first save writes at least.
+_TIMES = 10  # A later save may take this many times as long as the longest one before it.
+
+
+class SaveLimit:
+    """End this process with code 1 if a save takes too long. Close it when done.
+
+    The limit of the first save depends on its size, the limit of later saves on the longest save
+    so far. The thread that watches the time starts early, because a process without memory cannot
+    start threads.
+    """
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+        self._started, self._due, self._message = 0.0, float("inf"), b""
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="save limit", daemon=True).start()
+
+    def start(self, size: int, message: Callable[[float], str]) -> None:
+        """Start the clock of a save of `size` bytes. `message(limit)` is the error's text."""
+        limit = FLOOR + (_TIMES * self._longest or size / _RATE)
+        self._message = f"error: {message(limit)}\n".encode()
+        self._started = time.monotonic()
+        self._due = self._started + limit
+
+    def stop(self) -> None:
+        """Stop the clock. The save has ended."""
+        if self._due < float("inf"):
+            self._longest = max(self._longest, time.monotonic() - self._started)
+        self._due = float("inf")
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(0.5):
+            if time.monotonic() > self._due:
+                os.write(_STDERR, self._message)  # print() may need memory.
+                os._exit(1)
+
+
+def advice(reason: str) -> str:
+    """Return a question about the likely cause of a failed save."""
+    if "Too many open files" in reason:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"are {allowed} open files enough (ulimit -n)?"
+    if re.search("memory|new thread", reason, re.IGNORECASE):
+        return "is there enough memory?"
+    return "is the disk full?"

@@ -1,0 +1,81 @@
+"""A save that cannot finish ends the run with one line; so does one with too few descriptors."""
+
+import functools
+import os
+import resource
+import time
+
+import pytest
+
+from diffusion_jax import cli
+from diffusion_jax.train import checkpoint, save_limit
+from diffusion_jax.weights import restore
+from tests.diffusion_jax.train.test_checkpoint import Position, random_state
+from tests.imagen_jax import commands
+
+
+def save_twice(folder, before_second):
+    """Save steps 1 and 2, with stderr in a file; call `before_second` between them."""
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    checkpointer = checkpoint.Checkpointer(folder / "run", keep_last=3)
+    checkpointer.save(1, random_state(1), Position(b"1"))
+    checkpointer.wait()
+    before_second(checkpointer)
+    with cli.bad_input(checkpoint.NotSaved, code=1):
+        checkpointer.save(2, random_state(2), Position(b"2"))
+        checkpointer.close()
+
+
+def hang(checkpointer):
+    """Make saves wait forever, as Orbax does without memory."""
+    save_limit.FLOOR, checkpointer._limit._longest = 0.2, 0.03
+    checkpointer._manager.save = lambda *_, **__: time.sleep(1000)
+
+
+def fail(error, checkpointer):
+    """Raise this error in the next save."""
+
+    def save(*_, **__):
+        raise error
+
+    checkpointer._manager.save = save
+
+
+@pytest.mark.parametrize(
+    ("before_second", "message"),
+    [
+        (hang, "the checkpoint of step 2 under RUN was not written within 0 s, so this process "
+               "ends. The newest complete one is of step 1; is there enough memory"),
+        (functools.partial(fail, OSError(24, "Too many open files")),
+         "a checkpoint under RUN could not be written: [Errno 24] Too many open files. The "
+         "newest complete one is of step 1; are FILES open files enough (ulimit -n)?"),
+        (functools.partial(fail, RuntimeError("can't start new thread")),
+         "could not be written: can't start new thread. The newest complete one is of step 1; is "
+         "there enough memory?"),
+    ],
+)  # fmt: skip
+def test_a_save_that_fails_is_one_line(tmp_path, before_second, message):
+    process = commands.fork(save_twice, tmp_path, before_second)
+    process.join()
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert process.exitcode == 1 and len(errors) == 1, lines
+    allowed = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    assert message.replace("RUN", str(tmp_path / "run")).replace("FILES", allowed) in errors[0]
+    assert not any("Traceback" in line for line in lines), lines
+    assert restore.newest_sound(tmp_path / "run") == 1
+
+
+def test_the_limit_follows_the_size_and_then_the_longest_save(monkeypatch):
+    limits, now = [], [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    limit = save_limit.SaveLimit()
+    limit.close()
+    for seconds in (30.0, 2.0, 0.0):
+        limit.start(3 * 10**9, lambda limit: str(limits.append(limit)))
+        now[0] += seconds
+        limit.stop()
+    assert limits == [120 + 300, 120 + 300, 120 + 300]
+    limit._longest = 2.0
+    limit.start(3 * 10**9, lambda limit: str(limits.append(limit)))
+    assert limits[-1] == 140
