@@ -86,12 +86,22 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
+def release(workdir: str | os.PathLike[str]) -> None:
+    """Release a workdir that this process holds. Call it before os._exit, which skips `writing`."""
+    writer.release(workdir)
+
+
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
     """Raise ValueError for a path inside a file, and for a bucket that is not writable."""
     if files.remote(workdir):
         if jax.process_index() == 0:  # If it fails, the other processes end too.
             files.check_writable(workdir, "--workdir")
         return
+    for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"workdir {workdir}: {path} is a link to {os.readlink(path)}, which does not exist"
+            )
     if any(path.is_file() for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents)):
         raise ValueError(f"workdir {workdir} is a file, or inside one: name a folder")
 

@@ -133,21 +133,51 @@ def gather_text(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def sigterm() -> Iterator[Callable[[int], bool]]:
+def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[int], bool]]:
     """Yield stopping(step), a function that returns whether SIGTERM demands a stop at this step.
 
-    Inside this context, SIGTERM does not end the process. With several processes, one SIGTERM stops
-    all of them at the same step.
+    Until the first call of `stopping`, there is nothing to save. So SIGTERM calls `leave` and ends
+    the process at once with code 143, also while a library compiles a program. After the first
+    call, SIGTERM does not end the process. With several processes, one SIGTERM stops all of them
+    at the same step, and never earlier.
     """
     if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
         yield multihost_utils.reached_preemption_sync_point
         return
-    received = []
+    received, begun = [], threading.Event()
+    # Python calls its handlers between two operations of the main thread, and so not while a
+    # library works. But it writes the signal's number to a socket at once, and a thread reads it.
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+
+    def watch() -> None:
+        while numbers := reading.recv(1):
+            if numbers[0] == signal.SIGTERM and not begun.is_set():
+                with contextlib.suppress(OSError):
+                    leave()
+                print(
+                    "stopped by SIGTERM before the first step; the same command starts again",
+                    file=sys.stderr,
+                )
+                _end(exits.PREEMPTED)
+
+    def stopping(step: int) -> bool:
+        begun.set()
+        return bool(received)
+
+    watcher = threading.Thread(target=watch, name="sigterm", daemon=True)
+    watcher.start()
     before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     try:
-        yield lambda step: bool(received)
+        yield stopping
     finally:
+        signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGTERM, before)
+        begun.set()
+        writing.close()  # Ends the thread.
+        watcher.join()
+        reading.close()
 
 
 @contextlib.contextmanager

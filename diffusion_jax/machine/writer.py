@@ -119,6 +119,14 @@ class Writer:
                 logging.warning("cannot write the heartbeat in %s: %s", self._folder, error)
 
 
+def release(folder: files.Path) -> None:
+    """Release a folder that this process holds, if its threads cannot run a Writer's exit."""
+    folder = files.path(folder)
+    number, holder = _highest(folder) if folder.is_dir() else (0, {})
+    if (holder.get("pid"), holder.get("machine")) == (os.getpid(), _machine()):
+        _path(folder, number).unlink(missing_ok=True)
+
+
 def refusal(folder: files.Path) -> str | None:
     """Return the error message for a second writer, or None if the folder is not locked.
 

@@ -133,8 +133,10 @@ def train(
     task, batches = inputs.task, inputs.batches
     evaluation, records = inputs.evaluation, inputs.records
     with contextlib.ExitStack() as stack:
-        # Until the last save is complete, SIGTERM only sets a flag. A hung step ends the process.
-        stopping = stack.enter_context(distributed.sigterm())
+        # From the first step until the last save, SIGTERM only sets a flag. Before, it ends the
+        # process, because there is nothing to save. A hung step ends the process, too.
+        release = functools.partial(runs.release, workdir)
+        stopping = stack.enter_context(distributed.sigterm(release))
         watchdog = Watchdog(run.step_timeout, distributed.advice)
         stack.callback(watchdog.close)
 
