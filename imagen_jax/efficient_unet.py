@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import Amount, Count, Counts
+from diffusion_jax.config.ranges import Amount, Count, Counts, Multiples, Width
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
@@ -31,10 +31,10 @@ class EfficientUNet(Network):
     resolution.
     """
 
-    embed_dim: Count = 128
+    embed_dim: Width = 128
     """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
     times as wide."""
-    channel_mult: Counts = (1, 2, 4, 8, 8)
+    channel_mult: Multiples = (1, 2, 4, 8, 8)
     """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
     resolution of the level before."""
     num_res_blocks: Counts = (2, 4, 8, 8, 8)

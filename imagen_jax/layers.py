@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.config.ranges import DTYPES, Count
+from diffusion_jax.config.ranges import DTYPES, Count, Side
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS
 from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, dense, uniform
@@ -21,7 +21,7 @@ from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, dense, uniform
 class Network(nn.Module):
     """Fields that all UNets of Imagen share."""
 
-    image_size: Count
+    image_size: Side
     """Side of the square training images in pixels. They are cropped to it."""
     head_dim: Count = 64
     """Width of an attention head. The number of heads is the number of channels divided by it."""

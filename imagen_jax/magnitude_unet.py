@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import Count, Counts, Decay
+from diffusion_jax.config.ranges import Count, Decay, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
 from diffusion_jax.nn.layers import with_remat
@@ -38,9 +38,9 @@ class MagnitudeUNet(Network):
     patch: Count = 1
     """Side in pixels of the patches that the image is first divided into. The resolutions below are
     in patches."""
-    embed_dim: Count = 192
+    embed_dim: Width = 192
     """Number of channels of a level whose channel_mult is 1."""
-    channel_mult: Counts = (1, 2, 3, 4)
+    channel_mult: Multiples = (1, 2, 3, 4)
     """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
     resolution of the level before."""
     num_res_blocks: Count = 3

@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import Amount, Count, Counts, Decay
+from diffusion_jax.config.ranges import Amount, Count, Decay, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
@@ -31,10 +31,10 @@ class UNet(Network):
     patch: Count = 1
     """Side in pixels of the patches that the image is first divided into (Hoogeboom et al. 2023).
     The resolutions below are in patches. NeMo's models have 1."""
-    embed_dim: Count = 256
+    embed_dim: Width = 256
     """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
     times as wide."""
-    channel_mult: Counts = (1, 2, 3, 4)
+    channel_mult: Multiples = (1, 2, 3, 4)
     """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
     resolution of the level before."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.config.ranges import DTYPES, Amount, Count, Counts
+from diffusion_jax.config.ranges import DTYPES, Amount, Count, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import (
@@ -35,9 +35,9 @@ from diffusion_jax.nn.layers import (
 class UNet(nn.Module):
     """Stable Diffusion's UNet. The defaults are those of 2.0."""
 
-    width: Count = 320
+    width: Width = 320
     """Number of channels of the first convolution, which `channel_mult` multiplies."""
-    channel_mult: Counts = (1, 2, 4, 4)
+    channel_mult: Multiples = (1, 2, 4, 4)
     """Number of channels of each level, in multiples of `width`. Each level has half of the
     resolution of the level before."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.config.ranges import DTYPES, Count, Counts
+from diffusion_jax.config.ranges import DTYPES, Count, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
@@ -32,9 +32,9 @@ Latents = Float[Array, "B h w Z"]
 class VAE(nn.Module):
     """The autoencoder of Stable Diffusion, which maps images to latents and back."""
 
-    width: Count = 128
+    width: Width = 128
     """Number of channels of the first convolution, which `channel_mult` multiplies."""
-    channel_mult: Counts = (1, 2, 4, 4)
+    channel_mult: Multiples = (1, 2, 4, 4)
     """Number of channels of each level, in multiples of `width`. Each level has half of the
     resolution of the level before."""
     num_res_blocks: Count = 2

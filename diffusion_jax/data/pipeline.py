@@ -283,7 +283,7 @@ def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
     """
     first, last = min(a for a, _ in spans), max(b for _, b in spans)
     size = last - first
-    covered = len({row for a, b in spans for row in range(a, b)})
+    covered = sum(b - a for a, b in set(spans))  # A sharding's ranges are equal or disjoint.
     if covered != size or batch_size % size or first % size:
         raise ValueError(
             f"this process's devices hold rows {sorted(set(spans))} of a batch of {batch_size}: "

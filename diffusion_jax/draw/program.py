@@ -17,7 +17,7 @@ from jaxtyping import Float
 from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.samplers import Begin
-from diffusion_jax.machine import programs
+from diffusion_jax.machine import hardware, programs
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
@@ -132,6 +132,25 @@ def in_batches(
 def default_batch_size(height: int, width: int) -> int:
     """Return the default batch size; larger images use smaller batches."""
     return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
+
+
+def check_fits(height: int, width: int, channels: int, num_images: int) -> None:
+    """Raise ValueError if images of this size certainly do not fit in a device's memory.
+
+    Args:
+        height: Height in pixels.
+        width: Width in pixels.
+        channels: The number of channels of the network's arrays at full size.
+        num_images: The number of images that are drawn at once.
+    """
+    rows = -(-num_images // jax.device_count())
+    # A layer's input and output are in memory together, mostly as float32.
+    need, limit = 2 * 4 * rows * height * width * channels, hardware.limit(jax.local_devices()[0])
+    if need > limit:
+        raise ValueError(
+            f"{num_images} images of {width}x{height} need more than {need / 1e9:,.0f} GB of "
+            f"memory on a device of {limit / 1e9:.1f} GB: choose a smaller size or batch"
+        )
 
 
 def even_batch_size(most: int, total: int) -> int:

@@ -60,6 +60,9 @@ def command(
     device_memory = flags.DEFINE_float(
         "device_memory", None, "Bytes of a device's memory for --rehearse; default: this machine's."
     )
+    ignore_memory = flags.DEFINE_bool(
+        "ignore_memory", False, "Train even if a step seems to need more memory than a device has."
+    )
     flags.mark_flag_as_required("config")
     profiled = flags.DEFINE_string(
         "profile_steps",
@@ -95,8 +98,10 @@ def command(
                 # Check that the workdir belongs to this run, and trace everything it will compute.
                 runs.claim(workdir, values, write=False)
                 finetune.check_base(workdir, inputs.base)
-                limit = device_memory.value
-                report = rehearse(inputs, s.run, settings, mesh, workdir, alone.value, limit)
+                report = rehearse(
+                    inputs, s.run, settings, mesh, workdir, alone.value, device_memory.value,
+                    ignore_memory.value,
+                )  # fmt: skip
                 _print_report(
                     report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
                 )

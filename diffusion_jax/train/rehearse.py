@@ -43,7 +43,7 @@ Rows = list[tuple[str, str]]
 
 def rehearse(
     inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    alone: bool = True, device_memory: float | None = None,
+    alone: bool = True, device_memory: float | None = None, ignore_memory: bool = False,
 ) -> str:  # fmt: skip
     """Trace the whole run and return a report on it, as lines of text.
 
@@ -56,12 +56,14 @@ def rehearse(
       alone: whether the command ends after the rehearsal. If so, look for damaged checkpoints here,
           since no training follows that would.
       device_memory: bytes of memory of one device; None: that of this machine's devices.
+      ignore_memory: whether a step that needs more memory than a device has is no error.
 
     Raises ValueError if the run would fail. Other errors get a note that names the traced part.
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
+    limit = device_memory or hardware.limit(jax.local_devices()[0])
     state = jax.eval_shape(create, memory.abstract_key())
     layout = sharding.shardings(state, mesh, task.rules)
     example = inputs.batches.example()
@@ -84,7 +86,7 @@ def rehearse(
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
         ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
         ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
-        ("memory", _memory(need, device_memory)),
+        ("memory", _memory(need, limit, ignore_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
         *_workdir(workdir, run, memory.disk(run, settings, state), state, alone),
@@ -151,14 +153,18 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
     return ", ".join(shapes) + filled
 
 
-def _memory(need: memory.Bytes, booked: float | None) -> str:
-    limit = booked or hardware.limit(jax.local_devices()[0])
+def _memory(need: memory.Bytes, limit: float, ignore: bool) -> str:
+    """Describe the memory of a step. Warn if it may not fit.
+
+    Raises ValueError if it exceeds a device's memory by more than the estimate's margin.
+    """
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
     line = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
+    advice = "lower optimizer.micro_batch or batch_size, or set unet.remat=True"
+    if need.total > limit / memory.USABLE and not ignore:
+        raise ValueError(f"the step does not fit: {line}; {advice}, or try with --ignore_memory")
     if need.total > memory.USABLE * limit:
-        logging.warning(
-            "the step may not fit: %s. Lower optimizer.micro_batch, or set unet.remat=True", line
-        )
+        logging.warning("the step may not fit: %s; %s", line, advice)
     return line
 
 

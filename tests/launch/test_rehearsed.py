@@ -47,11 +47,12 @@ def test_what_a_rehearsal_refuses_is_not_submitted(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_that_may_not_fit_into_what_is_booked_is_said(tmp_path):
+def test_a_step_that_does_not_fit_into_what_is_booked_is_not_submitted(tmp_path):
     large = "--job.sweep=(('batch_size=4000000',),)"
-    ended, _ = launch(tmp_path, f"--job.workdir={tmp_path}/runs", large)
-    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("warning: ")]
-    assert line.startswith("warning: the step may not fit: ") and " GB of 80.0 a device" in line
+    ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", large)
+    assert ended.returncode == 2 and taken == ""
+    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
+    assert "error: the step does not fit: " in line and " GB of 80.0 a device" in line
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def compiled(caplog):
 
 def told(
     workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None,
-    device_memory=None,
+    device_memory=None, ignore_memory=False,
 ):  # fmt: skip
     """Return the report's lines by name."""
     batches = pipeline.make_batches(
@@ -40,7 +40,10 @@ def told(
     with batches:
         before = batches.get_state()
         inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, records=records)
-        text = rehearse(inputs, run, settings, mesh, workdir, device_memory=device_memory)
+        text = rehearse(
+            inputs, run, settings, mesh, workdir, device_memory=device_memory,
+            ignore_memory=ignore_memory,
+        )  # fmt: skip
         assert batches.get_state() == before  # No sample is taken from the run.
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
 
@@ -132,14 +135,19 @@ def test_a_step_that_may_not_fit_and_a_disk_that_may_fill_are_said(tmp_path, mon
     monkeypatch.setattr("diffusion_jax.machine.hardware.host_memory", lambda: 10**6)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    told(tmp_path)
+    told(tmp_path, ignore_memory=True)
     assert "the step may not fit: " in caplog.text and "the disk may fill up: " in caplog.text
 
 
 def test_a_booked_device_takes_the_place_of_what_is_here(tmp_path, caplog):
-    lines = told(tmp_path, device_memory=1e5)
+    lines = told(tmp_path, device_memory=1e5, ignore_memory=True)
     assert " GB of 0.0 a device, estimated: " in lines["memory"]
     assert "the step may not fit: " in caplog.text
+
+
+def test_a_step_that_needs_much_more_memory_than_there_is_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the step does not fit: .* --ignore_memory"):
+        told(tmp_path, device_memory=1e5)
 
 
 def test_a_workdir_that_cannot_be_written_is_named(tmp_path, monkeypatch):
