@@ -20,7 +20,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from diffusion_jax import runs
-from diffusion_jax.machine import events, files, log, remote
+from diffusion_jax.machine import events, files, log, remote, untrusted
 from diffusion_jax.metrics import cards, table
 from diffusion_jax.metrics.cards import Scored
 
@@ -48,9 +48,10 @@ def read(folder: pathlib.Path) -> SweepResult:
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
-    """Read all sweeps of a workdir, sorted by name."""
-    tables = (files.path(workdir) / runs.EVALUATION).glob(f"*/{TABLE}")
-    return [read(path.parent) for path in sorted(tables)]
+    """Read all sweeps of a workdir, sorted by name. Links, devices and the like are left out."""
+    root = files.path(workdir)
+    tables = sorted((root / runs.EVALUATION).glob(f"*/{TABLE}"))
+    return [read(path.parent) for path in tables if untrusted.is_plain(path, root)]
 
 
 def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
@@ -63,7 +64,7 @@ def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
     last = [other for other in one.rows if same_name(other)][-1:] == [row]
     names = [sheet_name(row, several=True), *([sheet_name(row)] if last else [])]
     paths = (one.folder / name for name in names)
-    return next((path for path in paths if path.exists()), None)
+    return next((path for path in paths if untrusted.is_plain(path, one.folder)), None)
 
 
 def point_name(row: Row) -> str:
@@ -159,7 +160,8 @@ def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) 
 def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
     """Read the files of write_scored. The keys are the file names without suffix."""
     paths = sorted(folder.glob("*.json"))
-    return {path.stem: cards.read_scored(path) for path in paths}
+    plain = (path for path in paths if untrusted.is_plain(path, folder.parent))
+    return {path.stem: cards.read_scored(path) for path in plain}
 
 
 def describe(row: Row) -> str:

@@ -7,18 +7,23 @@ import io
 import json
 import math
 import os
+import pathlib
 import pickle
 import pickletools
 import re
+import stat
 import zipfile
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from diffusion_jax.machine.remote import Remote
+
 _IMAGES = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not used.
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # A larger archive may unpack to this many times its own size.
+_TEXT = 2**26  # The most bytes of a text file.
 _OPERATIONS = 5_000_000  # The most operations of a pickle. One of 10,000 arrays has 500,000.
 
 
@@ -34,6 +39,47 @@ def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
         return Image.open(file, formats=_IMAGES)
     except (Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def read_text(path: pathlib.Path) -> str:
+    """Return the content of a text file of at most 64 MiB, as UTF-8.
+
+    Raises:
+        ValueError: The file is longer, as devices such as /dev/zero are, or is not UTF-8.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(_TEXT + 1)
+    if len(content) > _TEXT:
+        raise ValueError(f"{path} has more than {_TEXT:,} bytes, which is too long for a text")
+    return content.decode("utf-8")
+
+
+def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:
+    """Return whether a path is a regular file below the folder `root`, reached without links.
+
+    `root` itself may be a link. Objects in buckets are plain files.
+    """
+    if isinstance(path, Remote):
+        return path.exists()
+    try:
+        expected = root.resolve() / path.relative_to(root)
+        return path.resolve() == expected and stat.S_ISREG(path.lstat().st_mode)
+    except (OSError, ValueError, RuntimeError):  # Missing, outside, or a loop of links.
+        return False
+
+
+def read_plain(path: pathlib.Path) -> bytes | None:
+    """Return the content of a regular file, or None for a link, a device, a FIFO or no file."""
+    if isinstance(path, Remote):
+        return path.read_bytes() if path.exists() else None
+    try:
+        # O_NONBLOCK: a FIFO without a writer would block.
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(number, "rb") as file:
+        return file.read() if stat.S_ISREG(os.fstat(number).st_mode) else None
 
 
 class Unpickler(pickle.Unpickler):
@@ -151,3 +197,12 @@ def parse_json(content: bytes | str) -> Any:
 def printable(text: str) -> str:
     r"""Return text with control characters escaped, such as \x1b, for terminals."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+
+
+def printable_json(value: Any) -> Any:
+    """Return a JSON value whose texts, including names, are `printable`."""
+    if isinstance(value, dict):
+        return {printable(str(name)): printable_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable_json(part) for part in value]
+    return printable(value) if isinstance(value, str) else value

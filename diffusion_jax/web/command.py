@@ -4,9 +4,7 @@ import ipaddress
 import secrets
 from collections.abc import Callable, Sequence
 from logging import LogRecord
-from typing import Any
 
-import uvicorn
 from absl import app, flags, logging
 
 from diffusion_jax import cli
@@ -14,7 +12,7 @@ from diffusion_jax.draw import option_flags
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.machine import files
-from diffusion_jax.web import about, results, server
+from diffusion_jax.web import about, listener, results, server
 
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -50,6 +48,7 @@ def command(
         cli.start(alone=True)
         logging.get_absl_handler().addFilter(_is_no_cancellation)
         with cli.bad_input():
+            listening = listener.bind(host.value, port.value)
             workdirs = results.named([stages_of(text) for text in workdir.value])
             values = option_flags.values(holders)
             of = lambda name: load(workdirs[name], values)
@@ -57,7 +56,9 @@ def command(
         token = "" if is_local(host.value) else secrets.token_urlsafe(24)
         site = server.Site(package, models, workdirs, of)
         hosts = (*_LOCAL, in_address(host.value)) if is_local(host.value) else ()
-        listen(server.app(site, hosts, token), host.value, port.value, token)
+        query = f"?token={token}" if token else ""
+        address = f"http://{in_address(host.value)}:{listening.getsockname()[1]}/{query}"
+        listener.serve(server.app(site, hosts, token), listening, f"open {address}")
 
     cli.run(main)
 
@@ -81,23 +82,6 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def listen(application: Any, host: str, port: int, token: str) -> None:
-    """Serve until interrupted. Print the address of the page once the server listens."""
-    config = uvicorn.Config(application, host=host, port=port, log_level="warning")
-    listener = uvicorn.Server(config)
-    start = listener.startup
-
-    async def start_and_print(sockets: Any = None) -> None:
-        await start(sockets)
-        if listener.started:
-            actual_port = listener.servers[0].sockets[0].getsockname()[1]
-            query = f"?token={token}" if token else ""
-            print(f"open http://{in_address(host)}:{actual_port}/{query}", flush=True)
-
-    listener.startup = start_and_print
-    listener.run()
 
 
 def _is_no_cancellation(record: LogRecord) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from diffusion_jax import runs
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.figures import Band
-from diffusion_jax.machine import files, log
+from diffusion_jax.machine import files, log, untrusted
 from diffusion_jax.web import results
 
 PAGE = "report.html"
@@ -41,7 +41,8 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
     for name, (folder,) in named.items():
-        if not (files.path(folder) / log.METRICS).exists() and name not in dict(sweeps):
+        root = files.path(folder)
+        if not untrusted.is_plain(root / log.METRICS, root) and name not in dict(sweeps):
             raise FileNotFoundError(
                 f"{folder} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
                 "it is not a workdir"
@@ -53,7 +54,7 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
         "/api/training": results.training(named, _inlined, _SAMPLES),
     }
     # Without "<" no text can end the script.
-    data = json.dumps(content, allow_nan=False).replace("<", r"\u003c")
+    data = json.dumps(untrusted.printable_json(content), allow_nan=False).replace("<", r"\u003c")
     code = "".join(_read(name) for name in ("plots.js", "results.js"))
     code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)
     script = f'<script type="application/json" id="kept">{data}</script>\n'
@@ -70,7 +71,8 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
 
 
 def _inlined(picture: pathlib.Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    content = untrusted.read_plain(picture) or b""
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def _read(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from diffusion_jax import runs
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.sweep import SweepResult
-from diffusion_jax.machine import claims, files, log
+from diffusion_jax.machine import claims, files, log, untrusted
 from diffusion_jax.metrics import table
 from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
@@ -132,7 +132,7 @@ def _sweep(run: str, one: SweepResult, show: Show) -> dict[str, Any]:
         "run": run,
         "name": one.folder.name,
         "share": f"{100 * share:.2g}" if share else "",
-        "real": show(real) if real.exists() else "",
+        "real": show(real) if untrusted.is_plain(real, one.folder) else "",
         "points": [_point(one, row, show) for row in one.rows],
     }
 
@@ -176,11 +176,13 @@ def _card(card: Card) -> dict[str, str]:
 
 
 def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str, Any]:
-    path = files.path(workdir) / log.METRICS
+    root = files.path(workdir)
+    path = root / log.METRICS
+    is_there = untrusted.is_plain(path, root)
     known = _METRICS.get(path, (b"", []))
-    _METRICS[path] = log.read_more_metrics(path, *known) if path.exists() else (b"", [])
+    _METRICS[path] = log.read_more_metrics(path, *known) if is_there else (b"", [])
     rows = _METRICS[path][1]
-    age = time.time() - path.stat().st_mtime if path.exists() else None
+    age = time.time() - path.stat().st_mtime if is_there else None
     keys = dict.fromkeys(key for row in rows for key in row if key != "step")
     curves = {}
     for key in keys:
@@ -220,11 +222,16 @@ def _seconds_left(
 
 def _samples(workdir: str) -> dict[int, pathlib.Path]:
     """Return the sheets of samples that training drew, by step."""
-    paths = (files.path(workdir) / _SAMPLES).glob("step_*.png")
-    return {int(p.stem.removeprefix("step_")): p for p in paths if p.stem[5:].isdigit()}
+    root = files.path(workdir)
+    paths = (p for p in (root / _SAMPLES).glob("step_*.png") if p.stem[5:].isdigit())
+    plain = (p for p in paths if untrusted.is_plain(p, root))
+    return {int(p.stem.removeprefix("step_")): p for p in plain}
 
 
 def _config(workdir: str) -> dict[str, Any]:
+    root = files.path(workdir)
+    if not untrusted.is_plain(root / runs.CONFIG, root):
+        return {}
     try:
         return _read(runs.load, workdir, files.path(workdir) / runs.CONFIG)
     except (OSError, ValueError):

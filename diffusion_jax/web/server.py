@@ -1,4 +1,4 @@
-"""The server of the web page: its routes and its access control.
+"""The server of the web page: its routes. access.py decides which requests they answer.
 
 It serves three kinds of files: the page's own files, the pictures that it drew, and the results
 that training and evaluation wrote into its runs. The server chooses all paths itself. It never
@@ -7,18 +7,16 @@ opens a path that a browser sends.
 
 import asyncio
 import hashlib
-import hmac
 import json
 import pathlib
 import shlex
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from absl import logging
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from diffusion_jax import runs
@@ -26,9 +24,10 @@ from diffusion_jax.config import ranges
 from diffusion_jax.draw import options
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Option, Options, Values
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 from diffusion_jax.web import about, results, uploads
-from diffusion_jax.web.jobs import PICTURES, Full, Job, Picture, Queue
+from diffusion_jax.web.access import Answer, guarded, with_headers
+from diffusion_jax.web.jobs import PICTURES, Job, Picture, Queue
 from diffusion_jax.weights import restore
 
 _SCRIPTS_AND_STYLE = (
@@ -43,16 +42,6 @@ _MAX_LETTERS = 2_000  # The largest length of a prompt or other text.
 _MAX_BODY = 2**20  # The largest size of a request in bytes.
 _MAX = {"steps": 1_000, "height": 2_048, "width": 2_048}  # Limits on settings that cost time.
 _KINDS = {bool: "switch", int: "whole", float: "number", str: "text"}
-_SAFE = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
-_TOKEN = "token"
-Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Site:
@@ -164,7 +153,8 @@ class Site:
         text = lambda value: ",".join(map(str, value if type(value) is tuple else [value]))
         values |= dict(picture.choices)
         words += [f"--{name}={text(value)}" for name, value in values.items()]
-        return shlex.join([*words, *uploads.flags(picture.edit), "--out=pictures"])
+        words += [*uploads.flags(picture.edit), "--out=pictures"]
+        return " ".join(map(_quoted, words))
 
     def report(self, job: Job) -> dict[str, Any]:
         """Return the progress of a drawing job as JSON values, for the tab that watches it."""
@@ -183,16 +173,16 @@ def settings(model: Loaded) -> Options:
     return {n: option for n, option in model.options.items() if option.field and not option.at_load}
 
 
-def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
+def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
     """Return the web application.
 
     If `hosts` is not empty, requests for any other host name are refused. If `token` is not empty,
     requests without it are refused. A browser that opens /?token=... stores the token as a cookie.
     """
     files = [Route(path, _file(name)) for path, name in _FILES.items()]
-    guarded = [Route(r.path, _guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
+    routes = [Route(r.path, guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
                for r in [*files, *_drawing(site), *_results(site)]]  # fmt: skip
-    return Starlette(routes=guarded)
+    return with_headers(Starlette(routes=routes))
 
 
 def _drawing(site: Site) -> list[Route]:
@@ -268,57 +258,21 @@ def _results(site: Site) -> list[Route]:
 
     async def sweeps(request: Request) -> Response:
         read = lambda: results.sweeps(results.drawn_by(site.workdirs), site.show)
-        return JSONResponse(await asyncio.to_thread(read))
+        return JSONResponse(untrusted.printable_json(await asyncio.to_thread(read)))
 
     async def training(request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(results.training, site.workdirs, site.show))
+        shown = await asyncio.to_thread(results.training, site.workdirs, site.show)
+        return JSONResponse(untrusted.printable_json(shown))
 
     async def shown(request: Request) -> Response:
         path = site.shown[request.path_params["name"]]
-        return _png(await asyncio.to_thread(path.read_bytes) if path.exists() else None)
+        return _png(await asyncio.to_thread(untrusted.read_plain, path))
 
     return [
         Route("/api/sweeps", sweeps),
         Route("/api/training", training),
         Route("/api/shown/{name}.png", shown),
     ]
-
-
-def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
-    """Return a handler that refuses forbidden requests and reports errors as one line of JSON."""
-
-    async def checked(request: Request) -> Response:
-        host = request.headers.get("host", "").rpartition("]")  # [::1]:8765, or a name and a port.
-        name = host[0] + host[1] or host[2].partition(":")[0]
-        if hosts and name not in hosts:
-            return JSONResponse(
-                {"error": f"the server does not answer requests for the host {name}"}, 421
-            )
-        cookie = f"{_TOKEN}_{request.scope['server'][1]}"  # Browsers send a cookie to all ports.
-        in_query = request.query_params.get(_TOKEN, "")
-        if token and in_query and hmac.compare_digest(in_query.encode(), token.encode()):
-            welcome = RedirectResponse(request.url.path, 303, _SAFE)
-            # Not "strict": a link from another site must open too.
-            welcome.set_cookie(cookie, token, httponly=True, samesite="lax")
-            return welcome
-        in_cookie = request.cookies.get(cookie, "")
-        if token and not hmac.compare_digest(in_cookie.encode(), token.encode()):
-            return JSONResponse({"error": "open the address with the token that was printed"}, 403)
-        try:
-            response = await answer(request)
-        except LookupError:
-            response = JSONResponse({"error": "there is no such job, picture or model"}, 404)
-        except Full as error:
-            response = JSONResponse({"error": str(error)}, 429)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            response = JSONResponse({"error": str(error)}, 400)
-        except Exception as error:  # A bug here: the page can show only JSON.
-            logging.exception("a request failed")
-            response = JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
-        response.headers.update(_SAFE)
-        return response
-
-    return checked
 
 
 def _file(name: str) -> Answer:
@@ -352,6 +306,19 @@ async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
 
 def _job(site: Site, request: Request) -> Job:
     return site.queue.jobs[request.path_params["job"]]
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for the shell. Control characters, which terminals obey, are escaped."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escape = lambda c: {"\\": "\\\\", "'": "\\'"}.get(c, c if c.isprintable() else _escaped(c))
+    return f"$'{''.join(map(escape, word))}'"
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 128 else f"\\U{code:08x}"
 
 
 def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""The page's socket: exit codes of bad addresses, and connections that never send a request."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from diffusion_jax.machine import exits
+from diffusion_jax.web import access, listener
+
+
+async def hello(scope, receive, send):
+    """The smallest application."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """The address of a running server that allows 20 connections and a second for a head."""
+    monkeypatch.setattr(listener, "_HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(listener, "_CONNECTIONS", 20)
+    listening = listener.bind("127.0.0.1", 0)
+    config = uvicorn.Config(hello, http=listener.Bounded, ws="none", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield listening.getsockname()
+    server.should_exit = True
+    thread.join()
+
+
+def get(address):
+    """The response to a request."""
+    with socket.create_connection(address, 30) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: client.recv(4096), b"")).decode()
+
+
+def test_half_open_requests_do_not_make_the_page_unreachable(address):
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            client = stack.enter_context(socket.create_connection(address, 30))
+            with contextlib.suppress(OSError):  # The oldest ones have been closed.
+                client.sendall(b"GET / HTTP/1.1\r\nHost:")
+        assert "\r\nhello\r\n" in get(address)
+
+
+def test_a_connection_without_a_request_is_closed(address):
+    with socket.create_connection(address, 30) as client:
+        client.sendall(b"GET / HTT")
+        start = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+        assert 0.5 < time.monotonic() - start < 20
+
+
+def test_a_malformed_request_gets_the_security_headers(address):
+    with socket.create_connection(address, 30) as client:
+        client.sendall(b"\x00\x01\r\n\r\n")
+        said = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert said.startswith("HTTP/1.1 400 ")
+    assert all(f"\r\n{name}: {value}\r\n" in said for name, value in access.SAFE.items())
+
+
+def test_a_port_in_use_is_busy():
+    with listener.bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(exits.Busy, match=rf"--port={port} on 127.0.0.1 is in use: choose"):
+            listener.bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1", "a" * 300, ""])
+def test_a_host_that_is_none_of_this_machine_is_named(host):
+    with pytest.raises(ValueError, match=f"--host={host} --port=0: "):
+        listener.bind(host, 0)
