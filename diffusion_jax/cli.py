@@ -61,13 +61,16 @@ def _read(files: flags.ArgumentParser, argument: str) -> Any:
         raise ValueError(f"--config: No such file or directory: {str(path)!r}{hint}")
     try:
         config = files.parse(argument)
-    except Exception as error:  # The file is a program and may raise anything.
+    except Exception as raised:  # The file is a program and may raise anything.
+        # ml_collections wraps these two, with a traceback in the text.
+        wrapped = isinstance(raised, TypeError | ValueError) and raised.__context__
+        error = raised.__context__ if wrapped else raised
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if _same(frame, path)]
         line = getattr(error, "lineno", None) or (lines or [None])[-1]
         where = f"{path}, line {line}" if line else f"{path}"
         reason = getattr(error, "msg", None) or error
-        raise ValueError(f"{where}: {type(error).__name__}: {reason}") from error
+        raise ValueError(f"{where}: {type(error).__name__}: {reason}") from raised
     if config is not None and not isinstance(config, ConfigDict) and not callable(config):
         raise ValueError(f"{path}: get_config returns {config!r}: it must return a ConfigDict")
     return config
@@ -138,6 +141,7 @@ def start(*, alone: bool = False) -> None:
     sys.unraisablehook = _unraisable
     # Damaged images are counted, and Pillow's warnings would fill the log with a line per image.
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # Also of a failed save.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
@@ -231,8 +235,9 @@ class _Printable(logging.PythonFormatter):
 
 
 def _unraisable(hook_args: Any) -> None:
-    # Tasks of TensorStore outlive a failed save, whose error is raised elsewhere.
-    if hook_args.object is not None or str(hook_args.exc_value) != "Event loop is closed":
+    # Tasks and loops of Orbax outlive a failed save, whose error is raised elsewhere.
+    text, owner = str(hook_args.exc_value), getattr(hook_args.object, "__qualname__", "")
+    if text != "Event loop is closed" and owner != "BaseEventLoop.__del__":
         sys.__unraisablehook__(hook_args)
 
 

@@ -39,7 +39,7 @@ from diffusion_jax.config.ranges import Count, Share
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import option_flags, pictures
 from diffusion_jax.draw.command import Session, command, warn_of_cuts, warn_of_new_words
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.machine import files
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
 from imagen_jax.cascade import Model
@@ -122,16 +122,16 @@ def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list
 
 def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     """Return the pictures to enlarge, one for each text, in [-1, 1]."""
-    opened = [untrusted.open_image(files.local(path)) for path in _LOW_RES.value]
-    pictures = [np.asarray(image.convert("RGB")) for image in opened]
-    if not pictures:
+    low_res = [pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
+    arrays = [np.asarray(image) for image in low_res]
+    if not arrays:
         cascade.check_low_res(first, None)
         return None
-    for picture in pictures:
-        cascade.check_low_res(first, picture.shape[:2])
-    if len(pictures) != num_texts:
-        raise ValueError(f"{len(pictures)} pictures and {num_texts} texts: give one for each text")
-    return np.stack(pictures).astype(np.float32) / 127.5 - 1
+    for array in arrays:
+        cascade.check_low_res(first, array.shape[:2])
+    if len(arrays) != num_texts:
+        raise ValueError(f"{len(arrays)} pictures and {num_texts} texts: give one for each text")
+    return np.stack(arrays).astype(np.float32) / 127.5 - 1
 
 
 if __name__ == "__main__":

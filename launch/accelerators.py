@@ -83,6 +83,9 @@ _SMALL = {
 }
 
 
+_MAX_GPUS = 2**15  # The largest number of GPUs that is modelled.
+
+
 class Target(NamedTuple):
     """Accelerators of a training run: one or several equal TPU slices, or a number of GPUs."""
 
@@ -193,6 +196,8 @@ def _gpus(name: str, size: str) -> Target:
             f"accelerator '{name}:{size}': give a number of GPUs, such as {name}:{host}"
         )
     count = int(size)
+    if count > _MAX_GPUS:
+        raise ValueError(f"accelerator '{name}:{size}': at most {_MAX_GPUS:,} GPUs are allowed")
     if count > host and count % host:
         below = count // host * host
         raise ValueError(

@@ -44,7 +44,7 @@ class Latents(NamedTuple):
     Read by sd_jax/task.py and sd_jax/sampling.py.
     """
 
-    image_size: ranges.Count
+    image_size: ranges.Side
     """Side of the square training images in pixels."""
     scale: ranges.Positive = vae_module.SCALE
     """The factor that gives the latents a standard deviation of 1: one over that of the VAE's
@@ -231,7 +231,7 @@ class Reconstruction(NamedTuple):
     Read by sd_jax/train_vae.py.
     """
 
-    image_size: ranges.Count
+    image_size: ranges.Side
     """Side of the square training images in pixels."""
     distance: DistanceName = "l1"
     """How a reconstruction is compared with its image: absolute ("l1") or squared ("l2") error, or
@@ -294,7 +294,9 @@ def check_pipeline(p: Pipeline) -> None:
     guidance_module.check(p.sampler)
     check_size(p, "sampler.height", p.output_shape[0])
     check_size(p, "sampler.width", p.output_shape[1])
-    if not 0 < p.strength <= 1 or p.steps_taken < 1:
+    if not 0 < p.strength <= 1:
+        raise ValueError(f"strength is {p.strength}: it must be above 0 and at most 1")
+    if p.steps_taken < 1:
         raise ValueError(
             f"strength is {p.strength}, which runs {p.steps_taken} of {p.sampler.steps} steps: it "
             "must be in (0, 1] and give at least one step"

@@ -8,6 +8,7 @@ the user's cache if the folder is read-only, and rebuilt when the tar's size or 
 import functools
 import hashlib
 import io
+import math
 import os
 import pathlib
 import re
@@ -30,6 +31,9 @@ BLOCK = 512
 """Bytes per block of a tar; a member's header is in the block before its contents."""
 _INDEX_VERSION = 2
 _WDINFO = ".pkl"
+_BRACES = r"\{([^{}]*)\}"
+_NUMBERS = r"(\d+)\.\.(\d+)"
+_MAX_NAMES = 1_000_000  # The most names that a pattern may mean.
 
 
 class Index(NamedTuple):
@@ -115,12 +119,16 @@ def split(name: str) -> tuple[str, str]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Expand braces like a shell: "{a,b}" lists alternatives, "{08..11}" a range of numbers."""
-    match = re.search(r"\{([^{}]*)\}", pattern)
+    """Expand braces like a shell: "{a,b}" lists alternatives, "{08..11}" a range of numbers.
+
+    Raises ValueError if there are more than a million names.
+    """
+    if (count := math.prod(map(_count, re.findall(_BRACES, pattern)))) > _MAX_NAMES:
+        raise ValueError(f"{pattern} means {count:,} files: at most {_MAX_NAMES:,} are allowed")
+    match = re.search(_BRACES, pattern)
     if match is None:
         return [pattern]
-    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if numbers:
+    if numbers := re.fullmatch(_NUMBERS, match[1]):
         first, last = numbers.groups()
         parts = [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
     else:
@@ -131,6 +139,13 @@ def expand(pattern: str) -> list[str]:
         for part in parts
         for after in expand(pattern[match.end() :])
     ]
+
+
+def _count(braces: str) -> int:
+    """Return the number of alternatives in braces."""
+    if numbers := re.fullmatch(_NUMBERS, braces):
+        return max(0, int(numbers[2]) - int(numbers[1]) + 1)
+    return braces.count(",") + 1
 
 
 def find(path: str) -> list[str]:

@@ -19,7 +19,7 @@ from jaxtyping import UInt8
 
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import files, programs, progress, sheets
+from diffusion_jax.machine import files, programs, progress, sheets, untrusted
 from diffusion_jax.text import TextEncoder, vocabulary
 
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
@@ -103,7 +103,7 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string("out", None, "The folder to write to.", required=True),
         flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
         flags.DEFINE_string("prompts", None, "A file with one text per line."),
-        integer("num_images", 1, "Images for each text.", lower_bound=1),
+        integer("num_images", 1, "Images for each text.", lower_bound=1, upper_bound=10**6),
         flags.DEFINE_bool("rehearse", False, "Print what would be drawn, and exit."),
         integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1),
     ]
@@ -115,7 +115,7 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     if path is None:
         return list(prompts)
     try:
-        lines = files.path(path).read_text(encoding="utf-8").splitlines()
+        lines = untrusted.read_text(files.local(path)).splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts={path} is not UTF-8 text: give one prompt per line") from error
     except OSError as error:

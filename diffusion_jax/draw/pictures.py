@@ -66,8 +66,8 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     Raises:
         ValueError: The numbers or sizes of pictures, masks and texts do not fit together.
     """
-    opened = [untrusted.open_image(files.local(path)).convert("RGB") for path in images]
-    white = [untrusted.open_image(files.local(path)).convert("L") for path in masks]
+    opened = [open_picture(path, "RGB", "--image") for path in images]
+    white = [open_picture(path, "L", "--mask") for path in masks]
     for name, some in (("pictures", opened), ("masks", white)):
         if len(some) not in (0, 1, num_texts):
             raise ValueError(f"{len(some)} {name} and {num_texts} texts: give one, or one for each")
@@ -77,6 +77,15 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
         for image in opened if len(white) == 1 else [opened[min(i, len(opened) - 1)]]:
             _check_mask(mask, image, f"--mask={path}")
     return Pictures(opened, white) if opened else None
+
+
+def open_picture(path: str, mode: str, flag: str) -> Image.Image:
+    """Open and decode a picture. Raise ValueError, with the file's name, if it is damaged."""
+    image = untrusted.open_image(files.local(path))
+    try:
+        return image.convert(mode)
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each for damaged files.
+        raise ValueError(f"{flag}={path} is damaged: {error}") from error
 
 
 def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:

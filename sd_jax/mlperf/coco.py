@@ -5,7 +5,6 @@ The images are resized to squares, which changes their aspect ratio.
 
 import csv
 import io
-import json
 import pathlib
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ def read_annotations(path: pathlib.Path) -> list[Caption]:
     Newlines and surrounding spaces are removed. Raises ValueError if the file has another format.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = untrusted.parse_json(path.read_bytes())
         rows = [Caption(*(a[name] for name in _COLUMNS)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a COCO captions file: {error!r}") from error
@@ -84,7 +83,11 @@ def read_tsv(path: pathlib.Path) -> list[Caption]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file of captions at {path}")
-    with path.open(encoding="utf-8", newline="") as file:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a table of captions: it is not UTF-8 text") from error
+    with io.StringIO(text, newline="") as file:
         rows = csv.DictReader(file, delimiter="\t")
         names = rows.fieldnames or []
         if missing := [name for name in _COLUMNS if name not in names]:

@@ -66,7 +66,8 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
     """
     stem = f"{source.rstrip('/')}/stable-diffusion-{name}"
     with tempfile.TemporaryDirectory() as folder:
-        urls = fetch.expand([f"{stem}.uri", f"{stem}.md5"])
+        scheme = source.partition("://")[0]  # The user chose it.
+        urls = fetch.expand([f"{stem}.uri", f"{stem}.md5"], [*fetch.SCHEMES, scheme])
         uri, md5 = (p.read_text(errors="replace") for p in fetch.fetch(urls, pathlib.Path(folder)))
     hashes = {}
     for line in filter(str.strip, md5.splitlines()):

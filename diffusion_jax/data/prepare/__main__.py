@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    urls, sums = fetch.expand(args.url), {}
+    urls, sums = fetch.expand(args.url, [*fetch.SCHEMES, *args.schemes]), {}
     for path in args.sums:
         sums |= fetch.read_sums(files.path(path).read_text())
     if args.hash:
@@ -148,6 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a file written by sha1sum, sha256sum or sha512sum",
     )
+    arg("--schemes", nargs="+", default=[], metavar="SCHEME",
+        help=f"schemes to allow besides {', '.join(fetch.SCHEMES)}, such as file")  # fmt: skip
     arg("--hash", help="the hash of a single file: sha1, sha256 or sha512")
     arg("--threads", type=_count, default=4, help="downloads at once")
     arg("--verify", action="store_true", help="also hash existing files")

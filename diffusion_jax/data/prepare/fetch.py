@@ -17,22 +17,30 @@ from urllib.error import HTTPError
 from absl import logging
 
 from diffusion_jax.data import storage, tars
-from diffusion_jax.machine import files, progress
+from diffusion_jax.machine import files, progress, remote
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
+SCHEMES = ("http", "https", *remote.SCHEMES)
+"""Schemes of URLs that are fetched by default. file:// would copy any file of this machine."""
 _CHUNK = 2**20
 _ATTEMPTS = 4
 
 
-def expand(urls: Sequence[str]) -> list[str]:
+def expand(urls: Sequence[str], schemes: Sequence[str] = SCHEMES) -> list[str]:
     """Expand braces in URLs as a shell does, such as "part-{00000..00031}.parquet".
 
-    Raises ValueError for a malformed URL, and for URLs with the same file name.
+    Raises ValueError for a malformed URL, a URL with another scheme than `schemes`, and for URLs
+    with the same file name.
     """
     every = [url for pattern in urls for url in tars.expand(pattern)]
     for url in every:
         if not re.match(r"\w+://.*[^/]$", url):
             raise ValueError(f"{url} is not the URL of a file: write https://HOST/.../FILE")
+        if url.partition("://")[0] not in schemes:
+            raise ValueError(
+                f"{url} is not fetched: its scheme must be one of {', '.join(schemes)}; allow more "
+                "with --schemes"
+            )
     names = [name(url) for url in every]
     if doubled := {one for one in names if names.count(one) > 1}:
         raise ValueError(f"several URLs end in {min(doubled)}: fetch them into different folders")

@@ -54,10 +54,16 @@ class WebDataset(Records):
         self._listing = listing.open_listing(os.fspath(path), images, suffix)
         facts = self._listing.facts
         _check_broken(len(self._listing.tars), facts, max_broken)
-        records.check_any(facts["images"], os.fspath(path), facts["suffixes"], images)
-        records.check_captions(
-            facts["bare"], facts["first"], facts["images"], text, uncaptioned, facts["suffixes"]
-        )
+        try:
+            records.check_any(facts["images"], os.fspath(path), facts["suffixes"], images)
+            records.check_captions(
+                facts["bare"], facts["first"], facts["images"], text, uncaptioned, facts["suffixes"]
+            )
+        except ValueError as error:
+            if not facts["truncated"]:
+                raise
+            cut = f"{facts['truncated']} of {len(self._listing.tars)} tars in {path} are cut off"
+            raise ValueError(f"{cut}: fetch them again. Therefore: {error}") from error
 
     def __len__(self) -> int:
         return len(self._listing.spans)
