@@ -94,6 +94,8 @@ def scan(path: str) -> Index:
                 if member.isfile() and member.offset_data + member.size <= size and key:
                     row = records.setdefault(key, len(records))
                     rows.append((row, suffix, member.offset_data, member.size))
+            if tar.offset + BLOCK > size:
+                raise tarfile.ReadError("it has no end")
     except tarfile.ReadError as error:
         if not rows:
             raise ValueError(

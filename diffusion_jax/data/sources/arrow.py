@@ -110,7 +110,8 @@ class Arrow(Rows):
 
         Raises:
             FileNotFoundError: the folder does not exist.
-            ValueError: there are no .arrow files, no rows, or no image or caption column.
+            ValueError: there are no .arrow files, no rows, or no image or caption column, or a file
+                is damaged.
         """
         import pyarrow  # Slow to import, and needed by few data sets.
 
@@ -125,9 +126,27 @@ class Arrow(Rows):
                 f"no .arrow in {root / split}, whose splits are {splits or 'none'}: choose one as "
                 f"{place}@SPLIT; parquet is read by the source 'huggingface'"
             )
-        maps = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(f))).read_all() for f in paths]
-        table = pyarrow.concat_tables(maps)
+        table = pyarrow.concat_tables(map(_open, paths))
         super().__init__(table, os.fspath(path), text, root / split, uncaptioned)
+
+
+def _open(path: pathlib.Path) -> Any:
+    """Map an .arrow file into memory, and check its offsets, which pyarrow would otherwise trust.
+
+    Captions that are not UTF-8 are no error here: they count as broken texts when they are read.
+    """
+    import pyarrow
+
+    as_bytes = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    try:
+        table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+        table.validate()
+        for chunk in (chunk for column in table.columns for chunk in column.chunks):
+            kind = as_bytes.get(chunk.type)
+            (chunk.view(kind) if kind else chunk).validate(full=True)
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}; copy or write it again") from error
+    return table
 
 
 def _load(place: str, split: str) -> Any:

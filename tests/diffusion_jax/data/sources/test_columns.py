@@ -6,9 +6,10 @@ import struct
 import sys
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
-from diffusion_jax.data.sources import arrayrecord
+from diffusion_jax.data.sources import arrayrecord, arrow
 from diffusion_jax.data.sources.arrow import Arrow
 from diffusion_jax.data.sources.tfds import Tfds
 from diffusion_jax.data.transforms import Unusable
@@ -138,3 +139,23 @@ def test_tf_records_that_end_too_early_are_refused(tf_records, tmp_path):
     (tmp_path / "1.0.0/dataset_info.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match="the file format RIEGELI has no random access"):
         Tfds(f"{tmp_path}/1.0.0@train")
+
+
+def test_damaged_arrow_files_are_named_and_do_not_end_the_process(tmp_path):
+    path = tmp_path / "data.arrow"
+    write_arrow(path, [{"bytes": b"x" * 20, "path": None}] * 9, ["a cat"] * 9)
+    whole, offsets = path.read_bytes(), struct.pack("<3i", 0, 5, 10)  # The captions' first ends.
+    assert whole.count(offsets) == 1
+    for damaged in (whole[:-300], whole.replace(offsets, struct.pack("<3i", 0, 2**30, 10)), b"x"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"data\.arrow is damaged: "):
+            Arrow(tmp_path)
+
+
+def test_damaged_parquet_files_are_named(tmp_path):
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"image": [b"x"], "caption": ["a"]}), path)
+    for damaged in (path.read_bytes()[:-20], b"PAR1" * 9):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"datasets cannot open .*data\.parquet"):
+            arrow._load(str(path), "")
