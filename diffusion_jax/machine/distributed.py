@@ -28,7 +28,7 @@ from absl import flags, logging
 from jax.experimental import multihost_utils
 
 from diffusion_jax.machine import exits
-from diffusion_jax.machine.last_words import LastWords
+from diffusion_jax.machine.last_words import LastWords, exit_at_abort
 
 _HEARTBEAT = 30  # Seconds of silence after which JAX takes a process for dead.
 _GRACE = 2.0  # Seconds for other processes to report the same error before this one ends.
@@ -82,6 +82,7 @@ def join() -> None:
         raise ValueError(f"num_processes is {each}: start all with the same --num_processes")
     if jax.process_count() > 1:
         _Farewell.last_words = LastWords(_farewell(_ABRUPTLY))
+        exit_at_abort()
     logging.info("process %d of %d", jax.process_index(), jax.process_count())
     if jax.process_index():
         logging.set_verbosity(logging.WARNING)  # Process 0 logs for all.

@@ -5,6 +5,9 @@ small child process waits until its standard input closes, and then prints the l
 """
 
 import contextlib
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 
@@ -15,6 +18,21 @@ for line in sys.stdin.buffer:
     pass
 sys.stderr.buffer.write(line.lstrip())
 """
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_EXIT = _Handler(lambda number: os._exit(1))
+
+
+def exit_at_abort() -> None:
+    """Let this process exit with code 1 when a library aborts it. Otherwise it ends by SIGABRT.
+
+    Python's own signal handlers run too late for this, because abort() ends the process as soon as
+    the handler of the C library returns.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, _Handler], ctypes.c_void_p
+    libc.signal(signal.SIGABRT, _EXIT)
 
 
 class LastWords:

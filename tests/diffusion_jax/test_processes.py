@@ -96,9 +96,7 @@ def test_one_that_is_killed_ends_the_other_which_says_so(killed):
 @pytest.mark.slow
 def test_the_first_that_is_killed_ends_the_other_which_says_so(tmp_path):
     code, group = stop_one(tmp_path, signal.SIGKILL, which=0)
-    assert code in (1, -signal.SIGABRT), (
-        group.said()
-    )  # JAX aborts unless a collective operation is first.
+    assert code == 1, group.said()  # Also if JAX aborts before a collective operation fails.
     reason = rf"(because it lost another process \(.*Gloo.*\)|{ABRUPTLY})"
     check_farewell(group, 1, reason)
 

@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import os, signal, sys
-from diffusion_jax.machine.last_words import LastWords
+from diffusion_jax.machine.last_words import LastWords, exit_at_abort
 
 words = LastWords("not this")
 words.replace("the same command continues")
@@ -21,6 +21,7 @@ os._exit(3)
     [
         ("os.abort()", -6, "the same command continues\n"),
         ("os.kill(os.getpid(), signal.SIGKILL)", -9, "the same command continues\n"),
+        ("exit_at_abort(); os.abort()", 1, "the same command continues\n"),
         ("", 3, "the same command continues\n"),
         ("words.cancel()", 3, ""),
     ],
