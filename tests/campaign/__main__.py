@@ -3,8 +3,10 @@
     python -m tests.campaign --rounds=100 --seed=0
 
 Each round takes one command (training in one and in two processes, a store of texts, moments, a
-sweep, a download, a conversion) and one fault: SIGKILL, SIGTERM or SIGSTOP at a random moment, a
-full disk (a small tmpfs, where one can be mounted), files that are damaged or gone. Then the same
+sweep, a download, a conversion, a judge) and one fault: SIGKILL, SIGTERM or SIGSTOP at a random
+moment, a full disk (a small tmpfs, where one can be mounted), files that are damaged or gone, no
+more memory (a limit of the address space, and a cgroup where one can be made), a clock set back,
+two starts one second apart, or the takeover of a frozen run by another host. Then the same
 command runs again until it is done, and all that matters of what it wrote is compared byte for byte
 with that of an undisturbed one. A line a round, and a table at the end; the exit code is 1 if
 anything differs. --record=FILE keeps each round's outcome: the rounds in it are not run again, so

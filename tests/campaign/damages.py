@@ -106,3 +106,25 @@ def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
         return path.name, lambda: aside.rename(path)
 
     return {"flipped bit in the index of its tars": listing, "vanished tar": away}
+
+
+def of_table(table: pathlib.Path) -> Mapping[str, Damage]:
+    """A table whose end is damaged or cut off, or that is away; a person restores the copy."""
+
+    def damage_by(harm):
+        def damage(out, rng):
+            if not _inside(out / "run" / "checkpoints", "*/checksums/*"):
+                return None  # Nothing that it has done could tell it of what is missing.
+            content = table.read_bytes()
+            harm(table, rng)
+            return table.name, lambda: table.write_bytes(content)
+
+        return damage
+
+    def flip_end(path, rng):
+        content = bytearray(path.read_bytes())
+        content[-1 - rng.randrange(8)] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+
+    harms = {"flipped bit at the end of its table": flip_end, "cut table": cut}
+    return {name: damage_by(harm) for name, harm in {**harms, "vanished table": vanish}.items()}

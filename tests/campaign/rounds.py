@@ -12,10 +12,11 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
+from tests.campaign import disturbances
 from tests.campaign.damages import FINISHED
 from tests.campaign.subjects import Result, Subject
 from tests.imagen_jax import commands
@@ -69,7 +70,10 @@ class Outcome(NamedTuple):
 class Job:
     """A subject's processes, as one."""
 
-    def __init__(self, subject: Subject, out: pathlib.Path, more: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, subject: Subject, out: pathlib.Path, more: tuple[str, ...] = (),
+        before: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         said = out.with_name(f"{out.name} said")
         said.mkdir(exist_ok=True)
         self.number = len(list(said.iterdir()))
@@ -92,7 +96,7 @@ class Job:
             self.processes.append(
                 commands.start(
                     name, *arguments, *joined, devices=1, outputs=outputs,
-                    before=noting if subject.notes else None,
+                    before=disturbances.chained(noting if subject.notes else None, before),
                 )
             )  # fmt: skip
 
@@ -132,6 +136,10 @@ def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
         print("no full disks: a small one cannot be mounted here (it takes root)", flush=True)
     for name, subject in every.items():
         mine = [*SIGNALS, *disks, *subject.harms]
+        if subject.processes == 1:
+            mine += [disturbances.NO_MEMORY, disturbances.CLOCK]
+            mine += [disturbances.OOM] if disturbances.can_limit() else []
+        mine += [disturbances.TWINS, disturbances.TAKEOVER] if subject.locks else []
         rng.shuffle(mine)
         faults[name] = itertools.cycle(mine)
     for turn in itertools.count():
@@ -195,7 +203,10 @@ def run(
 
 def _disturb(subject, fault, seconds, out, rng, grow):
     """(whether it hit, exit codes, what was said, how to mend it) of a process that is harmed."""
-    job, nothing = Job(subject, out), lambda: None
+    nothing = lambda: None
+    if fault in (disturbances.TWINS, disturbances.TAKEOVER, disturbances.CLOCK):
+        return *_accompany(subject, fault, seconds, out, rng), nothing
+    job = Job(subject, out)
     if fault == FULL:
         ended = job.end()
         job.kill()
@@ -204,7 +215,12 @@ def _disturb(subject, fault, seconds, out, rng, grow):
     # What harms files needs some that are there.
     moment = rng.uniform(0.5 if fault in subject.harms else 0.1, 1.0) * seconds
     hit = not job.end(PATIENCE if fault.endswith(FINISHED) else moment)
-    if fault == "SIGSTOP":
+    if fault == disturbances.OOM:
+        hit = disturbances.kill_for_memory(job)
+    elif fault == disturbances.NO_MEMORY:
+        disturbances.take_address_space(job)
+        job.end(150)  # A save that hangs ends after two minutes.
+    elif fault == "SIGSTOP":
         job.send(signal.SIGSTOP)
         time.sleep(rng.uniform(0.5, 3))
         if subject.processes == 1:
@@ -214,10 +230,33 @@ def _disturb(subject, fault, seconds, out, rng, grow):
         job.send(signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
         job.end(60)
     job.kill()
-    if fault in SIGNALS:
+    if fault not in subject.harms:
         return hit, job.codes(), job.said(), nothing
     harmed = subject.harms[fault](out, rng)
     return harmed is not None, job.codes(), job.said(), harmed[1] if harmed else nothing
+
+
+def _accompany(subject, fault, seconds, out, rng):
+    """(whether it hit, exit codes, what was said) with a second process or another clock."""
+    if fault == disturbances.CLOCK:
+        set_back = functools.partial(disturbances.set_clock_back, rng.uniform(0, 1) * seconds)
+        jobs = [Job(subject, out, before=set_back)]
+    elif fault == disturbances.TWINS:
+        jobs = [Job(subject, out)]
+        time.sleep(1)
+        jobs.append(Job(subject, out))
+    else:
+        jobs = [Job(subject, out)]
+        jobs[0].end(disturbances.moment(rng, seconds))
+        disturbances.freeze(jobs[0])
+        jobs.append(Job(subject, out, before=disturbances.another_host))
+        jobs[1].end(PATIENCE)
+        disturbances.thaw(jobs[0])
+    for job in jobs:
+        job.end()
+        job.kill()
+    codes = [code for job in jobs for code in job.codes()]
+    return len(jobs) == 1 or any(codes), codes, "".join(job.said() for job in jobs)
 
 
 def _size(folder: pathlib.Path) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import hashlib
 import http.server
+import io
 import json
 import pathlib
 import threading
@@ -17,7 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pyarrow as pa
+import pyarrow.parquet as pq
 import safetensors.numpy
+from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.data import tars
@@ -51,6 +55,8 @@ class Subject(NamedTuple):
     """Flags that make it read what is there."""
     notes: bool = False
     """Whether the samples that it takes can be noted: those of the digits can."""
+    locks: bool = False
+    """Whether only one process may write there."""
     begin: Callable[[pathlib.Path], Any] = lambda out: None
     """Fills a new folder with what the command expects there."""
 
@@ -62,6 +68,7 @@ def every(inputs: pathlib.Path):
     broken = tars_of_digits(inputs / "tars", broken=0.05)
     images = tars_of_digits(inputs / "images", broken=0.0)
     weights = tiny_weights.t5_folder(inputs / "t5", width=64)
+    table = table_of_digits(inputs / "table.parquet")
     vae = tiny.write_vae(inputs / "vae.safetensors")
     nemo = nemo_weights(inputs / "nemo.safetensors")
     trained = inputs / "trained"
@@ -71,7 +78,19 @@ def every(inputs: pathlib.Path):
         tar_run = (*digit_run, "--config.data.source=webdataset", f"--config.data.path={broken}")
         run = lambda arguments: lambda out: (*arguments, f"--workdir={out}/run")
         yield {
-            "training": Subject(run(digit_run), run_result, damages.CHECKPOINT, notes=True),
+            "training": Subject(
+                run(digit_run), run_result, damages.CHECKPOINT, notes=True, locks=True
+            ),
+            "training on a table": Subject(
+                run((*digit_run, "--config.data.source=huggingface", f"--config.data.path={table}",
+                     "--config.data.text=caption")),
+                run_result, damages.of_table(table),
+            ),
+            "a judge": Subject(
+                lambda out: ("diffusion_jax.metrics", "train_judge", f"--out={out}/judge",
+                             f"--data=webdataset:{images}::txt", "--seen=256"),
+                lambda out: contents(out / "judge", "*.safetensors"),
+            ),
             "training on broken records": Subject(
                 run(tar_run), run_result, damages.CHECKPOINT | damages.of_input(broken)
             ),
@@ -193,6 +212,20 @@ def tars_of_digits(folder: pathlib.Path, broken: float) -> pathlib.Path:
     for part in range(3):
         tars.write(folder / f"{part}.tar", records[40 * part : 40 * part + 40])
     return folder
+
+
+def table_of_digits(path: pathlib.Path) -> pathlib.Path:
+    """A Parquet file of 120 digits with their captions."""
+    images, captions = digits.Digits(16).read(np.arange(120))
+    encoded = []
+    for image in images:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "PNG")
+        encoded.append(buffer.getvalue())
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    rows = pa.array([{"bytes": image, "path": None} for image in encoded], kind)
+    pq.write_table(pa.table({"image": rows, "caption": list(captions)}), path)
+    return path
 
 
 def text_flags(weights: pathlib.Path, path: pathlib.Path) -> tuple[str, ...]:
