@@ -77,19 +77,10 @@ def load(
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
         if guide:
             raise ValueError(f"--guide={guide} needs a run (--workdir), but {path} is not a run")
-        model = published.load_model(files.local(path), overrides, weights.ema, file, strength)
-    elif path.is_dir():
-        model = trained.load_model(path, overrides, weights, guide, strength)
-    else:
+        return published.load_model(files.local(path), overrides, weights.ema, file, strength)
+    if not path.is_dir():
         raise FileNotFoundError(f"there is no {path}: name a run, a diffusers directory or a file")
-    check_fits(model)
-    return model
-
-
-def check_fits(model: Model, num_images: int = 1) -> None:
-    """Raise ValueError if so many images at once certainly do not fit in a device's memory."""
-    s = model.settings
-    program.check_fits(*s.output_shape, s.vae.width * s.vae.channel_mult[0], num_images)
+    return trained.load_model(path, overrides, weights, guide, strength)
 
 
 def draw(
@@ -167,7 +158,8 @@ def draw_batches(
     batch = {**sampling.prompts(model.encoder, prompts, negative_prompt), **(pictures or {})}
     by_image = guidance_module.by_image(s.guiding, guidance, len(seeds))
     size = min(batch_size or default_batch_size(model), len(seeds))
-    check_fits(model, size)
+    p = model.settings
+    program.check_fits(*p.output_shape, p.vae.width * p.vae.channel_mult[0], size)
     yield from program.in_batches(model.draw, model.params, batch, seeds, by_image, size)
 
 

@@ -71,7 +71,7 @@ train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 does 
 train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
 train --config.mesh.fsdp=3 | mesh replica=1, fsdp=3, tensor=1 does not fit 1 devices
 train --config.unet.channel_mult=() | unet.channel_mult is empty
-train --config.unet.image_size=0 | unet.image_size is 0: it must be above 0
+train --config.unet.image_size=0 | unet.image_size is 0: it must be from 1 to 16384
 train --config.unet.patch=0 | unet.patch is 0: it must be above 0
 train --config.unet.dropout=1.5 | unet.dropout is 1.5: it must be from 0 to below 1
 train --config.unet.dtype=bf16 | unet.dtype is 'bf16': did you mean 'bfloat16'?
@@ -106,7 +106,7 @@ train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.pa
 train --config.data.source=mixture | data.mixture is empty: the data source 'mixture' needs
 sd_train --config.vae.weights= | vae.weights is empty: name a diffusers directory
 sd_train --config.vae.weights=/nowhere | no file or folder /nowhere
-vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be above 0
+vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be from 1 to
 sd_sample --workdir=D/imagen --prompt=a | D/imagen is a run of imagen_jax, not of sd_jax
 sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax
 sample --workdir=D/damaged --prompt=a | D/damaged/config.json: Expecting property name
@@ -137,7 +137,7 @@ train --config.data.prior=D/images | no .jsonl in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13
 sd_sample --prompt=a --image=D/none.png | D/none.png
 sd_sample --prompt=a --image=D/file | D/file
-sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength is 0.0, which runs 0 of
+sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength is 0.0: it must be above 0
 sd_sample --prompt=a --model=D/file | give exactly one of --workdir=FOLDER (a training run)
 evaluate --name=../../x | --name=../../x: give the name of a folder under evaluation/, not a path
 evaluate --name= | --name=: give the name of a folder
@@ -215,6 +215,27 @@ start --out=D/new.txt | --out=D/new.txt: give the name of a Python file
 start --text_weights=D/none | D/none
 start D/images | write --data=D/images
 sd_start --vae=D/none | D/none
+train --config=configs/quickstart.py:7 | configs/quickstart.py: TypeError: get_config() takes 0
+train --config=D/two.py | D/two.py: TypeError: get_config() missing 2 required positional arguments
+train --config=D/value.py | D/value.py, line 2: ValueError: a\\x1b[31mred
+train --config.batch_size=100000000 | the step does not fit: 4
+train --config.unet.channel_mult=(1000000000,) | unet.channel_mult is (1000000000,): it must be from
+train --config.unet.embed_dim=1000000000 | unet.embed_dim is 1000000000: it must be from 1 to 65536
+train --config.unet.image_size=1000000 | unet.image_size is 1000000: it must be from 1 to 16384
+train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | means 1,000,000,00
+train --config.data.source=webdataset --config.data.path=D/cut.tar | 1 of 1 tars in D/cut.tar are cu
+train --workdir=D/dangling | workdir D/dangling: D/dangling is a link to D/nowhere, which does not e
+sample --prompts=/dev/zero | /dev/zero has more than 67,108,864 bytes, which is too long for a text
+sample --prompt=a --image=D/cut.png | --image=D/cut.png is damaged: 
+sd_sample --prompt=a --image=D/cut.png | --image=D/cut.png is damaged: 
+sd_sample --prompt=a --image=D/images/0.png --strength=nan | strength is nan: it must be above 0 and
+sample --prompt=a --image=D/images/0.png --strength=nan | --strength is nan: it must be from 0 to 1
+sample --prompt=a --num_images=1000000000 | num_images
+sd_sample --prompt=a --height=1000000 | images of 16x1000000 need more than
+coco captions --annotations=D/deep.json --out=D/x.tsv | D/deep.json is not a COCO captions file
+coco images --captions=D/binary.txt --images=D/images --out=D/x | D/binary.txt is not a table of cap
+prepare fetch --url=file:///etc/passwd --out=D/x | file:///etc/passwd is not fetched: its scheme mus
+plan --target=h100:1000000000 | at most 32,768 GPUs
 sd_start --out=D/raises.py | D/raises.py exists already
 """
 ROWS = [line.split(" | ") for line in TABLE.strip().splitlines()]
@@ -235,6 +256,10 @@ def files(tmp_path_factory):
     for name, text in (("damaged", '{"system": "imagen_jax", '), ("list", "[1]")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(text)
+    (folder / "two.py").write_text("def get_config(a, b):\n    return {}\n")
+    (folder / "value.py").write_text("def get_config():\n    raise ValueError('a\\x1b[31mred')\n")
+    (folder / "deep.json").write_text('{"annotations": ' + "[" * 100_000)
+    (folder / "dangling").symlink_to(folder / "nowhere")
     for name in ("broken", "empty", "images", "metrics", "scored"):
         (folder / name).mkdir()
     lines = ['{"step": 1, "loss": 2}', '{"step": ', json.dumps({"step": 3}), ""]
@@ -252,6 +277,12 @@ def files(tmp_path_factory):
     (folder / "broken" / "0.txt").write_text("a cat")
     with tarfile.open(folder / "bare.tar", "w") as tar:
         tar.add(folder / "images" / "0.png", "0.png")
+    with tarfile.open(folder / "whole.tar", "w") as tar:
+        tar.add(folder / "images" / "0.png", "0.png")
+        tar.add(folder / "images" / "0.txt", "0.txt")
+    (folder / "cut.tar").write_bytes((folder / "whole.tar").read_bytes()[:1024])
+    Image.effect_noise((64, 64), 99).save(folder / "cut.png")
+    os.truncate(folder / "cut.png", 2000)
     pq.write_table(pa.table({"image": [b"x"], "caption": ["a"]}), folder / "table.parquet")
     return folder
 

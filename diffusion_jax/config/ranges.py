@@ -24,11 +24,11 @@ from diffusion_jax.config import named
 DTYPES = ("float32", "bfloat16", "float16")
 Count = Annotated[int, "(0, inf)"]
 Counts = Annotated[Sequence[int], "(0, inf)"]
-Side = Annotated[int, "(0, 16384]"]
+Side = Annotated[int, "[1, 16384]"]
 """The side of an image in pixels."""
-Width = Annotated[int, "(0, 65536]"]
+Width = Annotated[int, "[1, 65536]"]
 """A number of channels."""
-Multiples = Annotated[Sequence[int], "(0, 1024]"]
+Multiples = Annotated[Sequence[int], "[1, 1024]"]
 """Numbers of channels of the levels of a network, in multiples of its width."""
 Amount = Annotated[int, "[0, inf)"]
 Positive = Annotated[float, "(0, inf)"]

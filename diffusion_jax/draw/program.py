@@ -134,7 +134,7 @@ def default_batch_size(height: int, width: int) -> int:
     return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
 
 
-def check_fits(height: int, width: int, channels: int, num_images: int) -> None:
+def check_fits(height: int, width: int, channels: int, num_images: int = 1) -> None:
     """Raise ValueError if images of this size certainly do not fit in a device's memory.
 
     Args:

@@ -153,7 +153,7 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
     return ", ".join(shapes) + filled
 
 
-def _memory(need: memory.Bytes, limit: float, ignore: bool) -> str:
+def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
     """Describe the memory of a step. Warn if it may not fit.
 
     Raises ValueError if it exceeds a device's memory by more than the estimate's margin.

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Overrides
-from diffusion_jax.draw.program import make_programs
+from diffusion_jax.draw.program import check_fits, make_programs
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
@@ -90,6 +90,7 @@ def load_model(
     )
     s = settle({})
     settings.check_pipeline(s)
+    check_fits(*s.output_shape, s.vae.width * s.vae.channel_mult[0])
     logging.info(
         "%s: predicts %s, computes in %s, attention %s, sampler %s%s",
         path, s.diffusion.predicts, jnp.dtype(s.unet.dtype).name, s.unet.attention_impl,

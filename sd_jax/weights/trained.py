@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from diffusion_jax import finetune, lora
-from diffusion_jax.draw import model
+from diffusion_jax.draw import model, program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import NEWEST, Weights
 from diffusion_jax.machine import sharding
@@ -52,6 +52,7 @@ def load_model(
         )
     p = s.pipeline._replace(strength=strength)
     check_pipeline(p)
+    program.check_fits(*p.output_shape, p.vae.width * p.vae.channel_mult[0])
     mesh = sharding.make_mesh()  # The devices need not be those of the training.
 
     # The frozen networks.
