@@ -63,8 +63,8 @@ def _read(files: flags.ArgumentParser, argument: str) -> Any:
         config = files.parse(argument)
     except Exception as raised:  # The file is a program and may raise anything.
         # ml_collections wraps these two, with a traceback in the text.
-        wrapped = isinstance(raised, TypeError | ValueError) and raised.__context__
-        error = raised.__context__ if wrapped else raised
+        wrapped = raised.__context__ if isinstance(raised, TypeError | ValueError) else None
+        error = wrapped or raised
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if _same(frame, path)]
         line = getattr(error, "lineno", None) or (lines or [None])[-1]

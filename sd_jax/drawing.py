@@ -158,8 +158,9 @@ def draw_batches(
     batch = {**sampling.prompts(model.encoder, prompts, negative_prompt), **(pictures or {})}
     by_image = guidance_module.by_image(s.guiding, guidance, len(seeds))
     size = min(batch_size or default_batch_size(model), len(seeds))
-    p = model.settings
-    program.check_fits(*p.output_shape, p.vae.width * p.vae.channel_mult[0], size)
+    height, width = model.settings.output_shape
+    channels = model.settings.vae.width * model.settings.vae.channel_mult[0]
+    program.check_fits(height, width, channels, size)
     yield from program.in_batches(model.draw, model.params, batch, seeds, by_image, size)
 
 

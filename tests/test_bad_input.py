@@ -231,7 +231,7 @@ sd_sample --prompt=a --image=D/cut.png | --image=D/cut.png is damaged:
 sd_sample --prompt=a --image=D/images/0.png --strength=nan | strength is nan: it must be above 0 and
 sample --prompt=a --image=D/images/0.png --strength=nan | --strength is nan: it must be from 0 to 1
 sample --prompt=a --num_images=1000000000 | num_images
-sd_sample --prompt=a --height=1000000 | images of 16x1000000 need more than
+sd_sample --prompt=a --height=100000000 | images of 16x100000000 need more than
 coco captions --annotations=D/deep.json --out=D/x.tsv | D/deep.json is not a COCO captions file
 coco images --captions=D/binary.txt --images=D/images --out=D/x | D/binary.txt is not a table of cap
 prepare fetch --url=file:///etc/passwd --out=D/x | file:///etc/passwd is not fetched: its scheme mus
@@ -280,7 +280,7 @@ def files(tmp_path_factory):
     with tarfile.open(folder / "whole.tar", "w") as tar:
         tar.add(folder / "images" / "0.png", "0.png")
         tar.add(folder / "images" / "0.txt", "0.txt")
-    (folder / "cut.tar").write_bytes((folder / "whole.tar").read_bytes()[:1024])
+    (folder / "cut.tar").write_bytes((folder / "whole.tar").read_bytes()[:2048])
     Image.effect_noise((64, 64), 99).save(folder / "cut.png")
     os.truncate(folder / "cut.png", 2000)
     pq.write_table(pa.table({"image": [b"x"], "caption": ["a"]}), folder / "table.parquet")
