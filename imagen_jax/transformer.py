@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import Count
+from diffusion_jax.config.ranges import Count, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
 from diffusion_jax.nn.layers import FromHeads, ToHeads, dense, with_remat
@@ -36,7 +36,7 @@ class Transformer(Network):
     patch: Count = 16
     """Side in pixels of the patches that become image tokens. The paper uses a sixteenth of the
     image's side."""
-    embed_dim: Count = 768
+    embed_dim: Width = 768
     """Width of the tokens and of the embedding of time and text."""
     depth: Count = 12
     """Number of blocks. Each has attention and two feed-forward layers, for image and text."""
