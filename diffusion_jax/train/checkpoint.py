@@ -149,7 +149,8 @@ class Checkpointer:
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         self._saving = step
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(trees)))
-        self._limit.start(size // jax.process_count(), self._not_ended)
+        name = f"the checkpoint of step {step} under {self._directory}"
+        self._limit.start(size // jax.process_count(), name, self._last_whole())
         with self._explained():
             args = ocp.args.Composite(**items, **others)
             listed = {restore.LISTED: True}
@@ -215,17 +216,8 @@ class Checkpointer:
             ) from error
 
     def _last_whole(self) -> str:
-        last = self._last
-        if last is None:
-            return "There is no other checkpoint"
-        return f"The newest complete one is of step {last}"
-
-    def _not_ended(self, limit: float) -> str:
-        return (
-            f"the checkpoint of step {self._saving} under {self._directory} was not written within "
-            f"{limit:.0f} s, so this process ends. {self._last_whole()}; is there enough memory, "
-            "and does the disk answer?"
-        )
+        has_none, last = self._last is None, f"The newest complete one is of step {self._last}"
+        return "There is no other checkpoint" if has_none else last
 
     def _write_checksums(self) -> None:
         """Write the checksums of the step that is being saved."""

@@ -8,7 +8,6 @@ import re
 import resource
 import threading
 import time
-from collections.abc import Callable
 
 _STDERR = 2
 FLOOR = 120.0
@@ -27,16 +26,24 @@ class SaveLimit:
 
     def __init__(self) -> None:
         self._longest = 0.0
+        self.seconds = FLOOR
+        """The limit of the current save."""
         self._started, self._due, self._message = 0.0, float("inf"), b""
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="save limit", daemon=True).start()
 
-    def start(self, size: int, message: Callable[[float], str]) -> None:
-        """Start the clock of a save of `size` bytes. `message(limit)` is the error's text."""
-        limit = FLOOR + (_TIMES * self._longest or size / _RATE)
-        self._message = f"error: {message(limit)}\n".encode()
+    def start(self, size: int, name: str, last: str) -> None:
+        """Start the clock of a save of `size` bytes.
+
+        The error's text contains the checkpoint's name and a sentence on the last complete one.
+        """
+        self.seconds = FLOOR + (_TIMES * self._longest or size / _RATE)
+        self._message = (
+            f"error: {name} was not written within {self.seconds:.0f} s, so this process ends. "
+            f"{last}; is there enough memory, and does the disk answer?\n"
+        ).encode()
         self._started = time.monotonic()
-        self._due = self._started + limit
+        self._due = self._started + self.seconds
 
     def stop(self) -> None:
         """Stop the clock. The save has ended."""

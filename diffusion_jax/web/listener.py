@@ -60,6 +60,7 @@ class Bounded(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Close the oldest connection without a request if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             owing = {

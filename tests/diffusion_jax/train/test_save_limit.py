@@ -72,10 +72,11 @@ def test_the_limit_follows_the_size_and_then_the_longest_save(monkeypatch):
     limit = save_limit.SaveLimit()
     limit.close()
     for seconds in (30.0, 2.0, 0.0):
-        limit.start(3 * 10**9, lambda limit: str(limits.append(limit)))
+        limit.start(3 * 10**9, "it", "last")
+        limits.append(limit.seconds)
         now[0] += seconds
         limit.stop()
     assert limits == [120 + 300, 120 + 300, 120 + 300]
     limit._longest = 2.0
-    limit.start(3 * 10**9, lambda limit: str(limits.append(limit)))
-    assert limits[-1] == 140
+    limit.start(3 * 10**9, "it", "last")
+    assert limit.seconds == 140
