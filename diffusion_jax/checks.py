@@ -222,7 +222,7 @@ def rate(run: Callable[[], jax.Array], flops: float) -> float:
 
 
 def seconds(run: Callable[[], Any], long: float) -> float:
-    """Return the mean seconds per call over about `long` seconds, after one call to warm up."""
+    """Return the mean seconds per call, measured for about `long` seconds after a warm-up call."""
     jax.block_until_ready(run())
     start, calls, result = time.perf_counter(), 0, None
     while time.perf_counter() - start < long:

@@ -63,8 +63,8 @@ def page() -> str:
 def in_help(name: str, kinds: Mapping[str, str]) -> str:
     """Return one line for each config field of a system, for --help.
 
-    `kinds` names the network of a group, such as {"unet": "magnitude"}. Other groups have their
-    first network.
+    `kinds` selects the network of a group, such as {"unet": "magnitude"}. For other groups, the
+    fields of the first network are shown.
     """
     system = systems.find(name)
     lines = [_help_line(field.name, field) for field in fields(Run)]

@@ -90,7 +90,7 @@ class HalvingConv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]):
-        """Return [B, H/2, W/2, C]."""
+        """Downsample x to [B, H/2, W/2, C]."""
         c = x.shape[-1]
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))
@@ -104,7 +104,7 @@ class ConvTranspose(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]):
-        """Return [B, 2 H, 2 W, C]."""
+        """Upsample x to [B, 2 H, 2 W, C]."""
         c = x.shape[-1]
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))

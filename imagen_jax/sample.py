@@ -67,8 +67,8 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     del out
     if bool(prompts) == bool(_EMBEDDINGS.value):
         raise ValueError(
-            "there must be texts to draw: give --prompt=TEXT or --prompts=FILE, or instead "
-            "--embeddings=FILE, made by the models' text encoder"
+            "give either prompts (--prompt=TEXT or --prompts=FILE) or "
+            "--embeddings=FILE, computed with the models' text encoder"
         )
     workdirs = _WORKDIR.value
     batch_sizes = option_flags.each("batch_size", _BATCH.value, Count, len(workdirs))

@@ -70,7 +70,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
 def open_batches(
     s: Settings, encoder: TextEncoder, vae_params: Any, mesh: sharding.Mesh
 ) -> Batches:
-    """Open the training data of a config, as batches of which this process reads its own rows.
+    """Open the training data of a config. Each process reads only its own rows of a batch.
 
     Raises:
         ValueError: Moments differ in size from what the config expects, or their manifest names

@@ -174,7 +174,7 @@ class ResBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Transformer over pixels: `depth` times self-attention, attention to text, and gated MLP."""
+    """Transformer over pixels: `depth` blocks of self-attention, cross-attention and gated MLP."""
 
     depth: int
     num_heads: int
@@ -184,7 +184,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], text: Float[Array, "B L D"]):
-        """Return x plus the transformer's output. Each layer inside also has a residual."""
+        """Return x plus the transformer's output. Each layer also has a residual connection."""
         c = x.shape[-1]
         heads = self.num_heads or c // self.head_dim
         attend = functools.partial(Attention, heads, self.implementation, self.dtype)

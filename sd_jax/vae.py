@@ -76,7 +76,7 @@ class VAE(nn.Module):
         return self.encoder(images)
 
     def decode(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Return images, roughly in [-1, 1], for latents without the factor latents.scale."""
+        """Decode latents, already divided by latents.scale, to images roughly in [-1, 1]."""
         return self.decoder(z)
 
 

@@ -181,7 +181,7 @@ def loss(
 
 
 def residual(network: Network, precond: Precond, x0: Images, eps: Images, sigma: Sigma) -> Images:
-    """Compute F at x0 + sigma * eps minus its effective target (EDM, equation 8)."""
+    """Compute F(x0 + sigma * eps), minus the effective target of F (EDM, equation 8)."""
     scalings = precond(sigma)
     c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)

@@ -54,7 +54,7 @@ SAMPLERS: dict[str, Method] = {
 
 
 class Start(NamedTuple):
-    """A sampler's arguments, and functions to apply before and after it. Task.begin returns it."""
+    """What Task.begin returns: a sampler's arguments, and functions to apply around the sampler."""
 
     denoise: Denoiser
     x: Images

@@ -60,7 +60,7 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
 
     Raises:
         FileNotFoundError: The workdir holds no run.
-        ValueError: The run is of another system, or an override does not fit it.
+        ValueError: The run belongs to another system, or an override does not fit it.
     """
     config = runs.load(workdir, system)
     for field, value in overrides.items():

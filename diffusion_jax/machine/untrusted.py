@@ -108,7 +108,7 @@ class Unpacked:
     """A compressed file that is read like the file in it, up to the limit for archives."""
 
     def __init__(self, file: Any, packed: int):
-        """Wrap an open file that decompresses `packed` bytes while it is read."""
+        """Wrap an open decompressing file, whose compressed size is `packed` bytes."""
         self._file, self._limit = file, _limit(packed)
 
     def tell(self) -> int:
@@ -161,7 +161,7 @@ def read_array(file: Any, size: int) -> np.ndarray:
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
     if min(shape, default=0) < 0 or expected != size - file.tell():
-        raise ValueError(f"{size:,} bytes do not hold an array of {dtype} and shape {shape}")
+        raise ValueError(f"{size:,} bytes do not match an array of {dtype} and shape {shape}")
     content = bytearray(file.read())  # To the end, where zipfile compares the CRC-32.
     if len(content) != expected:
         raise ValueError(f"it ends after {len(content):,} of {expected:,} bytes")

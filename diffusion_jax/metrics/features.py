@@ -39,7 +39,7 @@ class Sums(NamedTuple):
 
 
 def no_sums(width: int) -> Sums:
-    """Return the sums over zero rows."""
+    """Return the sums for an empty set of features: all zero."""
     return Sums(0, np.zeros(width), np.zeros((width, width)))
 
 

@@ -49,9 +49,9 @@ class Real:
         self._last: tuple[Rows, Compared] | None = None
 
     def compared(self, generated: Rows) -> Compared:
-        """Compare with the features of generated images [N, D].
+        """Compare the real features with those of generated images [N, D].
 
-        The four metrics call this with the same array, for which the result is kept.
+        The result is cached, because four metrics call this with the same array.
         """
         if self._last is None or self._last[0] is not generated:
             self._last = generated, self._compare(self._centred(generated))

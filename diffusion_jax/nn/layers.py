@@ -54,7 +54,7 @@ class GroupNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
-        """Normalise x, then multiply by 1 + scale and add shift, if they are given, both [B, C]."""
+        """Normalise x. If scale and shift [B, C] are given, multiply by 1 + scale and add shift."""
         weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         kind = {"groups": self.groups, "eps": self.eps, "silu": self.silu}

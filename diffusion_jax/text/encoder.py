@@ -63,7 +63,7 @@ def check_fits(
         )
     if vocab_size > network.vocab_size:
         raise ValueError(
-            f"the tokenizer in {folder} has {vocab_size} tokens, but the weights only "
+            f"the tokenizer in {folder} has {vocab_size} tokens, but the weights have only "
             f"{network.vocab_size}: use the tokenizer and the weights of the same model"
         )
 

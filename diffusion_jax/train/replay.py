@@ -147,9 +147,9 @@ def windows(workdir: pathlib.Path) -> list[Window]:
 
 
 def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
-    """Return what differs between this process and the start of the run that took a step.
+    """Return the differences between this process and the process that first ran a step.
 
-    These are versions, devices, the commit, variables of the environment and the config; "" if all
+    It compares versions, devices, commit, environment variables and config; returns "" if all
     are equal or the run has no manifest.
     """
     entries = [run for run in log.read_manifest(workdir) if run["first_step"] < step]

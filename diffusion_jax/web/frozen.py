@@ -29,7 +29,7 @@ def write(workdir: str | pathlib.Path) -> pathlib.Path:
 
 
 def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> str:
-    """Return the HTML of a report on runs, which loads no other file.
+    """Return a report on runs as one self-contained HTML page.
 
     Args:
         workdirs: The workdirs of the runs.

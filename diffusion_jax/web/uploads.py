@@ -27,7 +27,7 @@ class Uploads:
     """Uploaded PNG files by name. The ones that were used last stay in memory."""
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start without uploads."""
         self._files: collections.OrderedDict[str, bytes] = collections.OrderedDict()
 
     def add(self, request: Any) -> dict[str, Any]:

@@ -272,8 +272,8 @@ def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
         content = tar.extractfile(members[0]) if len(members) == 1 else None
         if content is None:
             raise ValueError(
-                f"the .nemo file holds {len(members)} files {name} instead of one: merge models "
-                "that NeMo split over several devices"
+                f"the .nemo file holds {len(members)} files named {name}, not one: first merge "
+                "models that NeMo split over several devices"
             )
         shutil.copyfileobj(content, copy)
         copy.seek(0)

@@ -96,7 +96,7 @@ def versions() -> list[str]:
 
 
 def main() -> None:
-    """Compile the forward and backward kernel, and print their numbers of bundles as JSON."""
+    """Compile the forward and backward kernels. Print the instruction bundles of each as JSON."""
     kind, *sizes = sys.argv[1:]
     queries, keys, head_dim = map(int, sizes)
     with tempfile.TemporaryDirectory() as folder:

@@ -54,7 +54,7 @@ def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
         raise LookupError("they are not CLIP's")
     width = embedding.shape[1]
     if "num_attention_heads" not in config and width not in _WIDTHS:
-        raise LookupError(f"the number of heads of a CLIP of width {width} is unknown")
+        raise LookupError(f"it is unknown how many attention heads a CLIP of width {width} has")
     defaults = {"hidden_act": "gelu" if of_open_clip else "quick_gelu"}
     defaults |= {"num_attention_heads": width // 64}
     return _part(clip_weights.from_state(state, defaults | dict(config)), of_open_clip)

@@ -113,8 +113,8 @@ def test_the_progress_has_rate_and_time_left(six):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "there must be texts to draw: give --prompt=TEXT or --prompts=FILE, or instead"),
-        (("--prompt=a", "--embeddings=a.npy"), "or instead --embeddings=FILE"),
+        ((), "give either prompts (--prompt=TEXT or --prompts=FILE) or --embeddings=FILE"),
+        (("--prompt=a", "--embeddings=a.npy"), "or --embeddings=FILE, computed with"),
         (("--embeddings=a.npy",), "the text encoder 'hashed' needs --prompt=TEXT"),
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),

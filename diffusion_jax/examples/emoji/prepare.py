@@ -102,7 +102,7 @@ def caption(shown: Composition, style: str) -> str:
 def phrasings(shown: Composition, style: str) -> tuple[str, ...]:
     """Return ways to ask for a composition: with and without style, background and article.
 
-    A model that is trained on all of them draws "fox" as well as its full caption.
+    A model that is trained on all of them can draw from "fox" alone or from the full caption.
     """
     person, background = _person(shown), shown.background
     bare = person.removeprefix("a ").removeprefix("an ")

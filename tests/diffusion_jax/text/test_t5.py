@@ -186,7 +186,7 @@ def test_a_config_of_another_model_is_refused(tmp_path, config, message):
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     folder = tiny_weights.t5_folder(tmp_path / "t5", vocab_size=7000)
-    message = "the tokenizer in .* has 7500 tokens, but the weights only 7000"
+    message = "the tokenizer in .* has 7500 tokens, but the weights have only 7000"
     with pytest.raises(ValueError, match=message):
         t5.encoder(folder, width=16, max_tokens=8)
 

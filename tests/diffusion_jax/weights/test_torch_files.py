@@ -130,7 +130,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
 
 def test_a_split_model_and_a_file_without_arrays_say_so(tmp_path):
     parts = {f"mp_rank_0{i}/model_weights.ckpt": b"" for i in (0, 1)}
-    with pytest.raises(ValueError, match=r"2 files model_weights\.ckpt instead of one"):
+    with pytest.raises(ValueError, match=r"2 files named model_weights\.ckpt, not one"):
         torch_files.read_state_dict(nemo(tmp_path / "m.nemo", parts))
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as empty:
         empty.writestr("a/data.pkl", b"\x80\x02}q\x00.")  # An empty dictionary.

@@ -58,7 +58,7 @@ def test_heads_that_nothing_says_are_refused(file):
         checkpoints.load(file.with_name("linear.npz"))
     read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
     assert read.unet.network == FOUR and read.text is None
-    why = "the number of heads of a CLIP of width 24 is unknown"
+    why = "it is unknown how many attention heads a CLIP of width 24 has"
     assert read.report[1] == f"text: {len(text())} arrays left out: {why}"
 
 
