@@ -201,7 +201,8 @@ def test_what_cannot_be_drawn_with_is_said(change, message):
 
 @pytest.mark.parametrize("strength", [0.0, 0.1, 1.5])
 def test_a_strength_that_takes_no_step_is_an_error(strength):
-    with pytest.raises(ValueError, match=f"strength is {strength}, which runs . of 4 steps"):
+    why = ", which runs 0 of 4 steps" if strength == 0.1 else ": it must be above 0 and at most 1"
+    with pytest.raises(ValueError, match=f"strength is {strength}{why}"):
         check_pipeline(PIPELINE._replace(strength=strength))
 
 

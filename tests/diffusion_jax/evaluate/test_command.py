@@ -293,7 +293,7 @@ def test_settings_of_the_sampler_are_axes_at_the_same_weights():
     settle = lambda overrides: of(
         types.SimpleNamespace(name="heun", steps=overrides["sampler.steps"])
     )
-    programs = types.SimpleNamespace(draw=lambda s, preview: s.sampler.steps)
+    programs = types.SimpleNamespace(draw=lambda s, preview, strength: s.sampler.steps)
     model = Model("run", of(types.SimpleNamespace(name="heun", steps=3)), toy.ENCODER, 3, {"a": 1},
                   "ema", 9, "", programs, settle)  # fmt: skip
     subject = evaluation.of_models(
