@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     with cli.bad_input(ImportError):
         torch, theirs = map(measure.library, ("torch", "pytorch_fid.inception"))
-    state = _random_state()
+    state = random_state()
     torch_state = {name: torch.from_numpy(array) for name, array in state.items()}
     theirs.load_state_dict_from_url = lambda *_, **__: torch_state
     network = theirs.InceptionV3([3], resize_input=False, normalize_input=False).eval()
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
     measure.say(result)
 
 
-def _random_state() -> dict[str, np.ndarray]:
+def random_state() -> dict[str, np.ndarray]:
     """Return random weights, by their names in pytorch-fid, that keep the scale of activations."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
