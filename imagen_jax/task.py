@@ -124,7 +124,7 @@ def _make_begin(
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
     def negative(frozen, text, mask):
-        """Encode the negative prompt for each image. For "", return zeros and the text's mask."""
+        """Encode the negative prompt for each image. If it is "", return zeros and `mask`."""
         if not prompt:
             return jnp.zeros_like(text), mask
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}

@@ -70,7 +70,7 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     white = [open_picture(path, "L", "--mask") for path in masks]
     for name, some in (("pictures", opened), ("masks", white)):
         if len(some) not in (0, 1, num_texts):
-            raise ValueError(f"{len(some)} {name} and {num_texts} texts: give one, or one for each")
+            raise ValueError(f"{len(some)} {name} and {num_texts} texts: give one, or one per text")
     if white and not opened:
         raise ValueError(f"--mask={masks[0]} needs a picture: give --image too")
     for i, (path, mask) in enumerate(zip(masks, white, strict=True)):
@@ -96,7 +96,7 @@ def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | No
     """
     if image is None:
         if mask is not None:
-            raise ValueError("a mask needs the picture that is drawn over: give an image too")
+            raise ValueError("a mask was given without an image to draw over: give an image too")
         return None
     if mask is not None:
         _check_mask(mask, image, "the mask")

@@ -283,7 +283,7 @@ def _features(
 
 
 def _name(subjects: Sequence[Subject], first: Point) -> str:
-    """Return the default name of a sweep's folder: all subjects' names joined, or step_N."""
+    """Return a sweep's default folder name: step_N, or the names of several subjects joined."""
     if len(subjects) > 1:
         return "_".join(subject.name for subject in subjects)
     return f"step_{first.checkpoint:08}"

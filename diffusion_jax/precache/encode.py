@@ -115,7 +115,7 @@ def _batches(
 
 
 def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Array]) -> None:
-    """Copy an encoded batch without padding into `rows`, keyed by the indices of its texts."""
+    """Copy an encoded batch into `rows`, at the indices of its texts, and cut off the padding."""
     encoded = jax.device_get(encoded)
     for i, text in enumerate(part.tolist()):
         tokens = int(encoded["tokens"][i])

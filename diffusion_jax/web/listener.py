@@ -89,7 +89,7 @@ class Bounded(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Start the clock if a request is awaited, and stop it if one is being answered."""
+        """Start the timeout while waiting for a request, and cancel it while answering one."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._deadline is None and not self.transport.is_closing():

@@ -225,7 +225,7 @@ def _same_captions(other: str, trained: Judge) -> Pair:
 
 
 def _telling(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of each caption that do not occur in every text of `among`."""
+    """Return each caption's words, without those that all texts of `among` share."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]
 
