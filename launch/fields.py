@@ -26,8 +26,8 @@ _FORMS = {
 def check(value: Any, field: str = "job") -> None:
     """Check a field of a job file, or all fields of a group.
 
-    A string is one line without control characters, unless it is a shell command or YAML. A name
-    contains only the characters of names.
+    A string is one line without control characters, unless it is a shell command or YAML. Some
+    names are limited further, to the patterns in _FORMS.
 
     Raises:
         ValueError: A string could change a script or manifest outside of its own field.

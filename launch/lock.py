@@ -40,7 +40,8 @@ def requirements(lock: Mapping[str, Any]) -> Iterator[str]:
             for tag in parse_wheel_filename(name)[3] & ranks.keys():
                 best[ranks[tag]] = wheel["hashes"]["sha256"]
         if not best and "sdist" not in package:
-            raise ValueError(f"{package['name']} {package['version']} has no wheel for the images")
+            release = f"{package['name']} {package['version']}"
+            raise ValueError(f"{release} has no wheel for Python 3.12 on Linux")
         digest = best[min(best)] if best else package["sdist"]["hashes"]["sha256"]
         yield f"{package['name']}=={package['version']} --hash=sha256:{digest}"
 

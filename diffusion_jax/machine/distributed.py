@@ -137,10 +137,10 @@ def gather_text(text: str) -> list[str]:
 def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[int], bool]]:
     """Yield stopping(step), a function that returns whether SIGTERM demands a stop at this step.
 
-    Until the first call of `stopping`, there is nothing to save. So SIGTERM calls `leave` and ends
-    the process at once with code 143, also while a library compiles a program. After the first
-    call, SIGTERM does not end the process. With several processes, one SIGTERM stops all of them
-    at the same step, and never earlier.
+    Before the first call of `stopping`, there is nothing to save. So SIGTERM calls `leave` and ends
+    the process at once with code 143, even while a library compiles a program. After that call,
+    SIGTERM no longer ends the process: `stopping` returns True instead. With several processes,
+    SIGTERM never ends one at once: `stopping` returns True in all of them at the same step.
     """
     if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
         yield multihost_utils.reached_preemption_sync_point

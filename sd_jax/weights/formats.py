@@ -216,7 +216,9 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
         )
     blocks = blocks_per_level(unet.num_res_blocks, len(unet.channel_mult))
     if len(set(blocks)) > 1:
-        raise ValueError(f"unet.num_res_blocks is {blocks}: diffusers has one number for all")
+        raise ValueError(
+            f"unet.num_res_blocks is {blocks}: diffusers needs the same number at all levels"
+        )
     attends = [level in unet.attention_levels for level in range(len(widths))]
     return _written(unet.clone(num_res_blocks=blocks[0]), _DIFFUSERS_UNET) | {
         "attention_head_dim": unet.num_heads or [width // unet.head_dim for width in widths],
