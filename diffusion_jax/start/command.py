@@ -157,7 +157,7 @@ def _write(
         epochs = num_images / count
         speed = (
             f"{parameters:,} parameters; {steps['steps'][0]:,} steps of {s.run.batch_size} "
-            f"pictures ({epochs:,.1f} epochs) take about {seconds / 3600:.2g} hours on {device}."
+            f"pictures ({epochs:,.1f} epochs) take about {_hours(seconds)} on {device}."
         )
         if epochs < 1:
             speed += f" This is too short to see all {count:,} pictures once."
@@ -168,7 +168,7 @@ def _write(
         commands.append(train)
         total += seconds
         if stage.suffix == "" and stage.max_epochs == math.inf:
-            rows.append(("expect", f"{num_images:,} pictures: {expected.described(num_images)}"))
+            rows.append(("expect", expected.described(num_images)))
     last = measured[-1].opened
     path.parent.mkdir(parents=True, exist_ok=True)
     for config, content in texts.items():
@@ -178,7 +178,7 @@ def _write(
     memory = hardware.limit(jax.local_devices()[0]) / 1e9
     print(progress.block([
         ("device", f"{device}, {memory:.1f} GB each"),
-        ("chosen", f"pictures of {size}x{size}; training takes about {total / 3600:.2g} hours"),
+        ("chosen", f"pictures of {size}x{size}; training takes about {_hours(total)}"),
         *rows,
         ("bottleneck", _bottleneck(measured)),
         ("sheet", f"{sheet}: the first pictures that training will see"),
@@ -186,6 +186,11 @@ def _write(
     print("\nnext:")
     for line in [*commands, *_after(package, path, photos, measured, size, enlargers)]:
         print(f"  {line}")
+
+
+def _hours(seconds: float) -> str:
+    hours = f"{seconds / 3600:.2g}"
+    return f"{hours} hour" if hours == "1" else f"{hours} hours"
 
 
 def _bottleneck(measured: Sequence[Measured]) -> str:

@@ -10,7 +10,7 @@ _SEEN = (
 models/emoji32/README.md."""
 
 
-def described(num_images: float) -> str:
-    """Return a clause on what a model has drawn after training on `num_images` pictures."""
+def described(num_images: int) -> str:
+    """Return a sentence on what small models have drawn after `num_images` training pictures."""
     drawn = [text for least, text in _SEEN if num_images >= least][-1]
-    return f"after no more pictures, small models have drawn {drawn}"
+    return f"with {num_images:,} training pictures, small models have drawn {drawn}"

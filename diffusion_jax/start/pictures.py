@@ -74,9 +74,9 @@ def described(pictures: PictureSet) -> list[tuple[str, str]]:
     first = "; ".join(report["unusable_first"][:1])
     rows = [
         ("data", f"{data.source}:{data.path}::{data.text}: {report['records']:,} pictures{read}"),
-        ("sides", f"{side['min']:.0f} to {side['max']:.0f} pixels, median {side['median']:.0f}, "
-         f"the longer side {aspect['median']:.2g} times it (up to {aspect['max']:.2g}); "
-         f"{_counts(report['formats'])}"),
+        ("shorter side", f"{side['min']:,.0f} to {side['max']:,.0f} pixels, median "
+         f"{side['median']:,.0f}; {_counts(report['formats'])}"),
+        ("aspect ratio", f"median {aspect['median']:.2g}, largest {aspect['max']:.2g}"),
         ("reading", f"{pictures.speed:.2g} pictures per second"),
         ("unusable", f"{_counts(report['unusable'])} ({first})" if first else "none"),
         ("left out", _counts(report["left_out"]) or "none"),
