@@ -11,7 +11,7 @@ import numpy as np
 
 from diffusion_jax.data import sources
 from diffusion_jax.data.records import Records
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 
 _CHUNK = 256  # Number of records whose texts are read together.
 
@@ -58,6 +58,7 @@ def _read(path: str | os.PathLike[str]) -> Sequence[str]:
             f"{path} is not a file of prompts: use .txt (one prompt per line), .tsv or .json, or a "
             "data source such as tfds:coco_captions@val::captions/text"
         )
+    untrusted.refuse_pipe(path)
     return readers[path.suffix](path)
 
 

@@ -45,14 +45,22 @@ def read_text(path: pathlib.Path) -> str:
     """Return the content of a text file of at most 64 MiB, as UTF-8.
 
     Raises:
-        ValueError: The file is longer, as devices such as /dev/zero are, or is not UTF-8.
+        ValueError: The file is longer, as devices such as /dev/zero are, is a pipe, or is not
+            UTF-8.
         OSError: The file cannot be read.
     """
+    refuse_pipe(path)
     with path.open("rb") as file:
         content = file.read(_TEXT + 1)
     if len(content) > _TEXT:
         raise ValueError(f"{path} has more than {_TEXT:,} bytes, which is too long for a text")
     return content.decode("utf-8")
+
+
+def refuse_pipe(path: pathlib.Path) -> None:
+    """Raise ValueError if a path is a FIFO. Reading one waits for a process that writes to it."""
+    if path.is_fifo():
+        raise ValueError(f"{path} is a pipe: save its content in a file, and name that file")
 
 
 def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:

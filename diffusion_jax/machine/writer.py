@@ -6,7 +6,7 @@ process that replaces a dead writer creates N + 1, which only one process can do
 machine is dead if its process has ended. A writer on another machine is dead if no heartbeat
 arrives while a process watches for a minute, so clocks of different machines are never compared. A
 writer that was replaced while it was suspended notices this at its next heartbeat, and ends its
-process.
+process, even if its successor has already ended and removed all locks.
 """
 
 import contextlib
@@ -100,23 +100,35 @@ class Writer:
 
     def _keep(self) -> None:
         """Write heartbeats. The first one comes soon, in case two processes started at once."""
-        beats, pause = 0, min(1, self._beat)
+        beats, missing, soon = 0, 0, min(1, self._beat)
+        pause = soon
         while not self._ended.wait(pause):
             beats, pause = beats + 1, self._beat
             try:
                 number, holder = _highest(self._folder)
                 nonce = holder.get("nonce", self._identity["nonce"])
                 if number > self._number or nonce != self._identity["nonce"]:
-                    print(
-                        f"error: {_refusal(self._folder, holder)}; it took over because this "
-                        "process had no heartbeat, so this process ends",
-                        file=sys.stderr, flush=True,
-                    )  # fmt: skip
-                    os._exit(1)
+                    self._end(
+                        f"{_refusal(self._folder, holder)}; it took over because this process had "
+                        "no heartbeat"
+                    )
+                missing = 0 if number else missing + 1
+                if missing == 2:  # Not at once: this process may be releasing the folder.
+                    self._end(
+                        f"{_path(self._folder, self._number)} is gone: another process took over "
+                        "because this process had no heartbeat, and has ended"
+                    )
+                if missing:
+                    pause = soon
+                    continue
                 beat = json.dumps(self._identity | {"beats": beats}, indent=1)
                 files.write_whole(_path(self._folder, self._number), beat)
             except OSError as error:  # A full disk or a lost network may be temporary.
                 logging.warning("cannot write the heartbeat in %s: %s", self._folder, error)
+
+    def _end(self, reason: str) -> None:
+        print(f"error: {reason}, so this process ends", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def release(folder: files.Path) -> None:

@@ -67,6 +67,8 @@ def every(inputs: pathlib.Path):
     inputs.mkdir(parents=True)
     broken = tars_of_digits(inputs / "tars", broken=0.05)
     images = tars_of_digits(inputs / "images", broken=0.0)
+    judged = inputs / "judged.tar"  # A judge needs more pictures.
+    digits.write_examples(judged, 400, size=16, format="webdataset")
     weights = tiny_weights.t5_folder(inputs / "t5", width=64)
     table = table_of_digits(inputs / "table.parquet")
     vae = tiny.write_vae(inputs / "vae.safetensors")
@@ -88,7 +90,7 @@ def every(inputs: pathlib.Path):
             ),
             "a judge": Subject(
                 lambda out: ("diffusion_jax.metrics", "train_judge", f"--out={out}/judge",
-                             f"--data=webdataset:{images}::txt", "--seen=256"),
+                             f"--data=webdataset:{judged}::txt", "--seen=256"),
                 lambda out: contents(out / "judge", "*.safetensors"),
             ),
             "training on broken records": Subject(

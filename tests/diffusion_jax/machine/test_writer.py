@@ -135,6 +135,17 @@ def test_a_writer_that_slept_too_long_ends_when_it_wakes(tmp_path):
     assert f"written by process {os.getpid()} on" in err and "so this process ends" in err
 
 
+def test_a_writer_that_slept_until_its_successor_had_ended_ends_too(tmp_path):
+    process = hold(tmp_path)
+    stop(process, signal.SIGSTOP, os.WSTOPPED)
+    (tmp_path / "writer-1.json").unlink()  # As the successor did, which then removed its own.
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert f"{tmp_path}/writer-1.json is gone: another process took over" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_of_many_that_come_at_once_one_holds(tmp_path):
     (tmp_path / "writer-3.json").write_text(json.dumps({"machine": writer._machine(), "pid": -1}))
     code = (

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from diffusion_jax.data import prompts
 from diffusion_jax.machine import untrusted
 from diffusion_jax.web import frozen, results
 from tests import written_sweeps
@@ -54,3 +55,10 @@ def test_fifos_and_devices_do_not_block(run):
         frozen.page([run])
     assert untrusted.read_plain(run / "metrics.jsonl") is None
     assert untrusted.read_plain(pathlib.Path("/dev/zero")) is None
+
+
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "prompts.txt")
+    for read in (untrusted.read_text, prompts.read):
+        with pytest.raises(ValueError, match="prompts.txt is a pipe: save its content in a file"):
+            read(tmp_path / "prompts.txt")
