@@ -75,11 +75,10 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 
 @contextlib.contextmanager
 def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
-    """Create a run at `out` with the config and vocabulary of `workdir`.
+    """Create a run at `out` with the config and vocabulary of `workdir`, but no checkpoint yet.
 
-    Yield the folder for its checkpoints.
-
-    Raises ValueError if `out` holds checkpoints.
+    This context manager yields the folder for the checkpoints. Raises ValueError if `out` holds
+    checkpoints already.
     """
     config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
     words = vocabulary.read(workdir)
@@ -104,7 +103,10 @@ def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.T
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     steps = {*restore.steps(root), *restore.steps(root.parent / restore.SNAPSHOTS)}
     if step not in (None, *steps):
-        raise ValueError(f"--checkpoint={step}: {workdir} holds the steps {sorted(steps)}")
+        raise ValueError(
+            f"--checkpoint={step}: {workdir} has no checkpoint or snapshot of this step: choose "
+            f"one of {sorted(steps)}"
+        )
     at = max(steps, default=0) if step is None else step
     if not (sources := restore.traces(root, at)):
         raise ValueError(

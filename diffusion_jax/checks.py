@@ -130,7 +130,7 @@ def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
 
 
 def _with_gradients(run: Run) -> Callable[..., Any]:
-    """Return a function that computes `run` and the gradients of sum(run * pattern)."""
+    """Return a function that computes `run` and its vector-Jacobian product with a fixed vector."""
 
     def both(*arrays):
         out, backward = jax.vjp(run, *arrays)
@@ -148,7 +148,7 @@ def _error(actual: Any, expected: Any) -> float:
 
 
 def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
-    """Measure the bytes/s of a copy from the host's memory to a device."""
+    """Return a row with the rate, in GB/s, of a copy from the host's memory to a device."""
     array = np.zeros(size, np.uint8)
     took = seconds(lambda: jax.device_put(array, device), 0.3)
     rate = size / took
@@ -158,7 +158,10 @@ def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
 
 
 def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]]:
-    """Check the value and the rate of a sum over all devices. With one device, return no row."""
+    """Check the result and measure the bandwidth of an all-reduce over all devices.
+
+    With one device, return no rows.
+    """
     if len(devices) < 2:
         return []
     mesh = Mesh(np.array(devices), ("all",))
@@ -182,9 +185,9 @@ def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]
 
 
 def rates(device: Any) -> dict[str, Any]:
-    """Measure the TFLOP/s of a matrix product and a convolution on a device.
+    """Return a row with the TFLOP/s that a matrix product and a convolution reach on a device.
 
-    "peak" is the manufacturer's figure, or None if it is unknown.
+    "peak" is the manufacturer's figure in TFLOP/s, or None if it is unknown.
     """
     large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
     dtype = jnp.bfloat16 if large else jnp.float32
@@ -200,14 +203,14 @@ def rates(device: Any) -> dict[str, Any]:
 
 
 def matmul(size: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """Return a function that multiplies two square matrices, and its floating-point operations."""
+    """Return a function that multiplies two square matrices, and the FLOPs of one call."""
     a = jnp.ones((size, size), dtype)
     multiply = jax.jit(jnp.matmul)
     return lambda: multiply(a, a), 2.0 * size**3
 
 
 def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """Return a function that convolves images, and its number of floating-point operations.
+    """Return a function that convolves images, and the FLOPs of one call.
 
     It is a 3x3 convolution from 66x66 to 64x64 pixels.
     """

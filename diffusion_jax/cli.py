@@ -109,7 +109,10 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def _fields_in_help(argv: list[str]) -> str:
-    """Describe the config fields of the file in --config, or else of the command's own system."""
+    """Return --help text about the config fields of the system that this command will run.
+
+    It is the system of the file in --config, or else the only system of the command.
+    """
     files = [arg.partition("=")[2] for arg in argv if re.match(r"--?config=", arg)]
     if files:
         parser: Any = flags.FLAGS["config"].parser

@@ -55,7 +55,7 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
 
 
 def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
-    """Wrap a Task's `sample` or `begin` so that its parameters are LoRA factors.
+    """Wrap a Task's `sample` or `begin` to take LoRA factors instead of full parameters.
 
     The adapted weights are in frozen["base"], and the task's frozen weights in frozen["task"].
     """

@@ -168,13 +168,13 @@ class Lora(NamedTuple):
 
     @property
     def alpha_by_rank(self) -> float:
-        """The multiplier of the product of the two low-rank factors."""
+        """The factor alpha / rank, which scales the product of the two low-rank matrices."""
         return self.alpha / self.rank
 
 
 class MeshShape(NamedTuple):
-    """How devices are arranged: the sizes of the three axes of the mesh. -1 takes all devices that
-    the other axes leave. Read by diffusion_jax/machine/sharding.py.
+    """The sizes of the three axes of the device mesh. The size -1 takes all devices that the other
+    axes leave. Read by diffusion_jax/machine/sharding.py.
     """
 
     replica: Annotated[int, "(0, inf)", (-1,)] = 1
@@ -188,7 +188,7 @@ class MeshShape(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Scores during training, of pictures drawn from the prompts of a file or of the data source.
+    """Scoring during training: pictures are drawn from prompts at intervals, and scored.
 
     Read by diffusion_jax/train/scoring.py.
     """

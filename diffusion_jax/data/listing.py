@@ -176,7 +176,7 @@ def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib
 
 
 def header(tar: str, offset: int) -> list[bytes]:
-    """Return the name field of the tar header before the contents at `offset`, in a list."""
+    """Return [name], the raw name field in the tar header before the contents at `offset`."""
     first = offset - tars.BLOCK
     return storage.read_ranges([tar], [first], [first + _NAME])
 

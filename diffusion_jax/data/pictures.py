@@ -31,7 +31,7 @@ class Pictures(Portable, abc.ABC):
     def __len__(self) -> int: ...
 
     def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
-        """Never use these pictures (sorted indices) as replacements of unusable ones.
+        """Never use the pictures at these sorted indices to replace unusable ones.
 
         The base class does nothing, because it replaces no pictures.
         """
@@ -226,7 +226,7 @@ class Decoded(Pictures):
             raise ValueError(
                 f"{self._num_broken} of {num_read} records are damaged, a larger share than "
                 f"data.max_broken={self._max_broken}: {self.skipped()}; the last is {name} "
-                f"({error})"
+                f"({error}). Repair or remove them, or raise data.max_broken"
             )
 
 

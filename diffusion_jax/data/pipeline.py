@@ -266,7 +266,7 @@ def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, 
 
 
 def local_rows(sharding: Sharding, batch_size: int) -> tuple[int, int]:
-    """Return the process_index and process_count of make_batches that fit this process's devices.
+    """Return the arguments process_index and process_count of `make_batches` for this process.
 
     The numbers differ from jax.process_index() and jax.process_count() if the mesh orders processes
     differently, or if several processes hold the same rows (tensor parallelism across hosts).

@@ -125,7 +125,10 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
         if not field:
             raise ValueError(f"data.text is {text!r}: name the field, such as {text}:caption")
     elif field:
-        raise ValueError(f"data.text is {text!r}: only {', '.join(('json', *tables))} have fields")
+        raise ValueError(
+            f"data.text is {text!r}: only {', '.join(('json', *tables))} take a field after the "
+            f"colon, so write {suffix}"
+        )
     else:
         embeddings.check_suffix(suffix)
     return suffix, field

@@ -81,7 +81,7 @@ def load_index(tar: str) -> Index:
 
 
 def scan(path: str) -> Index:
-    """Build an index from a tar's headers. Raises ValueError if it is compressed or no tar."""
+    """Build an index from a tar's headers. Raises ValueError if it is compressed or not a tar."""
     records: dict[str, int] = {}
     rows = []
     size, truncated = storage.stamp(path)[0], False
@@ -95,7 +95,7 @@ def scan(path: str) -> Index:
                     row = records.setdefault(key, len(records))
                     rows.append((row, suffix, member.offset_data, member.size))
             if tar.offset + BLOCK > size:
-                raise tarfile.ReadError("it has no end")
+                raise tarfile.ReadError("its end is missing")
     except tarfile.ReadError as error:
         if not rows:
             raise ValueError(

@@ -188,4 +188,7 @@ def check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
     algorithm = _ALGORITHMS[len(digest)]
     actual = file_hash(path, algorithm)
     if actual != digest.lower():
-        raise ValueError(f"{what or path} has the {algorithm} {actual}, but should have {digest}")
+        raise ValueError(
+            f"{what or path} has the {algorithm} {actual}, but should have {digest}: download it "
+            "again"
+        )

@@ -184,8 +184,11 @@ def _open_list(
     def write(number: int) -> None:
         rows = []
         for stem, offset, size, suffix in _members(tars[number]):
-            if len(_raw(suffix)) > _ROW["suffix"].itemsize:
-                raise ValueError(f"{tars[number]} holds {stem}.{suffix}: shorten its suffix")
+            if len(_raw(suffix)) > (most := _ROW["suffix"].itemsize):
+                raise ValueError(
+                    f"{tars[number]} holds {stem}.{suffix}, whose suffix has more than {most} "
+                    "bytes: rename it"
+                )
             rows.append((_hash(stem), number, offset, size, _raw(suffix)))
         tables.write(places.listed(number), np.array(rows, _ROW))
 

@@ -70,12 +70,12 @@ def reshard(
     """
     if format not in _WRITERS:
         raise ValueError(f"format is {format!r}: choose from {', '.join(FORMATS)}")
-    if num < 1 or not 0 <= process < processes:
-        raise ValueError(
-            f"num is {num} and must be above 0; process is {process} and must be below {processes}"
-        )
+    if num < 1:
+        raise ValueError(f"num is {num}: a shard must hold at least 1 record")
+    if not 0 <= process < processes:
+        raise ValueError(f"process is {process}: it must be from 0 to {processes - 1}")
     if pad and not size:
-        raise ValueError("pad makes squares of a given size: set size, too")
+        raise ValueError("pad is set without a size: set size to the side of the squares in pixels")
     shrinking = {"size": size, "pad": pad} if size else {}
     claims.claim(
         out / MANIFEST,

@@ -105,7 +105,10 @@ def own_module(source: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         raise ValueError(f"data.source is {source!r}, which cannot be imported: {error}") from error
     if not hasattr(module, "open_source"):
-        raise ValueError(f"data.source is {source!r}, a module that defines no open_source")
+        raise ValueError(
+            f"data.source is {source!r}, a module without open_source: define the function "
+            "open_source(data, shapes) in it"
+        )
     return module
 
 

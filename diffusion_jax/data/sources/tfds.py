@@ -60,14 +60,14 @@ class Tfds(Records):
             except NotImplementedError:  # TFDS has no random access to this format.
                 self._rows = _TfRecords(builder.info, split, decoders)
         except StopIteration:
-            raise ValueError(f"{name} has no image feature") from None
+            raise ValueError(f"{name} has no image feature: choose a data set of images") from None
         except Exception as error:  # TFDS raises many types.
             raise ValueError(
                 f"TFDS cannot read {path}: {error}\nPrepare it once with tfds build NAME (best for "
                 "large sets: --file_format=array_record)"
             ) from error
         if not len(self._rows):
-            raise ValueError(f"no examples in {path}")
+            raise ValueError(f"{path} holds no examples: choose another split")
         self._check_text()
 
     def __len__(self) -> int:

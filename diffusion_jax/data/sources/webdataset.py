@@ -62,8 +62,10 @@ class WebDataset(Records):
         except ValueError as error:
             if not facts["truncated"]:
                 raise
-            cut = f"{facts['truncated']} of {len(self._listing.tars)} tars in {path} are cut off"
-            raise ValueError(f"{cut}: fetch them again. Therefore: {error}") from error
+            raise ValueError(
+                f"{facts['truncated']} of {len(self._listing.tars)} tars in {path} are truncated: "
+                f"download them again. They probably cause this error: {error}"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._listing.spans)
@@ -116,8 +118,10 @@ def _check_broken(num_tars: int, facts: Mapping[str, Any], max_broken: float) ->
     """Raise ValueError if all tars, or more than the share `max_broken`, are unreadable."""
     broken = facts["broken"]
     if broken and (broken > max_broken * num_tars or broken == num_tars):
-        share = f"{broken} of {num_tars} tars cannot be read"
-        raise ValueError(f"{facts['error']} ({share}, data.max_broken is {max_broken})")
+        raise ValueError(
+            f"{broken} of {num_tars} tars cannot be read, and data.max_broken is {max_broken}; "
+            f"the first error is: {facts['error']}"
+        )
 
 
 def _parts(spans: Spans) -> list[tuple[int, int]]:

@@ -120,7 +120,7 @@ def test_names_need_not_be_utf_8_and_long_suffixes_are_refused(tars):
     with tarfile.open(tars / "out/0.tar") as opened:
         assert opened.getnames() == [f"{name}.jpg", f"{name}.\xe9.npy"]
     tar_files.write(tars / "e.tar", [{"__key__": b"0001", f"{'x' * 29}.npy": b""}])
-    with pytest.raises(ValueError, match=r"e.tar holds 0001.x+.npy: shorten its suffix"):
+    with pytest.raises(ValueError, match=r"e.tar holds 0001.x+.npy, whose .* 32 bytes: rename it"):
         merge.merge(str(tars / "images/0.tar"), str(tars / "e.tar"), tars / "out")
 
 

@@ -86,8 +86,10 @@ def test_other_shards_in_the_folder_are_refused(folder, tmp_path):
         write(folder, tmp_path, num=5)
     with pytest.raises(ValueError, match="format is 'zip': choose from webdataset, arrayrecord"):
         write(folder, tmp_path, format="zip")
-    with pytest.raises(ValueError, match="num is 4 and must be above 0; process is 2 and must be"):
+    with pytest.raises(ValueError, match="process is 2: it must be from 0 to 1"):
         write(folder, tmp_path, process=2, processes=2)
+    with pytest.raises(ValueError, match="num is 0: a shard must hold at least 1 record"):
+        write(folder, tmp_path, num=0)
 
 
 def test_kinds_of_images_are_told_by_their_first_bytes():
@@ -121,5 +123,5 @@ def test_shrunken_images_are_padded_to_squares_or_keep_their_shape(tmp_path):
 def test_a_broken_image_is_counted_when_it_is_shrunk(folder, tmp_path):
     counts = write(folder, tmp_path, size=4)
     assert counts == {"written": 8, "broken_image": 1, "no_caption": 1}
-    with pytest.raises(ValueError, match="pad makes squares of a given size: set size"):
+    with pytest.raises(ValueError, match="pad is set without a size: set size to"):
         write(folder, tmp_path / "other", pad=True)

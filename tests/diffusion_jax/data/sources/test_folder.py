@@ -78,7 +78,7 @@ def test_unknown_choices_are_refused(folder):
         ValueError, match=r"data\.text is 'json': name the field, such as json:caption"
     ):
         Folder(folder, text="json")
-    with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet have fields"):
+    with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet take a field"):
         Folder(folder, text="txt:caption")
     with pytest.raises(ValueError, match="the suffix of texts is 'doc': it must end in txt"):
         Folder(folder, text="doc")
