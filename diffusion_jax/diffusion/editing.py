@@ -43,8 +43,8 @@ def wrap(
 
 
 def steps_taken(strength: float, steps: int) -> int:
-    """Return how many of the steps run at this strength, rounded down as in CompVis and diffusers.
+    """Return how many of the steps run at this strength: strength * steps, rounded down.
 
-    As there, the product is computed in floating point, so 0.58 of 50 steps are 28.
+    The product is computed in floating point, as in CompVis and diffusers, so 0.58 * 50 gives 28.
     """
     return int(strength * steps)

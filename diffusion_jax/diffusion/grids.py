@@ -93,7 +93,7 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
 
 
 def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at evenly spaced times that start at 0 and stop short of the largest.
+    """Compute the levels at evenly spaced times, which include 0 but not the largest time.
 
     On a discrete schedule, s.offset is added to each time.
     """
@@ -199,8 +199,8 @@ def _has_end(noise: Noise, placement: Placement) -> bool:
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:
     """Return the levels at the first s.steps times, and these times (see Spacing).
 
-    On a continuous schedule, None replaces the times. On a discrete schedule, levels are clipped to
-    s.sigma_max, if that is not 0.
+    On a continuous schedule, the second value is None. On a discrete schedule, levels are clipped
+    to s.sigma_max, if that is not 0.
     """
     times = times[: s.steps].astype(np.float32)
     sigmas = _level(noise)(jnp.asarray(times))

@@ -144,9 +144,9 @@ def conditional(
 
 
 def by_rows(denoise: Denoiser) -> Branches:
-    """Split D of a joined batch by condition.
+    """Return a function that evaluates a joined batch once and splits D by condition.
 
-    The denoiser's rows are ordered by image, and by condition within an image.
+    The rows of the joined batch are ordered by image, and by condition within an image.
     """
 
     def branches(x, sigma, names):

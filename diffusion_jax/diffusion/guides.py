@@ -252,7 +252,10 @@ def _predictions(model: Model, x: Images, sigma: Sigma):
 
 
 def _check_order(guide: Guide, name: str) -> None:
-    """Raise ValueError if `guide` does not lead away from D_other, which `name` changes."""
+    """Raise ValueError if `guide` is perp_neg, whose update does not use D_other.
+
+    The kind of guidance called `name` changes D_other, so it would have no effect.
+    """
     if EMPTY in guide.needs:
         raise ValueError(
             f"sampler.guiding has {name} after perp_neg, but {name} cannot change perp_neg's "

@@ -58,7 +58,7 @@ def heun(
 
     The paper's loop evaluates D in two places, so the network would be compiled twice. The code
     here scans over evaluations instead of steps: k = 2 i is the Euler step i, and k = 2 i + 1 its
-    correction. There is no correction in the last step, even if it ends above 0, and in steps that
+    correction. The last step has no correction, even if it ends above 0, and neither do steps that
     start above NO_SIGNAL.
     """
     inside = (s_min <= sigmas) & (sigmas <= s_max)

@@ -54,7 +54,7 @@ SAMPLERS: dict[str, Method] = {
 
 
 class Start(NamedTuple):
-    """What Task.begin returns: a sampler's arguments, and functions to apply around the sampler."""
+    """The result of Task.begin: the sampler's arguments, and functions that wrap and finish it."""
 
     denoise: Denoiser
     x: Images

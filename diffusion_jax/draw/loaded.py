@@ -195,7 +195,10 @@ class Loaded:
         `values` are the same as for `draw`. Raise ValueError for a cascade.
         """
         if len(self.stages) > 1:
-            raise ValueError(f"{self!r} is a cascade of {len(self.stages)} models: load one alone")
+            raise ValueError(
+                f"a denoiser needs a single model, but {self!r} is a cascade of "
+                f"{len(self.stages)}: load one of them alone"
+            )
         (model,) = self._stages_with(values, False, [None])
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return PromptedDenoiser(model, self._system.tokenize(model, texts))
@@ -211,9 +214,10 @@ class Loaded:
         return self._averages[n, step]
 
     def _size_of(self, image: Image.Image | None, values: Values) -> Values:
-        """Return the height and width of a picture to draw over, unless they are chosen.
+        """Return the height and width of the picture to draw over, as option values.
 
-        They are options of systems that draw images of any size.
+        A side that the user has chosen is left out. Systems that draw a single size have no such
+        options, and get {}.
         """
         chosen = {name for name, value in {**self.values[0], **values}.items() if value is not None}
         sides = [side for side in ("height", "width") if side in self.options]
@@ -223,7 +227,7 @@ class Loaded:
         """Return the strength of each stage. A single value is for the first stage alone.
 
         Raises:
-            ValueError: A value is outside (0, 1], or there is another number of values.
+            ValueError: A value is outside (0, 1], or there is not one value per stage.
         """
         later = [1.0] * (len(self.stages) - 1)
         values = [strength, *later] if isinstance(strength, float | int) else list(strength)

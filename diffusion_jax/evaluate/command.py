@@ -334,7 +334,7 @@ def check_names(subjects: Sequence[Subject]) -> None:
     names = [subject.name for subject in subjects]
     if same := [name for name in names if names.count(name) > 1]:
         raise ValueError(
-            f"two of the models are called {same[0]}: their folders' names must differ"
+            f"two models have the name {same[0]}, which is that of their folder: rename one folder"
         )
 
 

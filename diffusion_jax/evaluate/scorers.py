@@ -249,20 +249,25 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         )
     if bool(reference) != bool(inception):
         raise ValueError(
-            "FID needs both reference, the statistics of real images, and inception, the weights"
+            "FID needs both reference (statistics of real images) and inception (weights): set both"
         )
     if bool(evaluation.dinov2) != bool(evaluation.dinov2_reference):
         raise ValueError(
-            "FD-DINOv2 needs both dinov2 and dinov2_reference, which metrics stats --dinov2 writes"
+            "FD-DINOv2 needs both dinov2 (weights) and dinov2_reference (statistics, written by "
+            "metrics stats --dinov2): set both"
         )
     if evaluation.clip_reference and not clip:
-        raise ValueError("CMMD needs both clip_reference and clip, with the same CLIP")
+        raise ValueError(
+            "clip_reference is set, but clip is empty: CMMD needs both, from the same CLIP"
+        )
     card = {"image_size": (size, size), "n": len(prompts)}
     card["prompts"] = prompt_files.fingerprint(prompts)
     chosen: dict[str, FeatureJudge] = {}
     if inception:
         if len(prompts) < 2:
-            raise ValueError("a Fréchet distance needs at least 2 images, but there is 1 prompt")
+            raise ValueError(
+                "a Fréchet distance needs at least 2 images, but there is 1 prompt: add prompts"
+            )
         wanted = {METRICS[name].features for name in evaluation.metrics if name in METRICS}
         levels = ["2048", *(x for x in ("spatial", "unbiased") if f"inception_{x}" in wanted)]
         make = lambda mode: extractors.load_inception(inception, mode, "+".join(levels))
@@ -296,7 +301,7 @@ def _against(
 ) -> FeatureJudge:
     """Return a judge that compares pictures with the statistics in the file `path`.
 
-    The preprocessing is that on the card of the statistics, or `mode` without a card.
+    Pictures are preprocessed as on the card of the statistics, or by `mode` if there is no card.
     """
     real = stats_files.read(path)
     stats_files.check_mode(path, real, mode, "inception_mode")

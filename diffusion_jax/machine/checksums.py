@@ -36,7 +36,7 @@ def write(folder: files.Path) -> None:
 def read_back(
     folder: files.Path, part: int = 0, parts: int = 1, unless: Callable[[], bool] = lambda: False
 ) -> None:
-    """Read the files that `write` listed again, and compare their checksums.
+    """Read the files whose checksums `write` stored, and compare the checksums.
 
     Where the system allows it, local files are read from the disk and not from the system's cache.
 
@@ -44,7 +44,7 @@ def read_back(
         unless: Called before each file. If it returns True, the remaining files are not read.
 
     Raises:
-        OSError: A file differs from its list.
+        OSError: A file does not match its checksum.
     """
     folder, look = files.path(folder), _look(folder)
     listed, _ = _lists(folder)
@@ -54,13 +54,13 @@ def read_back(
         if not files.remote(folder):
             _drop_cache(folder / path)
         if difference := _difference(look, path, size, digest):
-            raise OSError(f"{folder / path} was read back wrong: {difference}")
+            raise OSError(f"{folder / path} differs from what was written: {difference}")
 
 
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """Return a message about the first file that differs from its list or is unlisted, else None.
+    """Return a message about the first file whose checksum differs or is missing, or None.
 
     If `items` names subfolders, only those are compared. Only part `part` of `parts` of the files
     is compared. A folder without lists counts as undamaged, because earlier versions wrote none.
@@ -76,14 +76,14 @@ def damage(
 
 
 def exist(folder: files.Path) -> bool:
-    """Return whether a folder has a subfolder for lists, which may be empty."""
+    """Return whether a folder has a subfolder for lists of checksums, which may be empty."""
     return (files.path(folder) / FOLDER).exists()
 
 
 def damaged(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path, difference) for each file that differs from its list.
+    """Yield (path, difference) for each file that does not match its checksum.
 
     If `items` names subfolders, only those are compared. A folder without lists yields nothing.
     """
@@ -131,7 +131,7 @@ def _names(folder: pathlib.Path) -> list[str]:
 
 
 def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
-    """Return look(name, whole) -> (bytes, checksum) for the files of a folder.
+    """Return a function look(name, whole) that returns a file's size in bytes and its checksum.
 
     The checksum is a SHA-256 for a local file, and "crc32c:...", "md5:..." or "" (no checksum) in a
     bucket. If `whole` is False, local files are not read and their checksum is "".

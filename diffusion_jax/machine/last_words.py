@@ -25,7 +25,7 @@ _EXIT = _Handler(lambda number: os._exit(1))
 
 
 def exit_at_abort() -> None:
-    """Let this process exit with code 1 when a library aborts it. Otherwise it ends by SIGABRT.
+    """Make this process exit with code 1, and not by SIGABRT, when a library calls abort().
 
     Python's own signal handlers run too late for this, because abort() ends the process as soon as
     the handler of the C library returns.

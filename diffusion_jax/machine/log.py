@@ -76,7 +76,7 @@ class MetricWriter:
         self._events.flush()
 
     def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
-        """Write images by name to the trackers: TensorBoard, and Weights & Biases if asked for."""
+        """Write images by name to TensorBoard, and to Weights & Biases if the run uses it."""
         for tracker in self._trackers:
             tracker.write_images(step, images)
         self._events.flush()
@@ -146,7 +146,7 @@ def read_more_metrics(
 def read_sound_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the parsed lines of a metrics.jsonl file. Damaged lines are left out with a warning.
 
-    A run continues with this function, because its metrics do not affect what it learns.
+    A run that continues reads its metrics with this function, because they do not affect training.
     """
     lines, damaged = _parse(path, _whole_lines(path))
     if damaged:
@@ -197,11 +197,11 @@ def write_manifest(
 
 
 def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str, Any]:
-    """Return what identifies a start of a run at `step` in this process, as JSON values.
+    """Return the manifest entry, as JSON values, for a run that this process starts at `step`.
 
-    These are the config, the seed, the first step, the time, the command line, package versions,
-    the git commit (None outside a checkout), the devices, and the environment variables that JAX,
-    XLA and their libraries read.
+    It holds the config, the seed, the first step, the time, the command line, package versions, the
+    git commit (None outside a checkout), the devices, and the environment variables that JAX, XLA
+    and their libraries read.
     """
     versions = {package: version(package) for package in _PACKAGES}
     entry = {

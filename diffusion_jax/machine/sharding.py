@@ -178,13 +178,13 @@ def check_batch(
         name: The name of `accumulate` in the error message.
     """
     if accumulate < 1:
-        raise ValueError(f"{name} {accumulate} is below 1: with 1, batches are not split")
+        raise ValueError(f"{name} is {accumulate}: it must be at least 1 (1 splits no batches)")
     unit = accumulate * batch_ways(mesh)
     if batch_size < 1 or batch_size % unit:
         below = batch_size // unit * unit
         nearest = f"sizes are {below} and {below + unit}" if below > 0 else f"size is {unit}"
         raise ValueError(
-            f"batch_size {batch_size} does not divide over {name} {accumulate} x "
+            f"batch_size {batch_size} is not divisible by {name} {accumulate} x "
             f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "
             f"the nearest valid {nearest}"
         )
@@ -209,9 +209,10 @@ def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple
 
 
 def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None) -> P:
-    """Return a spec that splits axis number `tensor` over the mesh axis "tensor", if it divides.
+    """Return a spec that splits axis number `tensor` of an array over the mesh axis "tensor".
 
-    The largest other axis is split over the mesh axis "fsdp".
+    The largest other axis is split over the mesh axis "fsdp". An axis stays whole if its size is
+    not divisible by that of the mesh axis.
     """
     spec: list[str | None] = [None] * len(shape)
     ways = mesh.shape["tensor"]
@@ -236,7 +237,7 @@ def _checked(spec: P | str, name: str, shape: tuple[int, ...], mesh: Any) -> P:
         ways = math.prod(mesh.shape[n] for n in names)
         if shape[axis] % ways:
             raise ValueError(
-                f"axis {axis} of {name!r} with shape {shape} does not divide over "
+                f"axis {axis} of {name!r} with shape {shape} is not divisible by "
                 f"{' x '.join(names)} = {ways}: choose a mesh size that divides {shape[axis]}"
             )
     return spec

@@ -220,7 +220,10 @@ def _schedule(
 
 
 def _needed_whole(program: Program) -> set[int]:
-    """Return the variables that products and the like read in full, directly or by an alias."""
+    """Return the variables that matrix products, convolutions and similar operations read in full.
+
+    They may read a variable directly or by an alias.
+    """
     whole: set[int] = set()
     for name, inputs, outputs in reversed(program.equations):
         if name in _OPAQUE:

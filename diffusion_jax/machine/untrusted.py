@@ -53,7 +53,7 @@ def read_text(path: pathlib.Path) -> str:
     with path.open("rb") as file:
         content = file.read(_TEXT + 1)
     if len(content) > _TEXT:
-        raise ValueError(f"{path} has more than {_TEXT:,} bytes, which is too long for a text")
+        raise ValueError(f"{path} has more than {_TEXT:,} bytes, the limit for a text file")
     return content.decode("utf-8")
 
 
@@ -91,7 +91,8 @@ def read_plain(path: pathlib.Path) -> bytes | None:
 
 
 class Unpickler(pickle.Unpickler):
-    """An unpickler whose memory is bounded. Subclasses decide in `find_class` which names exist.
+    """An unpickler whose memory is bounded. Subclasses override `find_class`, which decides which
+    classes and functions a pickle may use.
 
     A pickle of nine bytes can make the plain unpickler allocate gigabytes, for a string that is
     longer than the file, or for a table of 2**27 numbered objects.
@@ -102,7 +103,7 @@ class Unpickler(pickle.Unpickler):
         self._file = file
 
     def load(self) -> Any:
-        """Return the next object of the file. Raise ValueError if it would take much memory."""
+        """Return the next object of the file. Raise ValueError if it would take too much memory."""
         start = self._file.tell()
         for count, (operation, argument, _) in enumerate(pickletools.genops(self._file)):
             number = argument if operation.name.endswith("PUT") else 0
@@ -113,7 +114,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class Unpacked:
-    """A compressed file that is read like the file in it, up to the limit for archives."""
+    """A decompressing reader that raises ValueError beyond the size limit for archives."""
 
     def __init__(self, file: Any, packed: int):
         """Wrap an open decompressing file, whose compressed size is `packed` bytes."""
@@ -134,7 +135,9 @@ class Unpacked:
 
     def _check(self, end: int) -> None:
         if end > self._limit:
-            raise ValueError(f"it unpacks to more than {self._limit:,} bytes: that is too much")
+            raise ValueError(
+                f"it unpacks to more than {self._limit:,} bytes, the limit for a file of its size"
+            )
 
 
 def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
@@ -167,12 +170,12 @@ def read_array(file: Any, size: int) -> np.ndarray:
     shape, fortran, dtype = header[version](file)
     expected = math.prod(shape) * dtype.itemsize
     if dtype.hasobject:
-        raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
+        raise ValueError("it holds Python objects, which could run code: save an array of numbers")
     if min(shape, default=0) < 0 or expected != size - file.tell():
         raise ValueError(f"{size:,} bytes do not match an array of {dtype} and shape {shape}")
     content = bytearray(file.read())  # To the end, where zipfile compares the CRC-32.
     if len(content) != expected:
-        raise ValueError(f"it ends after {len(content):,} of {expected:,} bytes")
+        raise ValueError(f"the array ends after {len(content):,} of {expected:,} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
@@ -183,9 +186,10 @@ def check_archive(file: Any) -> None:
     with zipfile.ZipFile(file) as archive:
         unpacked = sum(info.file_size for info in archive.infolist())
     file.seek(0)
-    if unpacked > _limit(packed):
+    if unpacked > (limit := _limit(packed)):
         raise ValueError(
-            f"its {packed:,} bytes unpack to {unpacked:,}: that is too much for arrays of numbers"
+            f"its {packed:,} bytes unpack to {unpacked:,}, but a file of its size may unpack to "
+            f"{limit:,} at most"
         )
 
 
@@ -208,7 +212,7 @@ def printable(text: str) -> str:
 
 
 def printable_json(value: Any) -> Any:
-    """Return a JSON value whose texts, including names, are `printable`."""
+    """Return a copy of a JSON value with control characters escaped in all strings and keys."""
     if isinstance(value, dict):
         return {printable(str(name)): printable_json(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

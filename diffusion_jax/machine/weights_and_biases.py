@@ -46,7 +46,7 @@ def check(project: str) -> None:
 def writing(
     project: str, workdir: str | os.PathLike[str], folder: pathlib.Path, config: Mapping[str, Any]
 ) -> Iterator[Writer]:
-    """Yield a writer for the run of a workdir, with the workdir's name, and finish at the end.
+    """Yield a writer for a workdir's W&B run, which has the workdir's name, and finish the run.
 
     The user has logged in with `wandb login` or set WANDB_API_KEY. With WANDB_MODE=offline, the
     files stay in FOLDER/wandb, and `wandb sync` uploads them later. Weights & Biases ignores steps

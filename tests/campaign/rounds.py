@@ -31,7 +31,7 @@ _PAGE = 4096
 _WORDS = {
     "skipping the damaged checkpoint": "checksum, passed over",
     "all checkpoints in": "checksum, no sound checkpoint",
-    "read back wrong": "read back",
+    "differs from what was written": "read back",
     "No space left": "no space left",
     "is the disk full": "no space left",
     "damaged": "named as damaged",

@@ -85,7 +85,7 @@ def test_two_score_what_one_scores(drawn):
 def test_a_process_that_refuses_its_config_ends_with_2_and_so_do_all(tmp_path):
     group = Group(tmp_path, 2, "train", *TINY, "--workdir=nowhere", "--config.batch_size=3")
     assert group.end() == [2, 2]
-    assert "error: batch_size 3 does not divide over" in group.said()
+    assert "error: batch_size 3 is not divisible by" in group.said()
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(checksums, "_drop_cache", flip)
     (folder / "params" / "deep" / "c").unlink()
     checksums.write(folder)
-    with pytest.raises(OSError, match="a was read back wrong: its bytes differ from those written"):
+    with pytest.raises(OSError, match="a differs from what was written: its bytes differ"):
         checksums.read_back(folder)
 
 

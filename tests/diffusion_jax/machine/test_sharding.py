@@ -137,7 +137,7 @@ def test_a_parameter_without_a_rule_is_an_error_and_a_scalar_is_not():
 def test_a_spec_that_does_not_fit_its_array_is_an_error():
     mesh = sharding.make_mesh(1, 2, 4)
     with pytest.raises(
-        ValueError, match=r"axis 1 of 'w' with shape \(8, 6\) does not divide over tensor = 4"
+        ValueError, match=r"axis 1 of 'w' with shape \(8, 6\) is not divisible by tensor = 4"
     ):
         sharding.shardings({"w": leaf(8, 6)}, mesh, [("w", P(None, "tensor"))])
     with pytest.raises(ValueError, match=r"fsdp x tensor = 8: choose a mesh size that divides 12"):
@@ -161,12 +161,12 @@ def test_check_batch_names_every_value_and_the_nearest_sizes():
     mesh = sharding.make_mesh(2, 2, 2)
     sharding.check_batch(24, accumulate=3, mesh=mesh)
     message = (
-        r"batch_size 30 does not divide over accumulate 3 x replica 2 x fsdp 2 = 12: "
+        r"batch_size 30 is not divisible by accumulate 3 x replica 2 x fsdp 2 = 12: "
         r"the nearest valid sizes are 24 and 36"
     )
     with pytest.raises(ValueError, match=message):
         sharding.check_batch(30, accumulate=3, mesh=mesh)
     with pytest.raises(ValueError, match=r"the nearest valid size is 12$"):
         sharding.check_batch(5, accumulate=3, mesh=mesh)
-    with pytest.raises(ValueError, match=r"accumulate 0"):
+    with pytest.raises(ValueError, match=r"accumulate is 0"):
         sharding.check_batch(8, accumulate=0, mesh=mesh)

@@ -121,9 +121,9 @@ def test_the_passes_of_a_step_follow_from_batch_and_mesh():
     ("values", "message"),
     [
         ({"micro_batch": 24},
-         "batch_size 4096 does not divide over optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
+         "batch_size 4096 is not divisible by optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
          "768: the nearest valid sizes are 3840 and 4608"),
-        ({"accumulate": 3}, "batch_size 4096 does not divide over accumulate 3 x replica 4 x "),
+        ({"accumulate": 3}, "batch_size 4096 is not divisible by accumulate 3 x replica 4 x "),
     ],
 )  # fmt: skip
 def test_a_micro_batch_that_does_not_divide_is_one_line(values, message):
