@@ -80,7 +80,7 @@ def normal_like(key: PRNGKeyArray, x: Images) -> Images:
 
 
 def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
-    """Draw which texts a training step keeps. Each is dropped with probability `drop_prob`."""
+    """Draw a mask, True for texts to keep. Each text is dropped with probability `drop_prob`."""
     return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
 
 

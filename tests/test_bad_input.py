@@ -67,7 +67,7 @@ train --config.steps=0 | steps is 0: it must be above 0
 train --config.steps=abc | steps
 train --config.seed=-1 | seed is -1: it must be from 0 to 4294967295
 train --config.seed=4294967296 | seed is 4294967296: it must be from 0
-train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 does not divide
+train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 is not divisible by
 train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
 train --config.mesh.fsdp=3 | mesh replica=1, fsdp=3, tensor=1 does not fit 1 devices
 train --config.unet.channel_mult=() | unet.channel_mult is empty
@@ -205,7 +205,7 @@ start --data=D/bare.tar | no captions in D/bare.tar, whose members have the suff
 start --data=D/table.parquet | image columns: none: set data.text
 start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no .json:caption
-start --data=D/images --text=npy | --text=npy names embeddings: name the field
+start --data=D/images --text=npy | --text=npy names embeddings, but this command needs captions
 start --hours=0 | --hours=0: give a time above 0
 start --hours=-1 | --hours=-1: give a time above 0
 start --hours=nan | --hours=nan: give a time above 0
@@ -225,7 +225,7 @@ train --config.unet.image_size=1000000 | unet.image_size is 1000000: it must be 
 train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | means 1,000,000,00
 train --config.data.source=webdataset --config.data.path=D/cut.tar | 1 of 1 tars in D/cut.tar are cu
 train --workdir=D/dangling | workdir D/dangling: D/dangling is a link to D/nowhere, which does not e
-sample --prompts=/dev/zero | /dev/zero has more than 67,108,864 bytes, which is too long for a text
+sample --prompts=/dev/zero | /dev/zero has more than 67,108,864 bytes, the limit for a text
 sample --prompt=a --image=D/cut.png | --image=D/cut.png is damaged: 
 sd_sample --prompt=a --image=D/cut.png | --image=D/cut.png is damaged: 
 sd_sample --prompt=a --image=D/images/0.png --strength=nan | strength is nan: it must be above 0 and

@@ -129,7 +129,10 @@ def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Ext
 
 
 def split(extractor: Extractor, rows: Rows) -> dict[str, Rows]:
-    """Split features into the extractor's parts. Without parts, their name is the extractor's."""
+    """Return the columns of each part of the features, keyed by the names in extractor.parts.
+
+    An extractor without parts gives one entry under its own name.
+    """
     if not extractor.parts:
         return {extractor.name: rows}
     ends = np.cumsum([*extractor.parts.values()])[:-1]

@@ -113,7 +113,7 @@ class Decoded:
     def read(
         self, indices: np.ndarray
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B"]]:
-        """Return the images, and a status for each. Status 0 means usable; other images are 0."""
+        """Return the images, and a status for each: 0 if it is usable. Others are all zeros."""
         images = np.zeros((len(indices), *self.shape), np.uint8)
         status = np.zeros(len(indices), np.uint8)
         for row, image in enumerate(self._threads.map(self._decode, indices.tolist())):

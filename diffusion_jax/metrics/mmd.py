@@ -125,7 +125,7 @@ def _blocks(rows: Rows) -> Iterator[Float[np.ndarray, "M D"]]:
 def _kernel_sums(
     x: Rows, y: Rows, weights: Float[np.ndarray, "M S"], origin: float
 ) -> Float[np.ndarray, "N S"]:
-    """Sum KID's kernel less `origin` over the rows of `y`, with each column of weights."""
+    """Return sum_m (k(x_n, y_m) - origin) * weights[m, s], where k is KID's kernel."""
     columns, weighted = jnp.asarray(y, jnp.float32), jnp.asarray(weights)
     parts = (jnp.asarray(x[i : i + _BLOCK], jnp.float32) for i in range(0, len(x), _BLOCK))
     sums = [np.asarray(_cubic_sums(part, columns, weighted, origin), float) for part in parts]

@@ -24,7 +24,7 @@ _FEW, _MANY = 3, 5  # k of precision and recall, and of density and coverage.
 
 
 class Compared(NamedTuple):
-    """What the spheres of generated images and of real images contain."""
+    """Which k-NN spheres of generated and real images contain images of the other set."""
 
     n: tuple[int, int]
     """Numbers of real and of generated images."""
@@ -102,12 +102,10 @@ def recall(generated: Rows, real: Real) -> Score:
 
 
 def density(generated: Rows, real: Real) -> Score:
-    """Return density: the mean number of real k-NN spheres per generated image, divided by k.
+    """Return density: the number of real k-NN spheres that contain a generated image, over k.
 
-    A sphere counts for each generated image that it contains.
-
-    Density measures fidelity and is robust to outliers among the real images. It is 0 or more, and
-    about 1 if both sets have the same distribution.
+    The score is the mean over the generated images. It measures fidelity and is robust to outliers
+    among the real images. It is 0 or more, and about 1 if both sets have the same distribution.
 
     Raises:
         ValueError: a set has no more than 5 images.
@@ -146,7 +144,7 @@ def _parts(rows: Float[Array, "N D"]) -> Iterator[slice]:
 def _radii(rows: Float[Array, "N D"]) -> Float[Array, "2 N"]:
     """Return the squared distances of each row to its third and its fifth nearest neighbour.
 
-    They are infinite if there are not so many other rows.
+    The distance to the fifth (third) neighbour is infinite if there are fewer than 5 (3) others.
     """
     return jnp.concatenate([_radii_of(rows[part], rows, part.start) for part in _parts(rows)], 1)
 
@@ -155,7 +153,7 @@ def _radii(rows: Float[Array, "N D"]) -> Float[Array, "2 N"]:
 def _radii_of(
     part: Float[Array, "B D"], rows: Float[Array, "N D"], start: Int[Array, ""]
 ) -> Float[Array, "2 B"]:
-    """Return the radii of the rows from row `start`, which are `part`."""
+    """Return the `_radii` of one block: `part` holds the rows from index `start`."""
     index = jnp.arange(len(part))
     squares = _squares(part, rows).at[index, start + index].set(jnp.inf)  # Not its own neighbour.
     missing = max(0, _MANY - len(rows))

@@ -194,7 +194,7 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
 
 
 def _is_of(out: files.Path, card: cards.Card, work: Work, extractor: extractors.Extractor) -> bool:
-    """Return whether `out` holds statistics with this card, and all that `work` asks for."""
+    """Return whether `out` holds statistics with this card and all arrays that `work` requests."""
     if not files.path(out).is_file():
         return False
     stats = stats_files.read(out)

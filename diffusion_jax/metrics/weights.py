@@ -94,7 +94,10 @@ def _download() -> pathlib.Path:
             with urllib.request.urlopen(URL, timeout=30) as response, part.open("wb") as file:
                 shutil.copyfileobj(response, file)
             if not _has_hashes(part):
-                raise ValueError(f"the file from {URL} is not the public file: its hash differs")
+                raise ValueError(
+                    f"the file from {URL} is not the public file: its hash differs, so download it "
+                    "again or set --weights=FILE"
+                )
     except OSError as error:
         raise FileNotFoundError(
             f"the FID Inception's weights could not be downloaded ({error}): download {URL} on "

@@ -82,7 +82,7 @@ def finish(
 def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Listed:
     """Write the shards' names to a file in `folder` and return them as Listed.
 
-    The file is called by a hash of the names.
+    The file's name contains a hash of the shards' names.
     """
     text = "\n".join(names)
     name = f"listed-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

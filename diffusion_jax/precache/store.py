@@ -158,7 +158,10 @@ class Store:
         return batch
 
     def _rows(self, at: int, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return one text's values and int8 scales. Raises ValueError if they are damaged."""
+        """Return one text's values, and the scales if the format is int8 (otherwise None).
+
+        Raises ValueError if they are damaged.
+        """
         number, first, tokens, check = (
             int(self._index[name][at]) for name in ("shard", "first", "tokens", "check")
         )
@@ -216,8 +219,8 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
     manifest = pretrained.read_json(path / MANIFEST)
     if manifest.get("version") != VERSION:
         raise ValueError(
-            f"the version of {path / MANIFEST} is {manifest.get('version')}: this code reads "
-            f"version {VERSION}"
+            f"the version of {path / MANIFEST} is {manifest.get('version')}, but this code reads "
+            f"version {VERSION}: make the store again in another folder"
         )
     return manifest
 

@@ -70,14 +70,14 @@ def of_data(photos: PictureSet, text_weights: str) -> Callable[[Stage], Changes]
 
 
 def _encoder(weights: str, words: int) -> Changes:
-    """Return config changes for a folder of T5 or CLIP. Raises ValueError for other models."""
+    """Return config changes for a folder of T5 or CLIP weights. Raises ValueError for others."""
     config = pretrained.read_json(pretrained.locate(weights) / "config.json")
     config |= config.get("text_config") or {}
     kind = next((k for k in _ENCODERS if k in str(config.get("model_type"))), "")
     if not kind:
         raise ValueError(
             f"--text_weights={weights} has the model_type {config.get('model_type')!r}: give a "
-            "folder of T5 or CLIP"
+            "folder of T5 or CLIP weights"
         )
     encoder, width = _ENCODERS[kind]
     tokens = 77 if kind == "clip" else min(128, max(8, -(-words // 4) * 8))

@@ -11,6 +11,6 @@ models/emoji32/README.md."""
 
 
 def described(num_images: int) -> str:
-    """Return a sentence on what small models have drawn after `num_images` training pictures."""
+    """Return a clause that tells what small models draw after `num_images` training pictures."""
     drawn = [text for least, text in _SEEN if num_images >= least][-1]
     return f"with {num_images:,} training pictures, small models have drawn {drawn}"

@@ -56,7 +56,7 @@ def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
 
 
 def _changes(shipped: Shipped, method: str) -> Changes:
-    """Return the changes of the config shipped.base: the model's own values, and the method's."""
+    """Return changes to the config shipped.base: the shipped model's values and the method's."""
     base, own = written.config(shipped.base, {}), runs.load(shipped.workdir)
     values = {
         f"{group}.{field}": value

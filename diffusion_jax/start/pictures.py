@@ -37,7 +37,7 @@ class PictureSet(NamedTuple):
 
     @property
     def is_tall(self) -> bool:
-        """Whether cropping would cut off much of many pictures."""
+        """Whether a square crop would cut off much of many pictures."""
         return self.report["aspect"]["p95"] > _TALL
 
 
@@ -47,7 +47,10 @@ def read(data: Data) -> PictureSet:
     Raises ValueError if the texts are embeddings, or if no picture can be used.
     """
     if data.embedded:
-        raise ValueError(f"--text={data.text} names embeddings: name the field of the captions")
+        raise ValueError(
+            f"--text={data.text} names embeddings, but this command needs captions: name their "
+            "suffix or field"
+        )
     records = sources.open_records(data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -92,7 +95,9 @@ def described(pictures: PictureSet) -> list[tuple[str, str]]:
 
 
 def shrink(pictures: PictureSet, size: int, folder: pathlib.Path, *, pad: bool) -> PictureSet:
-    """Write the pictures once as tars of small PNGs, unless they exist already, and read these.
+    """Return the data set with its pictures shrunk to PNGs, which are stored as tars in `folder`.
+
+    Tars that exist already are not written again.
 
     Args:
         pictures: the data set.

@@ -79,15 +79,15 @@ def answer(question: Question, value: str, reason: str) -> str:
 def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
     """Return how to train: finetuned.NO, or a method of fine-tuning the shipped model.
 
-    The question is asked if there are few pictures with captions, and a shipped model. Raises
-    ValueError if `value` is such a method, but no model can be fine-tuned.
+    The user is asked if there are few pictures, if they have captions, and if there is a shipped
+    model. Raises ValueError if `value` is a fine-tuning method, but no model can be fine-tuned.
     """
     count = len(photos.records)
     if not shipped or not shipped.exists() or not photos.report["words"]:
         if value not in (ASK, finetuned.NO):
             raise ValueError(
-                f"--finetune={value} needs captions, hashed words and models/ of a checkout: leave "
-                "it out"
+                f"--finetune={value} needs captions, a run without --text_weights, and the folder "
+                "models/ of a checkout: leave it out"
             )
         return finetuned.NO
     if value == ASK and count >= _FEW:
@@ -100,7 +100,7 @@ def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
 
 
 def pad(value: str, photos: PictureSet) -> bool:
-    """Return whether to pad the pictures. The question is asked if many are tall or wide."""
+    """Return whether to pad the pictures. The user is asked if many are tall or wide."""
     if value == ASK and not photos.is_tall:
         return False
     reason = (
@@ -113,7 +113,7 @@ def pad(value: str, photos: PictureSet) -> bool:
 def shrink(value: str, photos: PictureSet, size: int) -> bool:
     """Return whether to shrink the pictures to `size` pixels.
 
-    The question is asked if they are larger and reading them is slow.
+    The user is asked if the pictures are larger and reading them is slow.
     """
     if value == ASK and (photos.speed > _SLOW or photos.side <= size):
         return False

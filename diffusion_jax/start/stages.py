@@ -92,7 +92,7 @@ def check_time(smallest: Candidate, hours: float) -> None:
         count = len(smallest.stages)
         networks = f"each of {count} networks" if count > 1 else "the network"
         raise ValueError(
-            f"--hours={hours:g} is too short: compiling {networks} takes about "
+            f"--hours={hours:g} is too short, because compiling {networks} takes about "
             f"{_LEAST_SECONDS // 60} minutes: give --hours={least:.2g} or more"
         )
 

@@ -87,11 +87,13 @@ def read(workdir: files.Path) -> Vocabulary | None:
     try:
         content = untrusted.parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
         words, examples = (_texts(content, name) for name in ("words", "examples"))
         return Vocabulary(int(content["captions"]), frozenset(words), tuple(examples))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no vocabulary ({error}): delete it, or pack again") from error
+        raise ValueError(
+            f"{path} is not a vocabulary ({error}): delete it, or pack again"
+        ) from error
 
 
 def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -> str:

@@ -348,7 +348,10 @@ def powers(state: TrainState) -> dict[str, Params]:
 
 
 def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:
-    """Raise ValueError unless a checkpoint has the names and shapes of a state. Read no array."""
+    """Raise ValueError unless a checkpoint has the names and shapes of a state.
+
+    This reads no arrays.
+    """
     root = restore.absolute(directory) / str(step)
     restore.check_averages(root, list(state.ema))
     restore.check_items(root, _items(state))

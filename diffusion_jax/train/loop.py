@@ -245,9 +245,9 @@ def _is_due(step: int, every: int, steps: int) -> bool:
 def make_step(
     task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any
 ):
-    """Return the jitted (state, frozen, batch, key) -> (state, metrics). It donates the state.
+    """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
-    `layout` holds the sharding of each leaf of the state.
+    It donates the state. `layout` holds the sharding of each leaf of the state.
     """
     step = make_train_step(
         task.loss,

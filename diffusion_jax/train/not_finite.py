@@ -54,10 +54,11 @@ class Lookout:
     def failed(
         self, step: int, batch: Batch, metrics: Metrics, last: bool
     ) -> tuple[int, Batch] | None:
-        """Add a step. Return (step, batch) of the run's first skipped step once, otherwise None.
+        """Add a step, and check the step `lag` steps before it.
 
-        If `last` is True, no step follows, and all pending steps are checked. Raises NothingLearned
-        after too many skipped steps in a row.
+        Return (step, batch) if this finds the run's first skipped step, otherwise None. If `last`
+        is True, no step follows, and all pending steps are checked. Raises NothingLearned after too
+        many skipped steps in a row.
         """
         first = None
         self._under_way.append((step, {} if self._over else batch, metrics))
@@ -202,10 +203,10 @@ def watch(
 
 
 def labelled(gradient: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
-    """Return a function of (params, frozen, batch, key) that also returns the loss's labels.
+    """Wrap `gradient`, the gradient function of a loss, to also return the arrays that it labels.
 
-    `gradient` is a gradient of a loss. Its result comes first. The labels are the "sigma" and
-    "loss" of each sample, [B], if the loss labels these arrays.
+    The new function maps (params, frozen, batch, key) to (the gradient's result, labels). The
+    labels are the "sigma" and "loss" of each sample, [B], if the loss labels these arrays.
     """
 
     def run(*inputs):

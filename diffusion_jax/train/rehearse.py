@@ -53,10 +53,11 @@ def rehearse(
       settings: the optimizer. `accumulate` is the number of micro batches per step.
       mesh: the devices of the run.
       workdir: an existing run in it is compared with this one. Nothing is written to it.
-      alone: whether the command ends after the rehearsal. If so, look for damaged checkpoints here,
-          since no training follows that would.
+      alone: whether the command ends after the rehearsal. If so, the rehearsal also looks for
+          damaged checkpoints, which otherwise the start of training does.
       device_memory: bytes of memory of one device; None: that of this machine's devices.
-      ignore_memory: whether a step that needs more memory than a device has is no error.
+      ignore_memory: whether to warn, instead of failing, if a step needs more memory than a device
+          has.
 
     Raises ValueError if the run would fail. Other errors get a note that names the traced part.
     """

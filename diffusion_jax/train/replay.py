@@ -84,14 +84,17 @@ def replay(
       mesh: its devices.
       workdir: the folder with the checkpoints, metrics.jsonl and manifest.json.
       step: the step, from 1 to run.steps.
-      decode: makes pictures of batches that hold none.
+      decode: converts a batch without pictures, such as one of latents, to pictures; None: the
+          result has no pictures for such a batch.
 
     Raises:
       ValueError: the step is out of range, or the data are not those of the checkpoint.
       restore.Damaged: all checkpoints before the step are damaged.
     """
     if not 1 <= step <= run.steps:
-        raise ValueError(f"--step={step}: {workdir} has the steps 1 to {run.steps}")
+        raise ValueError(
+            f"--step={step}: {workdir} has the steps 1 to {run.steps}, so choose one of these"
+        )
     # The line that covers the step is a mean over a window of steps: replay all of them.
     logged = windows(workdir)
     covering = [window for window in logged if window.first < step <= window.last]
@@ -162,7 +165,7 @@ def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
 
 
 def _nearest(folder: pathlib.Path, step: int) -> int | None:
-    """Return the step of the newest undamaged checkpoint up to `step`. None: there is no such."""
+    """Return the step of the newest undamaged checkpoint up to `step`; None if none was saved."""
     if not any(saved <= step for saved in restore.steps(folder)):
         return None
     return restore.newest_sound(folder, until=step)

@@ -31,7 +31,8 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
 
     Args:
       package: the package of the systems whose runs the command replays.
-      decoder: settings -> a function that makes pictures of batches that hold none, or None.
+      decoder: maps settings to a function that converts batches without pictures, such as latents,
+          to pictures; or to None if all batches have pictures.
     """
     workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)
@@ -59,7 +60,7 @@ def run(
     workdir: pathlib.Path, step: int, package: str,
     decoder: Callable[[Any], Decode | None], base: str | None = None,
 ) -> tuple[Replayed, str]:  # fmt: skip
-    """Open the run in `workdir` and replay a step. Return also what `changes` returns.
+    """Open the run in `workdir` and replay a step. Return the result and the text of `changes`.
 
     Raises ValueError or OSError if the step cannot be rebuilt.
     """

@@ -199,7 +199,10 @@ def split(batch: Batch, accumulate: int) -> Batch:
 
     def rows(x):
         if len(x) % accumulate:
-            raise ValueError(f"a batch of {len(x)} does not divide into {accumulate} micro batches")
+            raise ValueError(
+                f"a batch of {len(x)} rows cannot be split into {accumulate} equal micro batches: "
+                f"choose a multiple of {accumulate}"
+            )
         x = x.reshape(len(x) // accumulate, accumulate, *x.shape[1:])
         return jnp.moveaxis(x, 1, 0)
 

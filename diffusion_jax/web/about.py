@@ -1,6 +1,7 @@
-"""What the page says about a model before it draws: prompts to try, captions it learned, its card.
+"""Describe a model on the page before it draws: prompts to try, training captions, and its card.
 
-All of it comes from the workdir of the model's first stage, and a published model has none of it.
+They come from the workdir of the model's first stage. A diffusers directory has no prompts
+and no captions.
 """
 
 import re

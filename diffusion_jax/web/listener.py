@@ -51,10 +51,10 @@ def serve(application: Any, listening: socket.socket, opened: str) -> None:
 
 
 class Bounded(H11Protocol):
-    """A connection that must soon send the head of a request.
+    """A connection that is closed if it does not send the head of a request in time.
 
-    If there are too many connections, the oldest one that still owes its request is closed for a
-    new one. So half-open connections cannot make the page unreachable.
+    If there are too many connections, the oldest one that has not sent its request is closed. So
+    half-open connections cannot make the page unreachable.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -82,7 +82,7 @@ class Bounded(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a malformed request, with the headers of all responses."""
+        """Answer a malformed request, with the headers that all responses have."""
         lines = [f"{name}: {value}" for name, value in {**SAFE, "Connection": "close"}.items()]
         head = "\r\n".join(["HTTP/1.1 400 Bad Request", "Content-Type: text/plain", *lines])
         self.transport.write(f"{head}\r\n\r\n{msg}".encode())

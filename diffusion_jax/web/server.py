@@ -75,7 +75,7 @@ class Site:
         return f"/api/shown/{name}.png"
 
     def open_waiting(self) -> list[dict[str, Any]]:
-        """Open the models whose first checkpoints have come since. Return those that still wait."""
+        """Open models that have checkpoints by now. Return the others' names and why they wait."""
         load, still = self._load, []
         if load is None:
             return []
@@ -92,7 +92,7 @@ class Site:
         return sorted(still, key=lambda one: one["name"])
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return what the page shows about a model: checkpoints, weight averages and settings."""
+        """Return a model's checkpoints, weight averages, settings and examples, for the page."""
         model = self.models[name]
         last = model.stages[-1]
         folder = files.path(last.workdir) / runs.CHECKPOINTS

@@ -16,7 +16,7 @@ _MAX_BYTES = 2**27  # The total size of the pictures that stay in memory.
 
 
 class Edit(NamedTuple):
-    """What a drawing starts from. Pictures are named as in an Uploads; "" is none."""
+    """The uploaded picture that a drawing starts from, and its mask, by name; "" for none."""
 
     image: str = ""
     mask: str = ""
@@ -61,7 +61,7 @@ class Uploads:
         return self._files[name]
 
     def edit(self, request: Any) -> Edit:
-        """Check the part of a browser's request for a drawing that says what it starts from."""
+        """Check the field "edit" of a browser's drawing request, and return it as an Edit."""
         if not isinstance(request, dict):
             raise ValueError("edit must be a JSON object with image, mask and strength")
         edit = Edit(**{k: v for k, v in request.items() if k in Edit._fields})

@@ -212,8 +212,8 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     pictures = sources.open_pictures(sources.named(other), trained.card["size"])
     rows = np.arange(min(len(pictures), MAX_RECORDS))
     texts = [str(text) for text in pictures.texts(rows)]
-    row_of = dict(zip(_telling(texts, texts), rows.tolist(), strict=True))
-    words = _telling(trained.test.captions, trained.candidates)
+    row_of = dict(zip(_own_words(texts, texts), rows.tolist(), strict=True))
+    words = _own_words(trained.test.captions, trained.candidates)
     pairs = [
         (row_of[key], caption)
         for key, caption in zip(words, trained.test.captions, strict=True)
@@ -224,7 +224,7 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
 
 
-def _telling(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
+def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
     """Return each caption's words, without those that all texts of `among` share."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]

@@ -103,7 +103,7 @@ def test_few_pictures_are_not_repeated_for_as_long_as_the_time_allows():
 def test_a_hopeless_time_is_refused_before_anything_is_read():
     stages.check_time(MODELS[0], 0.05)
     with pytest.raises(
-        ValueError, match=r"^--hours=0\.04 is too short: compiling the network takes"
+        ValueError, match=r"^--hours=0\.04 is too short, because compiling the network takes"
     ):
         stages.check_time(MODELS[0], 0.04)
     with pytest.raises(ValueError, match=r"each of 2 networks .* give --hours=0\.2 or more"):

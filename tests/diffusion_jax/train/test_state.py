@@ -197,7 +197,7 @@ def test_with_one_noise_micro_batches_make_the_step_of_the_whole_batch(accumulat
 
 def test_a_batch_that_does_not_divide_into_micro_batches_is_an_error():
     params, frozen, batches = line_problem()
-    with pytest.raises(ValueError, match=r"a batch of 8 does not divide into 3 micro batches"):
+    with pytest.raises(ValueError, match=r"a batch of 8 rows cannot be split into 3 equal micro"):
         run_line(line_step(accumulate=3), batches, params, frozen)
 
 

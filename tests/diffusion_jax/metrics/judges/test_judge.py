@@ -178,7 +178,7 @@ def test_damages_are_what_they_say():
 
 def test_another_style_is_matched_by_the_words_that_tell():
     among = ["a fox, noto style", "a dog, noto style"]
-    assert train_judge._telling(["a fox, noto style"], among) == [("fox,",)]
+    assert train_judge._own_words(["a fox, noto style"], among) == [("fox,",)]
 
 
 @pytest.mark.slow
