@@ -60,5 +60,5 @@ def test_fifos_and_devices_do_not_block(run):
 def test_a_pipe_is_refused_before_it_is_opened(tmp_path):
     os.mkfifo(tmp_path / "prompts.txt")
     for read in (untrusted.read_text, prompts.read):
-        with pytest.raises(ValueError, match="prompts.txt is a pipe: save its content in a file"):
+        with pytest.raises(ValueError, match=r"prompts.txt is a pipe: save its content"):
             read(tmp_path / "prompts.txt")
