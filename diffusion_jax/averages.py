@@ -128,7 +128,7 @@ if __name__ == "__main__":
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
-            raise flags.Error(f"unknown arguments {argv[1:]}")
+            raise flags.Error(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
         cli.start()
         with cli.bad_input():
             width, out = _WIDTH.value, _OUT.value

@@ -35,7 +35,7 @@ _PACKAGES = (
 def main(argv: list[str]) -> None:
     """Examine the machine and print the report."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     set_here = tuning.missing(tuning.local_kinds(), os.environ)
     cli.start()
     report = examine(set_here)

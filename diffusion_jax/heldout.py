@@ -229,7 +229,7 @@ if __name__ == "__main__":
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start()
         with cli.bad_input():
             lines = measure_run(

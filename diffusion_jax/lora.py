@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 def adapt(task: Task, base: Params, s: Lora) -> Task:
     """Return a task that trains factors for the layers in s.targets. `base` becomes frozen.
 
-    `base` holds the network's parameters. Their shapes are enough if nothing is computed. s.scale
+    `base` holds the network's parameters, or only their shapes if the task is only traced. s.scale
     acts in sampling only. Raises ValueError if no layer matches s.targets or s.rank is too large.
     """
     layers(base, s)  # Raise errors before anything compiles.

@@ -76,7 +76,7 @@ if __name__ == "__main__":
     def main(argv: list[str]) -> None:
         """Pack the weights of a workdir."""
         if len(argv) > 1:
-            raise flags.Error(f"unknown arguments {argv[1:]}")
+            raise flags.Error(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
         cli.start(alone=True)
         with cli.bad_input():
             file = pack(_WORKDIR.value, _EMA.value, _CHECKPOINT.value, _OUT.value, _CAPTIONS.value)

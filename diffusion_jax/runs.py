@@ -87,7 +87,7 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def release(workdir: str | os.PathLike[str]) -> None:
-    """Release a workdir that this process holds. Call it before os._exit, which skips `writing`."""
+    """Release a workdir that this process holds. Call it before os._exit, which runs no cleanup."""
     writer.release(workdir)
 
 

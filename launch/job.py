@@ -101,7 +101,7 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
 
     def launch(argv: list[str]) -> None:
         if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         with cli.bad_input():
             job, target, groups = read()
             launcher = open_launcher(job, target, groups)

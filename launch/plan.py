@@ -60,7 +60,7 @@ _PICTURES = flags.DEFINE_integer(
 def main(argv: list[str]) -> None:
     """Trace the config's training step, compile it unless --fast is set, and print the plan."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     with cli.bad_input():
         if not 0 < _MFU.value <= 1:
             raise ValueError(f"--mfu={_MFU.value}: it must be above 0 and at most 1, such as 0.4")

@@ -38,7 +38,7 @@ class Section(NamedTuple):
 def main(argv: list[str]) -> None:
     """Trace the train step of each model once and print the page."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     compiling.prepare(1)
     sections, efficiencies = {}, []
     for name in CONFIGS:

@@ -55,7 +55,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Write the VAE moments of the images of --config to the folder --out."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start()
     args = flags.FLAGS
     with cli.bad_input():

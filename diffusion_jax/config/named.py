@@ -140,6 +140,6 @@ def _call(node: ast.expr) -> Call:
     if isinstance(node, ast.Name):
         return Call(node.id)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise ValueError("no call")
+        raise ValueError("it is neither a name nor a call such as NAME(PARAMETER=VALUE)")
     by_name = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
     return Call(node.func.id, tuple(map(ast.literal_eval, node.args)), by_name)

@@ -53,7 +53,10 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
     """
     version = config.pop("version", 0)
     if version > VERSION:
-        raise ValueError(f"the config has version {version}, but this code reads up to {VERSION}")
+        raise ValueError(
+            f"the config has version {version}, but this code reads up to {VERSION}: use a newer "
+            "version of this project"
+        )
     if "system" not in config:
         names = [system for group, system in _GROUPS.items() if group in config]
         config = {"system": names[0] if names else "", **config}

@@ -45,7 +45,7 @@ def guess(path: str, text: str = "") -> Data:
 
 
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
-    """Infer the settings of a folder of images or, without images, of tars or tables."""
+    """Infer the data settings for a folder of images or, if it has none, of tars or tables."""
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
     stems = {f.with_suffix("") for f in files if kind(f) in records.IMAGE_SUFFIXES}

@@ -200,7 +200,7 @@ class _PlainUnpickler(untrusted.Unpickler):
     """An unpickler of lists, dictionaries, numbers and strings that refuses to call functions."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"the pickle names {module}.{name}, which a list of tars does not need")
+        raise ValueError(f"the pickle refers to {module}.{name}, but may hold only plain values")
 
 
 def _load(path: str, stamp: np.ndarray) -> Index | None:

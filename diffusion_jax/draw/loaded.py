@@ -272,9 +272,9 @@ class Loaded:
         return model._replace(ema=ema) if first.step else model
 
     def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
-        """Return (stage, average, step).
+        """Return (stage, average, step), which identifies the weights of a stage.
 
-        The average "ema" is replaced by the name it stands for.
+        The average "ema" is replaced by the name of the average with the largest decay.
         """
         step = self.stages[n].step if weights.step is None else weights.step
         stored = self.averages(n, step)

@@ -162,7 +162,7 @@ def command(
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start()
         with cli.bad_input():
             chosen = sorted(sweep_flags.numbers(f["guidance"].value, "guidance", Scale))

@@ -164,7 +164,8 @@ class Scorer:
             )
         if len(self.prompts) < metric.least:
             raise LookupError(
-                f"{name} needs at least {metric.least} images, but there are {len(self.prompts)}"
+                f"{name} needs at least {metric.least} images, but there are {len(self.prompts)}: "
+                "add prompts"
             )
         if metric.reference is None:
             return None

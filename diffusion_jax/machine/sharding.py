@@ -65,7 +65,7 @@ def make_mesh(
 def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     """Return the mesh sizes with -1 replaced by the number of remaining devices.
 
-    Raise ValueError if the sizes do not divide the number of devices.
+    Raise ValueError if the product of the sizes does not divide the number of devices.
     """
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(

@@ -198,7 +198,7 @@ def _machine() -> str:
 
 
 def _started(pid: Any) -> str | None:
-    """Return a token of the start time of a process on this machine, or None if it has ended."""
+    """Return a value that identifies a process's start on this machine, or None if it has ended."""
     try:
         state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]

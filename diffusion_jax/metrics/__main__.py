@@ -196,7 +196,7 @@ def _fid(a: str, b: str) -> None:
     if real.spatial is not None and generated.spatial is not None:
         names += _metrics_of("inception_spatial")
     elif _SPATIAL.value:
-        raise ValueError("--spatial needs mu_s and sigma_s in both files: write them by `stats`")
+        raise ValueError("--spatial needs mu_s and sigma_s in both files: write them with `stats`")
     names += _metrics_of("inception_unbiased") if _ALL.value and generated.more else []
     card = _card_of(extractor, a, real, generated)
     _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))

@@ -50,7 +50,7 @@ engines.define_flags()
 def main(argv: list[str]) -> None:
     """Check the config, print an estimate of the store's size, and encode the captions."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     cli.start()
     with cli.bad_input():
         job = fill.open_job(_CONFIG.value.to_dict(), _CAPTIONS.value)

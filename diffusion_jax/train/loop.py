@@ -281,7 +281,7 @@ def warm_up(
 
 
 def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
-    """Return the optimizer, the run's key, a function key -> initial state, and its shardings."""
+    """Return the optimizer, the random key, a function key -> state, and the state's shardings."""
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)

@@ -52,7 +52,7 @@ class Traced(NamedTuple):
 
 
 def trace(task: Task, state: TrainState, example: Any) -> Traced:
-    """Trace loss and gradient once, in seconds. The result serves all batch sizes and meshes."""
+    """Trace loss and gradient once. The result is valid for all batch sizes and meshes."""
     gradient = jax.value_and_grad(task.loss, has_aux=True)
     arguments = (state.params, shapes(task.frozen), batch_of(example, SAMPLES), abstract_key())
     closed = jax.make_jaxpr(gradient)(*arguments)

@@ -130,9 +130,9 @@ def replay(
 
 
 def windows(workdir: pathlib.Path) -> list[Window]:
-    """Return the lines of a run's metrics.jsonl about training, with the steps of each.
+    """Return the training lines of a run's metrics.jsonl, with the range of steps of each.
 
-    A line starts where the line before it ended, or at a later start of the run.
+    A range begins where the previous one ends, or where the run was continued, if that is later.
     """
     path, found = workdir / log.METRICS, []
     starts: list[int] = []
@@ -198,7 +198,7 @@ def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, d
 
 
 def module_norms(total: Params, parts: int = 1) -> dict[str, jax.Array]:
-    """Return the norm of each module's part of `total` / `parts`, a sum of gradients.
+    """Return the norm of each module's gradient: `total` / `parts`, a mean over micro batches.
 
     A module is a child of the network: the first name in a parameter's path after "params".
     """

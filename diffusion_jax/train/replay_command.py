@@ -42,7 +42,7 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start()
         workdir = files.path(workdir_flag.value)
         with cli.bad_input():

@@ -44,7 +44,7 @@ def command(
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start(alone=True)
         logging.get_absl_handler().addFilter(_is_no_cancellation)
         with cli.bad_input():
@@ -85,5 +85,5 @@ def is_local(host: str) -> bool:
 
 
 def _is_no_cancellation(record: LogRecord) -> bool:
-    """Return whether a log record is not JAX's report of a cancelled drawing."""
+    """Return False for JAX's log record about a cancelled drawing, and True for all others."""
     return "callback failed" not in str(record.msg)

@@ -110,7 +110,7 @@ def _folders(workdirs: Sequence[str]) -> list[str]:
 
 
 def _unlike(every: Sequence[SweepResult]) -> list[str]:
-    """Return a line for each setting whose differences make the scores of sweeps incomparable.
+    """Return a line for each setting that differs, which makes the scores of sweeps incomparable.
 
     Only sweeps with the same feature extractor are compared. Sweeps with reference images and
     sweeps without them are compared separately.

@@ -254,7 +254,10 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
         arrays |= _map(index.parent / name)
     unresolved = sorted(set(weight_map) - set(arrays))
     if unresolved:
-        raise ValueError(f"{index} lists {unresolved[0]}, which is in none of its shards")
+        raise ValueError(
+            f"{index} lists {unresolved[0]}, which is in none of its shards: download the files "
+            "again"
+        )
     return arrays
 
 

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     """Run the benchmark that the flags describe, or continue it."""
     init_start = int(time.time() * 1000)
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start()
     workdir = pathlib.Path(_WORKDIR.value)
     with cli.bad_input():

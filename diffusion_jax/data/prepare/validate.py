@@ -66,7 +66,7 @@ def validate(
         threads: The number of records to decode at once.
         seed: Seed of the random choice.
         folder: An empty folder for intermediate counts, which all Beam workers can reach; None uses
-            a temporary folder. Memory holds the different words and sizes, not the records.
+            a temporary folder. Only counts of distinct words and sizes stay in memory.
         engine: Distributes the work.
     """
     with contextlib.ExitStack() as stack:

@@ -63,7 +63,10 @@ def open_records(data: Data) -> Records:
     """Open a source as encoded records. Raises ValueError if the source has no image files."""
     source = _open(data, Shapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
-        raise ValueError(f"the data source {data.source!r} has no image files")
+        raise ValueError(
+            f"the data source {data.source!r} has no image files, which are needed here: choose "
+            "another source"
+        )
     return engines.made_by(source, open_records, data)
 
 

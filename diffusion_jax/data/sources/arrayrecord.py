@@ -158,7 +158,7 @@ def _find(path: str) -> list[str]:
         paths = pathlib.Path(folder).rglob(f"[!.]*{SUFFIX}*")
         paths = sorted(str(path) for path in paths if path.is_file())
         if not paths:
-            raise ValueError(f"no {SUFFIX} in {folder}")
+            raise ValueError(f"no {SUFFIX} files in {folder}")
     return paths
 
 

@@ -131,7 +131,7 @@ def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
         spans.append((position + 12, position + 12 + length))
         position += 12 + length + 4
     if position != end:
-        raise ValueError(f"{name} is not a complete TFRecord file")
+        raise ValueError(f"{name} is not a complete TFRecord file: write it again")
     return np.array(spans, np.int64).reshape(-1, 2)
 
 
