@@ -221,8 +221,8 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     ]
     if not pairs:
         raise ValueError(
-            f"--other={other}: no image has the caption of a test image: choose a data set with the "
-            "same captions"
+            f"--other={other}: no image has the caption of a test image: choose a data set with "
+            "the same captions"
         )
     return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
 

@@ -37,7 +37,11 @@ def test_every_format_gives_the_array_in_float32(name, contents):
     ("name", "contents", "message"),
     [
         ("a.npy", b"\x93NUM", r"cannot read the embeddings a\.npy: "),
-        ("a.npy", saved(np.save, np.array([{}]), allow_pickle=True), "cannot read.* allow_pickle"),
+        (
+            "a.npy",
+            saved(np.save, np.array([{}]), allow_pickle=True),
+            "cannot read.* Python objects",
+        ),
         ("a.npy", pickle.dumps(ARRAY), "cannot read the embeddings"),
         ("a.npz", saved(np.savez, a=ARRAY, b=ARRAY), r"arrays \['a', 'b'\]: name one of them"),
         ("a.npy", saved(np.save, ARRAY[0]), r"are float16\[4\]: they must be a float array \[tok"),

@@ -72,7 +72,7 @@ def test_a_module_that_is_no_source_is_an_error(own_package):
         ValueError, match=r"'own_package\.gone', which cannot be imported: No module"
     ):
         open_pictures(Data("own_package.gone"), 4)
-    with pytest.raises(ValueError, match=r"'own_package\.empty', a module that defines no open_s"):
+    with pytest.raises(ValueError, match=r"'own_package\.empty', a module without open_source"):
         open_pictures(Data("own_package.empty"), 4)
     with pytest.raises(
         ValueError, match=r"'digits' is unknown: choose from folder, .* or name a m"

@@ -61,7 +61,7 @@ def test_damaged_records_are_told_apart(tmp_path):
 def test_what_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
         ArrayRecords(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no \.array_record in"):
+    with pytest.raises(ValueError, match=r"no \.array_record files in"):
         ArrayRecords(tmp_path)
     with pytest.raises(ValueError, match="gs://b/a is a URL, but ArrayRecord files must be local"):
         ArrayRecords("gs://b/a")
