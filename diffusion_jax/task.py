@@ -16,6 +16,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Key, PRNGKeyArray, UInt8
 from diffusion_jax.diffusion.precond import Images, Sigma
 from diffusion_jax.diffusion.samplers import Begin
 from diffusion_jax.machine.sharding import Rules
+from diffusion_jax.nn import ops
 
 Params = Any
 Frozen = Any
@@ -82,6 +83,22 @@ def normal_like(key: PRNGKeyArray, x: Images) -> Images:
 def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
     """Draw a mask, True for texts to keep. Each text is dropped with probability `drop_prob`."""
     return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
+
+
+def with_span(text: Float[Array, "B L D"], mask: Any, h: Sigma | None) -> tuple[Array, Any]:
+    """Append a token that encodes MeanFlow's span h to the texts and their mask.
+
+    Args:
+        text: The texts.
+        mask: Which tokens are valid, [B, L]; None if all are.
+        h: The span of each image, in [0, 1] (diffusion/meanflow.py). None appends nothing.
+    """
+    if h is None:
+        return text, mask
+    token = ops.sinusoid(1000 * h, text.shape[-1])[:, None].astype(text.dtype)  # [B, 1, D]
+    if mask is not None:
+        mask = jnp.pad(mask, ((0, 0), (0, 1)), constant_values=True)
+    return jnp.concatenate([text, token], axis=1), mask
 
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:

@@ -21,7 +21,7 @@ from diffusion_jax.diffusion import objective
 from diffusion_jax.diffusion.grids import EndName, GridName
 from diffusion_jax.diffusion.guidance import GuidingName, ThresholdName
 from diffusion_jax.diffusion.noise import NoiseName
-from diffusion_jax.diffusion.objective import WeightName
+from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
 from diffusion_jax.diffusion.samplers import SamplerName
 from diffusion_jax.systems import System
@@ -67,6 +67,9 @@ class Diffusion(NamedTuple):
     offset_noise: ranges.Share = 0.0
     """The strength of offset noise, one random shift of the brightness of each channel of an image.
     It helps a model to draw very dark and very bright images; 0 for none."""
+    method: MethodName = "denoise"
+    """What is trained: a denoiser ("denoise"), or the mean velocity between two noise levels, which
+    draws in one step ("meanflow(omega=2)", with guidance 2; see diffusion/meanflow.py)."""
 
 
 class SuperResolution(NamedTuple):

@@ -30,6 +30,10 @@ class LowRes(NamedTuple):
     image: Images | None = None
     time: Sigma | None = None
 
+    def rows(self, rows: slice) -> "LowRes":
+        """Return the arguments of some images of the batch."""
+        return LowRes(*(None if array is None else array[rows] for array in self))
+
 
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
     """Return noisy small images, c_in * (image + sigma * eps), and their time c_noise."""

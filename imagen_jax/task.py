@@ -13,6 +13,7 @@ from diffusion_jax.config import named
 from diffusion_jax.diffusion import editing, guides, noise, precond, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import objective as objectives
+from diffusion_jax.diffusion.noise import Sigmas
 from diffusion_jax.diffusion.objective import Objective
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES
@@ -23,6 +24,7 @@ from diffusion_jax.task import (
     loss_by_noise_level,
     normal_like,
     to_range,
+    with_span,
 )
 from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution
@@ -60,17 +62,27 @@ def make_task(
         key_sigma, key_eps, key_drop, key_dropout, key_low = jax.random.split(key, 5)
         x0 = to_range(batch["image"])  # [B, H, W, 3]
         text, mask = encoder.encode(frozen, batch)  # [B, L, D], [B, L]
-        # A dropped text becomes zeros and keeps its mask, as in NeMo.
-        text = text * kept_texts(key_drop, len(x0), s.text.drop_prob)[:, None, None]
+        kept = kept_texts(key_drop, len(x0), s.text.drop_prob)
         sigma, eps = objective.noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
         eps = objective.shifted(jax.random.fold_in(key_eps, 1), eps)
         low_res = training_low_res(key_low, x0) if factor > 1 else LowRes()
 
-        def network(x, time) -> Any:
+        def network(x, time, h=None, kept=kept, rows=slice(None), params=params) -> Any:
+            # A dropped text becomes zeros and keeps its mask, as in NeMo.
+            kept_text = text[rows] * kept[:, None, None]
+            inputs = (*with_span(kept_text, mask[rows], h), *low_res.rows(rows))
             rngs = {"dropout": key_dropout}
-            return unet.apply(params, x, time, text, mask, *low_res, train=True, rngs=rngs)
+            return unet.apply(params, x, time, *inputs, train=True, rngs=rngs)
 
-        minimised, losses = objective.loss(params, network, x0, eps, sigma, batch.get("counts"))
+        counts = batch.get("counts")
+        if objective.mean_flow:
+            frozen_network = functools.partial(network, params=jax.lax.stop_gradient(params))
+            sigmas = sigma, objective.noise.draw(jax.random.fold_in(key_sigma, 1), len(x0))
+            minimised, losses = objective.mean_flow_loss(
+                network, frozen_network, x0, eps, sigmas, kept, counts
+            )
+        else:
+            minimised, losses = objective.loss(params, network, x0, eps, sigma, counts)
         return minimised, loss_by_noise_level(losses, sigma)
 
     def training_low_res(key, x0):
@@ -89,7 +101,8 @@ def make_task(
             low_res = sampling_low_res(super_resolution.shrink(x0, factor), low_keys)
 
         def network(x, time) -> Any:
-            return unet.apply(params, x, time, text, mask, *low_res)
+            h = jnp.zeros_like(time) if objective.mean_flow else None
+            return unet.apply(params, x, time, *with_span(text, mask, h), *low_res)
 
         eps = samplers.initial_noise(keys, x0[0].shape, 1)
         return objective.errors(network, x0, eps, sigma)
@@ -146,10 +159,10 @@ def _make_begin(
         }
         sigmas, time = samplers.sampling_grid(objective.noise, s.sampler)  # [steps + 1]
         on_grid = objective.precond(time)
-        guide_of = guide and _denoiser_of(guide, frozen["guide"])
+        guide_of = guide and _denoiser_of(guide, frozen["guide"], sigmas)
         denoise = guidance_module.make_denoiser(
             s.sampler, guides.Model(on_grid, sigmas), guidance,
-            _denoiser_of(s, params, on_grid), conditions, guide_of,
+            _denoiser_of(s, params, sigmas, on_grid), conditions, guide_of,
         )  # fmt: skip
         denoise = threshold(denoise)
         x = samplers.initial_noise(keys, shape, sigmas[0])
@@ -167,9 +180,23 @@ def _make_begin(
 
 
 def _denoiser_of(
-    s: Settings, params: Any, scalings: Precond | None = None
+    s: Settings, params: Any, sigmas: Sigmas, scalings: Precond | None = None
 ) -> Callable[[Any], Denoiser]:
-    """Return a function that maps (text, mask, small image, its time) to the denoiser D."""
-    scalings = scalings or objectives.make(s.diffusion).scalings
-    network: Any = lambda inputs: lambda x, time: s.unet.apply(params, x, time, *inputs)
-    return lambda inputs: precond.denoiser(network(inputs), scalings)
+    """Return a function that maps (text, mask, small image, its time) to the denoiser D.
+
+    `sigmas` is the sampling grid.
+    """
+    objective = objectives.make(s.diffusion)
+    scalings, span = scalings or objective.scalings, objective.span(sigmas)
+
+    def denoiser_of(inputs):
+        text, mask, *low_res = inputs
+
+        def denoise(x, sigma):
+            context = with_span(text, mask, span and span(sigma))
+            network: Any = lambda x, time: s.unet.apply(params, x, time, *context, *low_res)
+            return precond.denoiser(network, scalings)(x, sigma)
+
+        return denoise
+
+    return denoiser_of

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import guides, precond, samplers
+from diffusion_jax.diffusion import guides, meanflow, precond, samplers
 from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
-from diffusion_jax.task import Texts, to_range
+from diffusion_jax.task import Texts, to_range, with_span
 from diffusion_jax.text import TextEncoder
 from sd_jax import editing, previews
 from sd_jax import vae as vae_module
@@ -65,12 +65,13 @@ def make_begin(
             guides.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
             guides.EMPTY: lambda: attended(p, encoder, frozen, empty()),
         }
-        guide_of = guide and _denoiser_of(
-            guide.unet, frozen["guide"], objectives.make(guide.diffusion).scalings
-        )
+        guide_of = None
+        if guide:
+            other = objectives.make(guide.diffusion)
+            guide_of = _denoiser_of(guide.unet, frozen["guide"], other.scalings, other.span(sigmas))
         denoise = guidance_module.make_denoiser(
             p.sampler, guides.Model(scalings, sigmas), guidance,
-            _denoiser_of(unet, params, scalings), conditions, guide_of,
+            _denoiser_of(unet, params, scalings, objective.span(sigmas)), conditions, guide_of,
         )  # fmt: skip
         if preview is not None:
             denoise = previews.sketched(denoise, preview, p, frozen["vae"])
@@ -94,10 +95,20 @@ def make_begin(
     return begin
 
 
-def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], Denoiser]:
+def _denoiser_of(
+    unet: Any, params: Any, scalings: Precond, span: meanflow.Span | None
+) -> Callable[[Any], Denoiser]:
     """Return a function that maps a text context to the denoiser D(x, sigma)."""
-    network: Any = lambda text: lambda x, time: unet.apply(params, x, time, text)
-    return lambda text: precond.denoiser(network(text), scalings)
+
+    def denoiser_of(text):
+        def denoise(x, sigma):
+            context, _ = with_span(text, None, span and span(sigma))
+            network: Any = lambda x, time: unet.apply(params, x, time, context)
+            return precond.denoiser(network, scalings)(x, sigma)
+
+        return denoise
+
+    return denoiser_of
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:

@@ -22,7 +22,7 @@ from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion.grids import EndName, GridName
 from diffusion_jax.diffusion.guidance import GuidingName
 from diffusion_jax.diffusion.noise import NoiseName
-from diffusion_jax.diffusion.objective import WeightName
+from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
 from diffusion_jax.diffusion.samplers import SamplerName
 from diffusion_jax.systems import System
@@ -91,6 +91,9 @@ class Diffusion(NamedTuple):
     weight: WeightName = "min_snr"
     """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", as if the
     network predicted the flow ("flow"), or learned during training ("uncertainty")."""
+    method: MethodName = "denoise"
+    """What is trained: a denoiser ("denoise"), or the mean velocity between two noise levels, which
+    draws in one step ("meanflow(omega=2)", with guidance 2; see diffusion/meanflow.py)."""
 
 
 class Sampler(NamedTuple):

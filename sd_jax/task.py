@@ -20,6 +20,7 @@ from diffusion_jax.task import (
     loss_by_noise_level,
     normal_like,
     to_range,
+    with_span,
 )
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
@@ -56,18 +57,42 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         key_sigma, key_eps, key_drop, key_posterior, key_offset = jax.random.split(key, 5)
         x0 = posterior_sample(key_posterior, moments_of(frozen, batch)) * s.latents.scale
         keep = kept_texts(key_drop, len(x0), s.text.drop_prob)
+        sigma = objective.noise.draw(key_sigma, len(x0))
+        eps = objective.shifted(key_offset, normal_like(key_eps, x0))
+        if objective.mean_flow:
+            sigmas = sigma, objective.noise.draw(jax.random.fold_in(key_sigma, 1), len(x0))
+            networks = velocity_networks(params, frozen, batch)
+            minimised, losses = objective.mean_flow_loss(
+                *networks, x0, eps, sigmas, keep, batch.get("counts")
+            )
+            return minimised, loss_by_noise_level(losses, sigma)
+
         to_empty = s.conditioning.drop_to == "empty"
         tokens = drop_to_empty(batch, empty, keep) if to_empty else batch
         text = attended(s.pipeline, encoder, frozen, tokens)
         text = text if to_empty else jnp.where(keep[:, None, None], text, 0)
-        sigma = objective.noise.draw(key_sigma, len(x0))
-        eps = objective.shifted(key_offset, normal_like(key_eps, x0))
 
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text)
 
         minimised, losses = objective.loss(params, network, x0, eps, sigma, batch.get("counts"))
         return minimised, loss_by_noise_level(losses, sigma)
+
+    def velocity_networks(params, frozen, batch):
+        """Return MeanFlow's network, and the same network without a gradient of its weights."""
+        text, without = attended(s.pipeline, encoder, frozen, batch), jnp.zeros(())
+        if s.conditioning.drop_to == "empty":
+            tokens = {name: jnp.asarray(row) for name, row in empty.items()}
+            without = attended(s.pipeline, encoder, frozen, tokens)  # [1, L, D]
+
+        def network(params, x, time, h, kept, rows) -> Any:
+            context = jnp.where(kept[:, None, None], text[rows], without)
+            return unet.apply(params, x, time, with_span(context, None, h)[0])
+
+        return (
+            functools.partial(network, params),
+            functools.partial(network, jax.lax.stop_gradient(params)),
+        )
 
     def errors(params, frozen, batch, keys, sigma):
         moments = moments_of(frozen, batch)
@@ -77,7 +102,8 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         text = attended(s.pipeline, encoder, frozen, batch)
 
         def network(x, time) -> Any:
-            return unet.apply(params, x, time, text)
+            h = jnp.zeros_like(time) if objective.mean_flow else None
+            return unet.apply(params, x, time, with_span(text, None, h)[0])
 
         return objective.errors(network, x0, samplers.initial_noise(keys, shape, 1), sigma)
 

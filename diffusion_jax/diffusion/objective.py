@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from diffusion_jax.config import named
-from diffusion_jax.diffusion import noise, precond
+from diffusion_jax.diffusion import meanflow, noise, precond
 from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network, Precond, Sigma
 
 Losses = Float[Array, "B"]
@@ -40,6 +40,8 @@ class Objective(NamedTuple):
     distance: Distance
     weighting: Weighting
     offset: float
+    mean_flow: meanflow.MeanFlow | None = None
+    """Options of MeanFlow, which replaces `loss` by `mean_flow_loss`; None for a denoiser."""
 
     @property
     def scalings(self) -> Precond:
@@ -78,6 +80,36 @@ class Objective(NamedTuple):
         weighed = self.weighting.weigh(params, sigma, scalings(sigma).c_out, losses)
         return (weighed if counts is None else counts * weighed).mean(), losses
 
+    def mean_flow_loss(
+        self, network: meanflow.Network, frozen: meanflow.Network, x0: Images, eps: Images,
+        sigmas: tuple[Sigma, Sigma], kept: meanflow.Kept, counts: Losses | None = None,
+    ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
+        """Compute MeanFlow's mean loss, which training minimises, and each image's |u - v|^2.
+
+        Args:
+            network: The network F, as a function with its weights and conditions bound.
+            frozen: The same function, of whose weights the loss has no gradient.
+            x0: Images in [-1, 1].
+            eps: Standard normal noise.
+            sigmas: Two noise levels of each image. The higher one is the end of its interval.
+            kept: Which images keep their text.
+            counts: As in `loss`.
+        """
+        assert self.mean_flow is not None
+        low, high = jnp.minimum(*sigmas), jnp.maximum(*sigmas)
+        u, of_frozen = (meanflow.velocity_of(f, self.scalings) for f in (network, frozen))
+        times = meanflow.time_of(high), meanflow.time_of(low)
+        weighted, squares = meanflow.losses(u, of_frozen, x0, eps, *times, kept, self.mean_flow)
+        mean = (weighted if counts is None else counts * weighted).mean()
+        return mean, squares / x0[0].size
+
+    def span(self, sigmas: Float[Array, "levels"]) -> meanflow.Span | None:
+        """Return the function from noise level to the span h that MeanFlow's network reads.
+
+        `sigmas` is the sampling grid. None for a denoiser.
+        """
+        return meanflow.spans(sigmas) if self.mean_flow else None
+
     def errors(
         self, network: Network, x0: Images, eps: Images, sigma: Sigma
     ) -> tuple[Losses, Losses]:
@@ -109,17 +141,25 @@ def make(d: Any) -> Objective:
         DISTANCES[d.distance],
         named.bound("diffusion.weight", d.weight, WEIGHTINGS, d)(),
         d.offset_noise,
+        named.bound("diffusion.method", d.method, METHODS)(),
     )
 
 
 def check(d: Any) -> None:
-    """Raise ValueError for eps-prediction if the last noise level has no signal."""
+    """Raise ValueError for eps-prediction if the last noise level has no signal, and for weights
+    that MeanFlow would ignore."""
     predicts = _prediction_field(d)
     name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
     if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
         raise ValueError(
             f"diffusion.noise is {d.noise!r} and diffusion.{predicts} is 'eps': eps-prediction is "
             "undefined at zero terminal SNR, so choose v or flow"
+        )
+    weighted = d.distance != "l2" or d.weight != "min_snr" or d.min_snr
+    if name("method") == "meanflow" and weighted:
+        raise ValueError(
+            f"diffusion.method is {d.method!r}, which weights images itself: set "
+            "diffusion.distance=l2, diffusion.weight=min_snr and diffusion.min_snr=0, the defaults"
         )
 
 
@@ -203,3 +243,10 @@ WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
 }
 """The values that diffusion.weight can have in configs. A value "MODULE:FUNCTION" is imported."""
 WeightName = Annotated[str, named.checked(WEIGHTINGS)]
+
+METHODS: dict[str, Callable[..., meanflow.MeanFlow | None] | str] = {
+    "denoise": lambda: None,
+    "meanflow": meanflow.make,
+}
+"""The values that diffusion.method can have in configs."""
+MethodName = Annotated[str, named.checked(METHODS)]

@@ -86,7 +86,7 @@ def test_a_prior_joins_pictures_with_captions_alone(folders, fields):
 
 def test_the_loss_is_the_mean_of_what_each_row_counts():
     fields = {"predicts": "eps", "noise": "lognormal", "distance": "l2", "weight": "min_snr",
-              "min_snr": 0.0, "offset_noise": 0.0}  # fmt: skip
+              "min_snr": 0.0, "offset_noise": 0.0, "method": "denoise"}  # fmt: skip
     goal = objective.make(types.SimpleNamespace(**fields))
     x0, eps = jax.random.normal(jax.random.key(0), (2, 4, 2, 2, 1))
     network = lambda x, time: jnp.zeros_like(x)

@@ -22,7 +22,7 @@ def make(predicts="eps", **fields):
     """An objective of a config's fields."""
     known: dict = {"predicts": predicts}
     known |= {"noise": "lognormal", "distance": "l2", "weight": "min_snr", "min_snr": 0.0,
-             "offset_noise": 0.0}  # fmt: skip
+             "offset_noise": 0.0, "method": "denoise"}  # fmt: skip
     return objective.make(types.SimpleNamespace(**(known | fields)))
 
 

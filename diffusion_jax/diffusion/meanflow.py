@@ -1,0 +1,156 @@
+"""MeanFlow (Geng et al. 2025, arXiv 2505.13447): networks that draw in one step.
+
+On the line z_t = (1 - t) x0 + t eps, the velocity is v = eps - x0. The network learns u(z_t, t, h),
+the mean velocity of the flow over the times from t - h to t. One evaluation then goes from z_t to
+z_{t - h} = z_t - h u, and z_1 - u(z_1, 1, 1) is an image. With h = 0, u is v.
+
+In the coordinates of precond.py, t = sigma / (1 + sigma) and x = z_t / (1 - t). The denoiser of any
+preconditioner implies u = (z_t - D) / t, and a step of Euler or DDIM from sigma to the level at
+t - h is exactly the step above. So every network, prediction and grid works. The network reads h as
+one more token after the text.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from diffusion_jax.diffusion import precond
+from diffusion_jax.diffusion.precond import Images, Precond, Sigma
+
+Times = Float[Array, "B"]
+Kept = Bool[Array, "B"]
+Network = Callable[..., Images]
+"""Maps (x, c_noise, h, kept, rows) to F. An image whose `kept` is False sees the empty text. `rows`
+is the slice of the batch that the other arguments hold."""
+Velocity = Callable[..., Images]
+"""Maps (z, t, h, kept, rows) to u."""
+Span = Callable[[Sigma], Times]
+"""Maps noise levels to h."""
+Share = Annotated[int | float, "[0, 1]"]
+_ALL = slice(None)
+
+
+class MeanFlow(NamedTuple):
+    """The guidance that the network learns (section 4.2), and the weight of each image."""
+
+    omega: float = 1.0
+    kappa: float = 0.0
+    low: float = 0.0
+    high: float = 1.0
+    every: int = 1
+    norm_p: float = 1.0
+    norm_eps: float = 0.01
+
+
+def make(
+    *,
+    omega: Annotated[int | float, "[0, inf)"] = 1.0,
+    kappa: Annotated[int | float, "[0, 1)"] = 0.0,
+    low: Share = 0.0,
+    high: Share = 1.0,
+    every: Annotated[int, "[1, 1024]"] = 4,
+    norm_p: Share = 1.0,
+    norm_eps: Annotated[int | float, "(0, inf)"] = 0.01,
+) -> MeanFlow:
+    """Build the objective.
+
+    Args:
+        omega: Share of the velocity v in the target. The learned guidance is omega / (1 - kappa).
+        kappa: Share of the network's own prediction under the text.
+        low: The earliest time at which the velocity is guided.
+        high: The latest time at which the velocity is guided.
+        every: One image in `every` of a micro batch learns an interval. The others learn v.
+        norm_p: Power of the adaptive weight; 0 for none.
+        norm_eps: The squared error of an image is divided by (error + norm_eps)^norm_p (equation
+            22).
+    """
+    return MeanFlow(omega, kappa, low, high, every, norm_p, norm_eps)
+
+
+def losses(
+    velocity: Velocity, frozen: Velocity, x0: Images, eps: Images, t: Times, r: Times, kept: Kept,
+    s: MeanFlow,
+) -> tuple[Times, Times]:  # fmt: skip
+    """Return the weighted loss of each image, which training minimises, and its |u - v|^2.
+
+    Args:
+        velocity: u, as a function with its weights and texts bound.
+        frozen: The same function, of whose weights the loss has no gradient. It computes targets.
+        x0: Images in [-1, 1].
+        eps: Standard normal noise.
+        t: The end of each interval, in [0, 1].
+        r: Its start, at most t. It counts for every s.every-th image. The others have h = 0.
+        kept: Which images keep their text. The others learn the velocity without guidance.
+        s: The guidance and the weights.
+    """
+    z, v = _each(1 - t) * x0 + _each(t) * eps, eps - x0
+    target = jnp.where(_each(kept), guided(frozen, z, v, t, s), v)
+    rows = slice(None, None, s.every)
+    h = jnp.zeros_like(t).at[rows].set((t - r)[rows])
+
+    # The MeanFlow identity (equation 6): u = v - h du/dt along the flow.
+    along = lambda z, t, r: frozen(z, t, t - r, kept[rows], rows)
+    of_rows = (z[rows], t[rows], r[rows])
+    change = derivative(along, of_rows, (target[rows], jnp.ones_like(of_rows[1]), 0 * of_rows[2]))
+    target = jax.lax.stop_gradient(target.at[rows].add(-_each(h[rows]) * change))
+    u = velocity(z, t, h, kept, _ALL)
+    error = ((u - target) ** 2).sum((1, 2, 3))
+    weight = jax.lax.stop_gradient((error + s.norm_eps) ** s.norm_p)
+    return error / weight, ((u - v) ** 2).sum((1, 2, 3))
+
+
+def guided(velocity: Velocity, z: Images, v: Images, t: Times, s: MeanFlow) -> Images:
+    """Return omega v + (1 - omega - kappa) u_empty + kappa u_text at h = 0 (equation 20)."""
+    if s.omega == 1 and s.kappa == 0:
+        return v
+    inside = (s.low <= t) & (t <= s.high)
+    omega, kappa = _each(jnp.where(inside, s.omega, 1)), _each(jnp.where(inside, s.kappa, 0))
+    none = jnp.zeros_like(t)
+    out = omega * v + (1 - omega - kappa) * velocity(z, t, none, jnp.zeros(len(t), bool), _ALL)
+    if not s.kappa:
+        return out
+    return out + kappa * velocity(z, t, none, jnp.ones(len(t), bool), _ALL)
+
+
+def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Array, ...]) -> Array:
+    """Return the Jacobian of f at the arguments `at`, times the direction `along`.
+
+    It is the transpose of f's reverse derivative, because group norm and blockwise attention define
+    no forward derivative (jax.jvp).
+    """
+    y, reverse = jax.vjp(f, *at)
+    _, transpose = jax.vjp(reverse, jnp.zeros_like(y))
+    return transpose(along)[0]
+
+
+def velocity_of(network: Network, scalings: Precond) -> Velocity:
+    """Return the function u = (z - D) / t of a network F and its preconditioner."""
+
+    def velocity(z, t, h, kept, rows):
+        f = lambda x, time: network(x, time, h, kept, rows)
+        d = precond.denoiser(f, scalings)(z / _each(1 - t), t / (1 - t))
+        return (z - d) / _each(t)
+
+    return velocity
+
+
+def time_of(sigma: Sigma) -> Times:
+    """Return t = sigma / (1 + sigma), in [0, 1]."""
+    return sigma / (1 + sigma)
+
+
+def spans(sigmas: Float[Array, "levels"]) -> Span:
+    """Return the function from a noise level to h, the time to the next lower level of a grid."""
+
+    def span(sigma):
+        lower = sigmas < sigma[:, None] * (1 - 1e-6)  # [B, levels]
+        return time_of(sigma) - time_of(jnp.where(lower, sigmas, 0).max(axis=1))
+
+    return span
+
+
+def _each(c: Array) -> Array:
+    return c[:, None, None, None]

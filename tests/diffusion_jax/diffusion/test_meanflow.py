@@ -1,0 +1,115 @@
+"""MeanFlow against the authors' code, and where the mean velocity is known.
+
+`meanflow.npz` was written by running github.com/Gsunshine/meanflow (d70cb55) on this toy network.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import meanflow, onestep, precond
+from diffusion_jax.nn import ops
+
+SAVED = dict(np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "meanflow.npz"))
+WEIGHTS = {k[2:]: jnp.asarray(v) for k, v in SAVED.items() if k.startswith("w/")}
+CASES = {
+    "plain": meanflow.MeanFlow(),
+    "cfg": meanflow.MeanFlow(omega=2.0, norm_eps=30.0),
+    "mixed": meanflow.MeanFlow(omega=0.2, kappa=0.9, low=0.1, high=0.7),
+    "power": meanflow.MeanFlow(omega=1.5, kappa=0.3, norm_p=0.75, norm_eps=1e-3),
+}
+KEPT = jnp.arange(8) >= 2
+INPUTS = [jnp.asarray(SAVED[key]) for key in ("x0", "eps", "t", "r")]
+
+
+def network(params):
+    """The toy network with two times and labels, of which the last one is empty."""
+
+    def u(z, t, h, kept, rows):
+        label = jnp.where(kept, SAVED["labels"][rows], 4)
+        hidden = z.reshape(len(z), -1) @ params["pixels"] + params["label"][label]
+        hidden += t[:, None] * params["time"] + h[:, None] * params["step"]
+        return (jnp.tanh(hidden) @ params["out"]).reshape(z.shape)
+
+    return u
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_the_authors(name):
+    def loss(params):
+        networks = network(params), network(jax.lax.stop_gradient(params))
+        each, v_loss = meanflow.losses(*networks, *INPUTS, KEPT, CASES[name])
+        return each.mean(), v_loss
+
+    (value, v_loss), grads = jax.value_and_grad(loss, has_aux=True)(WEIGHTS)
+    np.testing.assert_allclose(value, SAVED[f"{name}/loss"], rtol=1e-5)
+    np.testing.assert_allclose(v_loss, SAVED[f"{name}/v_loss"], rtol=1e-5)
+    for key, grad in grads.items():
+        expected = SAVED[f"{name}/grad/{key}"]
+        np.testing.assert_allclose(grad, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_only_every_other_image_learns_an_interval():
+    x0, eps, t, r = INPUTS
+    both = [network(WEIGHTS)] * 2
+    some, _ = meanflow.losses(*both, x0, eps, t, r, KEPT, meanflow.MeanFlow(every=2))
+    for start, rows in ((r, slice(0, None, 2)), (t, slice(1, None, 2))):
+        expected, _ = meanflow.losses(*both, x0, eps, t, start, KEPT, meanflow.MeanFlow())
+        np.testing.assert_allclose(some[rows], expected[rows], rtol=1e-5)
+
+
+def gaussian(scalings):
+    """F of a network that knows u for images from N(0, 0.25), of which the flow is linear."""
+
+    def f(x, time, h, kept, rows):
+        t = time
+        deviation = lambda t: jnp.sqrt((1 - t) ** 2 / 4 + t**2)
+        z = x * meanflow._each(1 - t)
+        end = meanflow._each(deviation(t - h) / deviation(t)) * z
+        u = (z - end) / meanflow._each(jnp.where(h > 0, h, 1))
+        c = scalings(t / (1 - t))
+        d = z - meanflow._each(t) * u
+        return (d - meanflow._each(c.c_skip) * x) / meanflow._each(c.c_out)
+
+    return f
+
+
+@pytest.mark.parametrize("predicts", ["x0", "flow", "v"])
+def test_the_exact_mean_velocity_has_no_error_and_draws_in_one_step(predicts):
+    scalings = precond.PRECONDS[predicts](meanflow.time_of)  # type: ignore[operator]
+    raw = lambda sigma: scalings(sigma)._replace(c_in=jnp.ones_like(sigma))
+    u = meanflow.velocity_of(gaussian(raw), raw)
+    t, h, kept = jnp.array([0.9, 0.5]), jnp.array([0.7, 0.2]), jnp.ones(2, bool)
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 3)), jnp.float32)
+
+    # u satisfies the MeanFlow identity for the velocity of the mean flow, dz/dt.
+    v = u(z, t, jnp.full(2, 1e-3), kept, slice(None))  # Backward difference of the flow.
+    along = lambda z, t, r: u(z, t, t - r, kept, slice(None))
+    change = meanflow.derivative(along, (z, t, t - h), (v, jnp.ones(2), jnp.zeros(2)))
+    mean = u(z, t, h, kept, slice(None))
+    np.testing.assert_allclose(mean, v - meanflow._each(h) * change, atol=5e-3)
+
+    # One DDIM step to the level below lands where the flow ends.
+    sigmas = jnp.array([4.0, 0.25])
+    span = meanflow.spans(sigmas)
+    d = lambda x, sigma: precond.denoiser(
+        lambda x, time: gaussian(raw)(x, time, span(sigma), kept, slice(None)), raw
+    )(x, sigma)
+    x = 5 * z
+    drawn = onestep.ddim(d, x, sigmas, lambda i: jnp.zeros_like(x), eta=0.0) / 1.25
+    deviation = lambda t: np.sqrt((1 - t) ** 2 / 4 + t**2)
+    np.testing.assert_allclose(drawn, z * deviation(0.2) / deviation(0.8), rtol=1e-5, atol=1e-6)
+
+
+def test_the_derivative_works_where_jvp_is_not_defined():
+    x = jnp.linspace(-1, 1, 64).reshape(1, 1, 2, 32)
+    along = jnp.ones_like(x).at[..., 0].set(3)
+    norm = lambda x: ops.group_norm(x, jnp.ones(32), jnp.zeros(32), groups=8)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(norm, (x,), (along,))
+    step = 1e-2
+    expected = (norm(x + step * along) - norm(x - step * along)) / (2 * step)
+    np.testing.assert_allclose(meanflow.derivative(norm, (x,), (along,)), expected, atol=5e-3)
