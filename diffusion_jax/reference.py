@@ -37,6 +37,7 @@ _NAMES = (
     "sampler.guiding",
     "diffusion.noise",
     "diffusion.weight",
+    "diffusion.method",
 )
 """The fields whose names are described under "Names". Both systems have the same names."""
 

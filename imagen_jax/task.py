@@ -81,6 +81,7 @@ def make_task(
             minimised, losses = objective.mean_flow_loss(
                 network, frozen_network, x0, eps, sigmas, kept, counts
             )
+            sigma = jnp.maximum(*sigmas)
         else:
             minimised, losses = objective.loss(params, network, x0, eps, sigma, counts)
         return minimised, loss_by_noise_level(losses, sigma)

@@ -65,7 +65,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
             minimised, losses = objective.mean_flow_loss(
                 *networks, x0, eps, sigmas, keep, batch.get("counts")
             )
-            return minimised, loss_by_noise_level(losses, sigma)
+            return minimised, loss_by_noise_level(losses, jnp.maximum(*sigmas))
 
         to_empty = s.conditioning.drop_to == "empty"
         tokens = drop_to_empty(batch, empty, keep) if to_empty else batch

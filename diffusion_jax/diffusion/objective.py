@@ -244,8 +244,13 @@ WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
 """The values that diffusion.weight can have in configs. A value "MODULE:FUNCTION" is imported."""
 WeightName = Annotated[str, named.checked(WEIGHTINGS)]
 
+
+def denoise() -> None:
+    """Train a denoiser, whose sampling takes several steps."""
+
+
 METHODS: dict[str, Callable[..., meanflow.MeanFlow | None] | str] = {
-    "denoise": lambda: None,
+    "denoise": denoise,
     "meanflow": meanflow.make,
 }
 """The values that diffusion.method can have in configs."""

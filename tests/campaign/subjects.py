@@ -97,7 +97,7 @@ def every(inputs: pathlib.Path):
                 run(tar_run), run_result, damages.CHECKPOINT | damages.of_input(broken)
             ),
             "training in two processes": Subject(
-                run((*digit_run, "--config.step_timeout=20")), run_result, {}, processes=2
+                run((*digit_run, "--config.step_timeout=60")), run_result, {}, processes=2
             ),
             "a store of texts": Subject(
                 lambda out: ("diffusion_jax.precache", *text_flags(weights, out / "store")),

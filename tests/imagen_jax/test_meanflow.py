@@ -1,0 +1,139 @@
+"""MeanFlow in a task of each system: the paper's loss with jax.jvp, and one step of sampling."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.precache import lookup
+from imagen_jax import task
+from imagen_jax.settings import read_settings
+from sd_jax import task as sd_task
+from tests.imagen_jax import test_task as imagen
+from tests.sd_jax import test_task as sd
+from tests.sd_jax import tiny
+
+METHOD = "meanflow(omega={omega}, kappa={kappa}, every=1)"
+
+
+def network(params, x, time, text, *mask, **_):
+    """Each input counts, and each place in the text."""
+    places = jnp.arange(1.0, 1 + text.shape[1])[:, None]
+    seen = jnp.sin(time / 3) + (text * places).mean((1, 2))
+    return jnp.tanh(params["x"] * x + params["seen"] * seen[:, None, None, None])
+
+
+PARAMS = {"x": jnp.float32(0.7), "seen": jnp.float32(0.9)}
+each = lambda c: c[:, None, None, None]
+
+
+def velocity(params, z, t, h, text):
+    """u of a network that predicts the flow: its time is the log-SNR, its last token h."""
+    half = jnp.exp(-np.log(10_000) * jnp.arange(text.shape[-1] // 2) / (text.shape[-1] // 2))
+    angles = 1000 * h[:, None] * half
+    token = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1)[:, None]
+    return network(params, z, -2 * jnp.log(t / (1 - t)), jnp.concatenate([text, token], 1))
+
+
+def papers_loss(params, x0, eps, sigmas, keep, text, empty, omega, kappa):
+    t, r = (s / (1 + s) for s in (jnp.maximum(*sigmas), jnp.minimum(*sigmas)))
+    z, v = each(1 - t) * x0 + each(t) * eps, eps - x0
+    texts, none = jnp.where(keep[:, None, None], text, empty), jnp.zeros_like(t)
+    guided = omega * v + (1 - omega - kappa) * velocity(params, z, t, none, empty + 0 * text)
+    guided += kappa * velocity(params, z, t, none, text)
+    target = jnp.where(each(keep), guided, v)
+    u, change = jax.jvp(
+        lambda z, t, r: velocity(params, z, t, t - r, texts),
+        (z, t, r), (target, jnp.ones_like(t), jnp.zeros_like(r)),
+    )  # fmt: skip
+    error = ((u - jax.lax.stop_gradient(target - each(t - r) * change)) ** 2).sum((1, 2, 3))
+    return (error / jax.lax.stop_gradient(error + 0.01)).mean()
+
+
+def check(made, frozen, batch, key, inputs, guidance):
+    (loss, metrics), grads = jax.value_and_grad(made.loss, has_aux=True)(PARAMS, frozen, batch, key)
+    expected, expected_grads = jax.value_and_grad(papers_loss)(PARAMS, *inputs, *guidance)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for name, grad in expected_grads.items():
+        np.testing.assert_allclose(grads[name], grad, rtol=1e-3)
+    assert metrics["level_count"].sum() == 4
+
+
+@pytest.mark.parametrize("guidance", [(1.0, 0.0), (2.0, 0.0), (0.4, 0.8)])
+def test_imagens_loss_is_the_papers(guidance):
+    omega, kappa = guidance
+    s = imagen.settings(
+        diffusion__precond="flow", diffusion__noise="logit_normal",
+        diffusion__method=METHOD.format(omega=omega, kappa=kappa),
+    )  # fmt: skip
+    encoder = lookup.open_encoder(s.text)
+    batch, key = imagen.a_batch(encoder), jax.random.key(3)
+    made = task.make_task(imagen.with_network(s, network), encoder)
+    key_sigma, key_eps, key_drop, *_ = jax.random.split(key, 5)
+    sigmas = [
+        jnp.exp(jax.random.normal(k, (4,))) for k in (key_sigma, jax.random.fold_in(key_sigma, 1))
+    ]
+    eps = jax.random.normal(key_eps, (4, 8 * 8 * 3)).reshape(4, 8, 8, 3)
+    keep = jax.random.bernoulli(key_drop, 0.5, (4,))
+    assert 0 < keep.sum() < 4
+    inputs = batch["image"] / 127.5 - 1, eps, sigmas, keep, encoder.encode((), batch)[0], 0.0
+    check(made, (), batch, key, inputs, guidance)
+
+
+@pytest.mark.parametrize("drop_to", ["empty", "zeros"])
+def test_stable_diffusions_loss_is_the_papers(drop_to):
+    s = tiny.settings(
+        diffusion__predicts="flow", diffusion__noise="logit_normal", conditioning__drop_to=drop_to,
+        diffusion__method=METHOD.format(omega=2, kappa=0.0),
+    )  # fmt: skip
+    hashed = lookup.open_encoder(s.text)
+    encode = lambda frozen, batch: (
+        hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None],
+        None,
+    )
+    encoder = hashed._replace(encode=encode)
+    batch, key = {"moments": sd.moments(), **encoder.tokenize(sd.CAPTIONS)}, jax.random.key(3)
+    made = sd_task.make_task(sd.with_network(s, network), encoder, sd.PARAMS)
+    key_sigma, key_eps, key_drop, key_posterior, _ = jax.random.split(key, 5)
+    draw = lambda k: jax.random.normal(k, (4, 64)).reshape(4, 4, 4, 4)
+    mean, log_variance = jnp.split(sd.moments(), 2, axis=-1)
+    x0 = s.latents.scale * (mean + jnp.exp(log_variance / 2) * draw(key_posterior))
+    sigmas = [
+        jnp.exp(jax.random.normal(k, (4,))) for k in (key_sigma, jax.random.fold_in(key_sigma, 1))
+    ]
+    keep = jax.random.bernoulli(key_drop, 1 - s.text.drop_prob, (4,))
+    assert 0 < keep.sum() < 4
+    empty = encode((), encoder.tokenize([""]))[0] if drop_to == "empty" else 0.0
+    inputs = x0, draw(key_eps), sigmas, keep, encode((), batch)[0], empty
+    check(made, {"text": (), "vae": None}, batch, key, inputs, (2.0, 0.0))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_each_step_of_sampling_goes_along_the_mean_velocity(steps):
+    s = imagen.settings(
+        diffusion__precond="flow", diffusion__method=METHOD.format(omega=2, kappa=0.0),
+        sampler__name="ddim", sampler__steps=steps, sampler__grid="karras", sampler__sigma_min=1.0,
+    )  # fmt: skip
+    encoder = lookup.open_encoder(s.text)
+    batch = encoder.tokenize(imagen.CAPTIONS)
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    made = task.make_task(imagen.with_network(s, network), encoder)
+    start = made.begin(PARAMS, (), batch, keys, None)
+    times = start.sigmas / (1 + start.sigmas)
+    z, text = start.x / (1 + start.sigmas[0]), encoder.encode((), batch)[0]
+    assert len(times) == steps + 1 and times[-1] == 0
+    for t, r in itertools.pairwise(times):
+        z -= (t - r) * velocity(PARAMS, z, jnp.full(4, t), jnp.full(4, t - r), text)
+    np.testing.assert_allclose(made.sample(PARAMS, (), batch, keys, None), z, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_meanflow_would_ignore_are_refused():
+    c = imagen.quickstart.get_config()
+    c.diffusion.method = "meanflow"
+    with pytest.raises(ValueError, match=r"diffusion\.weight=min_snr"):
+        read_settings(c.to_dict())
+    c.diffusion.update(weight="min_snr", method="meanflow(omega=-1)")
+    with pytest.raises(ValueError, match="omega"):
+        read_settings(c.to_dict())
