@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
     c = quickstart.get_config()
     # Guidance is part of what the network learns, so drawing needs none.
     c.diffusion.update(
-        method="meanflow(omega=2, norm_eps=1)", p_mean=0.0, p_std=1.0, weight="min_snr"
+        method="meanflow(omega=1.5, norm_eps=1)", p_mean=0.0, p_std=1.0, weight="min_snr"
     )
     c.sampler.update(name="ddim", eta=0.0, steps=1, guidance=1.0)
     c.evaluation.guidance = (1.0,)
