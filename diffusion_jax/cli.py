@@ -93,6 +93,8 @@ def run(main: Callable[[list[str]], None]) -> None:
                 flags.FLAGS["config"].help += _fields_in_help(argv)
             try:
                 return flags.FLAGS(argv)
+            except flags.Error as error:
+                raise flags.Error(_in_words(str(error))) from error
             except (AttributeError, KeyError) as error:  # From ml_collections: unknown fields.
                 raise ValueError(_unknown_field(argv, str(error))) from error
 
@@ -106,6 +108,14 @@ def run(main: Callable[[list[str]], None]) -> None:
             _end(error)
 
     app.run(distributed.together()(run_main), flags_parser=parse)
+
+
+def _in_words(message: str) -> str:
+    """Replace Python's messages about numbers in a message about a flag."""
+    message = re.sub(
+        r"invalid literal for int\(\) with base \d+: ", "give a whole number, not ", message
+    )
+    return message.replace("could not convert string to float: ", "give a number, not ")
 
 
 def _fields_in_help(argv: list[str]) -> str:
