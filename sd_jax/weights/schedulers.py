@@ -38,14 +38,26 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     "PNDMScheduler": Scheduler(
         "plms", {"timestep_spacing": "leading", "set_alpha_to_one": False, "skip_prk_steps": False}
     ),
+    "DDPMScheduler": Scheduler(
+        "ddpm",
+        {"timestep_spacing": "leading", "clip_sample": True},
+        {"variance_type": ("fixed_small", "fixed_small_log")},
+    ),
     "EulerDiscreteScheduler": Scheduler("euler", exploding=True),
     "EulerAncestralDiscreteScheduler": Scheduler("euler_ancestral", exploding=True),
     "HeunDiscreteScheduler": Scheduler("heun", exploding=True),
     "DPMSolverMultistepScheduler": Scheduler(
-        "dpmpp_2m", only={"solver_type": ("midpoint", "logrho", "bh1", "bh2")}
+        "dpmpp_2m",
+        only={"solver_order": (2, 1), "solver_type": ("midpoint", "logrho", "bh1", "bh2")},
+    ),
+    "DEISMultistepScheduler": Scheduler(
+        "deis",
+        {"final_sigmas_type": "sigma_min"},
+        {"solver_order": (2, 1, 3), "solver_type": ("logrho", "midpoint", "heun", "bh1", "bh2")},
     ),
     "UniPCMultistepScheduler": Scheduler(
-        "unipc", only={"solver_type": ("bh2", "midpoint", "heun", "logrho")}
+        "unipc",
+        only={"solver_type": ("bh2", "midpoint", "heun", "logrho"), "lower_order_final": (True,)},
     ),
 }
 _ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -59,8 +71,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_flow_sigmas": (False, None),
     "solver_order": (2,),
     "algorithm_type": ("dpmsolver++", "deis"),
-    "lower_order_final": (True,),
-    "euler_at_final": (False,),
     "predict_x0": (True,),
     "disable_corrector": ([],),
     "solver_p": (None,),
@@ -109,7 +119,7 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
     ldm = scheduler.defaults.get("set_alpha_to_one") is not None
     at_zero = config["set_alpha_to_one"] if ldm else config.get("final_sigmas_type") != "sigma_min"
     s = sampler._replace(
-        name=scheduler.sampler + "_v" * (scheduler.sampler == "plms" and predicts == "v"),
+        name=_solver(config, scheduler.sampler, predicts),
         grid=spacing,
         end="zero" if at_zero else "sigma_min",
         offset=config.get("steps_offset", 0),
@@ -124,6 +134,30 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
             "occur twice"
         )
     return _with_sigma_grid(config, s, grids[0], noise, scheduler.exploding) if grids else s
+
+
+def _solver(config: Config, sampler: str, predicts: str) -> str:
+    """Return the sampler with the parameters that give it the scheduler's orders.
+
+    In grids of fewer than 15 steps, the last steps of dpmpp_2m and deis are of lower order. Their
+    parameter `steps` overrides the number of steps in this comparison.
+    """
+    if sampler == "plms":
+        return "plms_v" if predicts == "v" else "plms"
+    if sampler not in ("dpmpp_2m", "deis"):
+        return sampler
+    order = config.get("solver_order", 2)
+    parameters = {}
+    if order == 1:  # The exponential integrators of first order are one method.
+        sampler, parameters["order"] = "deis", 1
+    elif sampler == "deis" and order != 2:
+        parameters["order"] = order
+    if order > 1 and config.get("euler_at_final", False):
+        parameters["steps"] = 1
+    elif order > 1 and not config.get("lower_order_final", True):
+        parameters["steps"] = 15
+    values = ", ".join(f"{name}={value}" for name, value in parameters.items())
+    return f"{sampler}({values})" if values else sampler
 
 
 def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
