@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import app, flags, logging
+from jaxtyping import UInt8
 
 from diffusion_jax import cli, runs
 from diffusion_jax.config.ranges import Scale
@@ -24,7 +25,7 @@ from diffusion_jax.draw import options, program
 from diffusion_jax.draw.model import Model, fingerprint, with_overrides, with_weights
 from diffusion_jax.draw.options import Overrides, Weights
 from diffusion_jax.draw.program import Images
-from diffusion_jax.evaluate import curve, figures, loop, scorers, sweep, sweep_flags
+from diffusion_jax.evaluate import copies, curve, figures, loop, scorers, sweep, sweep_flags
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.machine import files, programs, progress, sheets
 from diffusion_jax.metrics.cards import Card, Scored
@@ -173,6 +174,8 @@ def command(
                 files.check_writable(f["out"].value, "--out")
                 subjects = [s._replace(workdir=files.path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
+            size = f["size"].value or common_size(subjects)
+            training = copies.open_training(f["copies"].value, scorer, size)
         plan = Sweep(
             chosen or scorer.guidance or guidance, f["seed"].value, f["batch_size"].value,
             f["save_images"].value, f["name"].value, f["size"].value,
@@ -182,7 +185,7 @@ def command(
         if f["rehearse"].value:
             print("\n\n".join(plans))
             return
-        out = evaluate(subjects, scorer, plan)
+        out = evaluate(subjects, scorer, plan, training)
         if jax.process_index() == 0:
             page = write_page(subjects[0].workdir)
             logging.info("wrote %s, and all of it as a page to %s", out, page)
@@ -213,14 +216,18 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     return progress.block(rows)
 
 
-def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathlib.Path:
+def evaluate(
+    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep,
+    training: copies.Training | None = None,
+) -> pathlib.Path:  # fmt: skip
     """Draw and score all prompts at every point and guidance. Return the folder of the results.
 
-    The folder is in the first subject's workdir. Each point and guidance adds a row to the table.
+    If `training` is given, the nearest training picture of each drawn picture is found, too. The
+    folder is in the first subject's workdir. Each point and guidance adds a row to the table.
     The process prints a message and exits with code 2 if a checkpoint or average is missing, if
     the folder holds saved features of another sweep, or if an image is not finite.
     """
-    out, rows, pictures = pathlib.Path(), [], []
+    out, rows, pictures, copied = pathlib.Path(), [], [], []
     several = any(len(subject.points) > 1 for subject in subjects)
     for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):
         with cli.bad_input():
@@ -252,6 +259,12 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
             sweep.write_table(out / sweep.TABLE, rows)
             sheets.write_png(out / sweep.sheet_name(row, several), pictures[-1])
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
+            if training is not None:
+                redraw = functools.partial(_redraw, scorer, point, plan, guidance)
+                sheet = sweep.sheet_name(row, several)
+                found = copies.write(out, sheet, training, features, redraw)
+                copied += [row | of_features for of_features in found]
+                sweep.write_table(out / copies.TABLE, copied)
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
         _write_curve(out)
@@ -280,6 +293,14 @@ def _features(
         scorer, point.draw, guidance, batch_size, first_seed=plan.seed, size=plan.size, save=save
     )
     return cards, loop.collect(total, batch_size, compute, name, folder, finite=True)
+
+
+def _redraw(
+    scorer: Scorer, point: Point, plan: Sweep, guidance: float, indices: Sequence[int]
+) -> UInt8[np.ndarray, "B H W 3"]:
+    prompts, seeds = [scorer.prompts[i] for i in indices], [plan.seed + i for i in indices]
+    images = sheets.to_uint8(np.nan_to_num(point.draw(prompts, seeds, guidance)))
+    return loop.resized(images, plan.size)
 
 
 def _name(subjects: Sequence[Subject], first: Point) -> str:

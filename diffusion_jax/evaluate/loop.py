@@ -113,7 +113,7 @@ def drawing(
         numbers, count = filled(rows, batch_size), len(rows)
         prompts, start = [scorer.prompts[i] for i in numbers], time.time()
         samples = draw(prompts, (numbers + first_seed).tolist(), guidance)
-        images = _resized(sheets.to_uint8(np.nan_to_num(samples)), size)
+        images = resized(sheets.to_uint8(np.nan_to_num(samples)), size)
         end_of_drawing = time.time()
         features = {k: v[:count] for k, v in scorer.features(images, prompts).items()}
         seconds = np.array([[end_of_drawing - start, time.time() - end_of_drawing]])
@@ -126,9 +126,8 @@ def drawing(
     return compute
 
 
-def _resized(
-    images: UInt8[np.ndarray, "B H W 3"], size: int | None
-) -> UInt8[np.ndarray, "B h w 3"]:
+def resized(images: UInt8[np.ndarray, "B H W 3"], size: int | None) -> UInt8[np.ndarray, "B h w 3"]:
+    """Resize images to a side in pixels with KERNEL; None for their own size."""
     if size is None or images.shape[1:3] == (size, size):
         return images
     kernel = Image.Resampling.BICUBIC

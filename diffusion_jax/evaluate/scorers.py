@@ -98,6 +98,13 @@ class Scorer:
         """The cards of the judges, keyed by the judge's name."""
         return {name: judge.card for name, judge in self._judges.items()}
 
+    @property
+    def real_features(self) -> Features:
+        """The features of each judge's real pictures, where the judge has kept them."""
+        real = {judge.features[0]: judge.real for judge in self._judges.values()}
+        kept = {name: stats.features for name, stats in real.items() if stats is not None}
+        return {name: rows for name, rows in kept.items() if rows is not None}
+
     def caption(self, i: int) -> str:
         """Return prompt i, with " (held out)" appended if it was held out of training."""
         held_out = i in range(len(self.prompts))[self.groups.get("heldout", slice(0))]

@@ -72,6 +72,12 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "judge", "", "A judge from `metrics train_judge`, for fd_judge and r1_judge."
         ),
+        flags.DEFINE_string(
+            "copies",
+            "",
+            "The training pictures, as SOURCE:PATH::TEXT: finds the nearest one of each drawn "
+            "picture, and writes copies.csv and a sheet of the closest pairs.",
+        ),
         flags.DEFINE_list(
             "metrics",
             [],

@@ -124,6 +124,32 @@ def coverage(generated: Rows, real: Real) -> Score:
     return _share(_enough(real.compared(generated), _MANY).covered)
 
 
+def nearest(rows: Rows, among: Rows) -> tuple[Float[np.ndarray, "N"], Int[np.ndarray, "N"]]:
+    """Return the distance of each row to the nearest row of another set, and that row's index."""
+    centre = among.mean(0, dtype=np.float64)
+    centred = lambda part: jnp.asarray((part - centre).astype(np.float32))
+    blocks = [(part.start, centred(among[part])) for part in _parts(among)]
+    distances, indices = [], []
+    for part in _parts(rows):
+        found = [_nearest_of(centred(rows[part]), block) for _, block in blocks]
+        squares = np.stack([np.asarray(square) for square, _ in found])  # [blocks, B]
+        places = np.stack(
+            [start + np.asarray(i) for (start, _), (_, i) in zip(blocks, found, strict=True)]
+        )
+        best = squares.argmin(0)[None]
+        distances.append(np.sqrt(np.take_along_axis(squares, best, 0)[0]))
+        indices.append(np.take_along_axis(places, best, 0)[0])
+    return np.concatenate(distances), np.concatenate(indices)
+
+
+@jax.jit
+def _nearest_of(
+    rows: Float[Array, "B D"], among: Float[Array, "M D"]
+) -> tuple[Float[Array, "B"], Int[Array, "B"]]:
+    squares = _squares(rows, among)
+    return squares.min(1), squares.argmin(1)
+
+
 def _share(true: Bool[np.ndarray, "N"]) -> Score:
     return bootstrap.mean(true.astype(np.float64))
 
@@ -137,7 +163,7 @@ def _enough(compared: Compared, k: int) -> Compared:
     return compared
 
 
-def _parts(rows: Float[Array, "N D"]) -> Iterator[slice]:
+def _parts(rows: Float[Array, "N D"] | Rows) -> Iterator[slice]:
     return (slice(start, start + _BLOCK) for start in range(0, len(rows), _BLOCK))
 
 

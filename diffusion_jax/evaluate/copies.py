@@ -1,0 +1,154 @@
+"""Find drawn pictures that are copies of training pictures (`evaluate --copies`).
+
+For each drawn picture, the nearest training picture is the one with the smallest distance between
+their features. A model that composes draws pictures that are about as far from the training
+pictures as real pictures which it has never seen. A drawn picture counts as close if it is closer
+than 95 % of those, so 5 % of a model's pictures are close if it copies nothing.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+from jaxtyping import Float, Int, UInt8
+
+from diffusion_jax.data import sources
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.evaluate import loop
+from diffusion_jax.evaluate.scorers import Features, Scorer
+from diffusion_jax.machine import progress, sheets
+from diffusion_jax.metrics import bootstrap, neighbours
+
+TABLE = "copies.csv"
+CLOSE = 0.05
+"""The share of unseen real pictures that are close to a training picture, by definition."""
+_BATCH, _PAIRS, _COLUMNS = 64, 16, 8
+Draw = Callable[[Sequence[int]], UInt8[np.ndarray, "B H W 3"]]
+"""Draws the pictures with the given indices again."""
+
+
+class Nearest(NamedTuple):
+    """The distance of each picture to its nearest training picture, and that picture's index."""
+
+    distances: Float[np.ndarray, "N"]
+    indices: Int[np.ndarray, "N"]
+
+
+class Training:
+    """The training pictures, with their features and the distances of unseen real pictures."""
+
+    def __init__(self, pictures: Pictures, scorer: Scorer, unseen: Features):
+        """Prepare the comparison, which computes features when it is first used.
+
+        Args:
+            pictures: The training pictures, in the size of the drawn ones.
+            scorer: Its judges compute the features.
+            unseen: Features of real pictures that training has not shown, keyed by their kind.
+        """
+        self._pictures, self._scorer, self._unseen = pictures, scorer, unseen
+
+    @functools.cached_property
+    def _rows(self) -> Features:
+        return _features(self._pictures, self._scorer, [*self._unseen])
+
+    @functools.cached_property
+    def unseen(self) -> dict[str, Nearest]:
+        """The nearest training picture of each unseen real picture, keyed by kind of features."""
+        return {key: self.nearest(key, rows) for key, rows in self._unseen.items()}
+
+    def nearest(self, key: str, rows: Float[np.ndarray, "N D"]) -> Nearest:
+        """Find the nearest training picture of each row of features of the kind `key`."""
+        return Nearest(*neighbours.nearest(rows, self._rows[key]))
+
+    def describe(self, key: str, nearest: Nearest) -> dict[str, Any]:
+        """Describe the distances of drawn and of unseen real pictures, as a row of a table."""
+        unseen = self.unseen[key].distances
+        close = (nearest.distances < np.quantile(unseen, CLOSE)).astype(np.float64)
+        low, high = bootstrap.interval(close, close.mean())
+        return {
+            "features": key, "drawn": len(close), "training": len(self._pictures),
+            "median_distance": float(np.median(nearest.distances)),
+            "median_distance_of_unseen": float(np.median(unseen)),
+            "close": float(close.mean()), "close_low": low, "close_high": high,
+        }  # fmt: skip
+
+    def sheet(self, nearest: Nearest, draw: Draw) -> UInt8[np.ndarray, "H W 3"]:
+        """Return a sheet of the closest pairs: drawn pictures, each above a training picture."""
+        closest = np.argsort(nearest.distances, kind="stable")[:_PAIRS]
+        real, texts = self._pictures.read(nearest.indices[closest])
+        drawn = draw(closest.tolist())
+        labels = [f"distance {distance:.3g}" for distance in nearest.distances[closest]]
+        captions = [text if isinstance(text, str) else "training picture" for text in texts]
+        images, lines = [], []
+        for start in range(0, len(closest), _COLUMNS):
+            row = slice(start, start + _COLUMNS)
+            images += [*drawn[row], *real[row]]
+            lines += [*labels[row], *captions[row]]
+        return sheets.contact_sheet(np.stack(images), lines, columns=_COLUMNS)
+
+
+def open_training(name: str, scorer: Scorer, size: int) -> Training | None:
+    """Open the training pictures SOURCE:PATH or SOURCE:PATH::TEXT, of side `size`.
+
+    Return None if `name` is "". Raises ValueError if the source is unknown or empty, if no judge
+    has features of real pictures, or if the job has several processes.
+    """
+    if not name:
+        return None
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"--copies={name} needs a single process: run the same command in one, which reuses "
+            "the features of all pictures"
+        )
+    unseen = scorer.real_features
+    if not unseen:
+        raise ValueError(
+            f"--copies={name} needs features of real pictures that training has not shown, and the "
+            "references hold none: make them with metrics stats --keep_features, or give --judge"
+        )
+    try:
+        pictures = sources.open_pictures(sources.named(name), size)
+    except ValueError as error:
+        raise ValueError(f"--copies={name}: {error}") from error
+    return Training(pictures, scorer, unseen)
+
+
+def write(
+    out: pathlib.Path, sheet: str, training: Training, features: Features, draw: Draw
+) -> list[dict[str, Any]]:
+    """Write a sheet of the closest pairs for each kind of features, and return rows of TABLE.
+
+    Args:
+        out: The folder.
+        sheet: The end of the sheets' file names.
+        training: The training pictures.
+        features: The features of the drawn pictures.
+        draw: Draws some of the pictures again.
+    """
+    rows = []
+    for key in training.unseen:
+        nearest = training.nearest(key, features[key])
+        rows.append(training.describe(key, nearest))
+        sheets.write_png(out / f"copies_{key}_{sheet}", training.sheet(nearest, draw))
+        logging.info(
+            "copies, by %s: %.3g of the drawn pictures are as close to a training picture as the "
+            "closest %g of unseen real ones (%.3g to %.3g)",
+            key, rows[-1]["close"], CLOSE, rows[-1]["close_low"], rows[-1]["close_high"],
+        )  # fmt: skip
+    return rows
+
+
+def _features(pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> Features:
+    total, parts = len(pictures), []
+    meter = progress.Meter("training pictures", total)
+    for start in range(0, total, _BATCH):
+        rows = np.arange(start, min(start + _BATCH, total))
+        images, _ = pictures.read(loop.filled(rows, _BATCH))
+        features = scorer.features(images, [scorer.prompts[0]] * _BATCH)
+        parts.append({key: features[key][: len(rows)] for key in keys})
+        meter.add(len(rows))
+    return {key: np.concatenate([part[key] for part in parts]) for key in keys}

@@ -1,0 +1,81 @@
+"""Which drawn pictures are copies: of pixels as features, where the nearest picture is known."""
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import pictures
+from diffusion_jax.evaluate import copies, scorers
+from diffusion_jax.metrics import features, neighbours, stats_files
+
+RNG = np.random.default_rng(0)
+TRAINING, UNSEEN = (RNG.integers(0, 256, (n, 4, 4, 3), np.uint8) for n in (150, 400))
+PROMPTS = [f"prompt {i}" for i in range(40)]
+pixels = lambda images: np.reshape(images, (len(images), -1)).astype(np.float64)
+
+
+def scorer_of(kept=True):
+    """Its judge sees pixels, and may have kept those of 400 unseen pictures."""
+    rows = pixels(UNSEEN)
+    real = stats_files.Stats(features.gaussian(rows), rows if kept else None, None)
+    judge = scorers.FeatureJudge({}, ("pixels",), lambda images, _: (pixels(images),), real)
+    return scorers.Scorer(PROMPTS, {"toy": judge})
+
+
+class Plain(pictures.Pictures):
+    def __len__(self):
+        return len(TRAINING)
+
+    def read(self, rows):
+        return TRAINING[rows], [f"training {i}" for i in rows]
+
+
+def open_training():
+    scorer = scorer_of()
+    return copies.Training(Plain(), scorer, scorer.real_features)
+
+
+@pytest.mark.parametrize("n", [7, 5000])
+def test_the_nearest_row_is_that_of_all_distances(n, monkeypatch):
+    monkeypatch.setattr(neighbours, "_BLOCK", 1024)
+    rows, among = RNG.normal(size=(300, 5)) + 100, RNG.normal(size=(n, 5)) + 100
+    distances, indices = neighbours.nearest(rows, among)
+    all_of_them = np.linalg.norm(rows[:, None] - among, axis=2)
+    np.testing.assert_array_equal(indices, all_of_them.argmin(1))
+    np.testing.assert_allclose(distances, all_of_them.min(1), rtol=1e-3)
+
+
+def test_copies_are_close_and_other_pictures_as_often_as_unseen_ones(tmp_path):
+    opened = open_training()
+    chosen = RNG.permutation(150)[:40]
+    noisy = TRAINING[chosen].astype(int) + RNG.integers(-9, 10, (40, 4, 4, 3))
+    drawn = np.clip(noisy, 0, 255).astype(np.uint8)
+    asked = []
+
+    def draw(indices):
+        asked.extend(indices)
+        return drawn[indices]
+
+    (row,) = copies.write(tmp_path, "guidance_1.png", opened, {"pixels": pixels(drawn)}, draw)
+    nearest = opened.nearest("pixels", pixels(drawn))
+    np.testing.assert_array_equal(nearest.indices, chosen)
+    assert (row["close"], row["close_low"], row["drawn"], row["training"]) == (1, 1, 40, 150)
+    assert row["median_distance"] < 50 < 400 < row["median_distance_of_unseen"]
+    np.testing.assert_array_equal(asked, np.argsort(nearest.distances)[:16])
+    assert (tmp_path / "copies_pixels_guidance_1.png").is_file()
+
+    others = pixels(RNG.integers(0, 256, (2000, 4, 4, 3)))
+    row = opened.describe("pixels", opened.nearest("pixels", others))
+    assert row["close_low"] < copies.CLOSE < row["close_high"] + 0.02
+    assert abs(row["close"] - copies.CLOSE) < 0.02  # 2,000 and 400 pictures: 0.012 of deviation.
+
+
+def test_what_is_missing_is_named():
+    scorer = scorer_of(kept=False)
+    assert copies.open_training("", scorer, 8) is None
+    with pytest.raises(ValueError, match=r"--copies=folder:/x needs features of real pictures"):
+        copies.open_training("folder:/x", scorer, 8)
+    scorer = scorer_of()
+    with pytest.raises(ValueError, match=r"--copies=foldr:/x: data source"):
+        copies.open_training("foldr:/x", scorer, 8)
+    with pytest.raises((ValueError, OSError), match="/nowhere"):
+        copies.open_training("folder:/nowhere", scorer, 8)
