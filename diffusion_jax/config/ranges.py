@@ -124,7 +124,8 @@ def typed(value: Any, hint: Any) -> Any:
 def description(hint: Any) -> str:
     """Describe the values that an annotation allows, such as "a number from 0 to 1"."""
     if names := options(hint):
-        return f"one of {', '.join(names)}"
+        listed = [name or '""' for name in names]
+        return f"one of {', '.join(listed)}"
     kind, limits = kind_of(hint), getattr(hint, "__metadata__", ())
     parts = typing.get_args(kind)
     if typing.get_origin(kind) in (tuple, Sequence):
