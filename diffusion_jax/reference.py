@@ -8,12 +8,17 @@ Both are generated from the annotations of the fields and the sentences below th
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from diffusion_jax import systems
 from diffusion_jax.config import named, ranges
-from diffusion_jax.config.reference import Field, fields, sentences
+from diffusion_jax.config.reference import (
+    Field,
+    fields,
+    first_sentence,
+    function_of,
+    sentences,
+)
 from diffusion_jax.config.settings import Run
 from diffusion_jax.systems import System
 
@@ -133,20 +138,11 @@ def _names(path: str) -> str:
     hint = typing.get_type_hints(kind, include_extras=True)[name]
     lines = [f"### Names of `{path}`\n", "| name | function | parameters |", "|---|---|---|"]
     for word in ranges.options(hint):
-        function = _function(hint.__metadata__[0], word)
-        about = (inspect.getdoc(function) or "").splitlines()[0]
+        function, about = function_of(hint, word), first_sentence(function_of(hint, word))
         signature = inspect.signature(function).parameters.values()
         parameters = [f"`{p.name}={p.default}`" for p in signature if p.kind is p.KEYWORD_ONLY]
         lines.append(_row(f"`{word}`", about, ", ".join(parameters)))
     return "\n".join(lines)
-
-
-def _function(table: Any, name: str) -> Callable[..., Any]:
-    """Return the function that a name stands for in the annotation of a field."""
-    if not callable(table):
-        return named.resolved(table[name])
-    bound: Any = table("", name)
-    return (bound[0] if isinstance(bound, list) else bound).func
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import functools
 import inspect
 import textwrap
 import typing
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diffusion_jax.config import ranges
+from diffusion_jax.config import named, ranges
 
 
 class Field(NamedTuple):
@@ -52,3 +53,27 @@ def _strings(tree: Any) -> dict[str, str]:
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(after.value.value, str)
     }
+
+
+def abouts(hint: Any) -> dict[str, str]:
+    """Map the names that an annotation allows to the first sentences of their functions.
+
+    Return {} if the names stand for no functions.
+    """
+    if not hasattr(hint, "__metadata__") or isinstance(hint.__metadata__[0], tuple):
+        return {}
+    return {name: first_sentence(function_of(hint, name)) for name in ranges.options(hint)}
+
+
+def first_sentence(function: Callable[..., Any]) -> str:
+    """Return the first line of a function's docstring, or ""."""
+    return next(iter((inspect.getdoc(function) or "").splitlines()), "")
+
+
+def function_of(hint: Any, name: str) -> Callable[..., Any]:
+    """Return the function that a name stands for in an annotation."""
+    table = hint.__metadata__[0]
+    if not callable(table):
+        return named.resolved(table[name])
+    bound: Any = table("", name)
+    return (bound[0] if isinstance(bound, list) else bound).func

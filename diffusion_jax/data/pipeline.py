@@ -44,6 +44,10 @@ class Apart(NamedTuple):
         return self.pictures.keys(usable), self.make(images, texts)
 
 
+class OtherData(ValueError):
+    """The position of a checkpoint does not belong to the data that are there now."""
+
+
 class Batches:
     """An endless iterator over training batches; each process gets its own rows of a batch.
 
@@ -112,17 +116,17 @@ class Batches:
         The state {"samples": 0} without further keys is the start of any data set.
 
         Raises:
-            ValueError: the position was saved with other data, another seed or batch size.
+            OtherData: the position was saved with other data, another seed or batch size.
         """
         saved = json.loads(state)
         samples = saved.pop("samples")
         if saved != self._identity and (samples or saved):
-            raise ValueError(
+            raise OtherData(
                 f"the saved position belongs to {saved}, but the data are now {self._identity}: "
                 "the order cannot be continued. Restore the data and the seed, or start a new run"
             )
         if samples % self._batch_size:
-            raise ValueError(
+            raise OtherData(
                 f"the saved position, sample {samples}, is not a multiple of the batch size "
                 f"{self._batch_size}: choose a batch size that divides it"
             )

@@ -16,6 +16,7 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, finetune, heldout, runs
 from diffusion_jax.config.unread import watched
+from diffusion_jax.data.pipeline import OtherData
 from diffusion_jax.machine import distributed, exits, files, sharding, weights_and_biases
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train import loop, optimizer
@@ -118,7 +119,7 @@ def command(
             # is for failures that the next start may not meet.
             distributed.advise(how_to_go_on(workdir))
             stack.enter_context(
-                cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
+                cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
             )
             stack.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
             state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)

@@ -6,6 +6,7 @@ import * as editing from "/editing.js";
 import * as prompts from "/prompts.js";
 import {$, get, open, options, post} from "/results.js";
 
+const SLIDERS = {guidance: [0, 10, 0.5], steps: [1, 100, 1]};  // Least, greatest, step.
 const MAIN = ["guidance", "steps", "sampler", "negative_prompt"];
 const WAIT = 3000;  // Milliseconds between looks for a first checkpoint.
 const AUTOMATIC = 16;  // A link to at most this many pictures draws them without a click.
@@ -30,12 +31,23 @@ function field(one) {
     const numeric = ["number", "whole"].includes(one.kind);
     input = element("input", {id, list, inputmode: numeric ? "decimal" : null});
     if (list) input.append(element("datalist", {id: list},
-      ...one.options.map((value) => element("option", {value}))));
+      ...one.options.map((value) => element("option", {value, label: one.about[value] || value}))));
   }
   input.value = String(one.value);
   input.addEventListener("input", marked);
-  const names = input.querySelector?.("datalist");
-  return element("label", {title: one.help}, label, input, names);
+  const names = input.querySelector?.("datalist"), cascade = model().stages > 1;
+  const hint = cascade && SLIDERS[one.name] ? `${label}, for each stage: 2, 1` : label;
+  const slider = !cascade && SLIDERS[one.name] && sliderOf(input, label, ...SLIDERS[one.name]);
+  return element("label", {title: one.help}, hint, input, names, slider || null);
+}
+
+function sliderOf(input, label, min, max, step) {
+  const slider = element("input", {type: "range", min, max, step, "aria-label": `${label} slider`});
+  const follow = () => slider.value = input.value;
+  slider.addEventListener("input", () => { input.value = slider.value; marked(); });
+  input.addEventListener("input", follow);
+  follow();
+  return slider;
 }
 
 function marked() {

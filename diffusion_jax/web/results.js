@@ -6,8 +6,10 @@ import {element, plot, short} from "/plots.js";
 export const $ = (id) => document.getElementById(id);
 const frozen = JSON.parse($("kept")?.textContent ?? "null");  // The data of a report, by URL.
 
-export const get = async (path) => frozen ? frozen[path] : answer(await fetch(path));
-export const post = async (path, body) => answer(await fetch(path, {
+const LOST = "The server does not answer: is the command that opened this page still running?";
+const reach = (path, request) => fetch(path, request).catch(() => { throw new Error(LOST); });
+export const get = async (path) => frozen ? frozen[path] : answer(await reach(path));
+export const post = async (path, body) => answer(await reach(path, {
   method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body ?? null)}));
 
 async function answer(response) {
@@ -176,6 +178,8 @@ async function followTraining() {
   if (!frozen) timer = setInterval(() => document.hidden || showTraining().catch(() => {}), 3000);
 }
 
+const logged = (run) => run.live || Object.keys(run.curves).length > 0;
+
 async function showTraining() {
   const now = await get("/api/training");
   const text = JSON.stringify(now);
@@ -184,10 +188,11 @@ async function showTraining() {
   const hours = (s) => s > 5400 ? `${(s / 3600).toFixed(1)} hours` : `${Math.ceil(s / 60)} minutes`;
   $("runs").replaceChildren(...now.runs.map((run) => element("div", {class: "run panel"},
     element("strong", {}, run.name),
-    element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
+    ...logged(run) ? [element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
     element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
     run.live && !frozen ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
-      : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running"))));
+      : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running")]
+      : [element("span", {class: "note"}, "a packed model, or a run that has not logged yet")])));
   $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(now.runs, ...one)));
   showSamples(now.runs);
   const head = ["field", ...now.names];

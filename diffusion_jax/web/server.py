@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from diffusion_jax import runs
-from diffusion_jax.config import ranges
+from diffusion_jax.config import ranges, reference
 from diffusion_jax.draw import options
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Option, Options, Values
@@ -329,6 +329,7 @@ def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
         "name": name,
         "kind": _KINDS[ranges.kind_of(option.hint)],
         "options": ranges.options(option.hint),
+        "about": reference.abouts(option.hint),
         "help": option.help,
         "value": str(value) if value == float("inf") else value,
     }
