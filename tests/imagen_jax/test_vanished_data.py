@@ -29,14 +29,14 @@ def test_a_tar_that_vanishes_is_named_in_one_line(tmp_path):
 @pytest.mark.slow
 def test_a_tar_that_is_gone_at_the_next_start_is_an_error_and_no_reason_to_start_again(tmp_path):
     for name in "ab":
-        digits.main([f"--out={tmp_path}/{name}.tar", "--num=64", "--format=webdataset"])
+        digits.main([f"--out={tmp_path}/tars/{name}.tar", "--num=64", "--format=webdataset"])
     arguments = (
-        "train", *TINY, "--config.data.source=webdataset", f"--config.data.path={tmp_path}/*.tar",
+        "train", *TINY, "--config.data.source=webdataset", f"--config.data.path={tmp_path}/tars",
         f"--workdir={tmp_path}/run",
     )  # fmt: skip
     ended = commands.run(*arguments, "--config.steps=2", devices=1)
     assert ended.code == 0, ended.err
-    (tmp_path / "b.tar").unlink()
+    (tmp_path / "tars" / "b.tar").unlink()
     ended = commands.run(*arguments, "--config.steps=4", devices=1)
     assert ended.code == 2 and "Traceback" not in ended.err, ended.err
     assert "error: the saved position belongs to {'seed': 0, 'pictures': 128}" in ended.err
