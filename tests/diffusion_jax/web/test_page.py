@@ -110,6 +110,18 @@ def test_unknown_words_are_marked_while_typing_and_replaced_by_a_click(page):
     expect(page.locator("#unknown mark")).to_have_text(["kitty"])
 
 
+def test_a_slider_sets_its_number_and_each_sampler_has_a_line(page):
+    slider = page.get_by_label("steps slider")
+    assert slider.input_value() == page.locator("#field-steps").input_value()
+    slider.fill("7")
+    assert page.locator("#field-steps").input_value() == "7"
+    assert "changed" in page.locator("#field-steps").get_attribute("class")
+    page.locator("#field-steps").fill("31")
+    assert slider.input_value() == "31"
+    described = page.locator("#field-sampler-names option[value=ddim]").get_attribute("label")
+    assert described == "Sample with DDIM (Song et al. 2021, equation 12)."
+
+
 def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     photo = io.BytesIO()
     Image.new("RGB", (60, 40), (200, 30, 30)).save(photo, "png")
