@@ -10,6 +10,7 @@ import pytest
 from diffusion_jax.precache import lookup
 from imagen_jax import task
 from imagen_jax.settings import read_settings
+from sd_jax import sampling
 from sd_jax import task as sd_task
 from tests.imagen_jax import test_task as imagen
 from tests.sd_jax import test_task as sd
@@ -127,6 +128,27 @@ def test_each_step_of_sampling_goes_along_the_mean_velocity(steps):
     for t, r in itertools.pairwise(times):
         z -= (t - r) * velocity(PARAMS, z, jnp.full(4, t), jnp.full(4, t - r), text)
     np.testing.assert_allclose(made.sample(PARAMS, (), batch, keys, None), z, rtol=1e-4, atol=1e-5)
+
+
+def test_stable_diffusion_draws_along_the_mean_velocity_too():
+    s = tiny.settings(
+        diffusion__predicts="flow", diffusion__noise="lognormal", sampler__name="ddim",
+        diffusion__method="meanflow", sampler__steps=1, sampler__grid="karras",
+        sampler__sigma_max=40.0,
+    )  # fmt: skip
+    s = sd.with_network(s, network)._replace(vae=sd.PlainVAE(**tiny.VAE_FIELDS))
+    encoder = lookup.open_encoder(s.text)
+    batch = sampling.prompts(encoder, sd.CAPTIONS, "")
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    frozen = {"text": (), "vae": {}}
+    made = sd_task.make_task(s, encoder, sd.PARAMS)
+    start = sampling.make_begin(s.pipeline, encoder)(PARAMS, frozen, batch, keys, None)
+    t = start.sigmas[0] / (1 + start.sigmas[0])
+    z, text = start.x / (1 + start.sigmas[0]), sampling.attended(s.pipeline, encoder, frozen, batch)
+    assert start.sigmas[1] == 0
+    z -= t * velocity(PARAMS, z, jnp.full(4, t), jnp.full(4, t), text)
+    drawn = made.sample(PARAMS, frozen, batch, keys, None)
+    np.testing.assert_allclose(drawn, 3 * z / s.latents.scale, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_that_meanflow_would_ignore_are_refused():
