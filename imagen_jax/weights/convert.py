@@ -15,7 +15,7 @@ from diffusion_jax.diffusion import objective
 from diffusion_jax.machine import files
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
-from diffusion_jax.train.state import init_state
+from diffusion_jax.train.state import TrainState, init_state
 from diffusion_jax.weights import restore, torch_files, torch_weights
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import Settings, read_settings
@@ -55,13 +55,11 @@ def to_workdir(
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = average = read(source)
-        tx, o = optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer
-        state = init_state(params, tx, o.ema_decays, o.ema_widths)
         averaged = source.with_name(f"{source.stem}-EMA{source.suffix}")
         if averaged.is_file():
             logging.info("averages are read from %s", averaged)
             average = read(averaged)
-            state = state._replace(ema={name: average for name in state.ema})
+        state = _first_state(params, average, s)
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
     with runs.writing(workdir):
         files.write_whole(unfinished, "")
@@ -70,8 +68,16 @@ def to_workdir(
         checkpoints = checkpoint.Checkpointer(folder, keep_last=1)
         checkpoints.save(0, state, _Start(), config.to_dict())
         checkpoints.close()
+        del state  # The check needs its memory.
         check_written(workdir, s, weights)
         unfinished.unlink()
+
+
+def _first_state(params: Params, average: Params, s: Settings) -> TrainState:
+    """Return the state at step 0. All averages are the same arrays, to save memory."""
+    tx, o = optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer
+    shapes = jax.eval_shape(lambda p: init_state(p, tx, o.ema_decays, o.ema_widths), params)
+    return init_state(params, tx, ())._replace(ema=dict.fromkeys(shapes.ema, average))
 
 
 def check_written(
