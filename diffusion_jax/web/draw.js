@@ -36,7 +36,7 @@ function field(one) {
   input.value = String(one.value);
   input.addEventListener("input", marked);
   const names = input.querySelector?.("datalist"), cascade = model().stages > 1;
-  const hint = cascade && SLIDERS[one.name] ? `${label}, for each stage: 2, 1` : label;
+  const hint = cascade && SLIDERS[one.name] ? `${label} (stages: 2, 1)` : label;
   const slider = !cascade && SLIDERS[one.name] && sliderOf(input, label, ...SLIDERS[one.name]);
   return element("label", {title: one.help}, hint, input, names, slider || null);
 }
