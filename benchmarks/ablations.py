@@ -74,7 +74,7 @@ class Size(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Variant of the base, which is one row of a table: its axis, name and changes."""
+    """Variant of the base: its axis, name and changes. Each variant is one row of a table."""
 
     axis: str
     name: str
@@ -147,7 +147,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "interval 3": _drawn(guidance=3.0, guiding="interval(1, 10)"),
         "APG 3": _drawn(guidance=3.0, guiding="apg"),
         "rescale 3": _drawn(guidance=3.0, guiding="cfg+rescale"),
-        "CFG-Zero* 3": _drawn(guidance=3.0, guiding="cfg_zero"),
+        "CFG-Zero 3": _drawn(guidance=3.0, guiding="cfg_zero"),
         "TCFG 3": _drawn(guidance=3.0, guiding="tcfg"),
         "FDG 3": _drawn(guidance=3.0, guiding="fdg"),
         "CFG++ 0.3": _drawn(guidance=0.3, guiding="cfg_pp"),
@@ -183,8 +183,8 @@ def page(root: pathlib.Path) -> str:
     """Return the Markdown page for all results in the workdir `root`."""
     rows = []
     for axis, variants in AXES.items():
-        for name, what in variants.items():
-            key = Variant(axis, name, **what).key
+        for name, fields in variants.items():
+            key = Variant(axis, name, **fields).key
             paths = sorted((root / "results").glob(f"{key}_*.json"))
             matching = [p for p in paths if re.fullmatch(rf"{re.escape(key)}_\d+", p.stem)]
             results = {int(p.stem.rpartition("_")[2]): json.loads(p.read_text()) for p in matching}
@@ -323,13 +323,13 @@ def steps_for(s: Settings) -> int:
 
 
 def rows(s: Settings, steps: int) -> int:
-    """Return the rows of the network's input that sampling one picture in `steps` steps takes.
+    """Return how many input rows the network processes to sample one picture in `steps` steps.
 
-    They are counted by running the sampler on zeros.
+    The rows are counted by running the sampler on zeros.
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), objectives.make(s.diffusion), []
-    sigmas, at = samplers.sampling_grid(objective.noise, sampler)
-    guide = guidance.make(sampler, guides.Model(objective.precond(at), sigmas))
+    sigmas, times = samplers.sampling_grid(objective.noise, sampler)
+    guide = guidance.make(sampler, guides.Model(objective.precond(times), sigmas))
     guided = guidance.by_image(sampler.guiding, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):
@@ -348,9 +348,9 @@ def _file_name(text: str) -> str:
 
 
 if __name__ == "__main__":
-    _ONLY = flags.DEFINE_list("only", [], "Axes, or AXIS/NAME; default: all.")
-    _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of trainings and pictures.")
-    _STEPS = flags.DEFINE_integer("steps", STEPS, "Steps of a training.", lower_bound=3)
+    _ONLY = flags.DEFINE_list("only", [], "Axes or variants (AXIS/NAME) to run; default: all.")
+    _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the training runs and pictures.")
+    _STEPS = flags.DEFINE_integer("steps", STEPS, "Steps of a training run.", lower_bound=3)
     _CHANNELS = flags.DEFINE_integer(
         "channels", CHANNELS, "Channels of the network.", lower_bound=32
     )
@@ -359,7 +359,7 @@ if __name__ == "__main__":
     def main(argv: list[str]) -> None:
         """Run the selected variants that have no results yet, print all results, write the page."""
         if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start(alone=True)
         with cli.bad_input():
             variants = select(_ONLY.value)

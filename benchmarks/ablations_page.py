@@ -14,10 +14,11 @@ MEASURES = {
 }
 """Scores by their name in a result: (heading, factor for display, whether lower is better)."""
 NOTES = {
-    "objective": "Each row is a prediction target. The noise levels of training differ too: for x0 "
-    "and EDM, ln sigma is normal with means -0.4 and -1.2 and standard deviation 1.2; eps and v "
-    "use DDPM's cosine schedule; flow uses logit-normal times.",
-    "weighting": "Each row is a weight of the loss by noise level. The network predicts x0.",
+    "objective": "Each row trains another prediction target with its own noise levels. For x0 and "
+    "EDM, ln sigma is normal with means -0.4 and -1.2, respectively, and standard deviation 1.2; "
+    "eps and v use DDPM's cosine schedule; flow uses logit-normal times.",
+    "weighting": "Each row weights the loss as a different function of the noise level. The "
+    "network predicts x0.",
     "network": "All networks have the same size. *UNet* is the network of the quick start. "
     "*magnitude* is EDM2's magnitude-preserving UNet (config G) with EDM2's optimizer. Both "
     "predict x0. *magnitude, EDM* also uses EDM2's objective: EDM with a learned uncertainty.",
@@ -25,11 +26,12 @@ NOTES = {
     "from 1 to 10. *autoguidance* uses a checkpoint of the same run, at a third of its steps, as "
     "its guide.",
     "sampler": "All samplers start at sigma 40, take their last step from 0.4 to 0, and use the "
-    "same grid in between. *restart* goes back from 0.5 to 2 once, in 2 steps.",
-    "average": "Each row draws with another average of the same trained weights. *decay* is a "
-    "constant decay with warm-up, *none* is the last weights, and *width* is a [power-function "
-    "average](evaluation.md#averages-of-any-width). Training kept the widths 0.05 and 0.1; the "
-    "others are computed from snapshots.",
+    "same grid in between. *restart* adds noise once, from sigma 0.5 up to 2, and returns in 2 "
+    "steps.",
+    "average": "Each row draws with a different average of the same training run. *decay* is an "
+    "exponential average with a warm-up, *none* uses the last weights, and *width* is a "
+    "[power-function average](evaluation.md#averages-of-any-width). Training kept the widths 0.05 "
+    "and 0.1; the others are computed from snapshots.",
 }
 """For each axis, a paragraph that explains the names of its variants."""
 _TIMES = {"step_ms": "ms per step", "steps": "steps", "picture_ms": "ms per picture"}
@@ -44,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Mean over seeds, with half the width of its 95 % confidence interval (inf for one seed)."""
+    """Mean over seeds, and half the width of its 95 % confidence interval (inf for one seed)."""
 
     mean: float
     half: float
@@ -58,7 +60,7 @@ class Interval(NamedTuple):
 def interval(values: Sequence[float]) -> Interval:
     """Return the mean and its 95 % confidence interval by Student's t.
 
-    It is assumed that the values are independent and normally distributed.
+    This assumes that the values are independent and normally distributed.
     """
     n, mean = len(values), statistics.fmean(values)
     if n < 2:
@@ -98,14 +100,14 @@ def write(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
 def _setup(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the values to insert into the introduction of the page."""
     results = [result for row in rows for result in row.results.values()]
-    of = lambda name: sorted(result[name] for result in results if result.get(name))
+    sorted_values = lambda name: sorted(r[name] for r in results if r.get(name))
     span = lambda values: f"{values[0]:.3g} to {values[-1]:.3g}" if values else "not measured"
     return {
         "seeds": len({seed for row in rows for seed in row.results}),
-        "parameters": max(of("parameters"), default=0),
-        "train_steps": max(of("train_steps"), default=0),
-        "step_ms": span(of("step_ms")),
-        "picture_ms": span(of("picture_ms")),
+        "parameters": max(sorted_values("parameters"), default=0),
+        "train_steps": max(sorted_values("train_steps"), default=0),
+        "step_ms": span(sorted_values("step_ms")),
+        "picture_ms": span(sorted_values("picture_ms")),
     }
 
 
@@ -133,10 +135,10 @@ def _cell(row: Row, base: Row, measure: str) -> str:
     return f"**{text}**" if apart and not apart.is_noise else text
 
 
-def _shown(of: Interval, factor: float, sign: str = "") -> str:
+def _shown(value: Interval, factor: float, sign: str = "") -> str:
     decimals = ".1f" if factor > 1 else ".3g"
-    half = f" ± {factor * of.half:{decimals}}" if of.half < float("inf") else ""
-    return f"{factor * of.mean:{sign}{decimals}}{half}"
+    half = f" ± {factor * value.half:{decimals}}" if value.half < float("inf") else ""
+    return f"{factor * value.mean:{sign}{decimals}}{half}"
 
 
 def _time(row: Row, name: str) -> str:
@@ -149,7 +151,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """Return one line per score: the best row, and which rows differ significantly."""
+    """Return one line per score: its best row, and the rows significantly different from row 0."""
     base, lines = rows[0], []
     for measure, (head, factor, less) in MEASURES.items():
         apart = {row.name: difference(row, base, measure) for row in rows[1:]}
@@ -198,23 +200,24 @@ after an interruption, and `--only=sampler,guidance/none --seeds=3,4` adds resul
 **Each table changes one thing.** Its first row is the base: the quick start with half its steps, a
 constant learning rate and no weighting of the loss. (The quick start weights its loss by P2 because
 of these results.) The base uses the quick start's objective, guidance 2, DDIM with eta 1 in 12
-steps, and an average of decay 0.999. The learning rate is constant because in first trials, with a
-third of the steps and a rate that fell to zero, networks learned hardly any digits; this was
-decided before any rows were compared. Each objective has its own noise levels and sampling grid.
+steps, and an average of decay 0.999. The learning rate is constant because in first trials with a
+third of the quick start's steps and a rate that fell to zero, the networks hardly learned the
+digits; this was decided before any rows were compared. Each objective has its own noise levels and
+sampling grid.
 
 **Scores.** The judge is a classifier of digits (`diffusion_jax/examples/digits/judge.py`). *Seen
 prompts* and *prompts never shown* give the share of pictures with the right digit, ink and paper:
 one picture of each of the 272 prompts seen in training, and 8 of each of the 18 prompts never
 shown. FD is the Fréchet distance between the judge's features of drawn and real pictures. The
-v-loss is the [held-out loss](evaluation.md#a-held-out-loss) at sigma 0.2, 0.5, 1, 2 and 5, for the
-weights that draw; it has the same meaning for every objective.
+v-loss is the [held-out loss](evaluation.md#a-held-out-loss) at sigma 0.2, 0.5, 1, 2 and 5, computed
+with the weights that drew the pictures; it has the same meaning for every objective.
 
 **All rows have the same budget.** All networks train for the same number of steps and cost about
-the same per step. A picture takes at most 24 rows of the network's input: a guided evaluation takes
-two rows, an unguided one takes one, and a sampler with two evaluations per step takes fewer steps.
-The budget does not depend on the machine. The measured times do: they are CPU times of the process,
-and other work on the machine can increase them. A step took {step_ms} ms, a picture {picture_ms}
-ms.
+the same per step. Drawing a picture uses at most 24 evaluations of the network. A guided step
+counts as two, because it evaluates the network with and without the prompt; a sampler with two
+evaluations per step takes fewer steps. The times depend on the machine: they are CPU times of the
+process, and other work on the machine can increase them. A step took {step_ms} ms, a picture
+{picture_ms} ms.
 
 **Intervals** are 95 % intervals by Student's t over {seeds} seeds. Each seed has its own initial
 weights, data order, noise and pictures. Bold values differ significantly from the first row: the

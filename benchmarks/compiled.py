@@ -40,7 +40,7 @@ from launch.planner.profiling import Profile
 from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)
-# Samples per device that, according to the planner, fit with the state sharded over 16 devices.
+# Samples per device. By the planner's estimate, they fit if 16 devices share the state.
 BATCHES = {
     "base64_500m": 16,
     "base64_2b": 8,
@@ -81,9 +81,9 @@ def reduced() -> dict[str, Part]:
 
 
 def main(argv: list[str]) -> None:
-    """Print the table of estimates; with --keep or --check, write or check compiled.json."""
+    """Print the table of estimates and save it with --keep, or run only the check of --check."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     if log.version("libtpu") is None:
         print("libtpu is not installed (pip install libtpu): nothing can be compiled for a TPU")
         return
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
     if _KEEP.value:
         results["reduced"] = {"versions": _versions(), "blocks": _reduced()}
         _write(results)
-    measure.say("| model | target, samples a chip | compiled | MFU | cycles by kind |")
+    measure.say("| model | target, samples per chip | compiled | MFU | cycles by kind |")
     measure.say("|---|---|---|---|---|")
     for name, target in ((name, target) for target in targets for name in _MODELS.value):
         with cli.bad_input():
@@ -129,14 +129,17 @@ def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str
     """
     kinds = sorted({target.name for target in targets})
     if whole and len(kinds) > 1:
-        raise ValueError(f"--whole compiles for one kind at a time, not for {' and '.join(kinds)}")
+        raise ValueError(
+            f"--whole compiles for one kind of accelerator, not for {' and '.join(kinds)}: run "
+            "the command once for each"
+        )
     return ["tpu", *kinds] if whole else []
 
 
 def read(name: str, batch: int) -> systems.Model:
-    """Read the config `name` from configs/ with this global batch size.
+    """Return the model of the config `name` from configs/, with this global batch size.
 
-    Stable Diffusion is read with stored moments and text embeddings, so only its UNet is compiled.
+    Stable Diffusion gets stored moments and text embeddings, so only its UNet is compiled.
     """
     config = importlib.import_module(f"configs.{name}").get_config()
     config.batch_size = batch
@@ -149,9 +152,9 @@ def read(name: str, batch: int) -> systems.Model:
 def row(name: str, place: str, batch: int, profile: Profile) -> str:
     """Format one row of the table of estimates."""
     shares = (f"{kind} {100 * n / profile.total:.0f} %" for kind, n in profile.cycles.items())
-    what = "whole" if _WHOLE.value else "blocks"
+    scope = "whole" if _WHOLE.value else "blocks"
     return (
-        f"| {name} | {place}, {batch} | {what}, {profile.seconds:,.0f} s | "
+        f"| {name} | {place}, {batch} | {scope}, {profile.seconds:,.0f} s | "
         f"{100 * profile.mfu:.0f} % | {profile.total / 1e6:,.0f} M: {', '.join(shares)} |"
     )
 
@@ -184,10 +187,10 @@ def _check(saved: Mapping[str, Any]) -> int:
         return 0
     grown = 0
     for name, figures in _reduced().items():
-        for what, n in figures.items():
-            before = saved["blocks"][name][what]
-            grew = n > GROWTH * before
-            print(f"{name}: {what} {n:,.0f}, saved {before:,.0f}" + ": GREW" * grew)
+        for figure, value in figures.items():
+            before = saved["blocks"][name][figure]
+            grew = value > GROWTH * before
+            print(f"{name}: {figure} {value:,.0f}, saved {before:,.0f}" + ": GREW" * grew)
             grown += grew
     return int(grown > 0)
 

@@ -1,7 +1,7 @@
 """Draw the README's sheet of emoji for prompts held out of training, above the real pictures.
 
-    python -m benchmarks.emoji_sheet --model=models/emoji32 --model=models/emoji64_sr \\
-        --data=data/emoji/never_shown --out=docs/images/emoji.png
+    python -m benchmarks.emoji_sheet --model=models/emoji32 --data=data/emoji/never_shown \\
+        --out=docs/images/emoji.png
 """
 
 import numpy as np

@@ -42,7 +42,7 @@ _SHARD = 2_000
 def main(argv: list[str]) -> None:
     """Write the tars, time both stages, and print the results."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     records = _RECORDS.value
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)

@@ -4,8 +4,8 @@
 
 The table shows, for each sampler and number of steps, the milliseconds per picture (CPU time on a
 CPU, wall time elsewhere) and the share of pictures in which the judge (a classifier) recognises the
-right digit, ink and paper. There is one picture of each prompt in the training data. All other
-settings are those of the run.
+right digit, ink and paper. One picture is drawn for each prompt in the training data. All
+other settings are those of the run.
 """
 
 import time
@@ -31,7 +31,7 @@ _GRID = flags.DEFINE_string("grid", None, "The grid of noise levels; default: th
 def main(argv: list[str]) -> None:
     """Draw with each sampler and number of steps, score the pictures, and print the table."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start(alone=True)
     with cli.bad_input():
         for name in _NAMES.value:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
         steps = [int(number) for number in _STEPS.value]
     judge, prompts = judges.fit_judge(), digits.seen_prompts()
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    measure.say("| sampler | steps | ms per picture | all right |\n|---|---|---|---|")
+    measure.say("| sampler | steps | ms per picture | correct pictures |\n|---|---|---|---|")
     for name in _NAMES.value:
         for number in steps:
             sampler: dict[str, Any] = {"sampler": name, "steps": number, "grid": _GRID.value}

@@ -28,7 +28,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed calls of each network.", lowe
 def main(argv: list[str]) -> None:
     """Compare the outputs and the speed of both networks, and print the result."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     with cli.bad_input(ImportError):
         torch, theirs = map(measure.library, ("torch", "pytorch_fid.inception"))
     state = random_state()
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """Return random weights, by their names in pytorch-fid, that keep the scale of activations."""
+    """Return random weights that keep the scale of activations, keyed by pytorch-fid's names."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
     state: dict[str, Any] = {"fc.weight": normal(1008, 2048) / 45, "fc.bias": normal(1008)}

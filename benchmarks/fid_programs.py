@@ -4,12 +4,12 @@
     git clone https://github.com/openai/guided-diffusion
     python -m benchmarks.fid_programs --adm=guided-diffusion/evaluations/evaluator.py
 
-The programs score the same two folders of coloured digits, as published. Their networks get the
+The programs run unmodified on the same two folders of coloured digits. Their networks get the
 weights of --weights, or random ones. clean-fid and ADM download networks in other formats, so they
 get the same network with the same weights: clean-fid as its custom_feat_extractor, ADM as a
 TensorFlow graph with the names of the public one. The command prints one line of JSON per program
-and score, with the relative difference from the mode of this project that stands for the program.
-The last line gives FID by each program, so that you see how far they are from each other.
+and score, with the relative difference from this project's score in the corresponding mode.
+The last line gives each program's FID, and how far the largest is above the smallest.
 """
 
 import importlib.util
@@ -36,12 +36,12 @@ from diffusion_jax.metrics import (
 from diffusion_jax.metrics.weights import Weights
 
 flags.adopt_module_key_flags(measure)
-_ADM = flags.DEFINE_string("adm", "", "ADM's evaluations/evaluator.py; not compared if empty.")
+_ADM = flags.DEFINE_string("adm", "", "ADM's evaluations/evaluator.py; if empty, ADM is left out.")
 _WEIGHTS = flags.DEFINE_string(
     "weights", "", "pt_inception-2015-12-05-6726825d.pth, if you have it."
 )
 _PICTURES = flags.DEFINE_integer(
-    "pictures", 1000, "Pictures, half of them each side.", lower_bound=8
+    "pictures", 1000, "Number of pictures, half of them real and half drawn.", lower_bound=8
 )
 _SIZE = flags.DEFINE_integer("size", 64, "Side of the pictures in pixels.", lower_bound=8)
 _BATCH = 50
@@ -53,7 +53,7 @@ Scores = dict[str, float]
 def main(argv: list[str]) -> None:
     """Score both folders with every program, and print the differences."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     with cli.bad_input(ImportError):
         torch = measure.library("torch")
         measure.library("pytorch_fid.inception")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
 
 
 def _pictures() -> tuple[np.ndarray, np.ndarray]:
-    """Return real digits, and digits of other prompts with noise, uint8 [N, S, S, 3] each."""
+    """Return pictures of digits, and as many others with added noise, uint8 [N, S, S, 3] each."""
     half = _PICTURES.value // 2
     prompts = (pictures.seen_prompts() * (1 + _PICTURES.value // 200))[: 2 * half]
     images = judge.real_pictures(_SIZE.value, prompts)
@@ -103,12 +103,12 @@ def _pictures() -> tuple[np.ndarray, np.ndarray]:
 def _ours(
     state: Mapping[str, np.ndarray], real: np.ndarray, drawn: np.ndarray
 ) -> Callable[[str], Scores]:
-    """Return a function from a mode to this project's scores. It keeps them for later calls."""
+    """Return a function that maps a mode to this project's scores, and caches them."""
     weights = Weights(inception_weights.to_params(state), "", False)
-    kept: dict[str, Scores] = {}
+    cache: dict[str, Scores] = {}
 
     def scores(mode: str) -> Scores:
-        if mode not in kept:
+        if mode not in cache:
             extractor = extractors.inception_extractor(weights, mode, _LEVELS)
             run = extractors.on_host(extractor)
             a, b = (
@@ -118,13 +118,13 @@ def _ours(
                 for images in (real, drawn)
             )  # fmt: skip
             kid = mmd.kid(a["inception"], b["inception"], subsets=1, size=len(real))
-            kept[mode] = {
+            cache[mode] = {
                 "fid": frechet.frechet(b["inception"], a["inception"]),
                 "sfid": frechet.frechet(b["inception_spatial"], a["inception_spatial"]),
                 "kid": kid.mean,
                 "inception_score": inception_score.score(b["inception_unbiased"]).value,
             }
-        return kept[mode]
+        return cache[mode]
 
     return scores
 
@@ -179,7 +179,10 @@ def _adm(torch: Any, state: Mapping[str, np.ndarray], folder: pathlib.Path) -> S
 
 
 def _network(torch: Any, state: Mapping[str, np.ndarray]) -> Any:
-    """Return pytorch-fid's network, which takes prepared images, and load its later ones alike."""
+    """Return pytorch-fid's network with the given weights, for resized and normalized images.
+
+    Networks that pytorch-fid creates later get the same weights.
+    """
     theirs = measure.library("pytorch_fid.inception")
     tensors = {name: torch.from_numpy(array) for name, array in state.items()}
     theirs.load_state_dict_from_url = lambda *_, **__: tensors

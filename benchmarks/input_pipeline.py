@@ -1,33 +1,33 @@
-"""Measure the input pipeline's images/s for each data source, compared with a plain tar loop.
+"""Measure the input pipeline's images/s for each data source, next to other libraries.
 
     python -m benchmarks.input_pipeline --num=512
 
-The command writes a data set of `num` JPEGs (512x384, quality 95, random crops of two photographs
-in scikit-learn) in every format to a temporary folder. It prints one line of JSON per source and
-size:
+The command writes a data set of `num` JPEGs (512x384, and 1366x1024 for --size=1024, quality 95,
+random crops of two photographs in scikit-learn) in every format to a temporary folder. It prints
+one line of JSON per source and size:
 - images_per_second_core: images per CPU second, without reader threads. Other work on the machine
   has little effect on this figure.
 - images_per_second_host: images per second of wall time, with `threads` threads.
-- plain_images_per_second_core: images per CPU second of a plain loop that reads a tar with tarfile,
-  decodes, resizes (bicubic) and centre-crops with Pillow, and converts to numpy.
-- ratio: the median ratio of images_per_second_core to plain_images_per_second_core, which are
-  measured in alternation.
-- cores_for_8: the number of such cores that supply eight accelerators with images at the rates in
-  RATES.
+- peers: the same two figures for each peer, which uses `threads` processes: webdataset with torch's
+  DataLoader, grain alone, and a plain loop with tarfile (one process). All of them decode, resize
+  (bicubic) and crop with Pillow. A library that is not installed is left out.
+- ratios: the median ratio of images_per_second_core to that of each peer, measured in alternation.
+- cores_for_8: the number of cores, at images_per_second_core each, that supply eight accelerators
+  at the rates in RATES.
 The figures are medians over rounds.
 """
 
 import functools
+import importlib.util
 import io
-import itertools
 import os
 import pathlib
 import platform
 import statistics
-import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import PIL
@@ -35,7 +35,7 @@ import pyarrow
 from absl import app, flags
 from PIL import Image
 
-from benchmarks import measure
+from benchmarks import input_peers, measure
 from diffusion_jax import cli
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
@@ -47,49 +47,101 @@ flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of measurements.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Reader threads.", lower_bound=1)
-_SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512], "Side of the images in pixels.")
+_SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512, 1024], "Side of the images in pixels.")
 
-_BATCH = 32
-# (image size, training images/s of one accelerator): NeMo's Imagen on an H100, and MLPerf's Stable
-# Diffusion on an H200. The latter trains on latents, but is listed as if it read images.
+
+class Rate(NamedTuple):
+    """Training speed of a model, in images/s of one accelerator."""
+
+    size: int
+    """Side of the model's images in pixels."""
+    published: float | None
+    """Published speed of NeMo's Imagen on an H100, or of MLPerf's Stable Diffusion on an H200. None
+    if unknown."""
+    planned: float
+    """Speed on an H100 that launch.plan predicts (docs/scaling.md)."""
+
+
 RATES = {
-    "base64_500m": (64, 202.4),
-    "base64_2b": (64, 61.9),
-    "sr256_400m": (256, 50.7),
-    "sr256_600m": (256, 170.8),
-    "sd2_512_base": (512, 149.6),
+    "base64_500m": Rate(64, 202.4, 394.0),
+    "base64_2b": Rate(64, 61.9, 100.0),
+    "sr256_400m": Rate(256, 50.7, 92.2),
+    "sr256_600m": Rate(256, 170.8, 265.5),
+    "sr1024_600m": Rate(1024, None, 267.9),
+    "sd2_512_base": Rate(512, 149.6, 110.8),
 }
+"""Training speeds by config. sd2_512_base has the rates of training on stored latents, which this
+benchmark uses as if the model read images."""
+_PEERS = {
+    "tarfile": ("webdataset", input_peers.tar_loop),
+    "webdataset": ("webdataset", input_peers.webdataset),
+    "grain": ("folder", input_peers.grain_alone),
+}
+"""Peers by name: (format of the data set that the peer reads, function that reads it)."""
 
 
 def main(argv: list[str]) -> None:
     """Write the data set in every format, measure each source, and print the results."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     with tempfile.TemporaryDirectory() as folder:
-        places = _write(pathlib.Path(folder), _NUM.value)
-        tar = places["webdataset"][0]
-        for size, (source, (path, text)) in itertools.product(_SIZES.value, places.items()):
-            read = functools.partial(_ours, source, path, text, size)
-            plain = functools.partial(_plain, tar, size)
-            rounds = [(_cpu_rate(read, 0), _cpu_rate(plain)) for _ in range(_ROUNDS.value)]
-            host = statistics.median(_rate(read, int(_THREADS.value)) for _ in rounds)
-            measure.say(_result(source, size, rounds, host))
+        for side in (384, 1024):
+            sizes = [size for size in _SIZES.value if (size > 512) == (side > 512)]
+            places = _write(pathlib.Path(folder) / str(side), _NUM.value, side) if sizes else {}
+            for size in sizes:
+                _compare(places, size)
 
 
-def _result(source: str, size: int, rounds: list[tuple[float, float]], host: float) -> dict:
-    core, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
-    needed = {
-        model: round(8 * rate / core, 1) for model, (side, rate) in RATES.items() if side == size
+def _compare(places: Mapping[str, tuple[str, str]], size: int) -> None:
+    """Measure all sources and peers at an image size in alternation, and print the results."""
+    ours = {name: functools.partial(_ours, name, *at, size) for name, at in places.items()}
+    peers = {
+        name: functools.partial(read, places[form][0], size)
+        for name, (form, read) in _PEERS.items()
+        if name == "tarfile" or importlib.util.find_spec(name)
     }
+    rows = [_Row({}, {}) for _ in range(_ROUNDS.value)]
+    for row in [_Row({}, {}), *rows]:  # The first one, which imports libraries, does not count.
+        for name, read in {**ours, **{f"peer {n}": read for n, read in peers.items()}}.items():
+            threads = 0 if name == "peer tarfile" else _THREADS.value
+            row.core[name] = _rate(time.process_time, read, 0)
+            row.host[name] = _rate(time.perf_counter, read, threads)
+    for source in ours:
+        measure.say(_result(source, list(peers), size, rows))
+
+
+class _Row(NamedTuple):
+    """Rates of one round in images/s, keyed by the source or "peer NAME"."""
+
+    core: dict[str, float]
+    host: dict[str, float]
+
+
+def _result(source: str, peers: Sequence[str], size: int, rows: Sequence[_Row]) -> dict:
+    core = lambda name: statistics.median(row.core[name] for row in rows)
+    host = lambda name: statistics.median(row.host[name] for row in rows)
+    ratio = lambda name: statistics.median(row.core[source] / row.core[name] for row in rows)
+    cores = lambda rate: rate and round(8 * rate / core(source), 1)
+    rates = {model: rate for model, rate in RATES.items() if rate.size == size}
+    named = {name: f"peer {name}" for name in peers}
     return {
         "source": source,
         "size": size,
-        "images_per_second_core": round(core),
-        "images_per_second_host": round(host),
+        "images_per_second_core": round(core(source)),
+        "images_per_second_host": round(host(source)),
         "threads": _THREADS.value,
-        "plain_images_per_second_core": round(plain),
-        "ratio": round(statistics.median(ours / theirs for ours, theirs in rounds), 2),
-        "cores_for_8": needed,
+        "peers": {
+            name: {
+                "images_per_second_core": round(core(key)),
+                "images_per_second_host": round(host(key)),
+            }
+            for name, key in named.items()
+        },
+        "ratios": {name: round(ratio(key), 2) for name, key in named.items()},
+        "cores_for_8": {
+            model: {"published": cores(rate.published), "planned": cores(rate.planned)}
+            for model, rate in rates.items()
+        },
         "cores": os.cpu_count(),
         "cpu": _cpu_name(),
         "python": platform.python_version(),
@@ -99,59 +151,30 @@ def _result(source: str, size: int, rounds: list[tuple[float, float]], host: flo
 
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
     """Read about one epoch with this project's pipeline, and return the number of images."""
-    steps = _NUM.value // _BATCH
+    steps = _NUM.value // input_peers.BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
     batches = pipeline.make_batches(
-        pictures, lambda texts: {}, batch_size=_BATCH, seed=0, num_threads=threads
+        pictures, lambda texts: {}, batch_size=input_peers.BATCH, seed=0, num_threads=threads
     )
     with batches:
         for _ in range(steps):
             next(batches)
-    return steps * _BATCH
+    return steps * input_peers.BATCH
 
 
-def _plain(tar: str, size: int) -> int:
-    """Read a webdataset in order with tarfile and Pillow, and return the number of images."""
-    batch, done = [], 0
-    for image, caption in _tar_records(tar):
-        batch.append((_decode(image, size), caption.decode()))
-        if len(batch) == _BATCH:
-            np.stack([pixels for pixels, _ in batch])
-            batch, done = [], done + _BATCH
-    return done
+def _write(root: pathlib.Path, num: int, side: int) -> dict[str, tuple[str, str]]:
+    """Write the data set in every format; return each source's (path, text field).
 
-
-def _tar_records(path: str) -> Iterator[tuple[bytes, bytes]]:
-    for name in sorted(pathlib.Path(path).glob("*.tar")):
-        record: dict[str, bytes] = {}
-        with tarfile.open(name) as tar:
-            for member in tar:
-                file = tar.extractfile(member)
-                record[member.name.partition(".")[2]] = file.read() if file else b""
-                if len(record) == 2:
-                    yield record["jpg"], record["txt"]
-                    record = {}
-
-
-def _decode(data: bytes, size: int) -> np.ndarray:
-    image = Image.open(io.BytesIO(data)).convert("RGB")
-    scale = size / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    return np.asarray(image.crop((left, top, left + size, top + size)))
-
-
-def _write(root: pathlib.Path, num: int) -> dict[str, tuple[str, str]]:
-    """Write the data set in every format; return each source's (path, text field)."""
+    `side` is the height of its pictures, in pixels.
+    """
     folder = root / "folder"
-    folder.mkdir()
-    for i, jpeg in enumerate(_photographs(num)):
+    folder.mkdir(parents=True)
+    for i, jpeg in enumerate(_photographs(num, side)):
         (folder / f"{i:06}.jpg").write_bytes(jpeg)
         (folder / f"{i:06}.txt").write_text(f"photograph number {i}")
     records = Folder(folder)
     for format in reshard.FORMATS:
-        reshard.reshard(records, root / format, num=256, format=format, identity={})
+        reshard.reshard(records, root / format, num=64, format=format, identity={})
     (root / "arrow").mkdir()
     _write_arrow(root / "arrow/data-00000-of-00001.arrow", records)
     texts = {"folder": "txt", **dict.fromkeys(reshard.FORMATS, "txt"), "arrow": "text"}
@@ -168,7 +191,7 @@ def _write_arrow(path: pathlib.Path, records: Folder) -> None:
         out.write_table(table)
 
 
-def _photographs(num: int) -> Iterator[bytes]:
+def _photographs(num: int, side: int) -> Iterator[bytes]:
     from sklearn.datasets import load_sample_images
 
     photographs = [Image.fromarray(image) for image in load_sample_images().images]
@@ -179,20 +202,15 @@ def _photographs(num: int) -> Iterator[bytes]:
         height = min(width * 3 // 4, photograph.height)
         left, top = (int(rng.integers(0, side + 1)) for side in
                      (photograph.width - width, photograph.height - height))  # fmt: skip
-        cut = photograph.resize((512, 384), box=(left, top, left + width, top + height))
+        cut = photograph.resize((side * 4 // 3, side), box=(left, top, left + width, top + height))
         jpeg = io.BytesIO()
         cut.save(jpeg, "jpeg", quality=95)
         yield jpeg.getvalue()
 
 
-def _cpu_rate(work: Callable[..., int], *arguments: int) -> float:
-    start = time.process_time()
-    return work(*arguments) / (time.process_time() - start)
-
-
-def _rate(work: Callable[..., int], *arguments: int) -> float:
-    start = time.perf_counter()
-    return work(*arguments) / (time.perf_counter() - start)
+def _rate(clock: Callable[[], float], work: Callable[[int], int], threads: int) -> float:
+    start = clock()
+    return work(threads) / (clock() - start)
 
 
 def _cpu_name() -> str:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernels --batch=4 --size=32 --width=128
 
-For each implementation, the command compiles value and gradient, and prints the median milliseconds
-and the temporary memory. It checks that all implementations of an operation return the same
-numbers.
+For each implementation, the command compiles the value and the gradients, and prints the median
+milliseconds and the temporary memory. It checks that all implementations of an operation return the
+same numbers.
 """
 
 import statistics
@@ -36,7 +36,7 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 def main(argv: list[str]) -> None:
     """Measure all implementations of each operation, and print the table."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     if _WIDTH.value % 32:
         raise app.UsageError(f"--width={_WIDTH.value}: it must be a multiple of 32", 2)
     measure.say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
@@ -81,7 +81,10 @@ def _cases() -> dict[str, tuple[dict[str, Callable], tuple]]:
 
 
 def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
-    """Compile and time a function's value and gradient; return (seconds, temporary bytes, both)."""
+    """Compile and time a function's value and gradients.
+
+    Returns (median seconds, temporary bytes, (value, gradients)).
+    """
     cotangent = _normal(*jax.eval_shape(function, *arguments).shape)
     loss = lambda cotangent, *a: (function(*a).astype(jnp.float32) * cotangent).sum()
     step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1, len(arguments) + 1))))
@@ -92,7 +95,7 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
 
 
 def _updates() -> dict[str, float]:
-    """Time the update of 64 kernels by AdamW and an average, compiled as one program or two."""
+    """Return the seconds of an AdamW update and an average of 64 kernels, as one program or two."""
     params = {str(i): jnp.full((256, 256), 1.0 + i) for i in range(64)}
     tx = optimizer.adamw(optimizer.warmup_constant(1e-4, 1))
     state, ema = tx.init(params), jax.tree.map(jnp.copy, params)
@@ -128,9 +131,11 @@ def _seconds(function: Callable, *arguments: Any) -> float:
 def _check(name: str, variant: str, out: tuple, reference: tuple) -> None:
     for ours, theirs in zip(jax.tree.leaves(out), jax.tree.leaves(reference), strict=True):
         ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
-        error, limit = np.abs(ours - theirs).max(), np.abs(theirs).max()
-        if error > (0.05 if _DTYPE.value == "bfloat16" else 1e-3) * limit:
-            raise AssertionError(f"{name}: {variant} differs by {error}, more than {limit}")
+        error, largest = np.abs(ours - theirs).max(), np.abs(theirs).max()
+        if error > (0.05 if _DTYPE.value == "bfloat16" else 1e-3) * largest:
+            raise AssertionError(
+                f"{name}: {variant} differs by {error}, and the largest value is {largest}"
+            )
 
 
 def _normal(*shape: int) -> jax.Array:

@@ -14,7 +14,7 @@ from absl import flags
 from diffusion_jax.machine import files, hardware
 
 WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder to also write the output to, as NAME.txt; launchers set it."
+    "workdir", None, "Folder that also gets the output, as NAME.txt; launchers set this flag."
 )
 _lines: list[str] = []
 
@@ -45,8 +45,8 @@ def rounds(work: Callable[[], object], count: int, warmup: int = 1) -> list[floa
 def say(result: Mapping[str, Any] | str) -> None:
     """Print a line of text, or a mapping as JSON.
 
-    If --workdir is set, also write all lines printed so far to a file in it. Of several processes,
-    only the first one prints and writes.
+    If --workdir is set, also write all lines printed so far to a file in it. Only process 0 prints
+    and writes.
     """
     if jax.process_index():
         return

@@ -26,8 +26,8 @@ def make(unet: UNet | EfficientUNet, text_width: int) -> Any:
     options = [name for name in unsupported if getattr(unet, name, False)]
     if options or unet.attention != "fused" or unet.text_pooling != "attention":
         raise ValueError(
-            "the torch networks need attention=fused and text_pooling=attention, and none of "
-            f"{', '.join(unsupported)}"
+            "the torch networks need attention=fused and text_pooling=attention, and "
+            f"do not implement {', '.join(unsupported)}"
         )
     return _Regular(unet, text_width) if isinstance(unet, UNet) else _Efficient(unet, text_width)
 

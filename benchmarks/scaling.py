@@ -36,9 +36,9 @@ from launch.planner.systems import Model
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
-_NODES = flags.DEFINE_list("nodes", [], "Node counts; default: 1, 2, 4, ... and all.")
+_NODES = flags.DEFINE_list("nodes", [], "Node counts; default: powers of two, and all nodes.")
 _PER_NODE = flags.DEFINE_integer(
-    "devices_per_node", None, "Devices per node; default: those of a process.", lower_bound=1
+    "devices_per_node", None, "Devices per node; default: all of a process.", lower_bound=1
 )
 
 
@@ -71,7 +71,9 @@ def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
     """
     max_nodes = devices // per_node
     if devices % per_node:
-        raise ValueError(f"--devices_per_node={per_node} does not divide {devices} devices")
+        raise ValueError(
+            f"--devices_per_node={per_node} does not divide {devices} devices: choose a divisor"
+        )
     if not all(name.isdigit() and 1 <= int(name) <= max_nodes for name in names):
         raise ValueError(
             f"--nodes={','.join(names)}: give numbers from 1 to {max_nodes}, such as 1,2,4"
@@ -84,7 +86,7 @@ def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int
     """Return (nodes, mesh, model) for each number of nodes to measure.
 
     The model's batch size is in proportion to the number of nodes. Raises ValueError if the batch
-    does not divide over all devices, or a mesh does not use all devices of its nodes.
+    cannot be split evenly over all devices, or a mesh does not use all devices of its nodes.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     rows = []
@@ -92,7 +94,7 @@ def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int
         batch, remainder = divmod(model.run.batch_size * nodes * per_node, len(devices))
         if remainder:
             raise ValueError(
-                f"batch_size {model.run.batch_size} does not divide over all {len(devices)} "
+                f"batch_size {model.run.batch_size} cannot be split evenly over {len(devices)} "
                 f"devices: choose a multiple of {len(devices)}"
             )
         mesh = sharding.make_mesh(*model.mesh, devices=devices[: nodes * per_node])
@@ -112,8 +114,8 @@ def row(
 ) -> dict[str, Any]:
     """Return a row of the table for one number of nodes.
 
-    `before` holds the earlier rows, of which the first is the baseline for the speed-up and the
-    efficiency. If there are none, this row is the baseline.
+    `before` holds the earlier rows. The first row of the table is the baseline for the speed-up and
+    the efficiency.
     """
     batch = model.run.batch_size
     rate = batch / timing.median

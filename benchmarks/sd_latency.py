@@ -46,7 +46,7 @@ _DTYPE = flags.DEFINE_enum(
     "dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the computation."
 )
 _ATTENTION = flags.DEFINE_enum(
-    "attention_impl", "auto", IMPLEMENTATIONS, "See unet.attention_impl."
+    "attention_impl", "auto", IMPLEMENTATIONS, "Attention (see unet.attention_impl)."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed calls.", lower_bound=1)
 _TINY = flags.DEFINE_bool("tiny", False, "Use a model with a tenth of the width.")
@@ -61,7 +61,7 @@ _NEMO = {
 def main(argv: list[str]) -> None:
     """Measure the latency for each batch size and print the results."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start()
     with cli.bad_input():
         if not all(size.isdigit() and int(size) for size in _BATCHES.value):
@@ -86,15 +86,19 @@ def main(argv: list[str]) -> None:
 
 def _model() -> tuple[TextTower, Pipeline]:
     dtype, part = jnp.dtype(_DTYPE.value), 10 if _TINY.value else 1
-    on: dict[str, Any] = {"width": 320 // part, "attention_impl": _ATTENTION.value, "dtype": dtype}
+    common: dict[str, Any] = {
+        "width": 320 // part,
+        "attention_impl": _ATTENTION.value,
+        "dtype": dtype,
+    }
     text: dict[str, Any] = {"vocab_size": 49408, "max_tokens": 77, "projection": None}
     text |= {"end_id": None, "dtype": dtype}
     if _MODEL.value == "1":
-        unet = UNet(num_heads=8, linear_projections=False, **on)
+        unet = UNet(num_heads=8, linear_projections=False, **common)
         tower = TextTower(width=768, mlp_width=3072, num_heads=12, num_layers=12,
                           activation="quick_gelu", **text)  # fmt: skip
     else:
-        unet = UNet(head_dim=64 // (2 if _TINY.value else 1), **on)
+        unet = UNet(head_dim=64 // (2 if _TINY.value else 1), **common)
         tower = TextTower(width=1024, mlp_width=4096, num_heads=16, num_layers=23,
                           activation="gelu", **text)  # fmt: skip
     vae = VAE(width=128 // (4 if _TINY.value else 1), dtype=dtype)
@@ -124,8 +128,8 @@ def _measured(sample: Any, params: Any, frozen: Any, size: int) -> dict[str, Any
     arguments = (params, frozen, batch, keys, scales)
     compiled, compile_s = measure.timed(lambda: sample.lower(*arguments).compile())
     seconds = measure.rounds(lambda: compiled(*arguments), int(_ROUNDS.value))
-    is_nemos = (_SIZE.value, _STEPS.value, _SAMPLER.value, _TINY.value) == (512, 50, "plms", False)
-    nemo = _NEMO.get((_MODEL.value, size)) if is_nemos else None
+    as_nemo = (_SIZE.value, _STEPS.value, _SAMPLER.value, _TINY.value) == (512, 50, "plms", False)
+    nemo = _NEMO.get((_MODEL.value, size)) if as_nemo else None
     tensorrt, framework = nemo or (None, None)
     return {
         "model": f"{_MODEL.value}.x" + " tiny" * _TINY.value,

@@ -53,7 +53,7 @@ class Timing(NamedTuple):
 def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
     """Return the model of a config, without weights and data, and the value of --inputs.
 
-    Instead of this value, models that diffuse pixels have None. Raises ValueError if the config has
+    For models that diffuse pixels, the second value is None. Raises ValueError if the config has
     mistakes.
     """
     inputs = _INPUTS.value if "latents" in config else None
@@ -72,7 +72,7 @@ def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
 def no_arguments(argv: list[str]) -> None:
     """Raise UsageError if the command line has arguments that are not flags."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
 
 
 def run(model: Model, mesh: Mesh) -> Timing:

@@ -43,7 +43,7 @@ _wait: Callable[[], Any] = lambda: None
 def main(argv: list[str]) -> None:
     """Write the tars, measure, and print the result."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     sizes = _RECORDS.value, _TAR.value, _PROCESSES.value
     with tempfile.TemporaryDirectory() as folder:
         measure.say(weigh(pathlib.Path(folder), *sizes))

@@ -72,7 +72,7 @@ class Pair(NamedTuple):
 def main(argv: list[str]) -> None:
     """Check that both networks' outputs agree, time the networks, and print the results."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     with cli.bad_input(ImportError):
         torch = measure.library("torch")
 

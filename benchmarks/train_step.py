@@ -9,7 +9,7 @@ and the VAE. No weights are needed.
 
 The command prints one line of JSON:
 - samples_per_second: from the median step after the warm-up, with the state donated as in training.
-- tflops: the rate by the FLOPs that diffusion_jax/machine/flops.py counts, including recomputation.
+- tflops: TFLOP/s, with FLOPs counted by diffusion_jax/machine/flops.py, including recomputation.
 - known_tflop_per_sample: an independent count without recomputation, or null.
 - mfu: the share of the devices' peak bfloat16 rate, or null for devices that
   diffusion_jax/machine/hardware.py does not list.

@@ -1,4 +1,4 @@
-"""Imagen's 64x64 base model, whose captions T5-11b encodes during training.
+"""Imagen's 64x64 base model, with captions that T5-11b encodes during training.
 
 This is base64_500m, with 524,897,540 parameters, but without precomputed text embeddings.
 

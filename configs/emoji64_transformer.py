@@ -1,8 +1,8 @@
 """Plain transformer for 64x64 emoji in one stage, to train for hours on two CPU cores.
 
 The model has 9,132,224 parameters and takes 1.6 GFLOP per training image, about as many as
-configs/emoji32.py takes at 32x32. Objective and noise levels are those of the paper (Li & He 2025,
-arXiv 2511.13720). Before training, prepare data/emoji as configs/emoji32.py describes.
+configs/emoji32.py takes at 32x32. The objective and the noise levels are those of JiT (Li & He
+2025, arXiv 2511.13720). Before training, prepare data/emoji as configs/emoji32.py describes.
 
 python -m imagen_jax.train --config=configs/emoji64_transformer.py \
     --workdir=runs/emoji64_transformer

@@ -3,10 +3,10 @@
 python -m sd_jax.mlperf --config=configs/sd2_mlperf.py:1024 --workdir=runs/mlperf/0
 
 The number after the colon is the global batch size. MLPerf uses 512 (the default), 1024 and 2048.
-The model has 865,910,724 parameters. As in MLPerf, training reads the published moments of images
-in [0, 1], drops no texts, and uses neither EMA nor gradient clipping. The run ends when the FID is
-at most 90 and the CLIP score is at least 0.15. At batch size 512, this takes 2.6 million images on
-average.
+The model has 865,910,724 parameters. As in MLPerf, training reads the published moments, which
+the VAE computed from pixels in [0, 1]. It drops no texts, and uses neither EMA nor gradient
+clipping. The run ends when the FID is at most 90 and the CLIP score is at least 0.15. At batch size
+512, this takes 2.6 million images on average.
 """
 
 from ml_collections import ConfigDict

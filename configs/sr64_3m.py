@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
         low_res=True,
         noise_aug=True,
     )
-    # The small picture determines all that lies below its resolution, so the loss is not weighted.
+    # The small picture already determines the coarse content, so the loss is not weighted.
     c.diffusion.update(p_mean=0.0, p_std=1.2, weight="min_snr")
     # The first stage's pictures have errors. Noise augmentation of this level teaches this model to
     # correct them.

@@ -4,14 +4,16 @@
     python -m diffusion_jax.averages --workdir=runs/quickstart --width=0.07 --out=runs/width_0.07
 
 A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of these relative widths and
-writes snapshots of them. Averages of other widths are combined from the snapshots after training:
-evaluate, sample and diffusion_jax.heldout do this for --ema=0.05,0.07,0.15. This command lists the
-snapshots and the accuracy that each width reaches at a step. With --width and --out, it writes one
-average as the parameters of a new run, whose folder those commands accept as --workdir.
+writes snapshots of them. After training, averages of other widths can be computed from the
+snapshots: evaluate, sample and diffusion_jax.heldout do this, for example, with
+--ema=0.05,0.07,0.15. This command lists the snapshots, and how accurately each width can be
+computed at a step. With --width and --out, it writes one average as the parameters of a new run.
+The commands above accept the folder of this run as --workdir.
 
-"error" is the error of the average's profile over the steps, relative to the norm of the profile.
-The error of the weights is about a hundredth of it. "rounding" is the factor by which the rounding
-errors of the snapshots grow. It is large for widths far below the stored ones.
+"error" is the error of the average's profile (the weight that it gives to each step), relative to
+the norm of the profile. The error of the averaged parameters is about a hundredth of it. "rounding"
+is the factor by which the rounding errors of the snapshots grow. It is large for widths far below
+the stored ones.
 """
 
 import contextlib
@@ -36,8 +38,8 @@ flags.disclaim_key_flags()  # The flags are defined below, if this module runs a
 def describe(workdir: str, step: int | None = None) -> str:
     """Return a report on the stored averages of a run and the accuracy of other widths.
 
-    `step` is the step of a checkpoint or snapshot; None: the newest. Raises ValueError if the run
-    stores no averages.
+    `step` is the step of a checkpoint or snapshot; None: the newest. Raises ValueError if there is
+    no such step, or if the run stores no power-function averages.
     """
     root, sources = _sources(workdir, step)
     at = sources[-1][0]
@@ -58,7 +60,14 @@ def describe(workdir: str, step: int | None = None) -> str:
 def write(workdir: str, which: str, step: int | None, out: str) -> int:
     """Create a run at `out` whose only weights are the average `which`. Return its step.
 
-    Raises ValueError if there is no such average, or `out` holds checkpoints.
+    Args:
+        workdir: The workdir of the run with the stored averages.
+        which: The relative width of the average, such as "0.07".
+        step: The step of a checkpoint or snapshot; None for the newest undamaged checkpoint.
+        out: The workdir of the new run.
+
+    Raises:
+        ValueError: There is no such average, or `out` holds checkpoints.
     """
     runs.load(workdir)
     root, sources = _sources(workdir, step)

@@ -1,9 +1,9 @@
 """Check whether a device computes each operation of the models correctly and fast.
 
 The reference is computed in float32 on the CPU, from the same bfloat16 inputs. An operation is
-"wrong" if a value or gradient differs by more than bfloat16 rounding explains. It is "slow" if it
-takes more than 1.5 times as long as the plain implementation, or reaches only a small share of the
-manufacturer's figure.
+"wrong" if a value or gradient differs by more than bfloat16 rounding explains. An attention
+implementation is "slow" if it takes more than 1.5 times as long as the plain one ("xla"). A large
+matrix product or convolution is "slow" below 40 % of the peak that the manufacturer states.
 """
 
 import functools
@@ -22,7 +22,10 @@ from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 
 ALLOWED = 0.03
-"""Largest allowed error, relative to the array's largest value: eight bfloat16 roundings."""
+"""The largest allowed error, relative to the array's largest absolute value.
+
+It allows for about eight bfloat16 rounding errors.
+"""
 _SHARE = 0.4  # Large products and convolutions below this share of the peak FLOP/s are slow.
 _UPLOAD = 2e9  # Copies to the device below this many bytes/s are slow.
 
@@ -40,10 +43,10 @@ class Check(NamedTuple):
 
 
 def on(device: Any) -> list[dict[str, Any]]:
-    """Run all checks on a device. Return a row for each: check, error, ms and verdict.
+    """Run all checks on a device. Return a row for each.
 
-    The verdict is "right", "wrong" or "slow: ...". If an operation fails, it is "does not run:
-    ...".
+    A row holds the name of the check, measurements such as "error" and "ms", and a verdict. The
+    verdict is "right", "wrong" or "slow: ...", or "does not run: ..." if the operation fails.
     """
     rows = []
     for check in checks(device.platform):

@@ -30,8 +30,8 @@ def define_config(
 ) -> flags.FlagHolder[ConfigDict]:
     """Define --config=FILE[:ARGUMENT] and the overrides --config.X=Y.
 
-    The overrides are found in `argv`, by default sys.argv. Fields that the file omits get the
-    defaults of their system, so that overrides can set every field.
+    The overrides are read from `argv`, by default sys.argv. Fields that the file omits get their
+    defaults, so that overrides can set every field.
     """
     holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values, sys_argv=argv)
     flag = flag_values["config"]
@@ -83,7 +83,7 @@ def _same(frame: traceback.FrameSummary, path: pathlib.Path) -> bool:
 def run(main: Callable[[list[str]], None]) -> None:
     """Run `main` as absl's app.run does, and handle bad flags and configs.
 
-    A bad flag or config prints one line and exits with code 2.
+    For a bad flag or config, the process prints a one-line message and exits with code 2.
     """
 
     def parse(argv):
@@ -111,7 +111,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def _in_words(message: str) -> str:
-    """Replace Python's messages about numbers in a message about a flag."""
+    """Reword Python's message about an invalid number, which is part of a message about a flag."""
     message = re.sub(
         r"invalid literal for int\(\) with base \d+: ", "give a whole number, not ", message
     )
@@ -119,9 +119,10 @@ def _in_words(message: str) -> str:
 
 
 def _fields_in_help(argv: list[str]) -> str:
-    """Return --help text about the config fields of the system that this command will run.
+    """Return the part of --help that lists the config fields of a system.
 
-    It is the system of the file in --config, or else the only system of the command.
+    This is the system of the file in --config. Without --config, it is the system that this command
+    trains. If there is none, return a hint to use --config.
     """
     files = [arg.partition("=")[2] for arg in argv if re.match(r"--?config=", arg)]
     if files:
@@ -142,7 +143,7 @@ def start(*, alone: bool = False) -> None:
     """Set up compilers, logging and the compilation cache, and join the other processes of a job.
 
     The cache is in JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder. Call this
-    first in main. Commands that always run in a single process pass `alone`.
+    first in main. Commands that always run in a single process pass alone=True.
     """
     with bad_input():
         xla_flags.check()
@@ -188,8 +189,9 @@ def bad_input(
 ) -> Iterator[None]:
     """Turn errors that a user can fix into a one-line message and exit code `code`.
 
-    Catch the `usual` types only around checks of the input, because elsewhere they indicate bugs.
-    For Busy and a full disk, the exit code tells launchers to start the command again.
+    This context manager catches the types in `usual` and `more`. Catch the `usual` types only
+    around checks of the input, because elsewhere they indicate bugs. For Busy and a full disk, it
+    exits with another code, which tells launchers to start the command again.
     """
     try:
         yield
@@ -239,7 +241,7 @@ def _nearest(path: str, name: str, fields: list[str]) -> str:
 class _Printable(logging.PythonFormatter):
     """A formatter like absl's that removes control characters from file names and captions.
 
-    It leaves out tracebacks, because libraries also raise the errors that they log.
+    It also leaves out tracebacks, because libraries raise the errors that they log.
     """
 
     def format(self, record: LogRecord) -> str:

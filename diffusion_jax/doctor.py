@@ -4,10 +4,10 @@
     python -m diffusion_jax.doctor --json
 
 The report has JAX's own description, package versions, devices and their memory, the environment
-variables of JAX and XLA with the settings that this project adds and why, a comparison of each
+variables of JAX and XLA, the settings that this project adds to them and why, a comparison of each
 operation of the models with a reference, and the measured rates of a matrix product and a
-convolution next to the maker's figures (machine/hardware.py). It lists the checks that are wrong or
-slow. It takes about a minute, writes nothing and uses no network.
+convolution next to the manufacturer's figures (machine/hardware.py). It ends with a list of the
+checks that are wrong or slow. It takes about a minute, writes nothing and uses no network.
 """
 
 import json
@@ -44,7 +44,10 @@ def main(argv: list[str]) -> None:
 
 
 def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
-    """Return a report, keyed by subject. `set_here` are the settings that this process added."""
+    """Return the report as a dict from subject to content.
+
+    `set_here` are the settings that this process added to the environment.
+    """
     first = jax.local_devices()[0]
     return {
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),

@@ -35,7 +35,7 @@ _R = TypeVar("_R")
 
 
 class Share(NamedTuple):
-    """One of several workers that share a folder, or the only worker. Workers count from 0.
+    """One of several workers that share a folder, or the only worker. Indices start at 0.
 
     Workers do not wait for each other. Each writes its own part of the files first, then all files
     that are still missing. So workers may die, restart, come late or leave at any time.
@@ -105,7 +105,7 @@ class Beam(NamedTuple):
         """Call `write(i)` with Beam for each item whose file is missing. Return the summed counts.
 
         Some runners do not retry the items of a dead worker. Then Beam runs again with the missing
-        items, as long as each attempt writes some.
+        items, up to three times in total, unless an attempt writes nothing.
 
         Args:
             items: The indices of the stage's files.
@@ -139,7 +139,10 @@ class Beam(NamedTuple):
     def _run_all(
         self, items: Sequence[int], run: Callable[[int], None], counted: pathlib.Path, noun: str
     ) -> None:
-        """Run Beam again as long as each attempt writes items. Raises OSError if items remain."""
+        """Run Beam, and run it again for missing items if the last attempt wrote some.
+
+        Raises OSError if items are missing after _ATTEMPTS attempts, or an attempt writes none.
+        """
         remaining = items
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -171,7 +174,7 @@ ALONE = Share()
 
 
 class Portable:
-    """An object, such as open data or an encoder, that is pickled as the call that created it.
+    """An object, such as an opened data source, that is pickled as the call that created it.
 
     Unpickling repeats this call.
     """
@@ -185,7 +188,10 @@ class Portable:
 
 
 class Program(Portable):
-    """A Portable function that make(*args) creates, such as a compiled network with weights."""
+    """A function that is pickled as the call make(*args) that created it.
+
+    An example is a compiled network with its weights.
+    """
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any):
         """Call make(*args) to create the function. `args` must be picklable."""
@@ -202,7 +208,7 @@ _P = TypeVar("_P", bound=Portable)
 def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
     """Record that the call make(*args) created a value, and return the value.
 
-    `make` must be a function of a module.
+    `make` must be a module-level function.
     """
     module = sys.modules[make.__module__]
     spec = getattr(module, "__spec__", None)  # The real name of a module that runs as __main__.
@@ -222,15 +228,19 @@ def define_flags() -> None:
 
 
 def add_arguments(arg: Callable[..., Any]) -> None:
-    """Define --engine and --beam_options for a command that uses argparse."""
+    """Define --engine and --beam_options for a command that uses argparse.
+
+    `arg` is the parser's method add_argument.
+    """
     arg("--engine", choices=NAMES, default=NAMES[0], help=_ENGINE)
     arg("--beam_options", default="", help=_OPTIONS)
 
 
 def of(args: Any) -> Engine:
-    """Return the engine that the flags of absl or argparse choose.
+    """Return the engine that a command's flags choose.
 
-    Raises ValueError if they are invalid.
+    `args` holds the flags: absl's FLAGS, or the result of argparse. Raises ValueError if they are
+    invalid.
     """
     numbers = getattr(args, "worker", None), getattr(args, "workers", None)
     if args.engine == "beam":
@@ -260,9 +270,10 @@ def beam(options: str) -> Beam:
 
 
 def share(worker: int | None, workers: int | None) -> Share:
-    """Return the Share of a worker. None means the process number or count of jax.distributed.
+    """Return the Share of a worker.
 
-    Raises ValueError if the index of the worker is too large.
+    For None, `worker` is jax.process_index() and `workers` is jax.process_count(). Raises
+    ValueError if the index of the worker is too large.
     """
     workers = workers or jax.process_count()
     worker = jax.process_index() if worker is None else worker
@@ -304,7 +315,7 @@ def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
 
 
 def _counted(write, read, folder: pathlib.Path, item: int) -> None:
-    """Write one file, then a file with its counts, which tells Beam's engine that it is done."""
+    """Write the file of an item, then a file with its counts, which marks the item as done."""
     counts = write(item, read(item)) if read else write(item)
     files.write_whole(_counts_of(folder, item), json.dumps(counts or {}))
 

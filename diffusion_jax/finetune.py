@@ -1,7 +1,7 @@
 """Fine-tuning: runs that start from given weights and train all of them or a LoRA (see lora).
 
 A LoRA run does not store the weights that it adapts. Its config holds their path and base.json
-holds their fingerprint, a hash of all arrays. When the run draws, the same weights are read again.
+holds their fingerprint, a hash of all arrays. To draw images, the same weights are read again.
 """
 
 import json
@@ -35,7 +35,7 @@ class Start(NamedTuple):
 
 
 def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
-    """Build the task of a config. If s.rank > 0, it trains only the LoRA factors.
+    """Return the task and the initial parameters of a run. If s.rank > 0, it trains only a LoRA.
 
     Args:
       task: the task that trains all parameters.
@@ -61,16 +61,16 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
 
 
 def check_base(workdir: Path, base: str) -> None:
-    """Raise ValueError if the LoRA run in `workdir` adapts weights with another fingerprint."""
+    """Raise ValueError if `workdir` holds a LoRA of weights whose fingerprint is not `base`."""
     path = files.path(workdir) / BASE
     if not path.is_file():
         return
     saved: Mapping[str, Any] = untrusted.parse_json(path.read_text())
     if saved.get("fingerprint") != base:
         raise ValueError(
-            f"{workdir} adapts weights that differ from those in unet.weights: name the checkpoint "
-            "that it was trained on, as --unet_weights=WORKDIR@STEP or PATH "
-            "(--config.unet.weights in training)"
+            f"the LoRA in {workdir} adapts weights that differ from those in unet.weights: name "
+            "the checkpoint that this LoRA was trained on with --unet_weights=WORKDIR@STEP or "
+            "--unet_weights=PATH (in training, with --config.unet.weights)"
         )
 
 
@@ -149,6 +149,6 @@ def factors(
 
 
 def at_step(path: Path) -> tuple[str, int | None]:
-    """Split WORKDIR or WORKDIR@STEP into (workdir, step)."""
+    """Split WORKDIR@STEP into (workdir, step). Without @STEP, the step is None."""
     workdir, at, step = str(path).rpartition("@")
     return (workdir, int(step)) if at and step.isdigit() else (str(path), None)

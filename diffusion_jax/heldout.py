@@ -4,15 +4,15 @@
 
 The loss is reproducible to the last digit, so that it can compare runs, averages or commits. The
 records are a share of the data (config.data.heldout), chosen by a hash of their keys (file names,
-positions in tars, row numbers in tables). Each record meets the same noise levels with the same
-noise, and no text is dropped. Training writes the loss every config.heldout.every steps; this
-command measures any checkpoint of any run.
+positions in tars, row numbers in tables). Every measurement uses the same noise levels, and the
+same noise for each record and level. No text is dropped. Training writes the loss every
+config.heldout.every steps; this command measures any checkpoint of any run.
 
-Standard output holds a line of JSON for the parameters and for each average: step, weights ("raw",
-"ema_0.999"), "loss", the mean over all levels before any weighting, and "loss/sigma_S" at each
-level. "v_loss" is |D - x0|^2 (1 + sigma^2) / sigma^2, whatever the network predicts. It compares
-runs of different objectives at equal levels: --levels=0.1,0.3,1,3,10. A run without held-out
-records can be measured on a share of its training data: --share=0.01.
+Standard output gets a line of JSON for the raw parameters and for each average. It holds "step",
+"weights" ("raw", "ema_0.999"), "loss" (the unweighted mean over all levels), and "loss/sigma_S" at
+each level S. "v_loss" is |D - x0|^2 (1 + sigma^2) / sigma^2, whatever the network predicts. It can
+compare runs of different objectives at equal levels: --levels=0.1,0.3,1,3,10. A run without
+held-out records can be measured on a share of its training data: --share=0.01.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Records(NamedTuple):
     """The records and noise levels of the held-out loss."""
 
     every: int
-    """Steps from one measurement to the next."""
+    """The number of steps from one measurement to the next."""
     batch: Texts
     """The pictures and their tokenized texts, one row per record."""
     numbers: UInt32[np.ndarray, "R"]
@@ -53,15 +53,16 @@ class Records(NamedTuple):
     """The noise levels. Each record is measured at all of them."""
 
     def first(self) -> "Records":
-        """Return the first record as a batch of one row."""
+        """Return a copy that holds only the first record."""
         batch = {name: array[:1] for name, array in self.batch.items()}
         return self._replace(batch=batch, numbers=self.numbers[:1])
 
 
 def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Records | None:
-    """Read the records of a config's `heldout` group. Return None if there is no held-out loss.
+    """Read the records of the held-out loss that a config's `heldout` group describes.
 
-    Raises ValueError if the data set has no held-out records.
+    Return None if the config or the system has no held-out loss. Raises ValueError if the data set
+    has no held-out records.
     """
     if not s.every or measure is None:
         return None

@@ -124,7 +124,8 @@ def layers(params: Params, s: Lora) -> dict[str, Shape]:
         if s.rank > min(math.prod(shape[:-1]), shape[-1]):
             raise ValueError(
                 f"lora.rank is {s.rank}, but the kernel of {path}, {shape}, has rank "
-                f"{min(math.prod(shape[:-1]), shape[-1])} at most: lower it, or narrow lora.targets"
+                f"{min(math.prod(shape[:-1]), shape[-1])} at most: lower lora.rank, or choose "
+                "fewer layers with lora.targets"
             )
     return chosen
 

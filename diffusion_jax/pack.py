@@ -36,7 +36,7 @@ def pack(
         step: The step of the checkpoint; None for the newest undamaged one.
         out: The new workdir.
         captions: A file or data source with the training captions (see data.prompts.read), from
-            which vocabulary.json is made; "" to copy the one of the run.
+            which vocabulary.json is made; "" to copy the run's vocabulary.json.
 
     Raises:
         ValueError: The checkpoint has no such weights, or `out` holds checkpoints, or there are no

@@ -44,7 +44,10 @@ _NAMES = (
     "diffusion.weight",
     "diffusion.method",
 )
-"""The fields whose names are described under "Names". Both systems have the same names."""
+"""Fields whose values are names of functions. The section "Names" describes the functions.
+
+Both systems have the same names.
+"""
 
 
 def page() -> str:
@@ -92,7 +95,10 @@ def _networks(system: System) -> dict[str, dict[str, type]]:
 
 
 def _extra(system: System, group: str, kind: str) -> list[Field]:
-    """Return the fields of a network's config group that its class lacks: its kind and weights."""
+    """Return the fields `kind` and `weights` of a config group, if it has them.
+
+    They are not fields of the network's class.
+    """
     extra = []
     if kind:
         names = tuple(system.networks[group])
@@ -125,14 +131,14 @@ def _row(*cells: str) -> str:
 
 
 def _default(field: Field) -> str:
-    """Return the default as in a config file; "" if configs must give a value."""
+    """Return the default, written as in a config file; "" if configs must give a value."""
     if field.default is dataclasses.MISSING:
         return ""
     return "inf" if field.default == float("inf") else repr(field.default)
 
 
 def _names(path: str) -> str:
-    """Return a table of the names of a field, with the first sentences of their functions."""
+    """Return a table of the names that a field allows, with the first sentence on each function."""
     group, _, name = path.partition(".")
     kind = systems.find("imagen_jax").groups[group]
     hint = typing.get_type_hints(kind, include_extras=True)[name]

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
 
 
 def _default_out(workdirs: Sequence[str]) -> pathlib.Path:
-    """Return the page's path in the first workdir; a page about several runs names the others."""
+    """Return a path in the first workdir, with the names of the other workdirs in the file name."""
     first, *others = map(files.path, workdirs)
     page = pathlib.PurePath(frozen.PAGE)
     name = "_".join([page.stem, "with", *(path.name for path in others)]) if others else page.stem

@@ -38,7 +38,7 @@ def claim(
     """Write the config into a new workdir, or compare it with the config of an existing one.
 
     Fields that do not affect what the model learns may differ, such as the number of steps or the
-    mesh.
+    mesh. If `write` is False, only compare.
 
     Raises:
         ValueError: If the workdir has another config, or is not a folder.
@@ -87,12 +87,12 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def release(workdir: str | os.PathLike[str]) -> None:
-    """Release a workdir that this process holds. Call it before os._exit, which runs no cleanup."""
+    """Release this process's lock of a workdir. Call it before os._exit, which runs no cleanup."""
     writer.release(workdir)
 
 
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a path inside a file, and for a bucket that is not writable."""
+    """Raise ValueError for a file, a path inside one, a broken link or a read-only bucket."""
     if files.remote(workdir):
         if jax.process_index() == 0:  # If it fails, the other processes end too.
             files.check_writable(workdir, "--workdir")

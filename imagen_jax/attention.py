@@ -109,7 +109,7 @@ def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: 
 
 
 def check_implementation(implementation: str, dtype: DTypeLike, head_dim: int) -> None:
-    """Raise ValueError if no attention implementation has this name, or if it cannot be used."""
+    """Raise ValueError if the attention implementation is unknown or cannot run these sizes."""
     named.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn" and (
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
@@ -133,7 +133,7 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
 def _tokens(x: Array) -> Array:
     """Reshape [B, H, W, C] to [B, HW, C].
 
-    Do this before the norm: the TPU compiler then copies less than if it is done after the norm.
+    Reshape before the norm, not after it: the TPU compiler then makes fewer copies.
     """
     return x.reshape(len(x), -1, x.shape[-1])
 

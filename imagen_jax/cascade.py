@@ -43,7 +43,7 @@ OPTIONS: Options = {
 
 
 def choose(**values: Any) -> Choice:
-    """Convert values of OPTIONS to a Choice, the argument with which `load` opens a stage.
+    """Convert values of OPTIONS to a Choice, the settings with which `load` opens a stage.
 
     Raises ValueError for an unknown name, a value of the wrong type, or a value out of range.
     """
@@ -69,7 +69,8 @@ def load(
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
-        ValueError: If a stage does not draw what the next one enlarges, or a choice does not fit.
+        ValueError: If a stage draws images of another size than the next stage enlarges, or a
+            choice is invalid for its run.
     """
     choices = choices or [Choice()] * len(workdirs)
     strengths = strengths or [1.0] * len(workdirs)
@@ -107,7 +108,7 @@ def load_model(
 
     Raises:
         FileNotFoundError: If there is no such run, checkpoint or guide.
-        ValueError: If the arguments do not fit the run.
+        ValueError: If an argument is invalid for the run.
     """
     s = read_run(workdir, overrides)
     ranges.check_value("strength", strength, Share)
@@ -134,9 +135,9 @@ def load_model(
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     imagen = finetune.adapted(imagen, workdir, s.lora, read_base, mesh)
 
-    def begin_of(s, preview, of_picture):
+    def begin_of(s, preview, picture_strength):
         check(s)
-        share = strength if of_picture is None else of_picture
+        share = strength if picture_strength is None else picture_strength
         begin = task.make_task(s, encoder, guide_settings, share).begin
         assert begin
         return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
@@ -149,7 +150,7 @@ def load_model(
 def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
     """Return a run's settings with overrides.
 
-    Raises FileNotFoundError if there is no run, and ValueError if the overrides do not fit it.
+    Raises FileNotFoundError if there is no run, and ValueError if an override is invalid for it.
     """
     return model.read_run(workdir, overrides, "imagen_jax")
 
@@ -166,8 +167,9 @@ def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
             )
         if b.input_size != a.output_size:
             raise ValueError(
-                f"{before} draws {a.output_size} pixels and {after} enlarges {b.input_size} to "
-                f"{b.output_size}: name a stage in between, or one that fits"
+                f"{before} draws images of {a.output_size} pixels, but {after} enlarges images of "
+                f"{b.input_size} pixels to {b.output_size}: add a stage between them, or choose a "
+                f"stage that enlarges images of {a.output_size} pixels"
             )
 
 
@@ -190,7 +192,7 @@ def draw(
         pictures: The pictures that all stages draw over.
 
     Raises:
-        ValueError: If the numbers of prompts and seeds differ, or a size does not fit.
+        ValueError: If the numbers of prompts and seeds differ, or an image has the wrong size.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
@@ -224,8 +226,8 @@ def draw_batches(
     if low_res is not None:
         batch["low_res"] = low_res
     s = stage.settings.sampler
-    of_stage = s.guidance if guidance is None else guidance
-    by_image = guidance_module.by_image(s.guiding, of_stage, len(seeds))
+    scale = s.guidance if guidance is None else guidance
+    by_image = guidance_module.by_image(s.guiding, scale, len(seeds))
     first = 0
     for images in in_batches(stage.draw, stage.params, batch, seeds, by_image, sizes[0]):
         rows = slice(first, first + len(images))
@@ -243,20 +245,31 @@ def draw_batches(
 def with_pictures(
     stages: Sequence[Model], texts: Sequence[Texts], pictures: Pictures | None, num_texts: int
 ) -> list[Texts]:
-    """Add the pictures to draw over to the texts of each stage, resized to the stage's output size.
+    """Return the texts of each stage with the pictures to draw over, in the stage's output size.
 
-    Raises ValueError for a picture that is not square.
+    Raises ValueError for a picture of another aspect ratio than the stages draw.
     """
     if pictures is None:
         return list(texts)
+    shapes = output_shapes(stages)
+    height, width = shapes[0]
     for image in pictures.images:
-        if image.width != image.height:
-            raise ValueError(f"the picture is {image.width}x{image.height}: cut a square out of it")
-    sides = [stage.settings.output_size for stage in stages]
+        if image.width * height != image.height * width:
+            wanted = "a square" if height == width else f"the shape {width}x{height}"
+            raise ValueError(f"the picture is {image.width}x{image.height}: crop it to {wanted}")
     return [
-        {**text, **pictures.at((side, side), num_texts)}
-        for text, side in zip(texts, sides, strict=True)
+        {**text, **pictures.at((width, height), num_texts)}
+        for text, (height, width) in zip(texts, shapes, strict=True)
     ]
+
+
+def output_shapes(stages: Sequence[Model]) -> list[tuple[int, int]]:
+    """Return the height and width of the images that each stage of a cascade draws."""
+    sizes, first = [stage.settings.output_size for stage in stages], stages[0].settings
+    if first.super_resolution.factor > 1:
+        return [(size, size) for size in sizes]
+    height, width = first.output_shape
+    return [(height * size // sizes[0], width * size // sizes[0]) for size in sizes]
 
 
 def describe(stage: Model) -> dict[str, Any]:
@@ -278,22 +291,21 @@ def describe(stage: Model) -> dict[str, Any]:
 
 
 def card(stages: Sequence[Model]) -> dict[str, Any]:
-    """Return the card that the command writes with each picture: its stages and samplers."""
-    each = []
+    """Return the card, the JSON saved with each picture: its guidance, stages and samplers."""
+    stage_cards = []
     for stage in stages:
         s, described = stage.settings, describe(stage)
         sampler = described.pop("sampler")
         described |= {"sampler": sampler.pop("name"), **sampler}
-        each.append(
+        stage_cards.append(
             described | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
         )
-    return {"guidance": stages[0].settings.sampler.guidance, "stages": each}
+    return {"guidance": stages[0].settings.sampler.guidance, "stages": stage_cards}
 
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
     """Return the default batch size of each stage. Larger images use smaller batches."""
-    sides = [stage.settings.output_size for stage in stages]
-    return [min(default_batch_size(side, side), num_images) for side in sides]
+    return [min(default_batch_size(*shape), num_images) for shape in output_shapes(stages)]
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:

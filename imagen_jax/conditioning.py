@@ -1,6 +1,6 @@
 """Conditioning of NeMo's UNets on the time, the text, and the low-res image with its noise level.
 
-Shapes: B batch, L text tokens of width D, E = 4 unet.embed_dim width of the time embedding.
+Shapes: B batch, L text tokens of width D, E width of the time embedding (4 * unet.embed_dim).
 """
 
 from collections.abc import Callable
@@ -132,7 +132,10 @@ def check_low_res(unet: Pictured) -> None:
 
 
 class TimeEmbed(nn.Module):
-    """Embedding of the time: fixed or learned sinusoids, then two dense layers of 4 * width."""
+    """Embedding of the time: fixed or learned sinusoids, then two dense layers.
+
+    If `learned_dim` is 0, the sinusoids are fixed. The dense layers have 4 * `width` channels.
+    """
 
     width: int
     learned_dim: int = 0
@@ -155,7 +158,7 @@ class TimeEmbed(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Pooling of a text to one vector, a weighted mean over its tokens.
+    """Attention pooling: a learned weighted mean over the tokens of a text.
 
     The softmax of the weights runs over all positions including padding, as in NeMo. So results
     depend on the padded length.
@@ -174,7 +177,7 @@ class AttentionPool(nn.Module):
 
 
 class TextEmbed(nn.Module):
-    """Layers that map the pooled text to a vector. The vector is added to the time embedding."""
+    """MLP that maps the pooled text to a vector, which is added to the time embedding."""
 
     width: int
     dtype: DTypeLike = jnp.float32

@@ -21,7 +21,7 @@ from diffusion_jax.config.ranges import Amount, Count, Counts, Multiples, Width
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, check_width
+from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, check_width, unit
 
 
 class EfficientUNet(Network):
@@ -35,8 +35,8 @@ class EfficientUNet(Network):
     """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
     times as wide."""
     channel_mult: Multiples = (1, 2, 4, 8, 8)
-    """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
-    resolution of the level before."""
+    """Number of channels of each level, in multiples of `embed_dim`. Each level but the deepest
+    halves the resolution."""
     num_res_blocks: Counts = (2, 4, 8, 8, 8)
     """Number of residual blocks of each level, on the way down and on the way up. Level 0 has half
     of the full resolution."""
@@ -145,11 +145,10 @@ def check(unet: EfficientUNet, text_width: int) -> None:
     """Raise ValueError if the fields contradict each other. Call this before compiling."""
     check_layers(unet)
     check_text_width(unet, text_width)
-    unit = 2 ** (len(unet.channel_mult) - 1)
-    if unet.image_size % unit:
+    if unet.image_size % unit(unet):
         raise ValueError(
             f"unet.image_size {unet.image_size} cannot be halved {len(unet.channel_mult) - 1} "
-            f"times: choose a multiple of {unit}, or fewer levels"
+            f"times: choose a multiple of {unit(unet)}, or fewer levels"
         )
 
 

@@ -1,30 +1,31 @@
-"""Score trained Imagen models over a range of guidance.
+"""Score trained Imagen models over a range of guidance scales.
 
     python -m imagen_jax.evaluate --workdir=runs/quickstart
 
 For a model of the synthetic digits, this command draws coloured digits, and a judge reads the digit
 and the colours of ink and paper back from each picture. A picture is right if all three are right.
 Prompts that were not in the training data are counted separately. Other models are scored by FID
-and CLIP score, as a curve over guidance:
+and CLIP score, as a curve over the guidance scales:
 
     python -m imagen_jax.evaluate --workdir=runs/base64 --workdir=runs/sr256 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=coco_256.npz \\
         --inception=pt_inception-2015-12-05-6726825d.pth --clip=openai/clip-vit-large-patch14 \\
         --text_weights=weights/t5-11b-encoder
 
---text_weights names the text encoder if the config does not, as after training on stored
-embeddings.
+--text_weights gives the text encoder's weights if the config does not, for example because the
+model was trained on stored embeddings.
 
---checkpoint and --ema take lists of values for the first model; each value makes a point of the
-sweep. Repeat them for the next stages of a cascade, as in --ema=0.999,0.9999 --ema=0.9999,raw; all
-combinations are scored. --sampler, --steps, --eta and all other sampler settings take lists too:
---steps=10,20,30. For a cascade, commas separate the stages, with one value for all or one for each,
-and a repeated flag makes further points: --steps=30,20 --steps=10,10. Every point draws with the
-same seeds. Features are saved batch by batch, so that an interrupted sweep continues.
+--checkpoint and --ema take a list of values for the first model; each value adds a point to the
+sweep. For a cascade, repeat these flags once per stage, as in --ema=0.999,0.9999 --ema=0.9999,raw;
+all combinations are scored. --sampler, --steps, --eta and all other sampler settings take lists
+too: --steps=10,20,30. For a cascade, their commas separate the stages instead (one value for all
+stages, or one per stage), and repeating the flag adds points: --steps=30,20 --steps=10,10. Every
+point draws with the same seeds. Features are saved after each batch, so an interrupted sweep can
+continue.
 
 WORKDIR/evaluation/NAME receives sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf,
-a sheet of pictures for each guidance, and scores/, a card with each score. The scores are also
-written to the metrics, and WORKDIR/report.html shows everything on one page.
+a sheet of pictures for each guidance scale, and scores/ with each score and its settings. The
+scores are also written to the metrics, and WORKDIR/report.html shows everything on one page.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ def open_subject(
     Args:
         workdirs: The workdir of each stage.
         points: For each point of the sweep, the values of cascade.OPTIONS of every stage.
-        weights: The weights to evaluate, for the first stages. Later stages use the default.
+        weights: For each of the first stages, the weights to evaluate. Later stages use the
+            default.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
@@ -76,6 +78,12 @@ def open_subject(
     stages = cascade.load(workdirs, choices)
     cascade.check_low_res(stages[0], None)
     last = stages[-1].settings
+    height, width = cascade.output_shapes(stages)[0]
+    if height != width:
+        raise ValueError(
+            f"sampler.height and sampler.width give {height}x{width} pixels, but only squares are "
+            "scored: leave both at 0"
+        )
     sizes = stages[0].settings.output_size, last.output_size
     name = files.path(stages[-1].workdir).name
     overrides = [[options.changes(cascade.OPTIONS, v) for v in point] for point in points]
@@ -88,7 +96,7 @@ def _draw(
     stages: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], guidance: float
 ) -> Images:
     texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
-    sizes = [len(seeds), *cascade.batch_sizes(stages[1:], len(seeds))]
+    sizes = [len(seeds), *cascade.batch_sizes(stages, len(seeds))[1:]]
     batches = cascade.draw_batches(stages, texts, seeds, sizes, None, guidance)
     return np.concatenate([by_stage[-1] for by_stage in batches])
 

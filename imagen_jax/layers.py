@@ -1,4 +1,4 @@
-"""Layers shared by Imagen's UNets: the residual block and the resampling convolutions.
+"""The base class and shared layers of Imagen's networks: residual block and resampling.
 
 Images are NHWC. Shapes: B batch, H W pixels, C channels, E time embedding.
 """
@@ -19,15 +19,15 @@ from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, dense, uniform
 
 
 class Network(nn.Module):
-    """Fields that all UNets of Imagen share."""
+    """Base class of Imagen's UNets and transformer, with the fields that they share."""
 
     image_size: Side
-    """Side of the square training images in pixels. They are cropped to it."""
+    """Side of the square training images, in pixels. Pictures are resized and cropped to it."""
     head_dim: Count = 64
-    """Width of an attention head. The number of heads is the number of channels divided by it."""
+    """Width of an attention head. The number of heads is the number of channels / `head_dim`."""
     noise_aug: bool = False
     """Whether noise is added to the small image of a super-resolution model, which makes it robust
-    to the mistakes of the stage before. The network sees the noise level."""
+    to the errors of the previous stage. The network sees the noise level."""
     remat: bool = False
     """Whether to recompute activations in the backward pass. This saves memory and costs time."""
     remat_keeps: Annotated[str, KEEPS] = "nothing"
@@ -116,7 +116,7 @@ def bicubic_upsample(
 ) -> Float[Array, "B H W C"]:
     """Enlarge images like torch's bicubic interpolate: a = -0.75, half-pixel centres, edge padding.
 
-    Do not use it to reduce images, because it does not antialias. jax.image.resize uses a = -0.5.
+    Do not shrink images with it, because it does not antialias. jax.image.resize has a = -0.5.
     """
     if x.shape[1:3] == (height, width):
         return x
@@ -127,6 +127,12 @@ def bicubic_upsample(
     return out.astype(x.dtype)
 
 
+def unit(unet: Any) -> int:
+    """Return the number of pixels that must divide both sides of a network's images."""
+    halvings = len(getattr(unet, "channel_mult", (1,))) - 1  # A transformer has no levels.
+    return getattr(unet, "patch", 1) * 2**halvings
+
+
 def check_resolutions(unet: Any) -> None:
     """Raise ValueError if the image size or an attention resolution does not fit the levels.
 
@@ -134,11 +140,10 @@ def check_resolutions(unet: Any) -> None:
     the resolution of a level. `unet` is a UNet or MagnitudeUNet.
     """
     levels = len(unet.channel_mult)
-    unit = unet.patch * 2 ** (levels - 1)
-    if unet.image_size % unit:
+    if unet.image_size % unit(unet):
         raise ValueError(
-            f"unet.image_size {unet.image_size} does not divide into patches of {unet.patch} and "
-            f"{levels - 1} halvings: choose a multiple of {unit}, or fewer levels"
+            f"unet.image_size is {unet.image_size}: with patches of {unet.patch} and {levels} "
+            f"levels it must be a multiple of {unit(unet)}; choose one, or use fewer levels"
         )
     resolutions = [unet.image_size // unet.patch >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:

@@ -1,7 +1,8 @@
 """Magnitude-preserving UNet of EDM2, config G (Karras et al. 2024, arXiv 2312.02696), with text.
 
 It has neither group norm nor biases. All activations keep a magnitude near 1, because weights have
-unit length, sums and activations are scaled, and the way down uses pixel norm (see nn.magnitude).
+unit length, sums and nonlinearities are scaled, and the blocks on the way down use pixel norm (see
+nn.magnitude).
 The pooled text replaces the paper's class label. Attention may also see the text tokens. Train it
 with precond "edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
 
@@ -41,8 +42,8 @@ class MagnitudeUNet(Network):
     embed_dim: Width = 192
     """Number of channels of a level whose channel_mult is 1."""
     channel_mult: Multiples = (1, 2, 3, 4)
-    """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
-    resolution of the level before."""
+    """Number of channels of each level, in multiples of `embed_dim`. Each level has half the
+    resolution of the previous one."""
     num_res_blocks: Count = 3
     """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (16, 8)
@@ -129,8 +130,8 @@ class MagnitudeUNet(Network):
     def _conditions(self, time, text, text_mask, low_res_time):
         """Return the embedding [B, E], attention's context [B, L, cond_dim] and its mask [B, L].
 
-        A one is appended to each token. A dropped text is all zeros, so the one lets it become a
-        learned vector of magnitude 1 too.
+        A one is appended to each token. A dropped text is all zeros; thanks to the one, it also
+        becomes a learned vector of magnitude 1.
         """
         widths = [self.embed_dim * m for m in self.channel_mult]
         linear = lambda name: MPConv(max(widths), name=name)

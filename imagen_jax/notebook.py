@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from diffusion_jax.draw import options
-from diffusion_jax.draw.loaded import Inputs, Loaded, System
+from diffusion_jax.draw.loaded import Enlarger, Inputs, Loaded, System
 from diffusion_jax.draw.model import Model
 from imagen_jax import cascade
 
@@ -34,7 +34,7 @@ def load(*workdirs: str | os.PathLike[str], **values: Any) -> Loaded:
         raise ValueError('name the workdir of a run: load("runs/quickstart")')
     by_stage = options.by_stage(values, len(workdirs))
     stages = cascade.load(workdirs, [cascade.choose(**of_stage) for of_stage in by_stage])
-    system = System(cascade.OPTIONS, _draw, _tokenize, cascade.card, _enlarging)
+    system = System(cascade.OPTIONS, _draw, _tokenize, cascade.card, _enlarger)
     return Loaded(stages, by_stage, system)
 
 
@@ -51,10 +51,13 @@ def _draw(
     return cascade.draw_batches(stages, texts, seeds, sizes, small)
 
 
-def _enlarging(stages: Sequence[Model]) -> Sequence[Model]:
-    """Return the stages without the base model, which has no picture to enlarge."""
-    later = len(stages) > 1 and stages[0].settings.super_resolution.factor == 1
-    return stages[1:] if later else stages
+def _enlarger(stages: Sequence[Model]) -> Enlarger | None:
+    sides = [
+        (n, stage.settings.input_size)
+        for n, stage in enumerate(stages)
+        if stage.settings.super_resolution.factor > 1
+    ]
+    return Enlarger(*sides[0]) if sides else None
 
 
 def _tokenize(stage: Model, prompts: Sequence[str]) -> Any:

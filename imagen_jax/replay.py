@@ -4,18 +4,19 @@
 
 The command continues from the nearest checkpoint before the step, or from the initial weights if
 there is none, with the run's data and noise. On the same devices with the same versions, each
-metric is equal to metrics.jsonl to the last bit. Otherwise the report names the metrics that
-differ, and what has changed since: versions, devices, the commit or the config. If these are equal,
-the data have changed. Exit code 0: equal, or not logged; 1: different; 2: the step cannot be
-rebuilt, because the data are gone or their number has changed, or the checkpoints are damaged.
+metric equals its value in metrics.jsonl to the last bit. Otherwise the report names the metrics
+that differ, and what has changed since: versions, devices, the commit or the config. If these are
+equal, the data or the initial weights have probably changed. Exit code 0: equal, or not logged; 1:
+different; 2: the step cannot be rebuilt, because the data are missing or their number has changed,
+or the checkpoints are damaged.
 
 The report shows the loss and noise level of each example and the gradient norm of each module. It
-is written to WORKDIR/replay/step_N.json. step_N.png shows the pictures as they were fed in, cropped
-and mirrored, those with the largest losses first. Nothing else in the workdir changes, so a run in
-progress can be replayed.
+is written to WORKDIR/replay/step_N.json. step_N.png shows the pictures as the network received
+them, cropped and mirrored, with the largest losses first. Nothing else in the workdir changes, so a
+run in progress can be replayed.
 
-A line of metrics.jsonl is a mean over log_every steps. All of them are replayed, also those after
-the step.
+A line of metrics.jsonl is a mean over log_every steps. The command replays all of these steps,
+including those after --step.
 """
 
 from diffusion_jax.train.replay_command import command

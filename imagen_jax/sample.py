@@ -12,9 +12,9 @@ flag (--eta, --churn, --rho, --sigma_max, --guidance_low ...):
 
 Give --prompt several times, or a file with one prompt per line as --prompts. The text encoder is
 the one that the models were trained with. Models trained on stored embeddings need the weights of
-this encoder, --text_weights=FOLDER, or texts that it has embedded before, --embeddings=FILE (.npy,
-.npz or .safetensors, one text each). If the first model is a super-resolution model, it enlarges
-the pictures of --low_res, one for each text.
+this encoder (--text_weights=FOLDER), or embeddings that it has computed before (--embeddings=FILE,
+a .npy, .npz or .safetensors file per text). If the first model is a super-resolution model, it
+enlarges the pictures of --low_res, one for each text.
 
 Image-to-image: --image=photo.png --strength=0.6 takes one square picture for all texts, or one for
 each, and resizes it for each stage. The first stage draws over it in the last 0.6 of its steps, and
@@ -24,9 +24,9 @@ part stays the same to the last pixel, at every stage. At --strength=1 the new p
 noise.
 
 --out receives a PNG for each image, sheet.png with all images and their captions, and
-metadata.jsonl with all settings that are needed to draw an image again. Image n has the seed --seed
-+ n and depends on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of
---seed=0.
+metadata.jsonl with all settings that are needed to draw an image again. Image n uses the seed
+--seed + n and depends only on its seed and prompt: --seed=5 --num_images=1 draws the sixth image
+of --seed=0.
 """
 
 import pathlib
@@ -50,7 +50,7 @@ _WORKDIR = flags.DEFINE_multi_string(
 _EMBEDDINGS = flags.DEFINE_multi_string(
     "embeddings", [], "A file with the embedding of one text; may be repeated."
 )
-_LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge; one for each text.")
+_LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge, one per text.")
 _PICTURES = pictures.define()
 _STRENGTH = flags.DEFINE_list(
     "strength",
@@ -59,7 +59,7 @@ _STRENGTH = flags.DEFINE_list(
 )
 _ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write the images of the earlier stages.")
 _OPTIONS = option_flags.define_by_stage(cascade.OPTIONS)
-_BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once. One value, or one per stage.")
+_BATCH = flags.DEFINE_list("batch_size", [], "Images per batch: one value, or one per stage.")
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:

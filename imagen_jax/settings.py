@@ -1,10 +1,11 @@
 """The settings of an Imagen model, base or super-resolution, and the check of their values."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import ranges, settings
+from diffusion_jax.config import ranges, settings, shapes
 from diffusion_jax.config.settings import (
     Data,
     Evaluation,
@@ -27,6 +28,7 @@ from diffusion_jax.diffusion.samplers import SamplerName
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
+from imagen_jax import layers
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.magnitude_unet import MagnitudeUNet
@@ -42,7 +44,8 @@ class Diffusion(NamedTuple):
 
     precond: PrecondName = "edm"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss is measured on it."""
+    "flow" for rectified flow), or EDM's target ("edm"). The loss is computed on this
+    prediction."""
     sigma_data: ranges.Positive = 0.5
     """The standard deviation of the images in [-1, 1], which EDM's target and the weight "edm"
     assume."""
@@ -73,7 +76,7 @@ class Diffusion(NamedTuple):
 
 
 class SuperResolution(NamedTuple):
-    """The small image that a super-resolution model enlarges.
+    """How a super-resolution model enlarges: the factor, and the noise added to the small image.
 
     Read by imagen_jax/super_resolution.py.
     """
@@ -82,7 +85,7 @@ class SuperResolution(NamedTuple):
     """How many times larger the enlarged image is per side; 1 for base models."""
     aug_sigma: ranges.Positive = 0.002
     """The level of the noise that drawing adds to the small image, if the model has unet.noise_aug.
-    More noise hides more mistakes of the stage before."""
+    More noise hides more of the previous stage's errors."""
 
 
 class Sampler(NamedTuple):
@@ -138,6 +141,12 @@ class Sampler(NamedTuple):
     negative_prompt: str = ""
     """A text that the picture should not show. Guidance leads away from it; "" leads away from the
     prediction without a text."""
+    height: ranges.Amount = 0
+    """The height of the images that a base model draws, in pixels; 0 for the training size. A
+    super-resolution model ignores it and keeps the shape of the small image."""
+    width: ranges.Amount = 0
+    """The width of the images that a base model draws, in pixels; 0 for the training size. A
+    super-resolution model ignores it and keeps the shape of the small image."""
 
 
 class Settings(NamedTuple):
@@ -164,6 +173,16 @@ class Settings(NamedTuple):
     def output_size(self) -> int:
         """Side of the images that the model draws, which can be larger than its training crops."""
         return self.data.resize or self.unet.image_size
+
+    @property
+    def crop_sides(self) -> tuple[int, int]:
+        """Side of the training squares, and a divisor of all sides of aspect buckets, in pixels."""
+        return self.unet.image_size, math.lcm(layers.unit(self.unet), self.super_resolution.factor)
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """Height and width of the images that a base model draws."""
+        return self.sampler.height or self.output_size, self.sampler.width or self.output_size
 
     @property
     def input_size(self) -> int:
@@ -217,6 +236,9 @@ def _check_sizes(s: Settings) -> None:
             "with a factor above 1 needs a small image (unet.low_res=True, or "
             "unet.kind='efficient'), and one with factor 1 takes none"
         )
+    shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=resize)
+    if factor == 1:
+        _check_output_shape(s)
     if factor > 1 and s.evaluation.every:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every}: a super-resolution model cannot draw "
@@ -229,22 +251,40 @@ def _check_sizes(s: Settings) -> None:
         )
 
 
+def _check_output_shape(s: Settings) -> None:
+    """Raise ValueError if a base model cannot draw images of its output shape or score them."""
+    _, unit = s.crop_sides
+    shape = s.output_shape
+    for name, side in zip(("height", "width"), shape, strict=True):
+        if side % unit:
+            raise ValueError(
+                f"sampler.{name} is {side}: this model needs a multiple of {unit} pixels"
+            )
+    if s.evaluation.every and shape[0] != shape[1]:
+        raise ValueError(
+            f"sampler.height and sampler.width give {shape[0]}x{shape[1]} pixels, but only squares "
+            "are scored: leave both at 0, or set evaluation.every to 0"
+        )
+
+
 def _check_texts(s: Settings) -> None:
     """Raise ValueError if the data holds text embeddings that the model cannot use.
 
-    They need a pretrained text encoder, and exclude a separate store of embeddings.
+    Embeddings in the data need a pretrained text encoder, and cannot be combined with text.store.
     """
     if not s.data.embedded or s.data.source == "synthetic":
         return
     if not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
-            f"data.text is {s.data.text!r} and text.encoder is {s.text.encoder!r}, which cannot "
-            "read it: set data.text to txt, or name the encoder that made these embeddings"
+            f"data.text is {s.data.text!r}, but text.encoder is {s.text.encoder!r}, which reads no "
+            "embeddings: set data.text to txt, or set text.encoder to the encoder that made the "
+            "embeddings"
         )
     if s.text.store:
         raise ValueError(
-            f"text.store is {s.text.store!r} and data.text is {s.data.text!r}, embeddings beside "
-            "the images: set data.text to txt to look captions up, or leave text.store empty"
+            f"text.store is {s.text.store!r}, but data.text is {s.data.text!r}, so the embeddings "
+            "are read next to the images: set data.text to txt to use the store, or leave "
+            "text.store empty"
         )
 
 

@@ -6,10 +6,10 @@ PHOTOS is a folder of pictures, with captions beside them (.txt, .json), in a ta
 .parquet), or without captions. It may also be a folder of tars, a parquet file that holds pictures,
 a Hugging Face data set on disk, or SOURCE:PATH::TEXT with the values of a config's data group.
 
-If pictures are few, tall or slow to read, the command asks what to do; --finetune, --tall and
---shrink answer. It reads the pictures, measures a few training steps of suitable models on this
-machine, writes a short config (for a cascade, one per stage) and a sheet of the first training
-pictures, and prints the commands to run next. It never overwrites a file.
+If pictures are few, tall or slow to read, the command asks what to do, unless --finetune, --tall or
+--shrink gives the answer. It reads the pictures, measures a few training steps of suitable models
+on this machine, writes a short config (for a cascade, one per stage) and a sheet of the first
+training pictures, and prints the commands to run next. It never overwrites a file.
 """
 
 from diffusion_jax.start.command import command
@@ -22,7 +22,7 @@ SHIPPED = Shipped("models/emoji32", "emoji32", ("models/emoji64_sr",))
 
 
 def candidates() -> list[Candidate]:
-    """Return base models and cascades of two stages to choose from, the smallest first."""
+    """Return the base models and two-stage cascades to choose from, the smallest first."""
     alone = lambda base: Stage(base, "", _TRAIN, prepare)
     cascade = lambda base, larger: (
         alone(base)._replace(share=0.75),

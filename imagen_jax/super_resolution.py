@@ -31,7 +31,7 @@ class LowRes(NamedTuple):
     time: Sigma | None = None
 
     def rows(self, rows: slice) -> "LowRes":
-        """Return the arguments of some images of the batch."""
+        """Return the arguments for some rows of the batch."""
         return LowRes(*(None if array is None else array[rows] for array in self))
 
 
@@ -55,9 +55,9 @@ def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Arr
 def sampling_inputs(
     image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
 ) -> LowRes:
-    """Add noise of level sigma, drawn from the keys, to small images.
+    """Return the LowRes of small images, with noise of level `sigma` drawn from `keys`.
 
-    If sigma is None, the images do not change.
+    If `sigma` is None, the images do not change, and their time is None.
     """
     if sigma is None:
         return LowRes(image)

@@ -145,9 +145,10 @@ def _make_begin(
         return encoder.encode(frozen, rows)
 
     def begin(params, frozen, batch, keys, guidance):
-        of_text = frozen["text"] if guide else frozen
-        text, mask = encoder.encode(of_text, batch)
-        shape, low_res = (unet.image_size, unet.image_size, 3), LowRes()
+        text_weights = frozen["text"] if guide else frozen
+        text, mask = encoder.encode(text_weights, batch)
+        sides = s.sampler.height or unet.image_size, s.sampler.width or unet.image_size
+        shape, low_res = (*sides, 3), LowRes()
         if factor > 1:
             small = batch["low_res"]  # [B, h, w, 3]
             shape = (factor * small.shape[1], factor * small.shape[2], 3)
@@ -155,7 +156,7 @@ def _make_begin(
             low_res = make_low_res(small, low_keys)
         conditions = {
             guides.COND: lambda: (text, mask, *low_res),
-            guides.NEGATIVE: lambda: (*negative(of_text, text, mask), *low_res),
+            guides.NEGATIVE: lambda: (*negative(text_weights, text, mask), *low_res),
             guides.EMPTY: lambda: (jnp.zeros_like(text), mask, *low_res),
         }
         sigmas, time = samplers.sampling_grid(objective.noise, s.sampler)  # [steps + 1]
@@ -173,9 +174,9 @@ def _make_begin(
         if "image" not in batch:
             return start
         eps, mask = samplers.initial_noise(keys, shape, 1), batch.get("mask")
-        new = None if mask is None else mask[..., None]
+        redrawn = None if mask is None else mask[..., None]  # [B, H, W, 1]
         image = to_range(batch["image"])
-        return start._replace(wrap=lambda f: editing.wrap(f, image, eps, strength, new))
+        return start._replace(wrap=lambda f: editing.wrap(f, image, eps, strength, redrawn))
 
     return begin
 

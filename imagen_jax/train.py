@@ -3,11 +3,11 @@
     python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Any value of the config can be changed on the command line: --config.optimizer.lr=2e-4
---config.data.path=photos. A sharded run is --config.mesh.fsdp=8 --config.mesh.replica=4.
+--config.data.path=photos. --config.mesh.fsdp=8 --config.mesh.replica=4 shards the run.
 
 The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
-config.prompts under samples/, checkpoints/, config.json and manifest.json. not_finite.json reports
-where the first loss or gradient that was not finite came from. Running the same command again
+config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
+not finite, not_finite.json reports where the first one came from. Running the same command again
 continues exactly from the last checkpoint. SIGTERM saves a checkpoint and exits with code 143.
 """
 
@@ -35,7 +35,7 @@ _SHOWN = 8  # The number of pictures whose texts are drawn if prompts cannot be 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Open the text encoder, the data and the model.
 
-    Raises ValueError or OSError if one is missing.
+    Raises ValueError or OSError if one of them is missing or invalid.
     """
     # The text encoder, which is not opened if the data hold its outputs (`embedded`).
     encoder = lookup.open_encoder(s.text, s.data.embedded)

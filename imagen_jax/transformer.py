@@ -39,7 +39,8 @@ class Transformer(Network):
     embed_dim: Width = 768
     """Width of the tokens and of the embedding of time and text."""
     depth: Count = 12
-    """Number of blocks. Each has attention and two feed-forward layers, for image and text."""
+    """Number of blocks. Each has attention and two feed-forward layers, one for the image and one
+    for the text."""
     bottleneck: Count = 128
     """Width of the linear layer between the pixels of a patch and its token."""
     low_res: bool = False
@@ -129,14 +130,14 @@ class Transformer(Network):
 class JointBlock(nn.Module):
     """Transformer block over two streams of tokens, image and text, each with its own weights.
 
-    One attention goes over the tokens of both. The embedding modulates the norms, and gates the
-    residual branches (adaLN-zero, Peebles & Xie 2023): a new block is the identity.
+    Attention runs over the tokens of both. The embedding modulates the norms and gates the residual
+    branches (adaLN-zero, Peebles & Xie 2023), so that a new block is the identity.
     """
 
     head_dim: int
     last: bool = False
-    """Whether this is the last block, after which the text is not used. It has no layers that
-    would change the text."""
+    """Whether this is the last block. Nothing uses the text tokens after it, so it does not change
+    them."""
     implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 

@@ -35,8 +35,8 @@ class UNet(Network):
     """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
     times as wide."""
     channel_mult: Multiples = (1, 2, 3, 4)
-    """Number of channels of each level, in multiples of `embed_dim`. Each level has half of the
-    resolution of the level before."""
+    """Number of channels of each level, in multiples of `embed_dim`. Each level has half the
+    resolution of the previous one."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
     """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (8, 16, 32)

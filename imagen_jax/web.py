@@ -1,13 +1,14 @@
-"""A page to draw with Imagen models, compare them, and watch them train.
+"""A web page to draw with Imagen models, compare them, and watch them train.
 
     python -m imagen_jax.web --workdir=runs/quickstart [--workdir=runs/other ...] [--port=8765]
 
-It prints the address to open. Only this machine can reach the page, unless --host names another
-address; then the page needs the token that is printed with it. Pictures appear while they are
-drawn, each with a link and the command that draws it again. A grid compares the values of two
-settings. Sweeps and training curves are read from the runs. It needs the extra [web]: pip install
-starlette uvicorn.
-A cascade is --workdir=runs/base64,runs/sr256, its stages separated by commas.
+The command prints the address to open. Only this machine can reach the page, unless --host names
+another address; then the page needs the token that is printed with the address. Pictures appear
+while they are drawn, each with a link and the command that draws it again. A grid compares the
+values of two settings. Sweeps and training curves are read from the runs. The command needs the
+extra [web]: pip install starlette uvicorn.
+
+For a cascade, separate its stages by commas: --workdir=runs/base64,runs/sr256.
 """
 
 from diffusion_jax.web.command import command

@@ -132,14 +132,18 @@ class Target(NamedTuple):
 
     @property
     def island(self) -> int:
-        """Number of devices with direct fast links: a TPU slice, or the GPUs of a host or rack."""
+        """Number of devices that direct fast links can connect.
+
+        This is the size of a TPU slice, or the number of GPUs of a whole host or rack, even if the
+        target has fewer.
+        """
         return math.prod(self.sizes) * self.kind.cores if self.is_tpu else self.kind.linked
 
 
 def parse(text: str) -> Target:
     """Parse an accelerator name such as v5p:4x4x4, v5p:4x4x4*2 (two slices) or h100:64.
 
-    Raises ValueError, which lists valid names, if the kind or its size is invalid.
+    Raises ValueError if the kind or its size is invalid. The message says what is valid.
     """
     name, _, size = text.partition(":")
     one_of("accelerator", name, KINDS)

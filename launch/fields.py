@@ -20,17 +20,18 @@ _FORMS = {
     "job.gke.queue": _KUBERNETES,
     "job.gke.secret": _KUBERNETES,
 }
-"""Forms of names, as regular expressions with advice."""
+"""Allowed forms of some fields, as (regular expression, advice for the error message)."""
 
 
 def check(value: Any, field: str = "job") -> None:
     """Check a field of a job file, or all fields of a group.
 
-    A string is one line without control characters, unless it is a shell command or YAML. Some
-    names are limited further, to the patterns in _FORMS.
+    A string must be one line without control characters, unless it is a shell command or YAML.
+    Some names must also match a pattern, for example job.name. Other strings could change a script
+    or manifest outside their own field.
 
     Raises:
-        ValueError: A string could change a script or manifest outside of its own field.
+        ValueError: A string breaks these rules.
     """
     if isinstance(value, Mapping):
         for name, part in value.items():

@@ -4,8 +4,8 @@ A job is a Python file in launch/jobs. Flags can change its values:
 
     python -m launch.gke --job=launch/jobs/base64_500m.py --job.accelerator=v6e:16x16 --dry_run
 
-Before a launcher submits a job, it lets the job's command parse its flags on this machine. So a
-misspelt config field is found in seconds, and not on the cluster.
+Before a launcher submits a job, it lets the job's command parse its flags on this machine. This
+finds a misspelt config field in seconds, before the job waits in a queue.
 """
 
 import os
@@ -53,7 +53,9 @@ class Job(NamedTuple):
     image: str
     workdir: str
     secrets: tuple[str, ...]
-    """Names of environment variables with secret values; each launcher documents their source."""
+    """Names of environment variables with secret values.
+
+    The docstring of each launcher says where it gets the values."""
     env: tuple[str, ...] = ()
     """Environment variables of each run, such as "NCCL_DEBUG=INFO"."""
     mounts: tuple[str, ...] = ()
@@ -85,7 +87,8 @@ class Launcher(NamedTuple):
     folder: Callable[[str], str] = str
     """Convert a run's workdir to the path that the job's command gets as --workdir."""
     note: str = ""
-    """How the launcher reads the job, in words; printed before the runs are submitted."""
+    """A note for the user, such as how sbatch reads the time limit; printed before the runs are
+    submitted."""
 
 
 Groups = Mapping[str, Any]
@@ -159,7 +162,9 @@ def check(job: Job) -> None:
     if not job.workdir:
         raise ValueError("job.workdir is empty: give a folder with --job.workdir=...")
     if job.config and not os.path.exists(job.config.partition(":")[0]):
-        raise ValueError(f"job.config is {job.config!r}: there is no such file")
+        raise ValueError(
+            f"job.config is {job.config!r}: there is no such file; name one in configs/"
+        )
 
 
 def runs(job: Job) -> list[Run]:
@@ -179,7 +184,7 @@ def runs(job: Job) -> list[Run]:
 
 
 def command(run: Run, folder: str) -> list[str]:
-    """Return the command line of a run after `python -m`, with --workdir=`folder`."""
+    """Return the arguments that follow "python -m" for a run, ending with --workdir=`folder`."""
     return [*run.argv, f"--workdir={folder}"]
 
 
@@ -209,7 +214,7 @@ def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
 
 
 def trains(job: Job) -> bool:
-    """Return whether the job's command trains a model, and saves checkpoints in its workdir."""
+    """Return whether the job's command trains a model and so saves checkpoints in its workdir."""
     return job.command.rpartition(".")[2].startswith("train")
 
 
@@ -247,8 +252,8 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
     """Let the job's command parse the flags of all runs, without running the command.
 
     Raises ValueError with the command's error message if a flag is invalid. One process parses the
-    flags of all runs: absl parses every occurrence of a repeated flag. Its flag --only_check_args
-    makes the command exit after parsing.
+    flags of all runs, because absl parses every occurrence of a repeated flag. The absl flag
+    --only_check_args makes the command exit after parsing.
     """
     arguments = dict.fromkeys(argument for argv in commands for argument in argv)
     argv = [sys.executable, "-m", *arguments, "--only_check_args"]

@@ -1,4 +1,4 @@
-"""Write the hashed requirements of the images: one wheel or source archive for each package.
+"""Write the requirements of the container images, with one hash for each package.
 
     for target in tpu cuda13; do
       printf 'gcsfs\\ns3fs\\nmlperf-logging\\njax[%s]\\n' $target > extra.in
@@ -8,8 +8,9 @@
       python -m launch.lock < pylock.$target.toml > launch/${target%13}.txt
     done
 
-Run this after a change of requirements.txt or of one of the constraints. pip --require-hashes
-then installs these files and no others.
+The hash is that of a wheel or, if there is no wheel, of the source archive. pip --require-hashes
+installs only files with these hashes. Run this after changing requirements.txt or one of the
+constraints.
 """
 
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 from packaging import tags
 from packaging.utils import parse_wheel_filename
 
-_GLIBC = range(5, 37)  # Of the base image, Debian bookworm: 2.36.
+_GLIBC = range(5, 37)  # Minor versions up to glibc 2.36 of the base image, Debian bookworm.
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in reversed(_GLIBC)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
@@ -28,7 +29,7 @@ _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_6
 def requirements(lock: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line "NAME==VERSION --hash=sha256:..." for each package of a pylock.toml.
 
-    Raises ValueError if a package has no file for Python 3.12 on Linux.
+    Raises ValueError if a package has no wheel for Python 3.12 on Linux and no source archive.
     """
     supported = [*tags.cpython_tags((3, 12), platforms=_PLATFORMS)]
     supported += tags.compatible_tags((3, 12), "cp312", _PLATFORMS)

@@ -17,9 +17,9 @@ Compiling a big model takes many minutes on a few cores. Compiled programs are c
 plan is fast the next time. The command audits the compiled program for copies, for matrix products
 that were split or run in float32, and for communication that does not overlap with computation.
 
---profile prints how a step's time on a TPU divides into kinds of work and layers. The times are the
-compiler's estimates of cycles, and replace --mfu; nothing runs on a TPU. The estimates are for the
-whole program or, with --fast, for the model's blocks, each compiled once.
+--profile prints how a step's time on a TPU divides into kinds of work and layers. The times follow
+from the compiler's estimates of cycles, which replace --mfu; nothing runs on a TPU. The estimates
+are for the whole program or, with --fast, for the model's blocks, each compiled once.
 
 The predicted time of arithmetic is the FLOPs of matrix products and convolutions divided by --mfu
 times the peak rate; benchmarks.train_step measures this utilization on one device. Communication is
@@ -47,7 +47,7 @@ from launch.planner.profiling import Profile
 
 _CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "Accelerators, such as v5p:4x4x4 or h100:64.")
-_FAST = flags.DEFINE_boolean("fast", False, "Do not compile.")
+_FAST = flags.DEFINE_boolean("fast", False, "Only trace the program; do not compile it.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables.")
 _PROFILE = flags.DEFINE_boolean("profile", False, "Print the TPU compiler's cycles and an audit.")
 _MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/performance.md.
@@ -81,7 +81,8 @@ def main(argv: list[str]) -> None:
     compiled, notes = None, list(model.notes)
     if lacks_kernel:
         notes.append(
-            "blockwise attention models the kernel's memory: neither stores the attention scores"
+            "the plan replaces the attention kernel by blockwise attention, which needs about the "
+            "same memory"
         )
     if not _FAST.value:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
@@ -211,7 +212,10 @@ def _advice(
     mesh: Any,
     with_remat: Callable[[], estimate.TracedModel],
 ) -> list[str]:
-    """Suggest flags for rematerialization, the micro batch or the mesh, by the estimated memory."""
+    """Return lines of advice: flags for rematerialization, the micro batch or the mesh.
+
+    The advice follows from the estimated memory.
+    """
     remat, best = config["unet"]["remat"], figures["largest_micro_batch"]
     share = figures["micro_batch"] * figures["accumulate"]
     micro = f"--config.optimizer.micro_batch={best}" + (
@@ -235,7 +239,7 @@ def _advice(
         advice.append(f"{micro}: {share // best} passes of {best:,} samples per device")
     elif mesh.shape["replica"] > 1:
         advice.append(
-            "--config.mesh.replica=1 --config.mesh.fsdp=-1: the state itself is too large"
+            "--config.mesh.replica=1 --config.mesh.fsdp=-1: otherwise not even the state fits"
         )
     return advice
 

@@ -70,7 +70,7 @@ def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
 
 
 def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
-    """Return, for each number in DEVICES, the fastest mesh and micro batch and their step time."""
+    """Return the fastest mesh and micro batch, with the step time, for each number in DEVICES."""
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
 
@@ -104,7 +104,7 @@ def _cells(point: Choice, one: Choice, devices: int) -> str:
 
 
 def _linear_up_to(points: list[Choice]) -> int:
-    """Return the largest number of devices that keep 90 % of one device's samples/s each."""
+    """Return the largest number of devices that each reach 90 % of one device's samples/s."""
     return max(devices for devices in DEVICES if _efficiency(points, 1, devices) >= 0.9)
 
 

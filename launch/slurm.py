@@ -40,13 +40,13 @@ _TIMES = {
     r"(\d+)-(\d+):(\d+)": (86400, 3600, 60),
     r"(\d+)-(\d+):(\d+):(\d+)": (86400, 3600, 60, 1),
 }
-"""Forms of sbatch's time limit, with the seconds in a unit of each number."""
+"""Forms of sbatch's time limit: a regular expression, and the unit of each number in seconds."""
 _OPTIONS = {
     r"-a|--arr": "its tasks would share a workdir; use job.sweep, which gives each run its own",
     r"-t|--time(?!-)": "set job.slurm.time instead",
     r"--sig": "set job.slurm.grace instead",
 }
-"""Options of sbatch that a job cannot set in job.slurm.options, with advice."""
+"""Options that job.slurm.options must not hold: a regular expression, and advice for the error."""
 
 
 class Slurm(NamedTuple):
@@ -80,7 +80,8 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 def check(job: Job, slurm: Slurm, target: Target) -> None:
     """Raise ValueError if Slurm cannot start the job.
 
-    The job needs valid sbatch options, GPUs, and a workdir that is an absolute path or a URL.
+    The job needs valid sbatch options, a time limit longer than the grace period, GPUs, and a
+    workdir that is an absolute path or, if the command can write to buckets, a URL.
     """
     for option in slurm.options:
         if not option.startswith("-"):
@@ -108,9 +109,9 @@ def check(job: Job, slurm: Slurm, target: Target) -> None:
 
 
 def seconds(time: str) -> float:
-    """Return a time limit as sbatch reads it, in seconds; infinite if there is none.
+    """Convert a time limit in one of sbatch's forms to seconds; infinity means no limit.
 
-    Raises ValueError if the time has none of sbatch's forms.
+    Raises ValueError for other forms.
     """
     if time.lower() in ("", "infinite", "unlimited"):
         return math.inf

@@ -1,4 +1,4 @@
-"""Rendering of the Jinja templates in this folder: a manifest, a Slurm script and a page."""
+"""Rendering of the Jinja templates in this folder: manifest, Slurm script and docs/scaling.md."""
 
 import pathlib
 from typing import Any

@@ -38,7 +38,9 @@ OPTIONS: Options = {
 
 
 def choose(**values: Any) -> Choice:
-    """Convert option values, such as steps=20, to a Choice, whose fields are arguments of `load`.
+    """Convert option values, such as steps=20, to a Choice.
+
+    Its fields are the arguments `overrides`, `weights` and `guide` of `load`.
 
     Args:
         **values: Values keyed by option name, a key of OPTIONS.
@@ -64,7 +66,8 @@ def load(
         path: The run's workdir, the directory or the file.
         overrides: Values that replace those of the model's config, keyed by field, such as
             "sampler.steps"; `choose` makes them.
-        weights: For a run, the checkpoint and average to load. For a file, averaged or raw weights.
+        weights: For a run, the checkpoint and average to load. Otherwise, only whether to load the
+            averaged or the raw weights.
         guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
         file: Facts that a directory or a file may lack, such as what the UNet predicts.
         strength: For image-to-image, the share of the steps to run, in (0, 1].
@@ -108,7 +111,8 @@ def draw(
         The images. Image n depends only on its own prompt, seed, picture and mask.
 
     Raises:
-        ValueError: The numbers of prompts, seeds and images differ, or a size does not fit.
+        ValueError: The numbers of prompts, seeds and images differ, or the model cannot draw images
+            of this size.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
@@ -179,9 +183,9 @@ def card(model: Model) -> dict[str, Any]:
 def describe_guidance(model: Model) -> dict[str, Any]:
     """Return metadata on LoRA, the guiding model, and guidance settings other than the default."""
     s: settings.Sampler = model.settings.sampler
-    differs = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
-    differs |= {"guidance_high": s.guidance_high < float("inf")}
-    fields = {name: getattr(s, name) for name, shown in differs.items() if shown}
+    is_changed = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
+    is_changed |= {"guidance_high": s.guidance_high < float("inf")}
+    fields = {name: getattr(s, name) for name, changed in is_changed.items() if changed}
     return fields | ({"guide": model.guide} if model.guide else {}) | dict(model.lora)
 
 

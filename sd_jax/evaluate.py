@@ -15,17 +15,17 @@ are saved after each batch, so that the same command continues an interrupted sw
 Several models, trained here or elsewhere, can share one figure with a curve each:
 
     python -m sd_jax.evaluate --workdir=runs/sd1_256 --model=weights/sd-v1-5 \\
-        --model=weights/sd-v2-0-base --size=256 --out=runs/beside ...
+        --model=weights/sd-v2-0-base --size=256 --out=runs/comparison ...
 
 Each model draws images of its own size. A run uses the sampler of its config, and a diffusers
 directory uses its scheduler, unless --sampler, --steps or --grid is given. --size resizes the
 images before they are scored.
 
-The results are written to WORKDIR/evaluation/NAME. WORKDIR is --out or, by default, that of the
-first run. The files are sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a sheet
-of images for each guidance scale, and scores/ with a metadata card for each score. The scores are
-also written to the run's metrics, and WORKDIR/report.html shows everything on one page (to compare
-with MLPerf's reference runs: python -m diffusion_jax.report WORKDIR --rcp).
+The results are written to WORKDIR/evaluation/NAME. WORKDIR is --out or, by default, the workdir of
+the first run. The files are sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a
+sheet of images for each guidance scale, and scores/ with a metadata card for each score. The scores
+are also written to the run's metrics, and WORKDIR/report.html shows everything on one page (to
+compare with MLPerf's reference runs: python -m diffusion_jax.report WORKDIR --rcp).
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,12 +98,12 @@ def _subject(
 ) -> Subject:
     height, width = model.settings.output_shape
     if height != width:
-        raise ValueError(f"{model.workdir} draws {width}x{height}: only squares are scored")
+        raise ValueError(f"{model.workdir} draws {width}x{height}: evaluation needs square images")
 
     def describe(model: Model) -> dict[str, Any]:
         s = model.settings.sampler
-        of = {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
-        return {**described, **of, **drawing.describe_grid(s), **drawing.describe_guidance(model)}
+        card = {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
+        return {**described, **card, **drawing.describe_grid(s), **drawing.describe_guidance(model)}
 
     name, sizes = files.path(model.workdir).name, (height, height)
     overrides = [[options.changes(drawing.OPTIONS, values)] for values in points]
@@ -138,7 +138,9 @@ if __name__ == "__main__":
             )
         file_flags.check_unused(bool(_MODEL.value), _FILE())
         if not _WORKDIR.value and not flags.FLAGS.out:
-            raise ValueError("--model has no workdir: name the folder for the files, --out=PATH")
+            raise ValueError(
+                "--model has no workdir: give a folder for the results with --out=FOLDER"
+            )
         if len(weights) > 1:
             raise ValueError("give --ema and --checkpoint once, with commas between several values")
         points = [values for (values,) in option_flags.points(drawing.OPTIONS, _OPTIONS, 1)]

@@ -18,7 +18,7 @@ def check_unused(is_file: bool, file: File) -> None:
     """
     if not is_file and any(value is not None for value in file):
         raise ValueError(
-            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --model"
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora need --model"
         )
 
 
@@ -34,15 +34,18 @@ def define() -> Callable[[], File]:
         ),
         flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE."),
         flags.DEFINE_integer(
-            "norm_groups", None, "Groups of the norms of --model=FILE; 16 for MLPerf's."
+            "norm_groups", None, "Number of groups of the norms of --model=FILE; 16 for MLPerf's."
         ),
         flags.DEFINE_enum(
-            "dtype", None, dtypes, "The arithmetic of --model; by default float32 on CPUs."
+            "dtype",
+            None,
+            dtypes,
+            "Dtype in which --model computes; default: bfloat16, or float32 on CPUs.",
         ),
         flags.DEFINE_string(
             "config",
             None,
-            "LDM's yaml of --model=FILE; gives the number of heads if the file does not.",
+            "LDM's yaml config of --model=FILE, for the number of heads if the file lacks it.",
         ),
         flags.DEFINE_multi_string(
             "lora", None, "A LoRA to merge into --model, FILE or FILE:STRENGTH; may be repeated."

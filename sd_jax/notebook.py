@@ -33,7 +33,9 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
     """
     model = drawing.load(path, *drawing.choose(**values), file=file)
     card = lambda models: drawing.card(models[0])
-    return Loaded([model], [values], System(drawing.OPTIONS, _draw, _tokenize, card))
+    return Loaded(
+        [model], [values], System(drawing.OPTIONS, _draw, _tokenize, card, any_shape=True)
+    )
 
 
 def _draw(
@@ -41,8 +43,8 @@ def _draw(
 ) -> Any:
     if inputs.low_res is not None:
         raise ValueError(
-            "Stable Diffusion enlarges no picture by itself: draw over it, at a larger height and "
-            "width"
+            "Stable Diffusion has no stage that enlarges pictures: draw over the picture instead, "
+            "at a larger height and width"
         )
     height, width = models[0].settings.output_shape
     over = inputs.over.at((width, height), len(prompts)) if inputs.over else {}

@@ -27,7 +27,7 @@ from absl import app, flags, logging
 from jaxtyping import Float, UInt8
 
 from diffusion_jax import cli, engines
-from diffusion_jax.data import sources
+from diffusion_jax.data import aspect_buckets, sources
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import moments as encode_moments
@@ -74,7 +74,7 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
         work: How to divide the work; `work.batch` is the number of images per device.
 
     Raises:
-        ValueError, OSError: The data cannot be encoded to moments, or `out` holds other moments.
+        ValueError, OSError: The data cannot be encoded as moments, or `out` holds other moments.
     """
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(
@@ -88,17 +88,22 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
         )
     encoder = Encoder(s)
     pictures = sources.open_pictures(s.data, s.latents.image_size)
-    work = work._replace(batch=work.batch * jax.local_device_count())
+    work = work._replace(
+        batch=work.batch * jax.local_device_count(),
+        buckets=aspect_buckets.sort(pictures, s.data.aspect_buckets)
+        if s.data.aspect_buckets
+        else None,
+    )
     return encode_moments.run(pictures, encoder, out, encoder.identity, work)
 
 
 class Encoder(engines.Portable):
-    """Encoder of the VAE with the weights of a config, on the devices of this process."""
+    """The VAE's encoder, with the weights that a config names, on the devices of this process."""
 
     def __init__(self, s: Settings):
-        """Read the VAE's weights, and describe in `identity` everything that moments depend on."""
+        """Read the VAE's weights, and set `identity` to the manifest of the moments."""
         vae_params = read_vae(s.vae_weights, s.vae)
-        self.identity = made_by(s.latents, vae_params)
+        self.identity = made_by(s, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
         self._encode = make_encode(s, vae_params, mesh)
         engines.made_by(self, Encoder, s)
@@ -112,7 +117,7 @@ def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_mom
 
     It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z].
     """
-    where = sharding.batch_sharding(mesh)
+    split = sharding.batch_sharding(mesh)
     params = sharding.place_all(vae_params, mesh, task.RULES)
 
     @jax.jit
@@ -121,7 +126,7 @@ def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_mom
         return s.vae.apply(params, pixels, method="encode")
 
     run = announced(program, "the VAE's encoder")
-    return lambda images: np.asarray(run(params, sharding.place(images, where)))
+    return lambda images: np.asarray(run(params, sharding.place(images, split)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Download the data of the MLPerf benchmark, or prepare them from the sources (docs/mlperf.md).
+"""Download the data of the MLPerf benchmark, or prepare them from their sources (docs/mlperf.md).
 
     python -m sd_jax.prepare mlperf --out=mlperf
     python -m sd_jax.prepare laion --metadata=laion/metadata --out=laion/licensed
@@ -41,8 +41,8 @@ def _mlperf(options: argparse.Namespace) -> None:
             absent = len(download.missing(out / name, hashes))
             print(f"would fetch {absent:,} of {len(hashes):,} files from {base} to {out / name}")
             continue
-        how = {"threads": options.threads, "verify": options.verify}
-        count = download.download(name, out, options.source, **how)
+        threads, verify = options.threads, options.verify
+        count = download.download(name, out, options.source, threads=threads, verify=verify)
         print(f"{out / name}: {count:,} files, all with the right hash")
     if download.CLIP in options.sets and not options.dry_run:
         download.fetch_tokenizer(out)
@@ -95,7 +95,7 @@ def _images(options: argparse.Namespace) -> None:
 
 
 def _out(options: argparse.Namespace, folder: files.Path) -> pathlib.Path:
-    """Return the output folder; raise ValueError if it is not writable, except in a dry run."""
+    """Return the output folder. Raises ValueError if it is not writable, except in a dry run."""
     return files.path(folder) if options.dry_run else files.folder(folder, "--out")
 
 
@@ -116,13 +116,13 @@ def _parser() -> argparse.ArgumentParser:
     arg = add("mlperf", _mlperf, "Fetch the files that MLCommons publishes, and check the hashes.")
     arg("--out", required=True, help="folder to write to; each set gets a subfolder")
     arg("--sets", nargs="+", choices=[*download.SETS], default=[*download.SETS], metavar="SET",
-        help=f"some of {', '.join(download.SETS)}; default: all")  # fmt: skip
+        help=f"sets to fetch, from {', '.join(download.SETS)}; default: all")  # fmt: skip
     arg(
         "--source",
         default=download.SOURCE,
         help="URL of the file lists, such as a mirror's; gs:// and s3:// work too",
     )
-    arg("--threads", type=int, default=4, help="files fetched at once")
+    arg("--threads", type=int, default=4, help="number of files to download at once")
     arg("--verify", action="store_true", help="check the hashes of existing files again")
 
     arg = add("laion", _laion, "Keep the rows of LAION-400M's tables that have a licence.")
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     arg("--captions", required=True, help="the table of captions")
     arg("--images", required=True, help="val2014.zip, or the folder that it unpacks to")
     arg("--out", required=True, help="folder for the images")
-    arg("--threads", type=int, default=8)
+    arg("--threads", type=int, default=8, help="number of images to resize at once")
     return parser
 
 

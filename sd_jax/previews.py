@@ -1,4 +1,4 @@
-"""Previews of latents during sampling: images in approximately the colours of the decoded ones."""
+"""Previews during sampling: small RGB images that approximate the colours of decoded latents."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ Each argument is a file of mllog lines, written by any program, or a folder with
 workdir of sd_jax.mlperf) or result_*.txt (a submission). For each run the command prints the
 samples to target, the number of training images when it met the targets. It also prints the mean
 without the fastest and slowest run, MLPerf's verdict (ruleset 5.0.0), and FID and CLIP score beside
-the curves of the reference. --out names a folder for fid.png and clip.png. The exit code is 1 if
+those of the reference runs. --out names a folder for fid.png and clip.png. The exit code is 1 if
 the verdict is FAIL.
 
     python -m sd_jax.rcp runs/mlperf/* --package=submission --system=our_system.json
@@ -16,7 +16,8 @@ logs, the code, and the system's description (from the logs, the manifests and t
 
     python -m sd_jax.rcp runs/*/* --tables
 
-prints only Markdown tables of convergence and mean scores by batch size, for any batch sizes.
+prints only Markdown tables of convergence and mean scores by batch size. Here the runs may differ
+in batch size.
 """
 
 import pathlib
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> None:
 
 
 def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None) -> None:
-    """Write a submission from the logs of its runs, and print what it still lacks.
+    """Write a submission from the logs of benchmark runs, and print what it still lacks.
 
     Args:
         out: The folder to write to.

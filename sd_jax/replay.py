@@ -5,18 +5,19 @@
 The command continues from the nearest checkpoint before the step, or from the initial weights if
 there is none, with the run's data and noise. On the same devices with the same versions, each
 metric is equal to metrics.jsonl to the last bit. Otherwise the report names the metrics that
-differ, and what has changed since: versions, devices, the commit or the config. If these are equal,
-the data have changed. Exit code 0: equal, or not logged; 1: different; 2: the step cannot be
-rebuilt, because the data are gone or their number has changed, or the checkpoints are damaged.
+differ, and what has changed since: versions, devices, the commit or the config. If none of these
+has changed, probably the data or the initial weights have. The exit code is 0 if all metrics are
+equal or the log does not cover the step, 1 if some differ, and 2 if the step cannot be rebuilt, for
+example because the data are gone or all checkpoints are damaged.
 
 The report shows the loss and noise level of each example (not for autoencoders) and the gradient
 norm of each module. It is written to WORKDIR/replay/step_N.json. step_N.png shows the pictures as
-they were fed in, cropped and mirrored, those with the largest losses first; for training on
-moments, it shows what the VAE decodes from their means. Nothing else in the workdir changes, so a
+the network saw them, cropped and mirrored, with the largest losses first. For training on moments,
+it shows the images that the VAE decodes from the means. Nothing else in the workdir changes, so a
 run in progress can be replayed.
 
-A line of metrics.jsonl is a mean over log_every steps. All of them are replayed, also those after
-the step.
+A line of metrics.jsonl is a mean over log_every steps. The command replays all steps of the line
+that covers --step.
 """
 
 from typing import Any

@@ -51,9 +51,12 @@ _OPTIONS = option_flags.define(drawing.OPTIONS)
 _FILE = file_flags.define()
 _PICTURES = pictures.define()
 _STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
-_BATCH = flags.DEFINE_integer("batch_size", None, "Images drawn at once.", lower_bound=1)
+_BATCH = flags.DEFINE_integer(
+    "batch_size", None, "Number of images to draw at once.", lower_bound=1
+)
 _PREVIEW = flags.DEFINE_integer(
-    "preview_every", 0, "Steps between updates of preview.png, a picture of the drawing; 0: never.",
+    "preview_every", 0,
+    "Steps between updates of preview.png, which shows the unfinished images; 0: never.",
     lower_bound=0,
 )  # fmt: skip
 

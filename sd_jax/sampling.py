@@ -23,9 +23,9 @@ _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB o
 
 
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
-    """Return a function that draws a batch of images, to be the field `sample` of a Task.
+    """Return a function that draws a batch of images, for the field `sample` of a Task.
 
-    `p` and the other arguments are those of make_begin.
+    The arguments are those of make_begin.
     """
     return samplers.make_sample(make_begin(p, *arguments, **named), p.sampler)
 
@@ -36,19 +36,20 @@ def make_begin(
     preview: Preview | None = None,
     guide: Settings | None = None,
 ) -> samplers.Begin:
-    """Return a function that prepares the sampler's arguments, to be the field `begin` of a Task.
+    """Return a function that prepares the sampler's arguments, for the field `begin` of a Task.
 
-    The argument `frozen` of that function holds the weights of the text encoder and the VAE at
-    "text" and "vae", and those of a guiding model at "guide". Its argument `batch` holds the tokens
-    that `prompts` returns. To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3]. For
+    The argument `frozen` of that function holds the weights of the text encoder at "text", of the
+    VAE at "vae", and of a guiding model at "guide". Its argument `batch` holds the tokens that
+    `prompts` returns. To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3]. For
     inpainting, it also holds "mask" [B, H, W], which is True at the pixels to redraw (see
     diffusion.editing).
 
     Args:
-        p: The model's settings; p.strength is the share of the steps that editing runs.
+        p: The model's settings. When pictures are edited, p.strength is the share of the steps to
+            run.
         encoder: The text encoder.
-        preview: Called on the host at each evaluation of the denoiser, with small RGB images of x0,
-            which have the height and width of the latents, and the noise level. None for no
+        preview: Called on the host at each evaluation of the denoiser, with RGB images of x0 and
+            the noise level. The images have the height and width of the latents. None for no
             previews.
         guide: The settings of a second model that guides this one; None for no such model.
     """
@@ -114,7 +115,7 @@ def _denoiser_of(
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
     """Return a sampling batch: the tokens of texts and of their negative prompts.
 
-    `negative` is one negative prompt for all texts, or one for each text. The names of its tokens
+    `negative` is one negative prompt for all texts, or one for each text. The keys of its tokens
     start with "negative_".
     """
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
@@ -130,5 +131,5 @@ def attended(
     The context is padded with zeros to conditioning.pad_to tokens.
     """
     text = encoder.encode(frozen["text"], dict(batch))[0]
-    more = max(0, p.conditioning.pad_to - text.shape[1])
-    return jnp.pad(text, ((0, 0), (0, more), (0, 0)))
+    padding = max(0, p.conditioning.pad_to - text.shape[1])
+    return jnp.pad(text, ((0, 0), (0, padding), (0, 0)))

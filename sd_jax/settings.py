@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import ranges, settings
+from diffusion_jax.config import ranges, settings, shapes
 from diffusion_jax.config.settings import (
     MOMENTS,
     Data,
@@ -47,22 +47,22 @@ class Latents(NamedTuple):
     image_size: ranges.Side
     """Side of the square training images in pixels."""
     scale: ranges.Positive = vae_module.SCALE
-    """The factor that gives the latents a standard deviation of 1: one over that of the VAE's
-    samples, which `python -m sd_jax.train_vae` logs as latent_std."""
+    """The factor that scales the latents to a standard deviation of 1: the inverse of the standard
+    deviation of VAE samples, which `python -m sd_jax.train_vae` logs as latent_std."""
     pixels: Annotated[str, PIXELS] = "symmetric"
     """Range of the pixels that the VAE encodes: "symmetric" for [-1, 1], as in the VAE's training,
     or "unit" for [0, 1], as in MLPerf's published moments."""
 
 
 class Conditioning(NamedTuple):
-    """The text that the UNet sees. Read by sd_jax/task.py and sd_jax/sampling.py."""
+    """How texts are dropped and padded. Read by sd_jax/task.py and sd_jax/sampling.py."""
 
     drop_to: Annotated[str, DROP_TO] = "empty"
-    """What replaces a dropped text in training: the embeddings of the empty text ("empty"), as in
-    drawing, or zeros ("zeros"), as in NeMo."""
+    """What replaces a dropped text in training: the embeddings of the empty text ("empty"), which
+    guidance uses by default, or zeros ("zeros"), as in NeMo."""
     pad_to: ranges.Amount = 0
-    """Number of tokens to which the text is extended by zeros (NeMo extends CLIP's 77 to 80); 0 for
-    none."""
+    """Number of tokens to which the text is padded with zeros (NeMo pads CLIP's 77 tokens to 80); 0
+    for no padding."""
 
 
 class Diffusion(NamedTuple):
@@ -73,12 +73,12 @@ class Diffusion(NamedTuple):
 
     predicts: PrecondName = "eps"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss is measured on it."""
+    "flow" for rectified flow), or EDM's target ("edm"). The loss is computed on it."""
     offset_noise: ranges.Share = 0.0
     """The strength of offset noise, one random shift of each channel of the latents. It helps a
     model to draw very dark and very bright images; 0 for none."""
     min_snr: ranges.Scale = 0.0
-    """The largest signal-to-noise ratio that counts in the weight "min_snr" (Hang et al. 2023
+    """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
     use 5). 0 leaves the loss unweighted."""
     noise: NoiseName = "scaled_linear"
     """How noise levels are drawn in training: EDM's "lognormal", rectified flow ("logit_normal",
@@ -127,19 +127,20 @@ class Sampler(NamedTuple):
     Other samplers ignore it."""
     grid: GridName = ""
     """How the steps are spaced, by time ("ldm", "even", "leading", "trailing", "linspace") or by
-    noise level ("karras", "exponential"); "" for the default of the noise and the sampler."""
+    noise level ("karras", "exponential"); "" for the noise schedule's or the sampler's default."""
     end: EndName = ""
     """Where the last step ends: without noise ("zero"), or at the smallest noise level
-    ("sigma_min"); "" for the default of the noise and the sampler."""
+    ("sigma_min"); "" for the noise schedule's or the sampler's default."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The timestep at which the last step of the grid "leading" starts, for tables of noise levels.
-    Other grids ignore it."""
+    """The timestep at which the last step of the grid "leading" starts, if the noise schedule is a
+    table of levels. Other grids ignore it."""
     sigma_min: _Level = 0.0
     """The smallest noise level above 0 of the grids "karras" and "exponential"; 0 for the smallest
-    one of the noise. Other grids ignore it."""
+    level of the training noise. Other grids ignore it."""
     sigma_max: _Level = 0.0
-    """The noise level at which the grids "karras" and "exponential" start; 0 for the largest one of
-    the noise. It also limits the levels of the grids "leading", "trailing" and "linspace"."""
+    """The noise level at which the grids "karras" and "exponential" start; 0 for the largest level
+    of the training noise. It also limits the levels of the grids "leading", "trailing" and
+    "linspace"."""
     rho: ranges.Positive = 7.0
     """How closely the grid "karras" spaces small noise levels (Karras et al. 2022, equation 5).
     Larger values take more small steps at the end. Other grids ignore it."""
@@ -214,6 +215,11 @@ class Settings(NamedTuple):
         return Pipeline(self.unet, self.vae, *groups)
 
     @property
+    def crop_sides(self) -> tuple[int, int]:
+        """Side of the training squares, and a divisor of all sides of aspect buckets, in pixels."""
+        return self.latents.image_size, size_unit(self.pipeline)
+
+    @property
     def output_size(self) -> int:
         """Side in pixels of the images that evaluation scores.
 
@@ -222,7 +228,7 @@ class Settings(NamedTuple):
         height, width = self.pipeline.output_shape
         if height != width:
             raise ValueError(
-                f"sampler.height is {height} and sampler.width is {width}: only squares are scored"
+                f"sampler.height is {height}, sampler.width {width}: evaluation needs square images"
             )
         return height
 
@@ -230,7 +236,7 @@ class Settings(NamedTuple):
 class Reconstruction(NamedTuple):
     """Settings of an autoencoder's loss: image distance plus `kl` times KL(posterior || N(0, 1)).
 
-    Both are divided by the number of values in the images, so that `kl` is LDM's kl_weight.
+    Both terms are divided by the number of values in an image, so that `kl` is LDM's kl_weight.
     Read by sd_jax/train_vae.py.
     """
 
@@ -249,12 +255,17 @@ class AutoencoderSettings(NamedTuple):
     run: Run
     vae: VAE
     vae_weights: str
-    """The VAE's initial weights; "" for random weights."""
+    """The VAE's initial weights: a workdir, a file or a diffusers folder; "" for random weights."""
     reconstruction: Reconstruction
     optimizer: Optimizer
     mesh: MeshShape
     log: Log
     data: Data
+
+    @property
+    def crop_sides(self) -> tuple[int, int]:
+        """Side of the training squares, and a divisor of all sides of aspect buckets, in pixels."""
+        return self.reconstruction.image_size, vae_module.factor(self.vae)
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
@@ -286,6 +297,7 @@ def check(s: Settings) -> None:
     check_pipeline(s.pipeline)
     _check_text(s)
     _check_data(s)
+    shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=s.data.resize)
 
 
 def check_pipeline(p: Pipeline) -> None:
@@ -312,18 +324,22 @@ def check_pipeline(p: Pipeline) -> None:
         )
 
 
+def size_unit(p: Pipeline) -> int:
+    """Return the number of pixels that must divide the height and width of images."""
+    return vae_module.factor(p.vae) * 2 ** (len(p.unet.channel_mult) - 1)
+
+
 def check_size(p: Pipeline, field: str, size: int) -> None:
     """Raise ValueError if images with a side of `size` pixels do not fit the VAE and the UNet.
 
     The size must be a multiple of f * 2^n, where f is the VAE's downsampling factor and n is the
     number of downsampling layers of the UNet. `field` is the name of the size in the message.
     """
-    factor, halvings = vae_module.factor(p.vae), len(p.unet.channel_mult) - 1
-    unit = factor * 2**halvings
+    factor, unit = vae_module.factor(p.vae), size_unit(p)
     if size < unit or size % unit:
         raise ValueError(
             f"{field} is {size}: it must be a multiple of {unit}, since latents are {factor} times "
-            f"smaller and the UNet halves them {halvings} times"
+            f"smaller and the UNet halves them {len(p.unet.channel_mult) - 1} times"
         )
 
 
@@ -351,8 +367,13 @@ def _check_data(s: Settings) -> None:
     elif s.data.flip or s.data.crop != "center" or s.data.resize:
         raise ValueError(
             "data.flip, data.crop or data.resize is set, but moments are of whole images: set "
-            "data.flip=False, data.crop=center and data.resize=0 (set data.resize when the moments "
-            "are computed)"
+            "data.flip=False, data.crop=center and data.resize=0; to resize the images, give "
+            "--config.data.resize to sd_jax.precache"
+        )
+    elif s.data.aspect_buckets and s.data.heldout:
+        raise ValueError(
+            f"data.heldout is {s.data.heldout}, but the held-out loss needs square images, and "
+            "moments in data.aspect_buckets are not square: set data.heldout to 0"
         )
     elif draws and not s.vae_weights:
         raise ValueError(
@@ -365,9 +386,10 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
     """Raise ValueError if the settings of an autoencoder config contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     vae_module.check(s.vae)
-    size, unit = s.reconstruction.image_size, vae_module.factor(s.vae)
+    size, unit = s.crop_sides
     if size < unit or size % unit:
         raise ValueError(f"reconstruction.image_size is {size}: it must be a multiple of {unit}")
+    shapes.check(s.data.aspect_buckets, size, unit, resize=s.data.resize)
     if uses_moments(s.data):
         raise ValueError("data.source is 'moments': an autoencoder is trained on images")
 

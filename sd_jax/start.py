@@ -1,10 +1,10 @@
-"""Write configs of a small latent diffusion model that trains on your own pictures.
+"""Write configs for training a small latent diffusion model on your own pictures.
 
     python -m sd_jax.start --data=PHOTOS [--hours=2] [--out=configs/mine.py] [--vae=FOLDER]
 
 The command works like imagen_jax.start, whose --help describes PHOTOS. --vae names a trained VAE: a
-diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Without --vae, the first
-quarter of the time is for training an autoencoder on these pictures.
+diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Without --vae, an
+autoencoder is trained on these pictures first, in a quarter of the time.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels")
 
 
 def candidates() -> list[Candidate]:
-    """Return the only model to choose from: a UNet with the VAE of --vae, or with a new VAE.
+    """Return the only candidate: a UNet with the VAE of --vae.
 
-    A new VAE is trained first, as a stage of its own.
+    Without --vae, the candidate first trains a VAE, as a stage of its own.
     """
     unet = Stage("sd64_11m", "", "sd_jax.train", train.prepare)
     if _VAE.value:

@@ -79,7 +79,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         return minimised, loss_by_noise_level(losses, sigma)
 
     def velocity_networks(params, frozen, batch):
-        """Return MeanFlow's network, and the same network without a gradient of its weights."""
+        """Return MeanFlow's network, and the same network with stop_gradient on its weights."""
         text, without = attended(s.pipeline, encoder, frozen, batch), jnp.zeros(())
         if s.conditioning.drop_to == "empty":
             tokens = {name: jnp.asarray(row) for name, row in empty.items()}
@@ -121,7 +121,8 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
     """Return a Task and a batch of one blank image (or moments), to trace a training step.
 
-    The Task holds shapes in place of the VAE's weights. The batch holds no tokens.
+    The Task holds the shapes of the VAE's weights instead of the weights, or None for training on
+    moments. The batch holds no tokens.
     """
     vae, side = s.vae, s.latents.image_size
     small = side // vae_module.factor(vae)
@@ -150,5 +151,5 @@ def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
         empty: The tokens of one empty prompt.
         keep: False for each text to drop, [B].
     """
-    where = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
-    return {name: jnp.where(where(name), batch[name], row) for name, row in empty.items()}
+    condition = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
+    return {name: jnp.where(condition(name), batch[name], row) for name, row in empty.items()}

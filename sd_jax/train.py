@@ -20,8 +20,6 @@ continues exactly from the last checkpoint. SIGTERM saves a checkpoint and exits
 
 from typing import Any
 
-import numpy as np
-
 from diffusion_jax import finetune
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
@@ -34,7 +32,7 @@ from diffusion_jax.train.command import command
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling
 from sd_jax import vae as vae_module
-from sd_jax.settings import Latents, Settings, read_settings, uses_moments
+from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.task import make_task
 from sd_jax.weights.initial import read_unet, read_vae
 
@@ -45,7 +43,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     Raises:
         ValueError, OSError: An input is missing or does not fit the settings.
     """
-    # The text encoder, the VAE's weights and the data, of which this process reads its own rows.
+    # The text encoder, the VAE's weights and the data. Each process reads only its own rows.
     encoder = lookup.open_encoder(s.text)
     vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
     batches = open_batches(s, encoder, vae_params, mesh)
@@ -80,17 +78,23 @@ def open_batches(
         pictures = sources.open_pictures(s.data, s.latents.image_size)
         return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
     for path in [part[2] for part in s.data.mixture] or [s.data.path]:
-        moments.check_manifest(path, made_by(s.latents, vae_params))
+        moments.check_manifest(path, made_by(s, vae_params))
     side = s.latents.image_size // vae_module.factor(s.vae)
     shape = (side, side, 2 * s.vae.latent_channels)
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
-    pictures.read(np.arange(1))  # Raise an error for another shape before compiling.
-    return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
+    batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
+    batches.example()  # Raise an error for another shape before compiling.
+    return batches
 
 
-def made_by(latents: Latents, vae_params: Any) -> dict[str, Any]:
-    """Return the manifest of VAE moments: the settings and a digest of the VAE that made them."""
+def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
+    """Return the manifest of VAE moments: the settings and the VAE that they depend on.
+
+    The VAE is identified by a digest of its weights; without `vae_params` there is no digest.
+    """
+    latents = s.latents
     identity = {"image_size": latents.image_size, "scale": latents.scale, "pixels": latents.pixels}
+    identity["buckets"] = [list(shape) for shape in s.data.aspect_buckets] or None
     return identity | ({"vae": pretrained.digest(vae_params)} if vae_params else {})
 
 

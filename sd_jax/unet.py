@@ -36,10 +36,10 @@ class UNet(nn.Module):
     """Stable Diffusion's UNet. The defaults are those of 2.0."""
 
     width: Width = 320
-    """Number of channels of the first convolution, which `channel_mult` multiplies."""
+    """Number of channels of the first convolution; `channel_mult` multiplies this number."""
     channel_mult: Multiples = (1, 2, 4, 4)
-    """Number of channels of each level, in multiples of `width`. Each level has half of the
-    resolution of the level before."""
+    """Number of channels of each level, in multiples of `width`. Each level halves the
+    resolution."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2
     """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (0, 1, 2)

@@ -25,7 +25,7 @@ from diffusion_jax.nn.layers import GroupNorm, conv, dense
 SCALE = 0.18215
 """1 / standard deviation of the latents: the UNet's latents are SCALE times a VAE sample."""
 Moments = Float[Array, "B h w _"]
-"""The posterior of images: Z channels of means, then Z channels of log variances."""
+"""Parameters of the posterior q(z | image): Z channels of means, then Z of log variances."""
 Latents = Float[Array, "B h w Z"]
 
 
@@ -33,10 +33,10 @@ class VAE(nn.Module):
     """The autoencoder of Stable Diffusion, which maps images to latents and back."""
 
     width: Width = 128
-    """Number of channels of the first convolution, which `channel_mult` multiplies."""
+    """Number of channels of the first convolution; `channel_mult` multiplies this number."""
     channel_mult: Multiples = (1, 2, 4, 4)
-    """Number of channels of each level, in multiples of `width`. Each level has half of the
-    resolution of the level before."""
+    """Number of channels of each level, in multiples of `width`. Each level halves the
+    resolution."""
     num_res_blocks: Count = 2
     """Number of residual blocks of each level of the encoder; the decoder has one more."""
     latent_channels: Count = 4
@@ -45,7 +45,7 @@ class VAE(nn.Module):
     """The dtype of activations; weights are float32."""
 
     def setup(self) -> None:
-        """Define encoder and decoder; their parameters are params["encoder"] and ["decoder"]."""
+        """Define the submodules, whose parameters have the keys "encoder" and "decoder"."""
         shape = (self.width, self.channel_mult, self.num_res_blocks)
         self.encoder = Encoder(*shape, self.latent_channels, self.dtype)
         self.decoder = Decoder(*shape, self.dtype)
@@ -159,7 +159,7 @@ class Attention(nn.Module):
     """Self-attention over pixels with one head, for `query_chunk` queries at a time."""
 
     query_chunk: int = 4096
-    """Number of queries at a time; memory grows with this times the number of pixels / 64."""
+    """Number of queries at a time. Memory grows with query_chunk times the number of keys, H W."""
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -210,8 +210,8 @@ def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int)
     """Decode latents `z` in slices of at most `at_once` images per device, to save memory.
 
     Together with Attention.query_chunk, this decodes large images without splitting them into
-    tiles, and hence without seams. Consecutive rows of z must be on the same device, as in a batch
-    sharded over a mesh.
+    tiles, and hence without seams. If `z` is sharded, each device must hold consecutive rows, as in
+    a batch sharded over a mesh.
     """
     devices = math.gcd(len(z), jax.device_count())
     per_device = len(z) // devices

@@ -19,7 +19,7 @@ from sd_jax.notebook import load
 
 
 def open_model(stages: Sequence[str], values: Values) -> Loaded:
-    """Open the model to draw with, given its workdir and values of options.
+    """Open the model in the workdir `stages[0]`, to draw with the given option values.
 
     Raises:
         ValueError: `stages` has several workdirs, but Stable Diffusion has no cascades.

@@ -9,7 +9,7 @@ import urllib.request
 from tests.imagen_jax import commands
 
 PROMPT = "a red seven on gray paper"
-PATIENCE = 240_000  # Milliseconds, for what compiles.
+PATIENCE = 60_000  # Milliseconds, for what compiles.
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def opened(browser, address, **size):
     page.on("request", lambda request: errors.append(request.url) if not (
         request.url.startswith((address, "data:"))) else None)  # fmt: skip
     page.goto(address)
-    page.locator("#field-steps").wait_for()
+    page.locator("#field-steps").wait_for(state="attached")  # A cascade's is hidden.
     yield page
     context.close()
     assert errors == []
@@ -71,9 +71,19 @@ def files(page, selector):
 
 
 def of_command(page, out, *more):
-    """The pictures that the command of an open picture draws, by their names."""
+    """The pictures that the command of an open picture draws, by their names.
+
+    The command reads the files that the page offers, such as image.png, from the folder `out`.
+    """
     words = shlex.split(page.locator("dialog pre").inner_text())
     assert words[:2] == ["python", "-m"]
+    out.mkdir(exist_ok=True)
+    for link in ("save-image", "save-mask"):
+        address = page.locator(f"#{link}").get_attribute("href")
+        if address and not page.locator(f"#{link}").evaluate("link => link.hidden"):
+            name = link.removeprefix("save-") + ".png"
+            (out / name).write_bytes(urllib.request.urlopen(address).read())
+            words = [word.replace(f"={name}", f"={out / name}") for word in words]
     ended = commands.run(words[2], *words[3:], *more, f"--out={out}", devices=1)
     assert ended.code == 0, ended.err
     return {path.name: path.read_bytes() for path in out.glob("seed_*.png")}

@@ -127,10 +127,10 @@ sample --prompt=a --num_images=0 | num_images
 sample --embeddings=D/none.npy | the text encoder 'hashed' needs --prompt=TEXT
 sample --prompt=a --mask=D/wide.png | --mask=D/wide.png needs a picture: give --image
 sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
-sample --prompt=a --image=D/wide.png | the picture is 4x3: cut a square out of it
+sample --prompt=a --image=D/wide.png | the picture is 4x3: crop it to a square
 sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it must be from 0 to 1
 sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
-sd_sample --prompt=a --lora=D/none | --config and --lora are for --model
+sd_sample --prompt=a --lora=D/none | --config and --lora need --model
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
 train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the model to adapt
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
@@ -160,8 +160,8 @@ report D/metrics | D/metrics/metrics.jsonl, line 2 is damaged: '{"step": '
 report D/none | D/none holds neither metrics.jsonl nor evaluation/*/sweep.csv
 plan --target=h10:8 | h10
 plan --target=h100:8 --mfu=0 | --mfu=0.0: it must be above 0 and at most 1
-train --config.sampler.guiding=cfg_pp --config.sampler.name=restart | is 'cfg_pp' and sampler
-train --config.sampler.guiding=cfg_pp --config.sampler.name=heun(churn=3) | is 'cfg_pp' and sampler
+train --config.sampler.guiding=cfg_pp --config.sampler.name=restart | is 'cfg_pp', but cfg_pp cannot
+train --config.sampler.guiding=cfg_pp --config.sampler.name=heun(churn=3) | is 'cfg_pp', but cfg_pp
 sample --prompt=a --guiding=cfg_pp --sampler=restart | choose ddim or euler, or heun
 sample --prompt=a --guiding=cfg_pp --sampler=heun(churn=5) | choose ddim or euler, or heun
 sd_sample --prompt=a --guiding=cfg_pp --sampler=restart | choose ddim or euler, or heun
@@ -202,8 +202,8 @@ start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: name a folder
 start --data=D/empty | no images in D/empty: looked for jpg
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
-start --data=D/bare.tar | no captions in D/bare.tar, whose members have the suffixes png: set --text
-start --data=D/table.parquet | image columns: none: set data.text
+start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
+start --data=D/table.parquet | (image columns: none): choose a table
 start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no .json:caption
 start --data=D/images --text=npy | --text=npy names embeddings, but this command needs captions
@@ -219,7 +219,7 @@ sd_start --vae=D/none | D/none
 train --config=configs/quickstart.py:7 | configs/quickstart.py: TypeError: get_config() takes 0
 train --config=D/two.py | D/two.py: TypeError: get_config() missing 2 required positional arguments
 train --config=D/value.py | D/value.py, line 2: ValueError: a\\x1b[31mred
-train --config.batch_size=100000000 | the step does not fit: 4
+train --config.batch_size=100000000 | a training step needs about 4
 train --config.unet.channel_mult=(1000000000,) | unet.channel_mult is (1000000000,): it must be from
 train --config.unet.embed_dim=1000000000 | unet.embed_dim is 1000000000: it must be from 1 to 65536
 train --config.unet.image_size=1000000 | unet.image_size is 1000000: it must be from 1 to 16384
@@ -324,6 +324,6 @@ def test_words_that_are_not_read_are_counted_and_drawn_without(files, tmp_path, 
         "--rehearse", devices=1,
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    assert bool(lost) == bool(re.search(r"1 of 1 texts are cut off", ended.err)), ended.err
-    assert f"its end is not read: '{lost}" in ended.err or not lost
+    assert bool(lost) == bool(re.search(r"1 of 1 texts are not read in full", ended.err)), ended.err
+    assert f"the text encoder ignores '{lost}" in ended.err or not lost
     assert "draws          1 images of 16x16, of 1 texts" in ended.out

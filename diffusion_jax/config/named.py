@@ -1,9 +1,9 @@
 """Config fields that hold a name, or a function call such as "ddim(eta=0.5)".
 
 A table maps names to functions, or to strings "MODULE:FUNCTION" that are imported on use. A config
-can write keyword-only parameters of the function in brackets after the name. For a parameter that
-is not written, the value is the field of the same name in the config group, if the group has one:
-"ddim" alone uses sampler.eta. Otherwise it is the function's default.
+can write keyword-only parameters of the function in brackets after the name. A parameter that is
+not written takes the value of the field of the same name in the config group: "ddim" alone uses
+sampler.eta. If the group has no such field, the parameter keeps the function's default.
 """
 
 import ast
@@ -40,7 +40,10 @@ def one_of(field: str, value: Any, names: Iterable[str]) -> None:
 
 
 def choices(question: str, names: Iterable[str]) -> str:
-    """List all names for an error message, after a question such as "did you mean 'heun'?"."""
+    """Return "QUESTION Choose from NAMES" for an error message.
+
+    The question, such as "did you mean 'heun'?", may be empty.
+    """
     listed = ", ".join(names)
     return f"{question} Choose from {listed}" if question else f"choose from {listed}"
 
@@ -113,9 +116,9 @@ def bind(
     written = {**dict(zip(parameters, call.positional, strict=False)), **call.by_name}
     unknown = [name for name in call.by_name if name not in parameters]
     if unknown or len(call.positional) > len(parameters):
-        wrong = unknown[0] if unknown else f"{len(call.positional)} values"
-        takes = f"takes {', '.join(parameters)}" if parameters else "takes none"
-        raise ValueError(f"{field} gives {call.name} the parameter {wrong}: it {takes}")
+        wrong = f"the parameter {unknown[0]}" if unknown else f"{len(call.positional)} values"
+        takes = f"takes only {', '.join(parameters)}" if parameters else "takes no parameters"
+        raise ValueError(f"{field} gives {call.name} {wrong}, but {call.name} {takes}")
     fields = {name: getattr(group, name) for name in parameters if hasattr(group, name)}
     return functools.partial(function, **{**fields, **written})
 
@@ -123,7 +126,7 @@ def bind(
 def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.partial]:
     """Return a function (field, text) that calls `bound` with this table.
 
-    The annotation of a config field holds this function, which then checks the field's value.
+    The annotation of a config field can hold the returned function, which then checks the value.
     """
     return lambda field, text: bound(field, text, table)
 

@@ -29,7 +29,7 @@ Side = Annotated[int, "[1, 16384]"]
 Width = Annotated[int, "[1, 65536]"]
 """A number of channels."""
 Multiples = Annotated[Sequence[int], "[1, 1024]"]
-"""Numbers of channels of the levels of a network, in multiples of its width."""
+"""The number of channels at each level of a network, as a multiple of the network's width."""
 Amount = Annotated[int, "[0, inf)"]
 Positive = Annotated[float, "(0, inf)"]
 Share = Annotated[float, "[0, 1]"]

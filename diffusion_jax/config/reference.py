@@ -21,7 +21,7 @@ class Field(NamedTuple):
     values: str
     """The valid values in words, such as "a number above 0"."""
     default: Any
-    """The value in configs that omit the field; dataclasses.MISSING if they must give one."""
+    """The value if a config omits the field; dataclasses.MISSING if a config must set it."""
     meaning: str
 
 
@@ -58,7 +58,7 @@ def _strings(tree: Any) -> dict[str, str]:
 def abouts(hint: Any) -> dict[str, str]:
     """Map the names that an annotation allows to the first sentences of their functions.
 
-    Return {} if the names stand for no functions.
+    Return {} if the annotation allows no names of functions.
     """
     if not hasattr(hint, "__metadata__") or isinstance(hint.__metadata__[0], tuple):
         return {}
@@ -71,7 +71,10 @@ def first_sentence(function: Callable[..., Any]) -> str:
 
 
 def function_of(hint: Any, name: str) -> Callable[..., Any]:
-    """Return the function that a name stands for in an annotation."""
+    """Return the function that a config value names.
+
+    `hint` is the annotation of the field; its metadata is the table of names.
+    """
     table = hint.__metadata__[0]
     if not callable(table):
         return named.resolved(table[name])

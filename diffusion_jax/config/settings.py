@@ -29,8 +29,9 @@ MOMENTS = "moments"
 
 
 class Run(NamedTuple):
-    """The config fields outside groups: the system, the length of the run, and how often it logs
-    metrics, draws images and saves checkpoints. Read by diffusion_jax/train/loop.py.
+    """The config fields outside groups, such as the number of steps and the seed of a run.
+
+    Read by diffusion_jax/train/loop.py.
     """
 
     steps: Count
@@ -56,7 +57,9 @@ class Run(NamedTuple):
     """The longest time in seconds that a step and its checkpoint may take. If they take longer, the
     process prints the stacks of its threads and ends, so that a launcher can start it again."""
     prompts: tuple[str, ...] = ()
-    """The texts to draw during training, one picture of the sheet for each."""
+    """Prompts of the pictures that are drawn every `sample_every` steps, one picture per prompt.
+    Models that cannot draw from prompts alone, such as super-resolution models, use the texts of
+    training pictures instead."""
     system: str = ""
     """The system that trains this config: imagen_jax, sd_jax, or sd_jax.vae for an autoencoder.
     Every config must name one."""
@@ -72,9 +75,10 @@ class Text(NamedTuple):
     """
 
     encoder: str
-    """The text encoder: "t5", "clip" (its last layer, as in Stable Diffusion 1), "clip_penultimate"
-    (the layer before, as in 2), "minilm" (small; the Python package provides its weights), or
-    "hashed" (a fixed random vector for each word, without any weights)."""
+    """The text encoder: "t5", "clip" (CLIP's last layer, as in Stable Diffusion 1),
+    "clip_penultimate" (the layer before the last, as in Stable Diffusion 2), "minilm" (small; a
+    Python package provides its weights), or "hashed" (a fixed random vector for each word, without
+    any weights)."""
     weights: str = ""
     """The weights of the encoder: a folder or a Hugging Face name. "hashed" has none, and training
     on stored embeddings needs none."""
@@ -86,8 +90,8 @@ class Text(NamedTuple):
     max_tokens: Count = 128
     """Number of tokens of a text that the network sees. Longer texts are cut off."""
     read_tokens: Count = 512
-    """Number of tokens that T5 reads, of which the network sees the first `max_tokens`. Other
-    encoders ignore it."""
+    """Number of tokens that T5 encodes. The network sees the first `max_tokens` of them. Other
+    encoders ignore this field."""
     dtype: Annotated[str, DTYPES[:2]] = "bfloat16"
     """The dtype in which a pretrained encoder computes."""
     drop_prob: Share = 0.1
@@ -125,8 +129,8 @@ class Optimizer(NamedTuple):
     limit."""
     micro_batch: Annotated[int, "[0, 1048576]"] = 0
     """Number of images per device in one pass of a step, to save memory. The number of passes
-    follows from batch_size and the mesh, and the noise does not depend on it. With 0, `accumulate`
-    sets the number of passes."""
+    follows from batch_size and the mesh, and does not change the noise. With 0, `accumulate` sets
+    the number of passes."""
     accumulate: Count = 1
     """Number of passes in which a step processes its batch, to save memory. Each pass draws its own
     noise."""
@@ -173,8 +177,11 @@ class Lora(NamedTuple):
 
 
 class MeshShape(NamedTuple):
-    """The sizes of the three axes of the device mesh. The size -1 takes all devices that the other
-    axes leave. Read by diffusion_jax/machine/sharding.py.
+    """The sizes of the three axes of the device mesh.
+
+    One size can be -1: this axis takes all devices that the other axes leave.
+
+    Read by diffusion_jax/machine/sharding.py.
     """
 
     replica: Annotated[int, "(0, inf)", (-1,)] = 1
@@ -206,10 +213,11 @@ class Evaluation(NamedTuple):
     """A file of statistics of Inception features of real pictures, for FID, KID, precision, recall,
     density and coverage."""
     inception: str = ""
-    """The weights of Inception, for the same metrics and for sFID and the Inception Score."""
+    """The weights of Inception, for the metrics of `reference`, sFID and the Inception Score."""
     inception_mode: Annotated[str, INCEPTION_MODES] = ""
-    """Inception's preprocessing if the reference has no card, because another program wrote it:
-    pytorch (pytorch-fid, MLPerf), tf (ADM, torch-fidelity), clean (clean-fid) or nemo."""
+    """Inception's preprocessing. Set it only for a reference that another program wrote and that
+    does not record it: pytorch (pytorch-fid, MLPerf), tf (ADM, torch-fidelity), clean (clean-fid)
+    or nemo."""
     clip: str = ""
     """The weights of CLIP, for the CLIP score and CMMD."""
     clip_reference: str = ""
@@ -248,8 +256,8 @@ class Log(NamedTuple):
     """
 
     wandb: str = ""
-    """The project at Weights & Biases that also gets the metrics and the sheets of pictures; it
-    needs the extra [wandb]. "" for none."""
+    """The project at Weights & Biases to which the metrics and the sheets of pictures are also
+    written; "" for none. This needs the extra [wandb]."""
 
 
 class Data(NamedTuple):
@@ -285,8 +293,12 @@ class Data(NamedTuple):
     resize: Amount = 0
     """The length in pixels to which the shorter side is resized before the crop; 0 for the size of
     the crop."""
+    aspect_buckets: tuple[tuple[int, int], ...] = ()
+    """Aspect buckets: the shapes that images are cropped to, each as (height, width) in pixels.
+    Every batch has one shape, and an image goes to the shape of the nearest aspect ratio. () crops
+    all images to a square."""
     crop: Annotated[str, CROPS] = "center"
-    """Whether the square is cropped from the center of an image, or from a random position."""
+    """Whether the crop is at the center of an image, or at a random position."""
     flip: bool = False
     """Whether to mirror a random half of the images horizontally. Leave it off for text and other
     pictures with a left and a right."""
@@ -358,7 +370,10 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
 
 
 def check_prompts(run: Run, data: Data) -> None:
-    """Raise ValueError if images are sampled during training but the config has no prompts."""
+    """Raise ValueError if images are sampled during training but the config has no prompts.
+
+    With stored embeddings, no prompts are needed.
+    """
     if not data.embedded and run.sample_every and not run.prompts:
         raise ValueError(
             "prompts is empty: give texts to draw during training, such as "

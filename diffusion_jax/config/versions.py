@@ -26,9 +26,11 @@ class Change(NamedTuple):
     renamed: str = ""
     """The new name of the field; "" if the field is removed, or if only its values are renamed."""
     learned: tuple[Any, ...] = ()
-    """Values of a removed field that the present code still implements. Any other value raises
-    ValueError, because the weights were trained with it. () for a field that does not affect the
-    meaning of the weights: it is ignored.
+    """Values of a removed field that the present code still implements.
+
+    Any other value raises ValueError, because the weights were trained with a value that the code
+    no longer supports. () if the field does not affect what the weights mean: then any value is
+    ignored.
     """
     values: Mapping[Any, Any] = MappingProxyType({})
     """Maps old values to new values, for a field that keeps its name."""

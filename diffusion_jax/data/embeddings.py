@@ -26,8 +26,8 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
         name: the file's name; its suffix selects the format, and errors mention it.
 
     Raises:
-        ValueError: the file is damaged, has no array of that name, or the array is not a float
-            matrix.
+        ValueError: the file is damaged, has several arrays but not exactly one named "encodings",
+            or the array is not a float matrix.
     """
     suffix = name.rsplit(".")[-1].lower()
     check_suffix(suffix)

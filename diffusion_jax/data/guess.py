@@ -12,14 +12,15 @@ from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.machine import untrusted
 
 _NAMES = ("caption", "captions", "text", "prompt", "description", "title")
-"""Common names of caption fields, the likeliest first; they precede all other text fields."""
+"""Common names of caption fields, the likeliest first. They are preferred to other text fields."""
 _OTHER = ("file_name", "key", "url", "image", "status", "error_message", "sha256", "exif")
 
 
 def guess(path: str, text: str = "") -> Data:
     """Infer the data settings (source, caption field) for training on the pictures at `path`.
 
-    The settings leave out pictures without a caption. If no picture has a caption, all get "".
+    With these settings, pictures without a caption are left out. If no captions are found at all,
+    every picture gets the caption "".
 
     Args:
         path: a file, folder, pattern or URL, or SOURCE:PATH::TEXT.
@@ -27,7 +28,7 @@ def guess(path: str, text: str = "") -> Data:
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        ValueError: no source reads the files.
+        ValueError: no source reads the files, or they are tars without captions.
     """
     source, _, location = path.partition(":")
     if source in sources.SOURCES and location:
@@ -86,9 +87,8 @@ def _of_tars(path: str, text: str) -> Data:
     if not text:
         suffixes = ", ".join(sorted(set(index.suffix.tolist())))
         raise ValueError(
-            f"no captions in {first}, whose members have the suffixes {suffixes or 'none'}: set "
-            "--text to the captions' suffix, or unpack the tar into a folder, which needs no "
-            "captions"
+            f"no captions in {first} (suffixes of its files: {suffixes or 'none'}): set --text to "
+            "the captions' suffix, or unpack the tar into a folder, where pictures need no captions"
         )
     return _data("webdataset", path, text)
 

@@ -48,10 +48,12 @@ class Listing(NamedTuple):
     firsts: Int[np.ndarray, "T+1"]
     """Tar t holds records firsts[t] to firsts[t + 1] - 1."""
     spans: UInt32[np.ndarray, "N 4"]
-    """Block and size of the image, block and size of the text. Blocks count tars.BLOCK bytes."""
+    """Offset and size of the image, offset and size of the text. Offsets are in blocks of
+    tars.BLOCK bytes, sizes in bytes."""
     facts: dict[str, Any]
-    """Counts (`records`, `images`, `bare` images without a text, `truncated` and `broken` tars),
-    names of the `first` bare images, the first `error` of a broken tar, and all `suffixes`."""
+    """Counts of "records", "images", "bare" images (without a text), "truncated" tars and "broken"
+    (unreadable) tars. "first" holds up to three names of bare images, "error" the message about the
+    first broken tar, and "suffixes" the suffixes of all files."""
 
 
 def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
@@ -176,7 +178,10 @@ def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib
 
 
 def header(tar: str, offset: int) -> list[bytes]:
-    """Return [name], the raw name field in the tar header before the contents at `offset`."""
+    """Return the name field of the tar header before the contents at `offset`.
+
+    The result is a list of one item, as from storage.read_ranges.
+    """
     first = offset - tars.BLOCK
     return storage.read_ranges([tar], [first], [first + _NAME])
 

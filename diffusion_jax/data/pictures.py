@@ -1,9 +1,10 @@
-"""Define Pictures, the decoded data sets that the pipeline batches, and mixtures of several."""
+"""Define Pictures, the decoded data sets that the pipeline batches."""
 
 import abc
 import collections
+import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,38 @@ class Pictures(Portable, abc.ABC):
         """
         del indices
 
+    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+        """Replace unusable pictures only by pictures of the same group.
+
+        The base class does nothing, because it replaces no pictures.
+
+        Args:
+            groups: group number of each picture.
+        """
+        del groups
+
+    def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
+        """Return height and width of the stored pictures, before resizing; (0, 0) if damaged.
+
+        Raises:
+            ValueError: all pictures of the data set have the same size.
+        """
+        del indices
+        raise self._no_sizes()
+
+    def cropped_to(self, shape: tuple[int, int]) -> "Pictures":
+        """Return a view of the same pictures, cropped to (height, width) instead of a square.
+
+        Raises:
+            ValueError: all pictures of the data set have the same size.
+        """
+        del shape
+        raise self._no_sizes()
+
+    def _no_sizes(self) -> ValueError:
+        name = type(self).__name__
+        return ValueError(f"{name} has no pictures of different sizes: set data.aspect_buckets=()")
+
     @abc.abstractmethod
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
@@ -50,7 +83,7 @@ class Pictures(Portable, abc.ABC):
         """
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return the texts of all pictures, including unusable ones. Damaged texts become ""."""
+        """Return the text of each picture, even of an unusable one. Damaged texts become ""."""
         return self.read(indices)[1]
 
     def usable(
@@ -101,23 +134,56 @@ class Decoded(Pictures):
     the data does not depend on the number of processes or on restarts.
     """
 
-    def __init__(self, records: Records, make: Callable[..., np.ndarray], data: Data):
+    def __init__(
+        self,
+        records: Records,
+        make: Callable[..., np.ndarray],
+        data: Data,
+        size_of: Callable[[bytes], tuple[int, int]] = transforms.size_of,
+    ):
         """Wrap a list of encoded records.
 
         Args:
             records: the records.
-            make: decodes a record's image, `make(image, place=(x, y))`, or raises Unusable.
-            data: the caption filter and the allowed share of damaged records are read from it.
+            make: decodes a record's image, `make(image, place=(x, y))`, or raises Unusable. After
+                `cropped_to`, it is also given `shape`, the (height, width) of the crop.
+            data: the config group that sets the minimum length of captions (min_chars) and the
+                allowed share of damaged records (max_broken).
+            size_of: returns height and width of an encoded image, or (0, 0) if it is damaged.
         """
+        self._size_of = size_of
         self._records, self._make, self._max_broken = records, make, data.max_broken
         self._filters = {name: getattr(data, name) for name in _FILTERS}
         self._unusable: dict[int, str] = {}
-        self._apart = np.zeros(0, np.int64)
-        self._num_read = self._num_broken = 0
+        self._apart, self._groups = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._counts = collections.Counter[str]()
         self._lock = threading.Lock()
 
     def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
         self._apart = indices
+
+    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+        self._groups = groups
+
+    def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
+        """Return height and width from the headers of the images; (0, 0) for damaged ones."""
+        heads = self._records.heads(indices.tolist())
+        sizes = [self._size_of(head) for head in heads]
+        # The header of a picture with large metadata can be longer than its head.
+        rows = [row for row, size in enumerate(sizes) if size == (0, 0)]
+        records = self._records.read([int(indices[row]) for row in rows]) if rows else []
+        for row, record in zip(rows, records, strict=True):
+            sizes[row] = self._size_of(record.image)
+        return np.array(sizes, np.int64).reshape(-1, 2)
+
+    def cropped_to(self, shape: tuple[int, int]) -> "Decoded":
+        """Return a view of the same records with another crop.
+
+        A record that is unusable in several views is counted once.
+        """
+        view = Decoded.__new__(Decoded)
+        vars(view).update(vars(self), _make=functools.partial(self._make, shape=shape))
+        return view
 
     def __len__(self) -> int:
         """Return the number of records, including unusable ones."""
@@ -173,13 +239,17 @@ class Decoded(Pictures):
         return ["" if isinstance(text, transforms.Unusable) else text for text in texts]
 
     def skipped(self) -> dict[str, int]:
-        """Return skipped images by reason: unusable ones so far, and those the source excluded."""
+        """Return the number of skipped images by reason.
+
+        The counts include unusable images found so far, and images that the source excluded when it
+        was opened.
+        """
         with self._lock:
             unusable = collections.Counter(self._unusable.values())
         return {**unusable, **self._records.left_out()}
 
     def _usable(self, index: int, place: tuple, records: Mapping[int, Record]) -> tuple:
-        draw = np.random.default_rng(index)
+        draw, original = np.random.default_rng(index), index
         for _ in range(_MAX_SUBSTITUTES):
             if index not in self._unusable:
                 record = records[index] if index in records else self._fetch([index])[0]
@@ -189,20 +259,26 @@ class Decoded(Pictures):
                     self._count(index, record.name, error)
             if len(self._unusable) == len(self):
                 break
-            index = int(draw.integers(len(self)))
-            while (row := np.searchsorted(self._apart, index)) < len(self._apart) and (
-                self._apart[row] == index
-            ):
-                index = int(draw.integers(len(self)))
+            index = self._replacement(draw, original)
         filters = ", ".join(f"{name}={value}" for name, value in self._filters.items())
         raise ValueError(
-            f"no usable record was found among {len(self)}: {self.skipped()}. Check the files "
-            f"named above, and the filters in the config's data group: {filters}"
+            f"no usable record was found among {len(self)} records: {self.skipped()}. Check the "
+            f"files named above, and the filters in the config's data group: {filters}"
         )
+
+    def _replacement(self, draw: np.random.Generator, original: int) -> int:
+        """Draw the index of a record that may replace the original one."""
+        if len(self._groups):
+            return int(draw.choice(np.flatnonzero(self._groups == self._groups[original])))
+        while True:
+            index = int(draw.integers(len(self)))
+            row = np.searchsorted(self._apart, index)
+            if row == len(self._apart) or self._apart[row] != index:
+                return index
 
     def _fetch(self, indices: Sequence[int]) -> Sequence[Record]:
         with self._lock:
-            self._num_read += len(indices)
+            self._counts["read"] += len(indices)
         return self._records.read(indices) if indices else []
 
     def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any]:
@@ -217,109 +293,14 @@ class Decoded(Pictures):
             if index in self._unusable:  # Another thread has counted it.
                 return
             self._unusable[index] = error.reason
-            self._num_broken += error.reason not in _FILTERED
-            num_read = min(self._num_read, len(self))
+            self._counts["broken"] += error.reason not in _FILTERED
+            num_read, num_broken = min(self._counts["read"], len(self)), self._counts["broken"]
         if len(self._unusable) <= _NUM_WARNINGS:
             logging.warning("skipped %s: %s", name, error)
         # At the start, a single damaged record is a large share of the records read.
-        if self._num_broken > self._max_broken * max(num_read, min(_FEW, len(self))):
+        if num_broken > self._max_broken * max(num_read, min(_FEW, len(self))):
             raise ValueError(
-                f"{self._num_broken} of {num_read} records are damaged, a larger share than "
+                f"{num_broken} of {num_read} records are damaged, a larger share than "
                 f"data.max_broken={self._max_broken}: {self.skipped()}; the last is {name} "
                 f"({error}). Repair or remove them, or raise data.max_broken"
             )
-
-
-class Mixture(Pictures):
-    """A data set that concatenates several sources and samples them with given weights."""
-
-    def __init__(
-        self,
-        parts: Sequence[Pictures],
-        weights: Sequence[float | int],
-        counts: Sequence[float | int] = (),
-    ):
-        """Concatenate the sources of a mixture.
-
-        Args:
-            parts: the sources.
-            weights: how often each part is drawn, relative to their sum.
-            counts: loss weight of each part's pictures; empty if all are equal.
-        """
-        self.parts, self.lengths = parts, [len(part) for part in parts]
-        self.part_counts = tuple(counts)
-        self.weights = [float(weight) for weight in weights]
-        self._firsts = np.cumsum([0, *self.lengths])
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def read(
-        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[Rows, Sequence[Any]]:
-        """Return pictures and texts, reading each picture from the source that holds it."""
-        images: Any = None
-        texts: list[Any] = [None] * len(indices)
-        for part, rows, inside in self._split(indices):
-            read, captions = part.read(inside, None if places is None else places[rows])
-            if images is None:
-                images = np.empty((len(indices), *read.shape[1:]), read.dtype)
-            images[rows] = read
-            for row, text in zip(rows.tolist(), captions, strict=True):
-                texts[row] = text
-        return images, texts
-
-    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return captions or embeddings, if possible without reading pictures."""
-        texts: list[Any] = [None] * len(indices)
-        for part, rows, inside in self._split(indices):
-            for row, text in zip(rows.tolist(), part.texts(inside), strict=True):
-                texts[row] = text
-        return texts
-
-    def usable(
-        self, indices: Int[np.ndarray, "B"]
-    ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return (indices, pictures, texts) of the usable pictures, grouped by source."""
-        results = [(rows, inside, *p.usable(inside)) for p, rows, inside in self._split(indices)]
-        usable = [indices[rows][np.isin(inside, u)] for rows, inside, u, *_ in results]
-        images = [images for *_, images, _ in results if len(images)]
-        texts = [text for *_, part_texts in results for text in part_texts]
-        return np.concatenate(usable), np.concatenate(images or [np.zeros(0, np.uint8)]), texts
-
-    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return the key that each picture has in its source."""
-        keys = np.zeros(len(indices), np.uint64)
-        for part, rows, inside in self._split(indices):
-            keys[rows] = part.keys(inside)
-        return keys
-
-    def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
-        counts = np.array(self.part_counts, np.float32)
-        return counts[self._part_numbers(indices)] if self.part_counts else None
-
-    def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Return the name that each picture has in its source."""
-        names = [""] * len(indices)
-        for part, rows, inside in self._split(indices):
-            for row, name in zip(rows.tolist(), part.names(inside), strict=True):
-                names[row] = name
-        return names
-
-    def skipped(self) -> dict[str, int]:
-        """Return the number of unusable pictures by reason, summed over all sources."""
-        total = collections.Counter()
-        for part in self.parts:
-            total.update(part.skipped())
-        return dict(total)
-
-    def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
-        """Yield (source, positions in `indices`, indices within the source) for each source."""
-        parts = self._part_numbers(indices)
-        for part in sorted(set(parts.tolist())):
-            rows = np.flatnonzero(parts == part)
-            yield self.parts[part], rows, indices[rows] - self._firsts[part]
-
-    def _part_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Return, for each picture index, the index of the source that holds the picture."""
-        return np.searchsorted(self._firsts, indices, side="right") - 1

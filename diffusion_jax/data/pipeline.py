@@ -1,10 +1,10 @@
 """Batches pictures: the order of the data, prefetching threads, and the position for resuming.
 
 Sample n of a run (n = step * batch size + row) is a function of (seed, n). Every epoch is a new
-permutation, and neither the number of processes nor a restart changes the order.
+permutation, and neither the number of processes nor a restart changes the order. With aspect
+buckets, the batch of a step is a function of (seed, step).
 """
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,10 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int, UInt64
 
 from diffusion_jax.config.settings import CROPS, Data, Run
-from diffusion_jax.data.pictures import Mixture, Pictures, Rows
+from diffusion_jax.data import aspect_buckets
+from diffusion_jax.data.aspect_buckets import Buckets
+from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.data.pictures import Pictures, Rows
 from diffusion_jax.data.split import hashed, split
 from diffusion_jax.machine.sharding import batch_sharding
 
@@ -31,10 +34,10 @@ class Apart(NamedTuple):
 
     pictures: Pictures
     make: Callable[[Rows, Sequence[Any]], Batch]
-    """Makes a batch of pictures and texts."""
+    """make(pictures, texts) returns a batch."""
 
     def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
-        """Read `count` held-out pictures; return the keys of the usable ones and a batch of them.
+        """Read up to `count` held-out pictures; return the keys and a batch of the usable ones.
 
         Pictures are chosen by a hash of their keys, so adding records changes the choice little.
         """
@@ -45,7 +48,7 @@ class Apart(NamedTuple):
 
 
 class OtherData(ValueError):
-    """The position of a checkpoint does not belong to the data that are there now."""
+    """Error for a saved data position that the current data or settings cannot continue."""
 
 
 class Batches:
@@ -63,23 +66,28 @@ class Batches:
         seed: int,
         num_threads: int,
         make: Callable[[Int[np.ndarray, "B"]], Batch],
+        buckets: Buckets | None = None,
     ):
         """Start the prefetching threads.
 
         Args:
-            batches: `batches[step]` holds this process's rows of the batch at a step.
+            batches: `batches[step]` is the batch of a step, with the rows of this process only.
             pictures: the pictures in the batches.
             batch_size: number of rows of all processes together.
             seed: seed of the data order.
             num_threads: number of prefetching threads.
-            make: makes a batch of the pictures with the given indices.
+            make: makes a batch of the pictures with the given indices, all of one bucket.
+            buckets: the bucket of each picture; None if all pictures are squares of one size.
         """
-        self.pictures, self._make = pictures, make
+        self.pictures, self._make, self._buckets = pictures, make, buckets
         self.apart: Apart | None = None
         self._batch_size = batch_size
         self._identity: dict[str, Any] = {"seed": seed, "pictures": len(pictures)}
         if isinstance(pictures, Mixture):
             self._identity |= {"parts": pictures.lengths, "weights": pictures.weights}
+        if buckets:
+            named = [[*shape, n] for shape, n in zip(buckets.shapes, buckets.counts, strict=True)]
+            self._identity |= {"batch_size": batch_size, "buckets": named}
         # With one batch more than threads, one batch is ready while all threads are working.
         buffer_size = num_threads + 1 if num_threads else 0
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer_size)
@@ -99,14 +107,26 @@ class Batches:
         self.close()
 
     def example(self) -> Batch:
-        """Return a batch with the first picture of each source, without advancing the iterator."""
+        """Return a small batch, without advancing the iterator.
+
+        It holds the first picture of each source or, with buckets, one picture of the bucket with
+        the largest shape.
+        """
+        if self._buckets is not None:
+            return max(self.examples(), key=lambda batch: sum(x.size for x in batch.values()))
         firsts = [0]
         if isinstance(self.pictures, Mixture):
             firsts = np.cumsum([0, *self.pictures.lengths[:-1]])
         return self._make(np.array(firsts))
 
+    def examples(self) -> list[Batch]:
+        """Return a small batch for each bucket, without advancing the iterator."""
+        if self._buckets is None:
+            return [self.example()]
+        return [self._make(members[:1]) for members in self._buckets.members()]
+
     def get_state(self) -> bytes:
-        """Return the position after the last batch as JSON, which is the same in every process."""
+        """Return the position after the last batch as JSON. It is the same in every process."""
         samples = self._iterator.get_state()["next_index"] * self._batch_size
         return json.dumps({"samples": samples, **self._identity}).encode()
 
@@ -116,7 +136,7 @@ class Batches:
         The state {"samples": 0} without further keys is the start of any data set.
 
         Raises:
-            OtherData: the position was saved with other data, another seed or batch size.
+            OtherData: the data or the seed are not the saved ones, or the batch size does not fit.
         """
         saved = json.loads(state)
         samples = saved.pop("samples")
@@ -139,12 +159,14 @@ class Batches:
             rows: row numbers, counted over all processes.
             back: 0 for the last batch, 1 for the one before, and so on.
         """
-        first = (self._iterator.get_state()["next_index"] - 1 - back) * self._batch_size
-        order = _order(self.pictures, self._identity["seed"])
-        return np.array([order[first + row] for row in rows])
+        step = self._iterator.get_state()["next_index"] - 1 - back
+        order = _batch_order(
+            self.pictures, self._identity["seed"], self._batch_size, buckets=self._buckets
+        )
+        return order[step][np.array(rows)]
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
-        """Return the names of the pictures; the arguments are those of `indices`."""
+        """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
         return self.pictures.names(self.indices(rows, back))
 
     def skipped(self) -> dict[str, int]:
@@ -159,9 +181,10 @@ class Batches:
 def training_batches(
     pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
 ) -> Batches:
-    """Return the iterator over training batches that a config describes."""
+    """Return the iterator over a config's training batches. `name` is the batch key of pictures."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
+    buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
     batches = make_batches(
         pictures,
         tokenize,
@@ -173,6 +196,7 @@ def training_batches(
         crop=data.crop,
         flip=data.flip,
         name=name,
+        buckets=buckets,
     )
     make = lambda images, texts: {name: images, **tokenize(texts)}
     batches.apart = Apart(apart, make) if len(apart) else None
@@ -191,11 +215,12 @@ def make_batches(
     crop: str = "center",
     flip: bool = False,
     name: str = "image",
+    buckets: Buckets | None = None,
 ) -> Batches:
     """Return an iterator over batches of pictures.
 
     A batch holds the pictures [B, H, W, C] under `name`, loss weights under COUNTS if they differ,
-    and the arrays returned by `tokenize`.
+    and the arrays returned by `tokenize`. H and W are those of a bucket, if there are buckets.
 
     Args:
         pictures: the pictures.
@@ -206,9 +231,10 @@ def make_batches(
         process_index: p; see local_rows.
         process_count: the number of processes that share a batch; see local_rows.
         num_threads: number of threads, each of which makes complete batches; 0 reads on demand.
-        crop: "center", or "random" to crop larger pictures anywhere.
+        crop: "center", or "random" to crop larger pictures at a random position.
         flip: whether to mirror each picture with probability 1/2.
         name: key of the pictures.
+        buckets: the bucket of each picture; None makes squares of one size.
 
     Raises:
         ValueError: `crop` is unknown, or the processes do not divide the batch.
@@ -221,18 +247,20 @@ def make_batches(
             "that share a batch"
         )
     rows = batch_size // process_count
+    views = [pictures.cropped_to(shape) for shape in buckets.shapes] if buckets else [pictures]
 
     def load(step: int, indices: Int[np.ndarray, "B"]) -> Batch:
         first = step * batch_size + process_index * rows
         samples = range(first, first + rows)
         places = _places(seed, samples) if crop == "random" else None
-        images, texts = pictures.read(indices, places)
+        images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices, places)
         if flip:
             images = _flip(images, seed, samples)
         return batch_of(images, texts, indices)
 
     def make(indices: Int[np.ndarray, "B"]) -> Batch:
-        return batch_of(*pictures.read(indices), indices)
+        view = views[buckets.bucket[indices[0]] if buckets else 0]
+        return batch_of(*view.read(indices), indices)
 
     def batch_of(images: Rows, texts: Any, indices: Int[np.ndarray, "B"]) -> Batch:
         counts = pictures.counts(indices)
@@ -240,27 +268,83 @@ def make_batches(
 
     # grain takes 12 us per element, so only indices pass through it one by one; the pictures of a
     # batch are read together.
-    local = _order(pictures, seed).batch(rows, batch_fn=np.asarray)[process_index::process_count]
+    local = _batch_order(pictures, seed, rows, process_index, process_count, buckets)
     batches = local.map_with_index(load)
     return Batches(
-        batches, pictures, batch_size=batch_size, seed=seed, num_threads=num_threads, make=make
+        batches,
+        pictures,
+        batch_size=batch_size,
+        seed=seed,
+        num_threads=num_threads,
+        make=make,
+        buckets=buckets,
     )
 
 
-def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:
-    """Return the picture index of each sample; every epoch is a new permutation.
+def _batch_order(
+    pictures: Pictures,
+    seed: int,
+    rows: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    buckets: Buckets | None = None,
+) -> grain.MapDataset[Int[np.ndarray, "B"]]:
+    """Return the indices of the pictures in a process's rows of each batch.
+
+    Each bucket has its own epochs. The bucket of step n is a function of n alone, and any range of
+    steps contains the buckets in proportion to their numbers of pictures.
+    """
+    orders, weights = [], []
+    for among in [None] if buckets is None else buckets.members():
+        order = _order(pictures, seed, among).batch(rows, batch_fn=np.asarray)
+        orders.append(order[process_index::process_count])
+        weights.append(sum(weight for *_, weight in _parts(pictures, among)))
+    return _mix(orders, weights)
+
+
+def _order(
+    pictures: Pictures, seed: int, among: Int[np.ndarray, "N"] | None = None
+) -> grain.MapDataset[int]:
+    """Return the picture index of each sample of a group; every epoch is a new permutation.
 
     In a mixture, each source has its own epochs. The source of sample n is a function of n alone,
     and any range of samples contains the sources in proportion to their weights.
+
+    Args:
+        pictures: the pictures.
+        seed: seed of the permutations.
+        among: sorted indices of the group's pictures; None for all pictures.
+    """
+    orders, weights = [], []
+    for part, (indices, weight) in enumerate(_parts(pictures, among)):
+        if len(indices):
+            source: Any = grain.MapDataset.source(indices)
+            orders.append(source.seed(seed + part).shuffle().repeat())
+            weights.append(weight)
+    return _mix(orders, weights)
+
+
+def _mix(orders: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.MapDataset:
+    return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)
+
+
+def _parts(pictures: Pictures, among: Int[np.ndarray, "N"] | None) -> list[tuple[Any, float]]:
+    """Return, for each source, a group's indices and how often they are drawn.
+
+    The frequencies are relative to those of other groups and sources.
     """
     if not isinstance(pictures, Mixture):
-        return grain.MapDataset.range(len(pictures)).seed(seed).shuffle().repeat()
-    firsts = np.cumsum([0, *pictures.lengths]).tolist()
-    parts = [
-        grain.MapDataset.range(first, last).seed(seed + part).shuffle().repeat()
-        for part, (first, last) in enumerate(itertools.pairwise(firsts))
-    ]
-    return grain.MapDataset.mix(parts, pictures.weights)
+        indices = range(len(pictures)) if among is None else among
+        return [(indices, float(len(indices)))]
+    ends = np.cumsum([0, *pictures.lengths]).tolist()
+    parts = []
+    for first, last, weight in zip(ends, ends[1:], pictures.weights, strict=False):
+        if among is None:
+            parts.append((range(first, last), weight))
+        else:
+            indices = among[np.searchsorted(among, first) : np.searchsorted(among, last)]
+            parts.append((indices, weight * len(indices) / max(last - first, 1)))
+    return parts
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:

@@ -16,6 +16,10 @@ from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+HEAD = 2**16
+"""Number of bytes to read from the start of an image file to find its height and width.
+
+In almost all files, the header ends within these bytes."""
 
 
 class Record(NamedTuple):
@@ -24,13 +28,13 @@ class Record(NamedTuple):
     image: bytes
     """The contents of a JPEG, PNG or WebP file, or of an .npy file of VAE moments."""
     text: Any
-    """A caption, precomputed embeddings [tokens, width], or Unusable if the text is damaged."""
+    """A caption, precomputed embeddings [tokens, width], or Unusable if no text can be read."""
     name: str
-    """The path of the record, shown in messages."""
+    """The name of the record in messages, such as its path."""
 
 
 class Records(Portable, abc.ABC):
-    """Abstract base class of data sources that hold encoded images: a thread-safe record list."""
+    """Abstract base class of sources of encoded images: a thread-safe list of records."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -42,6 +46,14 @@ class Records(Portable, abc.ABC):
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return captions or embeddings of records, without reading images if the format allows."""
         return [record.text for record in self.read(indices)]
+
+    def heads(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the start of each image file, from which height and width are read.
+
+        It has at least HEAD bytes, or all bytes of a shorter file. The base class returns complete
+        files.
+        """
+        return [record.image for record in self.read(indices)]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         """Return an integer key for each record.
@@ -75,9 +87,10 @@ def split_of(path: str) -> tuple[str, str]:
 
 
 def read_text(contents: bytes, text: str) -> Any:
-    """Return the caption or embeddings in a text file, or Unusable if the file is damaged.
+    """Return the caption or embeddings in a text file, or Unusable if it has none.
 
-    A caption that is not UTF-8 counts as damaged.
+    The result is Unusable if the file is damaged, lacks the field, or has a caption that is not
+    UTF-8.
 
     Args:
         contents: the file's bytes.
@@ -212,7 +225,7 @@ def check_captions(
         raise ValueError(
             f"{num_bare} of {num_images} images have no .{text} beside them: "
             f"{_some(first, num_bare)}. Write a .{text} with the same stem for each (it may be "
-            f"empty), set data.text to the texts' suffix (the files are {_list(suffixes)}), or "
+            f"empty), set data.text to the texts' suffix (suffixes found: {_list(suffixes)}), or "
             "leave these images out with data.uncaptioned=drop; in a folder, "
             "data.uncaptioned=empty gives them an empty text"
         )

@@ -1,4 +1,4 @@
-"""Splits data sets into training and held-out pictures, whose loss reveals memorisation."""
+"""Splits data sets into training and held-out pictures; held-out loss reveals memorisation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt64
 
-from diffusion_jax.data.pictures import Mixture, Pictures, Rows
+from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.data.pictures import Pictures, Rows
 
 _CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 
@@ -14,10 +15,10 @@ _CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     """Split pictures into (training, held out) by a hash of their keys.
 
-    About `share` of the pictures are held out. The choice is the same in every run and process, and
-    for each record it does not change when others are added or removed. In a mixture, each source
-    is split, except the pictures of data.prior, which are all used for training. A held-out record
-    never replaces an unusable record in training.
+    About `share` of the pictures are held out. The choice is the same in every run and process. If
+    the keys are derived from names, the choice for a record does not change when other records are
+    added or removed. In a mixture, each source is split, except the pictures of data.prior, which
+    are all used for training. A held-out record never replaces an unusable record in training.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))
@@ -52,6 +53,21 @@ class Subset(Pictures):
         if self._others:
             return indices + np.searchsorted(self._before, indices, side="right")
         return self._indices[indices]
+
+    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+        """Replace unusable pictures only by pictures of the same group in this subset.
+
+        The pictures outside of the subset form a group of their own.
+        """
+        of_all = np.full(len(self._pictures), -1, np.int64)
+        of_all[self._inside(np.arange(len(self)))] = groups
+        self._pictures.keep_together(of_all)
+
+    def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
+        return self._pictures.sizes(self._inside(indices))
+
+    def cropped_to(self, shape: tuple[int, int]) -> "Subset":
+        return Subset(self._pictures.cropped_to(shape), self._indices, self._others)
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None

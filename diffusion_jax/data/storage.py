@@ -22,12 +22,13 @@ _ATTEMPTS = 4
 _FEW = 1000  # Number of local files per thread in `stamps`.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
              "last_modified")  # fmt: skip
-"""Fields of file listings that change with a file's contents; each kind of store has its own."""
+"""Fields of file listings that change when the file's contents change. Stores differ in which of
+these fields they provide."""
 _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
 def is_url(path: str) -> bool:
-    """Return whether the path is a URL, which is opened with fsspec."""
+    """Return whether a path is a URL. URLs are opened with fsspec."""
     return "://" in path
 
 
@@ -67,9 +68,9 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def stamps(paths: Sequence[str]) -> list[str]:
-    """Return a string for each file that changes with its contents, or "" if it is missing.
+    """Return a string for each file: one that changes with the contents, or "" if it is missing.
 
-    In an object store, one request lists a whole folder.
+    Consecutive URLs in the same folder need only one request, if the server can list the folder.
     """
     paths = list(paths)
     group = lambda i: paths[i].rpartition("/")[0] if is_url(paths[i]) else i // _FEW
@@ -79,7 +80,7 @@ def stamps(paths: Sequence[str]) -> list[str]:
 
 
 def open_file(path: str) -> Any:
-    """Open a local file or URL for sequential binary reading; only forward seeks are fast."""
+    """Open a local file or URL for sequential binary reading. Seeking back is slow in a URL."""
     if not is_url(path):
         return pathlib.Path(path).open("rb")
     return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
@@ -143,7 +144,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:
-    """Return a string per file that changes with its contents; remote files share one folder."""
+    """Return the same as `stamps`, for local files or for remote files in one folder."""
     rows: dict[str, Any] = {}
     if is_url(paths[0]) and len(paths) > 1:
         with contextlib.suppress(Exception):  # Many web servers do not list folders.

@@ -1,8 +1,8 @@
 """Finds, indexes and writes webdataset tars, on a disk or in an object store.
 
-Members of a tar whose names agree up to the first dot of the last part, such as `a/0001.jpg` and
-`a/0001.txt`, form a record. The index of a tar is saved beside it (`shard.tar.index.npz`), or in
-the user's cache if the folder is read-only, and rebuilt when the tar's size or time changes.
+Members of a tar form a record if their paths agree up to the first dot of the file name, as
+`a/0001.jpg` and `a/0001.txt` do. The index of a tar is saved beside it (`shard.tar.index.npz`), or
+in the user's cache if the folder is read-only, and rebuilt when the tar's size or time changes.
 """
 
 import functools
@@ -54,7 +54,8 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
 
     Args:
         path: the tar, in an existing folder.
-        records: one dictionary per record, from suffix to file contents; "__key__" holds its name.
+        records: one dictionary per record. It maps each suffix to the contents of a file, and
+            "__key__" to the record's name.
     """
     with (
         files.whole(path) as temporary,
@@ -225,7 +226,9 @@ def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
             return storage.write_whole(path, buffer.getvalue())
         except OSError:
             continue  # The folder is read-only.
-    logging.warning("cannot save an index to any of %s: every start reads all headers", paths)
+    logging.warning(
+        "cannot save a tar's index to any of %s: every start reads all headers of the tar", paths
+    )
 
 
 def _digest(tar: str) -> str:
@@ -235,7 +238,7 @@ def _digest(tar: str) -> str:
 
 @functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Return the cache folders for indices of tars whose own folder is read-only."""
+    """Return the folders to try, in order, if an index cannot be saved beside its tar."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     name = "diffusion_jax/tar_index"
     return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

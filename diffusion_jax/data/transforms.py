@@ -1,10 +1,10 @@
-"""Decodes, resizes and crops images to square uint8 RGB pixels."""
+"""Decodes, resizes and crops images to uint8 RGB pixels."""
 
 import io
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from diffusion_jax.machine import untrusted
 
@@ -21,25 +21,26 @@ class Unusable(ValueError):
         self.reason = reason
 
 
-def square(
+def crop(
     data: bytes,
-    size: int,
+    shape: tuple[int, int],
     *,
     resize: int = 0,
     min_size: int = 0,
     max_aspect: float = 0.0,
     place: tuple[float, float] = CENTRE,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Decode an image, resize its smaller side, and crop a square.
+    """Decode an image, resize it until it just covers the crop, and crop it.
 
     Resizing is bicubic with antialiasing, as in NeMo's Imagen. Transparent pixels become white, and
     EXIF orientation tags are applied.
 
     Args:
         data: an encoded image.
-        size: height and width of the crop in pixels.
-        resize: length of the smaller side before cropping; 0 stands for `size`.
-        min_size: smallest allowed side of the encoded image.
+        shape: height and width of the crop in pixels.
+        resize: length in pixels to which the smaller side is resized before cropping; 0 resizes the
+            image until it just covers the crop.
+        min_size: smallest allowed side of the encoded image in pixels.
         max_aspect: largest allowed ratio of the sides; 0 allows any.
         place: position (x, y) of the crop, each in [0, 1].
 
@@ -47,12 +48,27 @@ def square(
         Unusable: with reason "broken_image" if the image is incomplete, "too_small" if a side is
             shorter than `min_size`, "too_elongated" if the sides differ by more than `max_aspect`.
     """
-    image, resize = _open(data), resize or size
+    image, smallest = _open(data), (resize, resize) if resize else shape
     if min(image.size) < min_size:
         raise Unusable("too_small", f"{image.width}x{image.height}, min_size is {min_size}")
     if max_aspect and max(image.size) > max_aspect * min(image.size):
-        raise Unusable("too_elongated", f"{image.width}x{image.height}, not within {max_aspect}:1")
-    return np.asarray(_resize(_decode(image, resize), resize, size, place))
+        raise Unusable("too_elongated", f"{image.width}x{image.height}, max_aspect is {max_aspect}")
+    return np.asarray(_resize(_decode(image, max(smallest)), smallest, shape, place))
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Return height and width of an encoded image from its header, or (0, 0) if it is damaged.
+
+    The EXIF orientation tag is applied, as in `crop`.
+    """
+    try:
+        image = _open(data)
+        exif = image.getexif() if "exif" in image.info else {}  # Of a PNG, it may decode the image.
+        turned = exif.get(ExifTags.Base.Orientation, 1) >= 5
+    except Exception:  # Pillow's decoders raise many types.
+        return 0, 0
+    width, height = image.size
+    return (width, height) if turned else (height, width)
 
 
 def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
@@ -84,7 +100,9 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
 def check_caption(text: str, min_chars: int) -> None:
     """Raise Unusable("short_caption") if the text has fewer than `min_chars` characters."""
     if len(text) < min_chars:
-        raise Unusable("short_caption", f"{text!r} has {len(text)} characters, min {min_chars}")
+        raise Unusable(
+            "short_caption", f"{text!r} has {len(text)} characters, min_chars is {min_chars}"
+        )
 
 
 def _open(data: bytes) -> Image.Image:
@@ -113,14 +131,27 @@ def _decode(image: Image.Image, size: int) -> Image.Image:
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 
 
-def _resize(image: Image.Image, resize: int, size: int, place: tuple[float, float]) -> Image.Image:
-    """Resize and crop in one step, computing only the pixels of the crop."""
-    scale = resize / min(image.size)
-    sides = [max(resize, round(side * scale)) for side in image.size]
-    firsts = [int(p * (side - size)) for p, side in zip(place, sides, strict=True)]
+def _resize(
+    image: Image.Image,
+    smallest: tuple[int, int],
+    shape: tuple[int, int],
+    place: tuple[float, float],
+) -> Image.Image:
+    """Resize and crop in one step, computing only the pixels of the crop.
+
+    The image is resized until it just covers `smallest`, and cropped to `shape`, both (height,
+    width).
+    """
+    size = (shape[1], shape[0])  # In Pillow, the width comes first.
+    pairs = list(zip(reversed(smallest), image.size, strict=True))
+    scale = max(low / side for low, side in pairs)
+    sides = [max(low, round(side * scale)) for low, side in pairs]
+    firsts = [int(p * (side - crop)) for p, side, crop in zip(place, sides, size, strict=True)]
     # The box in the original image; Pillow's filter reads beyond its edges.
     steps = [before / after for before, after in zip(image.size, sides, strict=True)]
     left, top = (first * step for first, step in zip(firsts, steps, strict=True))
-    right, bottom = ((first + size) * step for first, step in zip(firsts, steps, strict=True))
+    right, bottom = (
+        (first + crop) * step for first, step, crop in zip(firsts, steps, size, strict=True)
+    )
     box = (left, top, min(right, image.width), min(bottom, image.height))
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
+    return image.resize(size, Image.Resampling.BICUBIC, box=box)

@@ -22,8 +22,9 @@ Times = Float[np.ndarray, "n"] | Float[Array, "n"]
 Spacing = Callable[..., tuple[Sigmas, Times | None]]
 """A function from (noise, a config's `sampler` group, Placement, end) to (levels, times).
 
-The levels are those of the n steps. The level of the end may follow; otherwise make_grid adds it.
-The network sees `times` at these levels. If `times` is None, noise.time computes them."""
+`levels` holds the level at the start of each of the n steps. The end may follow; otherwise
+make_grid adds it. `times` holds the time that the network sees at the start of each step. If it is
+None, noise.time computes these times."""
 ENDS = ("zero", "sigma_min")
 EndName = Annotated[str, ENDS]
 
@@ -33,7 +34,8 @@ class Grid(NamedTuple):
 
     sigmas: Float[Array, "n+1"]
     time: Callable[[Sigma], Sigma]
-    """Maps sigma to c_noise, for networks that predict eps, x0, v or flow."""
+    """Maps sigma to c_noise, the time given to the network. EDM networks get ln(sigma) / 4 instead.
+    """
 
 
 class Placement(NamedTuple):
@@ -111,10 +113,10 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
 
 
 def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at evenly spaced times from the largest to 0.
+    """Compute the levels at n evenly spaced times from the largest to 0. The n steps start there.
 
-    The last step starts at time 0. If the end of the grid also needs a time (see `_has_end`), then
-    the grid ends at time 0 instead.
+    If placement.includes_end is True, or if the noise is continuous and its default end is "zero",
+    the steps start at the first n of n + 1 such times, and the last step ends at time 0.
     """
     last = noise.steps - 1 if noise.steps else 1
     times = np.linspace(0, last, s.steps + _has_end(noise, placement))[::-1]
@@ -146,7 +148,8 @@ GRIDS: dict[str, Spacing | str] = {
     "karras": karras,
     "exponential": exponential,
 }
-"""The values that sampler.grid can have in configs. A value "MODULE:FUNCTION" is imported."""
+"""The values that sampler.grid can have in configs. A function given as "MODULE:FUNCTION" is
+imported on use."""
 GridName = Annotated[str, GRIDS]
 BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace")
 
@@ -173,7 +176,9 @@ def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
         ValueError: n is not between 1 and `steps`.
     """
     if not 1 <= n <= steps:
-        raise ValueError(f"{n} sampling steps: choose 1 to {steps} for a table of {steps} times")
+        raise ValueError(
+            f"{n} sampling steps do not fit a noise schedule of {steps} times: choose 1 to {steps}"
+        )
     gap = steps / n if 2 * n <= steps else (steps - 2) / (n - 1)
     return np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32)
 

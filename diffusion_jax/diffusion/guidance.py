@@ -95,8 +95,9 @@ def check(s: Any) -> None:
     between = sampler.name == "restart" or (sampler.name == "heun" and churn > 0)
     if between and "cfg_pp" in s.guiding:
         raise ValueError(
-            f"sampler.guiding is {s.guiding!r} and sampler.name is {s.name!r}, which evaluates the "
-            "network between the levels of its grid: choose ddim or euler, or heun without churn"
+            f"sampler.guiding is {s.guiding!r}, but cfg_pp cannot be used with sampler.name "
+            f"{s.name!r}, because this sampler also evaluates the network between the levels of "
+            "its grid: choose ddim or euler, or heun without churn"
         )
 
 
@@ -112,7 +113,8 @@ def bound(field: str, text: str) -> list[functools.partial]:
 def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
     """Return the guidance as an array with one number per image.
 
-    Return None if the guidance is 1 and has no effect, so that only D under the text is needed.
+    Return None if guidance has no effect, so that D is needed under the text only. This is so at
+    guidance 1 if all kinds of guidance in `guiding` are in PLAIN_AT_1.
     """
     kinds = {call.name for call in named.calls("sampler.guiding", guiding)}
     if guidance == 1 and kinds <= {*PLAIN_AT_1}:
@@ -168,8 +170,8 @@ GUIDANCE: dict[str, Callable[..., Guide] | str] = {
     "tcfg": guides.tcfg,
     "fdg": guides.fdg,
 }
-"""The names that sampler.guiding can combine by +. Functions apply from left to right. A table
-value "MODULE:FUNCTION" is imported on use."""
+"""The names that sampler.guiding can combine by +. Functions apply from left to right. A function
+given as "MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, bound]
 PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale", "tcfg", "fdg")
 """The kinds of guidance that have no effect at guidance 1, where D equals D_cond."""

@@ -1,7 +1,7 @@
-"""Kinds of guidance: functions from a Guide, and the guided Model, to a new Guide.
+"""Kinds of guidance. Each is a function that takes a Guide and the Model, and returns a new Guide.
 
-guidance.py lists them in its table GUIDANCE. Most of them change D_other, from which guidance leads
-away, and leave the rest to the Guide that they are given.
+guidance.py lists them in its table GUIDANCE. Most of them change only D_other, the estimate from
+which guidance leads away, and then call the Guide that they were given.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,7 +80,7 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
 
     The update is D_cond - D_other. First, the update of each image is clipped to the length `norm`;
     0 means no limit. Then its part parallel to D_cond, which causes oversaturation, is multiplied
-    by `eta`. Finally, guidance multiplies the update.
+    by `eta`. Guidance then uses the result in place of D_cond - D_other.
     """
     del model
     _check_order(guide, "apg")
@@ -107,7 +107,7 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
         x' = D_lambda + r (x - D_uncond).
 
     It equals DDIM's step x' = D + r (x - D) at the guidance lambda / (1 - r). The sampler must
-    evaluate D at the grid's levels only: `check` rejects `restart`, and `heun` with churn.
+    evaluate D at the grid's levels only: `guidance.check` rejects `restart`, and `heun` with churn.
     """
 
     def combine(d, x, sigma, guidance):
@@ -137,7 +137,7 @@ def cfg_zero(guide: Guide, model: Model, *, zero: Count = 1) -> Guide:
     """Apply CFG-Zero* (Fan et al. 2025, Algorithm 1) to the predictions F of the network.
 
     F_other becomes the multiple of itself that is nearest to F_cond. In the first `zero` steps, the
-    guided F is 0. The paper guides the velocity of flow models.
+    guided F is 0. The paper defines this for the velocity of flow models.
     """
     _check_order(guide, "cfg_zero")
 
@@ -223,7 +223,7 @@ def projected(
 
 
 def low_frequencies(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
-    """Halve the images and enlarge them again, blurred as in a Laplacian pyramid.
+    """Blur and halve the images, then enlarge and blur them again, as in a Laplacian pyramid.
 
     The blur is that of Burt & Adelson 1983. Halving and enlarging are linear interpolations.
     """

@@ -34,7 +34,10 @@ _ALL = slice(None)
 
 
 class MeanFlow(NamedTuple):
-    """The guidance that the network learns (section 4.2), and the weight of each image."""
+    """The guidance that the network learns (section 4.2), and the weight of each image.
+
+    `make` describes the fields.
+    """
 
     omega: float = 1.0
     kappa: float = 0.0
@@ -78,12 +81,15 @@ def losses(
 
     Args:
         velocity: u, as a function with its weights and texts bound.
-        frozen: The same function, of whose weights the loss has no gradient. It computes targets.
+        frozen: The same function, whose weights get no gradient from the loss. It computes the
+            targets.
         x0: Images in [-1, 1].
         eps: Standard normal noise.
-        t: The end of each interval, in [0, 1].
-        r: Its start, at most t. It counts for every s.every-th image. The others have h = 0.
-        kept: Which images keep their text. The others learn the velocity without guidance.
+        t: The end of each image's interval of times, in [0, 1].
+        r: The start of the interval, at most t. It is used for every s.every-th image only; the
+            others have h = 0.
+        kept: True for the images that keep their text. The others learn the velocity without
+            guidance.
         s: The guidance and the weights.
     """
     z, v = _each(1 - t) * x0 + _each(t) * eps, eps - x0
@@ -105,7 +111,10 @@ def losses(
 
 
 def guided(velocity: Velocity, z: Images, v: Images, t: Times, s: MeanFlow) -> Images:
-    """Return omega v + (1 - omega - kappa) u_empty + kappa u_text at h = 0 (equation 20)."""
+    """Return omega v + (1 - omega - kappa) u_empty + kappa u_text at h = 0 (equation 20).
+
+    Return v for images whose time t is outside of [s.low, s.high].
+    """
     if s.omega == 1 and s.kappa == 0:
         return v
     inside = (s.low <= t) & (t <= s.high)
@@ -120,8 +129,8 @@ def guided(velocity: Velocity, z: Images, v: Images, t: Times, s: MeanFlow) -> I
 def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Array, ...]) -> Array:
     """Return the Jacobian of f at the arguments `at`, times the direction `along`.
 
-    It is the transpose of f's reverse derivative, because group norm and blockwise attention define
-    no forward derivative (jax.jvp).
+    It is computed by transposing f's reverse-mode derivative (jax.vjp), because group norm and
+    blockwise attention define no forward-mode derivative (jax.jvp).
     """
     y, reverse = jax.vjp(f, *at)
     _, transpose = jax.vjp(reverse, jnp.zeros_like(y))

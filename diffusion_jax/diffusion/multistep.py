@@ -108,8 +108,9 @@ def dpmpp_2m(
 ) -> Images:
     """Sample with DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), a two-step method in -ln sigma.
 
-    It adds no noise. The first step is of first order, and so is a last step to 0. If the grid has
-    fewer than 15 `steps`, the last step is always of first order, as in the authors' code.
+    It adds no noise. The first step is of first order, and so is a last step to 0. `steps` is the
+    number of steps in the grid. If it is below 15, the last step is always of first order, as in
+    the authors' code.
     """
     del noise  # Deterministic.
     last = len(sigmas) - 2
@@ -140,8 +141,8 @@ def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
         x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),
 
     where m0 and m1 are D at the start of this step and of the previous one. The weights solve
-    equation 9 of the paper, so that the step is exact for parabolas (for lines in the first step,
-    with the weights 0 and 1 / 2).
+    equation 9 of the paper, so the step is exact if D is quadratic in -ln sigma. In the first step,
+    which has no m1, rho_0 is 0 and rho_1 is 1 / 2.
     """
     del noise  # Deterministic.
     last = len(sigmas) - 2
@@ -178,8 +179,9 @@ def deis(
     N steps take N evaluations of D, and add no noise. A polynomial in u = ln(sigma / sigma_i)
     extrapolates eps from this step and earlier ones, and is integrated exactly:
     x' = x + sum_j c_j eps_j, where c_j is the integral of the j-th Lagrange polynomial over sigma.
-    The first steps are of lower order, and a step to 0 is of first order. If the grid has fewer
-    than 15 `steps`, the last two steps are of second and first order, as in diffusers.
+    The first steps are of lower order, and a step to 0 is of first order. `steps` is the number of
+    steps in the grid. If it is below 15, the last two steps have at most the orders 2 and 1, as in
+    diffusers.
     """
     del noise  # Deterministic.
 

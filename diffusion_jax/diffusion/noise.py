@@ -136,7 +136,8 @@ NOISES: dict[str, Callable[..., Noise] | str] = {
     "scaled_linear": ldm,
     "zero_terminal_snr": ldm_zero_terminal_snr,
 }
-"""The values that diffusion.noise can have in configs. A value "MODULE:FUNCTION" is imported."""
+"""The values that diffusion.noise can have in configs. A function given as "MODULE:FUNCTION" is
+imported on use."""
 NoiseName = Annotated[str, named.checked(NOISES)]
 
 

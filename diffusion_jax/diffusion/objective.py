@@ -36,7 +36,7 @@ class Objective(NamedTuple):
     noise: noise.Noise
     precond: Callable[[Callable[[Sigma], Sigma]], Precond]
     """Builds the preconditioner from `time`, a function from sigma to the network's time input.
-    Training passes noise.time, sampling the `time` of its grid."""
+    Training passes noise.time. Sampling passes the `time` of its grid."""
     distance: Distance
     weighting: Weighting
     offset: float
@@ -84,15 +84,15 @@ class Objective(NamedTuple):
         self, network: meanflow.Network, frozen: meanflow.Network, x0: Images, eps: Images,
         sigmas: tuple[Sigma, Sigma], kept: meanflow.Kept, counts: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
-        """Compute MeanFlow's mean loss, which training minimises, and each image's |u - v|^2.
+        """Compute MeanFlow's mean loss, which training minimises, and each image's mean (u - v)^2.
 
         Args:
             network: The network F, as a function with its weights and conditions bound.
-            frozen: The same function, of whose weights the loss has no gradient.
+            frozen: The same function, whose weights get no gradient from the loss.
             x0: Images in [-1, 1].
             eps: Standard normal noise.
-            sigmas: Two noise levels of each image. The higher one is the end of its interval.
-            kept: Which images keep their text.
+            sigmas: Two noise levels per image, in any order: the ends of its interval of times.
+            kept: True for the images that keep their text.
             counts: As in `loss`.
         """
         assert self.mean_flow is not None
@@ -104,9 +104,10 @@ class Objective(NamedTuple):
         return mean, squares / x0[0].size
 
     def span(self, sigmas: Float[Array, "levels"]) -> meanflow.Span | None:
-        """Return the function from noise level to the span h that MeanFlow's network reads.
+        """Return a function that maps a noise level to the span h that MeanFlow's network reads.
 
-        `sigmas` is the sampling grid. None for a denoiser.
+        h is the time from this level to the next lower level of `sigmas`, the sampling grid. Return
+        None for a denoiser, which reads no span.
         """
         return meanflow.spans(sigmas) if self.mean_flow else None
 
@@ -130,8 +131,7 @@ def make(d: Any) -> Objective:
     The network's prediction is the field `precond` in Imagen, and `predicts` in Stable Diffusion.
 
     Raises:
-        ValueError: A name is unknown, or the network predicts eps and the noise has a last level
-            without signal, at which eps-prediction is undefined.
+        ValueError: A name is unknown, or fields do not fit together (see `check`).
     """
     check(d)
     predicts = _prediction_field(d)
@@ -146,8 +146,11 @@ def make(d: Any) -> Objective:
 
 
 def check(d: Any) -> None:
-    """Raise ValueError for eps-prediction if the last noise level has no signal, and for weights
-    that MeanFlow would ignore."""
+    """Raise ValueError if fields of a config's `diffusion` group do not fit together.
+
+    This is so if the network predicts eps and the last noise level has no signal, because
+    eps-prediction is undefined there, or if MeanFlow would ignore the distance or the weighting.
+    """
     predicts = _prediction_field(d)
     name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
     if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
@@ -206,8 +209,9 @@ def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
 def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
     """Build the loss of rectified flow: |D - x0|^2 has weight 1 / t^2, t = sigma / (1 + sigma).
 
-    It is the loss of the flow that D implies, (x_t - D) / t, against eps - x0. In the division, t
-    is at least `floor`, as in JiT (Li & He 2025), or the weight would be unbounded at small noise.
+    It is the squared error of the flow that D implies: (x_t - D) / t against eps - x0. The divisor
+    t is at least `floor`, as in JiT (Li & He 2025). Otherwise the weight would be unbounded at low
+    noise levels.
     """
     return x0_weighting(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
 
@@ -241,7 +245,8 @@ WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
     "flow": flow,
     "uncertainty": uncertainty,
 }
-"""The values that diffusion.weight can have in configs. A value "MODULE:FUNCTION" is imported."""
+"""The values that diffusion.weight can have in configs. A function given as "MODULE:FUNCTION" is
+imported on use."""
 WeightName = Annotated[str, named.checked(WEIGHTINGS)]
 
 

@@ -1,7 +1,7 @@
 """The table SAMPLERS, and functions that build the sampler and the grid of a config.
 
-onestep.py, multistep.py and stochastic.py implement the samplers. The first describes the arguments
-that all samplers take.
+onestep.py, multistep.py and stochastic.py implement the samplers. onestep.py describes the
+arguments that all samplers take.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ SAMPLERS: dict[str, Method] = {
 
 
 class Start(NamedTuple):
-    """The result of Task.begin: the sampler's arguments, and functions that wrap and finish it."""
+    """The result of Task.begin: the sampler's arguments, and functions that complete sampling."""
 
     denoise: Denoiser
     x: Images
@@ -114,8 +114,8 @@ def method_of(s: Any) -> Method:
 def sampling_grid(noise: Noise, s: Any) -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
-    The group names the grid and its end. Where it does not, the noise's default applies, and if
-    that is "", the sampler's default.
+    The group names the grid and its end. If a name is "", the default of the noise applies. If that
+    is "" too, the default of the sampler applies.
     """
     method = method_of(s)
     name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end

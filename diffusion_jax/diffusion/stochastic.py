@@ -134,7 +134,8 @@ def restart(
 
     When sampling reaches the grid's level nearest to `low`, noise is added up to the level `high`,
     and `inner` Heun steps with EDM's spacing return to the grid's level. This happens `repeats`
-    times. N steps take 2 N - 1 + 2 * repeats * inner evaluations of D.
+    times. N steps take 2 N - 1 + 2 * repeats * inner evaluations of D. With N = 1 there is no
+    level between the ends of the grid, and so no restart.
     """
     n, more = len(sigmas) - 1, repeats * inner
     if n < 2 or not more:

@@ -84,11 +84,11 @@ def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
-            "%r has characters that its encoder lacks, or is longer than %d tokens, and its end is "
-            "not read: %r", text, encoder.max_tokens, part,
+            "the text encoder ignores %r in the text %r: it lacks these characters, or reads at "
+            "most %d tokens", part, text, encoder.max_tokens,
         )  # fmt: skip
     if lost:
-        logging.warning("%d of %d texts are cut off", len(lost), len(texts))
+        logging.warning("%d of %d texts are not read in full", len(lost), len(texts))
 
 
 def warn_of_new_words(workdir: files.Path, encoder: TextEncoder, texts: Sequence[str]) -> None:

@@ -54,9 +54,18 @@ class Inputs(NamedTuple):
     """The pictures that a drawing starts from."""
 
     over: Pictures | None = None
-    """The picture to draw over, and the mask of its part that is redrawn."""
+    """The picture to draw over, and a mask of the part to redraw."""
     low_res: UInt8[np.ndarray, "h w 3"] | None = None
     """The picture to enlarge."""
+
+
+class Enlarger(NamedTuple):
+    """The first stage of a cascade that enlarges a picture."""
+
+    stage: int
+    """Its place in the cascade, from 0."""
+    side: int
+    """The height and width of the pictures that it enlarges, in pixels."""
 
 
 class System(NamedTuple):
@@ -66,13 +75,15 @@ class System(NamedTuple):
     """The options that users may choose, by name."""
     draw: Callable[..., Iterator[Sequence[Images]]]
     """A function (stages, prompts, seeds, inputs) -> batches, each with one array of images per
-    stage. `inputs` are an Inputs."""
+    stage. `inputs` is an Inputs."""
     tokenize: Callable[[Model, Sequence[str]], Texts]
     """A function (stage, prompts) -> the tokens on which the stage is conditioned."""
     describe: Callable[[Sequence[Model]], dict[str, Any]]
     """A function stages -> the metadata card that the command `sample` writes with each picture."""
-    enlarging: Callable[[Sequence[Model]], Sequence[Model]] = lambda stages: stages
-    """A function stages -> the stages that enlarge a given picture."""
+    enlarger: Callable[[Sequence[Model]], Enlarger | None] = lambda stages: None
+    """A function stages -> the first stage that enlarges a picture, or None."""
+    any_shape: bool = False
+    """Whether a drawing takes the shape of the picture that it draws over."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -112,12 +123,15 @@ class Loaded:
 
     vocabulary: Vocabulary | None = None
     """The words of the first stage's training captions; None if the run keeps none."""
+    any_shape = False
+    """Whether a drawing takes the shape of the picture that it draws over."""
 
     def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
         """Keep opened stages. `values` are the option values with which each stage was opened."""
         self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
         self.vocabulary = vocabulary.read(self.stages[0].workdir)
         self._system = system
+        self.any_shape = system.any_shape
         self._progress: Progress | None = None
         self._cancelled = False
         self._averages: dict[tuple[int, int], list[str]] = {}
@@ -148,13 +162,13 @@ class Loaded:
                 0, as in the command `sample`.
             progress: Called with the images while they are drawn.
             image: The picture that all prompts draw over (image-to-image).
-            mask: The part of `image` to redraw is white (inpainting).
+            mask: A picture that is white at the part of `image` to redraw (inpainting).
             low_res: The picture that all prompts enlarge. A cascade enlarges it with its later
                 stages.
             strength: The share of the steps that draw over `image`, in (0, 1]: one value for the
                 first stage, or one per stage.
-            **values: Values of the flags of `sample`. A list holds one value per stage. With
-                `checkpoint=None`, the loaded checkpoint draws.
+            **values: Values of the flags of `sample`. A list holds one value per stage.
+                `checkpoint=None` draws with the loaded checkpoint.
 
         Raises:
             ValueError: A value is out of range, a picture does not fit, or the numbers of prompts
@@ -169,8 +183,8 @@ class Loaded:
         values = {**values, **self._size_of(image, values)}
         strengths = self._strengths(strength) if image else [None] * len(self.stages)
         stages = self._stages_with(values, progress is not None, strengths)
-        if low_res is not None:
-            stages = self._system.enlarging(stages)
+        if low_res is not None and (enlarger := self.enlarger) is not None:
+            stages = stages[enlarger.stage :]
         self._progress, self._cancelled, batches = progress, False, []
         try:
             for batch in self._system.draw(stages, prompts, seeds, inputs):
@@ -192,12 +206,12 @@ class Loaded:
     def denoiser(self, prompts: str | Sequence[str], **values: Any) -> "PromptedDenoiser":
         """Return the guided denoiser D(x, sigma) under these prompts, for use in custom samplers.
 
-        `values` are the same as for `draw`. Raise ValueError for a cascade.
+        `values` are the same as for `draw`. Raises ValueError for a cascade.
         """
         if len(self.stages) > 1:
             raise ValueError(
                 f"a denoiser needs a single model, but {self!r} is a cascade of "
-                f"{len(self.stages)}: load one of them alone"
+                f"{len(self.stages)} models: load one of them alone"
             )
         (model,) = self._stages_with(values, False, [None])
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -213,18 +227,23 @@ class Loaded:
             self._averages[n, step] = restore.stored(folder / str(step))
         return self._averages[n, step]
 
+    @property
+    def enlarger(self) -> Enlarger | None:
+        """The first stage that enlarges a picture. None if there is none."""
+        return self._system.enlarger(self.stages)
+
     def _size_of(self, image: Image.Image | None, values: Values) -> Values:
         """Return the height and width of the picture to draw over, as option values.
 
-        A side that the user has chosen is left out. Systems that draw a single size have no such
-        options, and get {}.
+        A side that the user has chosen is left out. Systems that draw squares get {}.
         """
+        if image is None or not self.any_shape:
+            return {}
         chosen = {name for name, value in {**self.values[0], **values}.items() if value is not None}
-        sides = [side for side in ("height", "width") if side in self.options]
-        return {side: getattr(image, side) for side in sides if image and side not in chosen}
+        return {side: getattr(image, side) for side in ("height", "width") if side not in chosen}
 
     def _strengths(self, strength: float | Sequence[float]) -> list[float | None]:
-        """Return the strength of each stage. A single value is for the first stage alone.
+        """Return the strength of each stage. After a single value, later stages have strength 1.
 
         Raises:
             ValueError: A value is outside (0, 1], or there is not one value per stage.
@@ -332,7 +351,10 @@ class PromptedDenoiser:
         return self._denoise(x, jnp.asarray(sigma, jnp.float32), *self._arguments)
 
     def start(self, seeds: int | Sequence[int] = 0) -> Float[Array, "B H W C"]:
-        """Return the initial noise that `sample` uses, for one seed per prompt or a first seed."""
+        """Return the initial noise that the command `sample` uses with these seeds.
+
+        `seeds` is one seed per prompt, or the first of consecutive seeds.
+        """
         numbers = range(seeds, seeds + self.num_prompts) if isinstance(seeds, int) else seeds
         return self._first(*self._arguments, np.asarray(numbers, np.uint32))
 

@@ -45,7 +45,8 @@ class Model(NamedTuple):
     settle: Callable[[Overrides], Any] | None = None
     """A function that returns the settings with further overrides."""
     lora: Mapping[str, Any] = {}
-    """For a LoRA run: its strength and the model that it adapts, for metadata cards."""
+    """Entries of the metadata cards of a LoRA run: "lora_scale", the strength of the LoRA, and
+    "base", the fingerprint of the weights that it adapts. {} for other runs."""
 
 
 class GuidingModel(NamedTuple):
@@ -70,8 +71,8 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
     finetune.check_wanted(overrides.get("unet.weights"), s.lora)
     if "text.weights" in overrides and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
-            f"--text_weights={s.text.weights} is for encoders with weights, and the encoder of "
-            f"{workdir}, {s.text.encoder!r}, has none: leave it out"
+            f"the text encoder of {workdir}, {s.text.encoder!r}, has no weights: leave out "
+            f"--text_weights={s.text.weights}"
         )
     return s
 
@@ -106,7 +107,7 @@ def load_guide(
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: The images or the text encoder of the two models differ.
+        ValueError: The images or the text encoder of the two models differ, or the guide is a LoRA.
     """
     if not guide:
         return None
@@ -115,8 +116,9 @@ def load_guide(
     shared = lambda run: (run.text.encoder, run.text.width, run.text.max_tokens, run.output_size)
     if shared(settings) != shared(s):
         raise ValueError(
-            f"--guide={guide} has the encoder, width, tokens and image size {shared(settings)}, "
-            f"and the model that it guides has {shared(s)}: they must be the same"
+            f"--guide={guide} has the text encoder, text width, number of tokens and image size "
+            f"{shared(settings)}, but the guided model has {shared(s)}: choose a guide with the "
+            "same values"
         )
     if settings.lora.rank:
         raise ValueError(f"--guide={guide} is a LoRA: a guide must be a complete model")
@@ -181,8 +183,8 @@ def with_overrides(
     Nothing is loaded, and compiled programs are kept.
 
     `preview` is called on the host at each evaluation of the network, with the current images and
-    their noise level. `strength` is the share of the steps that draw over a picture. Raise
-    ValueError if settings do not fit together.
+    their noise level. `strength` is the share of the steps that draw over a picture; None keeps the
+    share with which the model was opened. Raises ValueError if settings do not fit together.
     """
     assert model.programs and model.settle
     s = model.settle(overrides)
@@ -190,7 +192,7 @@ def with_overrides(
 
 
 def fingerprint(models: Sequence[Params]) -> str:
-    """Return a hash of the values of the weights. It does not depend on their path or sharding."""
+    """Return a hash of the weights' values. It does not depend on their files or sharding."""
     everywhere = sharding.replicated(sharding.make_mesh())
     sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]

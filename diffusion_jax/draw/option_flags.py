@@ -89,8 +89,8 @@ def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[
 def each(name: str, texts: Sequence[str], hint: Any, num_stages: int) -> list[Any]:
     """Return one value per stage, parsed from the texts of a flag.
 
-    There is one text for all stages, or one text per stage. Without texts, every value is
-    None. Raise ValueError for a value that the type `hint` does not allow.
+    There is one text for all stages, or one text per stage. Without texts, every value is None.
+    Raises ValueError for a value that the type `hint` does not allow.
     """
     typed = [ranges.read_value(f"--{name}", text, hint) for text in texts]
     value = typed if len(typed) > 1 else next(iter(typed), None)
@@ -106,7 +106,7 @@ def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> l
 
 
 def _one_or_more(option: Option, texts: Sequence[str]) -> Any:
-    """Return no value (None), one value, or a list of one value per stage."""
+    """Return None if there is no value, the value if there is one, or else a list of the values."""
     parts = list(texts) if option.is_text else _split(texts)
     return parts if len(parts) > 1 else next(iter(parts), None)
 
@@ -118,7 +118,7 @@ def _split(texts: Sequence[str]) -> list[str]:
 
 
 def _default(option: Option) -> Any:
-    """Return the flag's default. None stands for the value in the config."""
+    """Return the flag's default: None for a config field, so that the config's value applies."""
     return None if option.field else option.default
 
 

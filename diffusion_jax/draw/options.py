@@ -1,7 +1,7 @@
 """Drawing options: values that users may choose to replace a run's own settings.
 
-A system lists its options in one table. The function `read` converts and checks all of their
-values: flags, keywords in notebooks, requests of the web page, and points of a sweep.
+A system lists its options in one table. The function `read` converts and checks all values, whether
+they come from flags, keywords in notebooks, requests of the web page or points of a sweep.
 """
 
 import typing
@@ -127,7 +127,7 @@ def read(options: Options, values: Values) -> dict[str, Any]:
 def choose(options: Options, values: Values) -> Choice:
     """Convert option values to a Choice.
 
-    Raise ValueError if a name is unknown, or a value has another type or is out of range.
+    Raises ValueError if a name is unknown, or a value has another type or is out of range.
     """
     typed = read(options, values)
     overrides = {options[name].field: v for name, v in typed.items() if options[name].field}
@@ -136,9 +136,9 @@ def choose(options: Options, values: Values) -> Choice:
 
 
 def changes(options: Options, values: Values) -> Overrides:
-    """Return the config overrides for those values that may change after a model is opened.
+    """Return the config overrides for the values that may change after a model is opened.
 
-    Raise ValueError if a name is unknown, or a value has another type or is out of range.
+    Raises ValueError if a name is unknown, or a value has another type or is out of range.
     """
     typed = read(options, values)
     changeable = {n: v for n, v in typed.items() if options[n].field and not options[n].at_load}

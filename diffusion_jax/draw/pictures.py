@@ -23,7 +23,7 @@ class Pictures(NamedTuple):
     """No mask, one mask for all texts, or one mask per text."""
 
     def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
-        """Return IMAGE [N, H, W, 3] and, if there are masks, MASK [N, H, W], resized to `size`.
+        """Return arrays IMAGE [N, H, W, 3] and, with masks, MASK [N, H, W], resized to `size`.
 
         A pixel of a resized mask is True if any part of it is white. So a pixel that is not redrawn
         lies entirely in the black part of the mask.
@@ -89,10 +89,10 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
 
 def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:
-    """Return a picture to draw over and its mask. Return None if there are none.
+    """Return a picture to draw over, with its mask if there is one; None without a picture.
 
     Raises:
-        ValueError: The mask has no picture, or another size.
+        ValueError: There is a mask without a picture, or their sizes differ.
     """
     if image is None:
         if mask is not None:

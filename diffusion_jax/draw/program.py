@@ -27,8 +27,8 @@ Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], I
 BeginOf = Callable[[Any, Preview | None, float | None], Begin]
 """A function (settings, preview, strength) -> a task's `begin`.
 
-`strength` is the share of the steps that draw over a picture; None is the one that the model was
-opened with. It raises ValueError if settings do not fit together.
+`strength` is the share of the steps that draw over a picture; None keeps the share with which the
+model was opened. The function raises ValueError if settings do not fit together.
 """
 
 
@@ -38,7 +38,7 @@ class Programs(NamedTuple):
     draw: Callable[..., Draw]
     """A function (settings, preview=None, strength=None) -> the Draw for these settings.
 
-    It is compiled at first use.
+    The Draw is compiled at first use.
     """
     begin: Callable[[Any], tuple[Begin, Any]]
     """A function settings -> the task's `begin` and its frozen weights."""
@@ -75,9 +75,10 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
 
 def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int = 16) -> Programs:
-    """Return the sampling programs of a task. The `max_programs` used last stay compiled.
+    """Return the sampling programs of a task.
 
-    Settings that differ only in sampler.guidance share a program, because guidance is an argument.
+    The `max_programs` most recently used programs stay compiled. Settings that differ only in
+    sampler.guidance share a program, because guidance is an argument.
     """
     draws: collections.OrderedDict[Any, Draw] = collections.OrderedDict()
 

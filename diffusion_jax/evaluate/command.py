@@ -44,7 +44,7 @@ class Point(NamedTuple):
     later: str = ""
     """Checkpoints and averages (EMA) of a cascade's later stages, if they vary over the sweep."""
     settings: Mapping[str, str] = {}
-    """Values of the config fields that vary over the sweep, keyed by "sampler.steps" and so on."""
+    """The config fields that vary over the sweep: maps names such as "sampler.steps" to values."""
 
 
 class Subject(NamedTuple):
@@ -73,7 +73,7 @@ class Sweep(NamedTuple):
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
-    """The folder under evaluation/. None means step_N, or several subjects' names joined."""
+    """The folder under evaluation/. None means step_N, or the joined names of several subjects."""
     size: int | None = None
     """The side in pixels to which pictures are resized before scoring. None does not resize."""
 
@@ -150,7 +150,9 @@ def command(
     guidance: Sequence[float],
     write_page: Callable[[pathlib.Path], pathlib.Path],
 ) -> None:
-    """Run `python -m SYSTEM.evaluate --workdir=FOLDER`, with the caller's docstring as its --help.
+    """Run `python -m SYSTEM.evaluate --workdir=FOLDER`.
+
+    --help prints the docstring of the main module, which calls this function.
 
     Args:
         open_subjects: Opens the models that the command's flags name. Its argument lists the
@@ -222,8 +224,8 @@ def evaluate(
 ) -> pathlib.Path:  # fmt: skip
     """Draw and score all prompts at every point and guidance. Return the folder of the results.
 
-    If `training` is given, the nearest training picture of each drawn picture is found, too. The
-    folder is in the first subject's workdir. Each point and guidance adds a row to the table.
+    If `training` is given, also find the nearest training picture of each drawn picture. The folder
+    is in the first subject's workdir. Each point and guidance adds a row to the table.
     The process prints a message and exits with code 2 if a checkpoint or average is missing, if
     the folder holds saved features of another sweep, or if an image is not finite.
     """
@@ -354,9 +356,7 @@ def check_names(subjects: Sequence[Subject]) -> None:
     """Raise ValueError if two models have the same name, because their files would collide."""
     names = [subject.name for subject in subjects]
     if same := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"two models have the name {same[0]}, which is that of their folder: rename one folder"
-        )
+        raise ValueError(f"two models are named {same[0]}, after their folders: rename one folder")
 
 
 def check_folder(name: str | None) -> None:

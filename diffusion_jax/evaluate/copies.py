@@ -1,9 +1,10 @@
-"""Find drawn pictures that are copies of training pictures (`evaluate --copies`).
+"""Finds drawn pictures that are copies of training pictures (`evaluate --copies`).
 
 For each drawn picture, the nearest training picture is the one with the smallest distance between
-their features. A model that composes draws pictures that are about as far from the training
-pictures as real pictures which it has never seen. A drawn picture counts as close if it is closer
-than 95 % of those, so 5 % of a model's pictures are close if it copies nothing.
+their features. If a model copies nothing, its pictures are about as far from the training pictures
+as real pictures that it has never seen. A drawn picture counts as close if it is closer to a
+training picture than 95 % of these unseen pictures are. About 5 % of a model's pictures are
+therefore close even if it copies nothing.
 """
 
 import functools
@@ -25,7 +26,7 @@ from diffusion_jax.metrics import bootstrap, neighbours
 
 TABLE = "copies.csv"
 CLOSE = 0.05
-"""The share of unseen real pictures that are close to a training picture, by definition."""
+"""A picture is close if its distance is below this quantile of the unseen pictures' distances."""
 _BATCH, _PAIRS, _COLUMNS = 64, 16, 8
 Draw = Callable[[Sequence[int]], UInt8[np.ndarray, "B H W 3"]]
 """Draws the pictures with the given indices again."""
@@ -42,12 +43,13 @@ class Training:
     """The training pictures, with their features and the distances of unseen real pictures."""
 
     def __init__(self, pictures: Pictures, scorer: Scorer, unseen: Features):
-        """Prepare the comparison, which computes features when it is first used.
+        """Store the arguments. The features of the training pictures are computed on first use.
 
         Args:
             pictures: The training pictures, in the size of the drawn ones.
-            scorer: Its judges compute the features.
-            unseen: Features of real pictures that training has not shown, keyed by their kind.
+            scorer: The scorer whose judges compute the features.
+            unseen: Features of real pictures that the model has never seen, keyed by kind of
+                features (Metric.features).
         """
         self._pictures, self._scorer, self._unseen = pictures, scorer, unseen
 
@@ -65,7 +67,10 @@ class Training:
         return Nearest(*neighbours.nearest(rows, self._rows[key]))
 
     def describe(self, key: str, nearest: Nearest) -> dict[str, Any]:
-        """Describe the distances of drawn and of unseen real pictures, as a row of a table."""
+        """Return a table row that compares drawn pictures with unseen real pictures.
+
+        `nearest` holds the distances of the drawn pictures.
+        """
         unseen = self.unseen[key].distances
         close = (nearest.distances < np.quantile(unseen, CLOSE)).astype(np.float64)
         low, high = bootstrap.interval(close, close.mean())
@@ -77,7 +82,10 @@ class Training:
         }  # fmt: skip
 
     def sheet(self, nearest: Nearest, draw: Draw) -> UInt8[np.ndarray, "H W 3"]:
-        """Return a sheet of the closest pairs: drawn pictures, each above a training picture."""
+        """Return a sheet of the closest pairs, at most 16.
+
+        Each drawn picture is above its nearest training picture.
+        """
         closest = np.argsort(nearest.distances, kind="stable")[:_PAIRS]
         real, texts = self._pictures.read(nearest.indices[closest])
         drawn = draw(closest.tolist())
@@ -94,21 +102,22 @@ class Training:
 def open_training(name: str, scorer: Scorer, size: int) -> Training | None:
     """Open the training pictures SOURCE:PATH or SOURCE:PATH::TEXT, of side `size`.
 
-    Return None if `name` is "". Raises ValueError if the source is unknown or empty, if no judge
+    Return None if `name` is "". Raise ValueError if the source is unknown or empty, if no judge
     has features of real pictures, or if the job has several processes.
     """
     if not name:
         return None
     if jax.process_count() > 1:
         raise ValueError(
-            f"--copies={name} needs a single process: run the same command in one, which reuses "
-            "the features of all pictures"
+            f"--copies={name} needs a single process: run the same command in one process; "
+            "features that were saved before are reused"
         )
     unseen = scorer.real_features
     if not unseen:
         raise ValueError(
-            f"--copies={name} needs features of real pictures that training has not shown, and the "
-            "references hold none: make them with metrics stats --keep_features, or give --judge"
+            f"--copies={name} compares with real pictures that were not in training, but no "
+            "reference file holds their features: write the reference with metrics stats "
+            "--keep_features, or give --judge"
         )
     try:
         pictures = sources.open_pictures(sources.named(name), size)
@@ -120,14 +129,14 @@ def open_training(name: str, scorer: Scorer, size: int) -> Training | None:
 def write(
     out: pathlib.Path, sheet: str, training: Training, features: Features, draw: Draw
 ) -> list[dict[str, Any]]:
-    """Write a sheet of the closest pairs for each kind of features, and return rows of TABLE.
+    """Write a sheet of the closest pairs per kind of features, and return a row of TABLE per kind.
 
     Args:
         out: The folder.
-        sheet: The end of the sheets' file names.
+        sheet: The part of a sheet's file name after "copies_KIND_".
         training: The training pictures.
         features: The features of the drawn pictures.
-        draw: Draws some of the pictures again.
+        draw: Draws the pictures with the given indices again.
     """
     rows = []
     for key in training.unseen:
@@ -139,6 +148,12 @@ def write(
             "closest %g of unseen real ones (%.3g to %.3g)",
             key, rows[-1]["close"], CLOSE, rows[-1]["close_low"], rows[-1]["close_high"],
         )  # fmt: skip
+        if rows[-1]["median_distance_of_unseen"] == 0:
+            logging.warning(
+                "copies, by %s: this share says nothing, because most of the real pictures that "
+                "should be unseen are training pictures. Make the reference, or train the judge, "
+                "on pictures that the model was not trained on", key,
+            )  # fmt: skip
     return rows
 
 

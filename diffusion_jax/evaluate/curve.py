@@ -39,7 +39,8 @@ def figure(result: SweepResult) -> Plot:
 def _lines(result: SweepResult) -> dict[str, list[dict[str, str]]]:
     """Group rows by model, weights and settings, and sort each group by guidance.
 
-    The name of a group lists only what differs between the groups.
+    The name of a group contains only the parts that differ between groups, or all parts if the
+    short names are ambiguous.
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in sorted(result.rows, key=lambda row: float(row["guidance"])):

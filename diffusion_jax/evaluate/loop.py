@@ -93,9 +93,9 @@ def drawing(
 ) -> Compute:
     """Return a function that draws images of a scorer's prompts and computes all judges' features.
 
-    Its result has three more entries. "images" holds the pictures shown on the contact sheet.
-    "seconds" holds the time of drawing and the time of computing features. "fine" tells which
-    images are finite.
+    The features have three additional entries. "images" holds the pictures shown on the contact
+    sheet. "seconds" holds the time of drawing and the time of computing features. "fine" tells
+    which images are finite.
 
     Args:
         scorer: the prompts and judges.
@@ -127,7 +127,7 @@ def drawing(
 
 
 def resized(images: UInt8[np.ndarray, "B H W 3"], size: int | None) -> UInt8[np.ndarray, "B h w 3"]:
-    """Resize images to a side in pixels with KERNEL; None for their own size."""
+    """Resize images to `size` x `size` pixels with KERNEL. None leaves them unchanged."""
     if size is None or images.shape[1:3] == (size, size):
         return images
     kernel = Image.Resampling.BICUBIC
@@ -135,7 +135,7 @@ def resized(images: UInt8[np.ndarray, "B H W 3"], size: int | None) -> UInt8[np.
 
 
 def filled(rows: Int[np.ndarray, "B"], batch_size: int) -> Int[np.ndarray, "{batch_size}"]:
-    """Repeat `rows` up to `batch_size`, so that one compiled program serves all batches."""
+    """Repeat `rows` until there are `batch_size`, so that all batches use one compiled program."""
     return rows[np.arange(batch_size) % len(rows)]
 
 
@@ -162,7 +162,7 @@ def _check(features: Features, rows: np.ndarray, name: str, finite: bool) -> Non
     bad = np.flatnonzero(~features["fine"])
     if bad.size and finite:
         raise ValueError(
-            f"{bad.size} of {len(rows)} images of {name} are not finite, the first is that of "
+            f"{bad.size} of {len(rows)} images of {name} are not finite; the first one is for "
             f"prompt {rows[bad[0]]}: the model or its sampler diverges, so no score is written"
         )
     for key, values in features.items() if not bad.size else ():

@@ -39,8 +39,9 @@ Scores = dict[str, dict[str, float]]
 _OF_PROMPTS = ("reference", "inception", "inception_mode", "clip", "clip_reference", "dinov2",
                "dinov2_reference", "judge")  # fmt: skip
 _NO_FEATURES = (
-    "{} needs the features of each real image, but the reference has only their moments: make it "
-    "with python -m diffusion_jax.metrics stats --keep_features (for sfid, with --spatial)"
+    "{} needs the features of each real image, but the reference has only their mean and "
+    "covariance: write the reference with python -m diffusion_jax.metrics stats --keep_features "
+    "(for sfid, add --spatial)"
 )
 _SHOWN = 42  # Number of pictures on a sheet.
 
@@ -100,7 +101,10 @@ class Scorer:
 
     @property
     def real_features(self) -> Features:
-        """The features of each judge's real pictures, where the judge has kept them."""
+        """Features of the judges' real pictures, keyed by kind of features (Metric.features).
+
+        Judges without stored features of real pictures are left out.
+        """
         real = {judge.features[0]: judge.real for judge in self._judges.values()}
         kept = {name: stats.features for name, stats in real.items() if stats is not None}
         return {name: rows for name, rows in kept.items() if rows is not None}
@@ -144,7 +148,7 @@ class Scorer:
         return scores
 
     def _chosen(self, names: Sequence[str]) -> dict[str, object]:
-        """Map the names of the metrics to compute to their prepared statistics of real images."""
+        """Choose the metrics to compute, and map each name to its statistics of real images."""
         chosen = {}
         prepare = functools.cache(lambda owner, reference: reference(self._judges[owner].real))
         for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:

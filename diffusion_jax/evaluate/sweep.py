@@ -26,7 +26,10 @@ from diffusion_jax.metrics.cards import Scored
 
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
 REAL = "real.png"
-"""File name of a contact sheet of real pictures. It has the sweep's prompts where possible."""
+"""File name of a contact sheet of real pictures for the sweep's prompts.
+
+Prompts without a real picture have a picture with another caption.
+"""
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
 _MAX_LETTERS = 60  # The largest length of a setting in a file name.
@@ -48,7 +51,7 @@ def read(folder: pathlib.Path) -> SweepResult:
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
-    """Read all sweeps of a workdir, sorted by name. Links, devices and the like are left out."""
+    """Read all sweeps of a workdir, sorted by name. Links are not followed."""
     root = files.path(workdir)
     tables = sorted((root / runs.EVALUATION).glob(f"*/{TABLE}"))
     return [read(path.parent) for path in tables if untrusted.is_plain(path, root)]
@@ -88,7 +91,11 @@ def axes(row: Row) -> list[str]:
 
 
 def axis_label(axis: str) -> str:
-    """Return the label of a column such as "sampler.steps": its flag's name, with spaces."""
+    """Return the label of a column of sampler settings.
+
+    "sampler.name" gives "sampler". Other columns give the field's name, with spaces for
+    underscores: "sampler.steps" gives "steps".
+    """
     group, _, name = axis.partition(".")
     return group if name == "name" else name.replace("_", " ")
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Iterator
 from diffusion_jax.machine import files
 
 FOLDER = "checksums"
-"""The subfolder that holds the lists, JSON files of {path: [bytes, SHA-256]}.
+"""The subfolder that holds the lists of checksums: JSON files of {path: [bytes, checksum]}.
 
 This code writes one list. Earlier versions wrote one for each process.
 """
 COMMIT = "commit_success.txt"
-"""Orbax writes this file last in a bucket, because a bucket cannot rename folders."""
+"""The file that Orbax writes last in a bucket. It marks a complete checkpoint."""
 METADATA = "_CHECKPOINT_METADATA"
-"""Orbax's file about a checkpoint. It holds no array, and is also written after the list."""
+"""Orbax's metadata file of a checkpoint. Like COMMIT, it is written after the checksums."""
 
 
 def write(folder: files.Path) -> None:
@@ -41,6 +41,9 @@ def read_back(
     Where the system allows it, local files are read from the disk and not from the system's cache.
 
     Args:
+        folder: The folder.
+        part: The part of the files to read, from 0 to parts - 1.
+        parts: The number of parts that the files are divided into.
         unless: Called before each file. If it returns True, the remaining files are not read.
 
     Raises:
@@ -62,8 +65,9 @@ def damage(
 ) -> str | None:
     """Return a message about the first file whose checksum differs or is missing, or None.
 
-    If `items` names subfolders, only those are compared. Only part `part` of `parts` of the files
-    is compared. A folder without lists counts as undamaged, because earlier versions wrote none.
+    If `items` names subfolders, only those are compared. The files are divided into `parts` parts,
+    and only those of part number `part` (from 0) are compared. A folder without lists of checksums
+    counts as undamaged, because earlier versions wrote none.
     """
     if not exist(folder):
         return None
@@ -85,7 +89,9 @@ def damaged(
 ) -> Iterator[tuple[str, str]]:
     """Yield (path, difference) for each file that does not match its checksum.
 
-    If `items` names subfolders, only those are compared. A folder without lists yields nothing.
+    If `items` names subfolders, only those are compared. The files are divided into `parts` parts,
+    and only those of part number `part` (from 0) are compared. A folder without lists of checksums
+    yields nothing.
     """
     folder, look = files.path(folder), _look(folder)
     listed, unreadable = _lists(folder)

@@ -1,10 +1,9 @@
 """Start, run and end several processes together.
 
-A command is a single process by default. It joins other processes in two cases. The first case is
-that --coordinator, --num_processes and --process_id are given, or JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES and JAX_PROCESS_ID are set. The second case is that the environment of Slurm's
-srun or of GKE's TPU pods has more than one process. On a TPU VM or under MPI, --distributed=on lets
-JAX find the other processes.
+A command is a single process by default. It joins other processes if --coordinator,
+--num_processes and --process_id are given, if JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+JAX_PROCESS_ID are set, or if Slurm's srun or GKE's TPU pods started several. On a TPU VM or under
+MPI, --distributed=on lets JAX find the other processes.
 
 JAX's coordination service ends all processes when one dies. It does so at once if a collective
 operation fails or the connection to process 0 breaks, otherwise after a heartbeat timeout.

@@ -26,7 +26,7 @@ class _Nothing:
 
 
 class _Files:
-    """CLU's writer, which raises OSError if the disk is full."""
+    """A wrapper of CLU's writer that raises OSError if the disk is full."""
 
     def __init__(self, tf: Any, writer: Any) -> None:
         self._tf, self._writer = tf, writer

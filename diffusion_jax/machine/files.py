@@ -19,12 +19,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def path(name: Path) -> pathlib.Path:
-    """Return the path of a file or folder.
+    """Return a name as a path: a Remote for a URL such as gs://bucket/run, else a pathlib.Path.
 
-    A URL such as gs://bucket/run gives a path into a bucket.
-
-    A pathlib.Path of a URL, which has lost one "/", is recognised by its scheme. Other names may
-    contain ":/", as in SOURCE:/PATH.
+    A pathlib.Path made from a URL has lost one "/" (gs:/bucket/run), but its scheme is recognised.
+    Local names may contain ":/", as in SOURCE:/PATH.
     """
     if isinstance(name, Remote):
         return name
@@ -40,7 +38,7 @@ def remote(name: Path) -> Remote | None:
 
 
 def is_store(name: Path) -> bool:
-    """Return whether a path is in a bucket of a kind that this program can write to."""
+    """Return whether a path is in a kind of store that can be written to: gs:// or s3://."""
     place = remote(name)
     return bool(place and place.parts[0][:-1] in SCHEMES)
 
@@ -54,7 +52,7 @@ def local(name: Path) -> pathlib.Path:
 def cached(name: Path) -> pathlib.Path:
     """Return a local path of a file that never changes.
 
-    A process copies it from a bucket only once.
+    A file in a bucket is copied once per process.
     """
     place = remote(name)
     return _copy(place) if place else pathlib.Path(name)
@@ -108,7 +106,7 @@ def is_full(error: BaseException) -> bool:
 def named(path: Path, hidden: Path = "") -> Iterator[None]:
     """Make OSErrors in this context name the file `path`.
 
-    Only errors that name no file, or that name `hidden`, are changed.
+    Only errors that name no file, or that name `hidden`, such as a temporary file, are changed.
     """
     try:
         yield
@@ -148,10 +146,11 @@ def whole(
 
     The temporary path is in the same folder as `path`. The replacement is one atomic rename, after
     the content has reached the disk, so that even a power cut cannot leave an empty file under the
-    final name. After an error the temporary file is deleted. Its name ends in .tmp, so that it is
-    not mistaken for a finished file. If a writer chooses the format by the suffix, give it an open
-    file instead. For a bucket, the temporary path is local and is uploaded at the end. In an upload
-    of a folder, the files directly in the folder are sent last.
+    final name. `rename` does this step. After an error the temporary file is deleted. Its name ends
+    in .tmp, so that it is not mistaken for a finished file. If a writer infers the format from the
+    suffix, pass it an open file instead of the path. For a bucket, the temporary path is local and
+    is uploaded at the end. When a folder is uploaded, the files at its top level are sent last,
+    because readers look for them first.
     """
     if place := remote(path):
         with tempfile.TemporaryDirectory() as folder:
@@ -176,9 +175,9 @@ def whole(
 
 
 def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:
-    """Delete the temporary files that killed writers of these files left.
+    """Delete the temporary files that killed writers of these files left behind.
 
-    Nobody else may be writing these files. In a bucket there are no temporary files.
+    No other process may be writing these files. In a bucket there are no temporary files.
     """
     targets = {path for path in paths if not remote(path)}
     for folder in {path.parent for path in targets}:

@@ -13,9 +13,8 @@ def count(jaxpr: core.Jaxpr) -> int:
     Multiplications with padding count; multiplications with the zeros between dilated pixels do
     not. So each of a strided convolution's two backward products costs as much as its forward
     product, as is usual in papers. The body of a loop counts once per iteration. The body of a
-    `while` counts once, because the number of iterations is unknown. Of the branches of a `cond`,
-    the costliest counts. Operations that an attention kernel recomputes in its backward pass do not
-    count.
+    `while` counts once, because the number of iterations is unknown. Only the costliest branch of a
+    `cond` counts. Operations that an attention kernel recomputes in its backward pass do not count.
     """
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 

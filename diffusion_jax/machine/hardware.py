@@ -40,7 +40,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def utilization(flops: float, seconds: float, device_kind: str, num_devices: int) -> float | None:
-    """Return the model FLOP utilization in [0, 1] of a program.
+    """Return the model FLOP utilization in [0, 1] of a program, or None if the peak is unknown.
 
     All devices together execute `flops` operations in `seconds`.
     """

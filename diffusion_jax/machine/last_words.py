@@ -36,7 +36,7 @@ def exit_at_abort() -> None:
 
 
 class LastWords:
-    """A message for stderr, which is printed if this process ends without calling `cancel`."""
+    """A message that is printed to stderr if this process ends without calling `cancel`."""
 
     def __init__(self, line: str) -> None:
         # In a new session, the child does not receive Ctrl-C.

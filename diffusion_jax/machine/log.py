@@ -82,9 +82,9 @@ class MetricWriter:
         self._events.flush()
 
     def flush(self) -> None:
-        """Block until all lines are uploaded.
+        """Block until all metrics are uploaded, if the workdir is in a bucket.
 
-        Without this call, a bucket gets lines every few seconds.
+        Without this call, they are uploaded every few seconds.
         """
         self._mirror.send()
 
@@ -103,8 +103,9 @@ def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
 def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean loss per range of noise levels: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
 
-    `metrics` holds the sum of the loss and the number of samples per range, added up over steps.
-    Ranges without samples are left out. Metrics without ranges give {}.
+    For each range, metrics["level_loss"] is the sum of the loss over all steps, and
+    metrics["level_count"] is the number of samples. Ranges without samples are left out. If the
+    metrics lack these two keys, the result is {}.
     """
     if "level_loss" not in metrics:
         return {}
@@ -118,7 +119,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the parsed lines of a metrics.jsonl file. An incomplete last line is ignored.
 
     Raises:
-        ValueError: A line before the last one is damaged.
+        ValueError: A complete line is damaged.
     """
     return read_more_metrics(path, b"", [])[1]
 
@@ -132,7 +133,7 @@ def read_more_metrics(
     with `content`, only the lines after it are parsed.
 
     Raises:
-        ValueError: A line before the last one is damaged.
+        ValueError: A complete line is damaged.
     """
     whole = _whole_lines(path)
     if not whole.startswith(content):
@@ -146,7 +147,7 @@ def read_more_metrics(
 def read_sound_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the parsed lines of a metrics.jsonl file. Damaged lines are left out with a warning.
 
-    A run that continues reads its metrics with this function, because they do not affect training.
+    A resumed run reads its metrics with this function: damaged ones do not affect training.
     """
     lines, damaged = _parse(path, _whole_lines(path))
     if damaged:
@@ -162,7 +163,10 @@ def _whole_lines(path: str | os.PathLike[str]) -> bytes:
 def _parse(
     path: str | os.PathLike[str], content: bytes, first: int = 1
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the parsed lines of metrics, and one message per damaged line, from line `first`."""
+    """Return the parsed lines of metrics, and one message per damaged line.
+
+    `first` is the number of the first line.
+    """
     lines, damaged = [], []
     for number, line in enumerate(content.split(b"\n")[:-1], first):
         try:
@@ -220,7 +224,10 @@ def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str,
 
 
 def read_manifest(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the entries of a run's manifest, or none with a warning if the file is damaged."""
+    """Return the entries of a run's manifest, or [] if there is no manifest.
+
+    If the file is damaged, log a warning and return [].
+    """
     path = files.path(workdir) / MANIFEST
     if not path.exists():
         return []
@@ -240,7 +247,7 @@ def version(package: str) -> str | None:
 
 
 def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
-    """Return {"commit", "dirty"} of the git checkout that tracks `file`, or None."""
+    """Return {"commit", "dirty"} of the git checkout that tracks `file`, or None without one."""
 
     def git(*args):
         command = ["git", "-C", str(file.parent), *args]

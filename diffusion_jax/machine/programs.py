@@ -63,10 +63,10 @@ def watched(
 
 
 def announced(program: Any, what: str = "") -> Callable[..., Any]:
-    """Return a jitted function that logs its compilations under the name `what`.
+    """Return a function that calls the jitted `program` and logs its compilations as `what`.
 
     If `what` is "", these log lines have the level debug, which suits programs that compile
-    quickly.
+    quickly. In a rehearsal, the function returns zeros.
     """
     compiled = {}
 

@@ -52,16 +52,14 @@ def system(scheme: str) -> "fsspec.AbstractFileSystem":
         return fsspec.filesystem(scheme)
     except (ValueError, ImportError) as error:
         package = SCHEMES.get(scheme, "its package")
-        raise ValueError(
-            f"no reader for {scheme}:// ({error}): install its package ({package})"
-        ) from error
+        raise ValueError(f"no reader for {scheme}:// ({error}): install {package}") from error
 
 
 class Remote(pathlib.PosixPath):
     """A path into a bucket, such as s3://bucket/run/config.json, with pathlib's methods.
 
-    All errors are OSErrors that name the URL. Functions of os and shutil raise TypeError for such a
-    path. Never wrap it in pathlib.Path(...), which would turn it into a local path.
+    Errors of the store are OSErrors that name the URL. Functions of os and shutil raise TypeError
+    for such a path. Never wrap it in pathlib.Path(...), which would turn it into a local path.
     """
 
     def __str__(self) -> str:
@@ -99,7 +97,7 @@ class Remote(pathlib.PosixPath):
         return ""
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Return the size of an object and its modification time. Other fields are constants."""
+        """Return the size and the modification time of an object. Other fields are constants."""
         with self._named() as system:
             size = int(system.info(str(self))["size"])
             at = int(system.modified(str(self)).timestamp())
@@ -172,19 +170,17 @@ class Remote(pathlib.PosixPath):
         """Return {relative path: (bytes, checksum)} of all objects below this path.
 
         The checksum is "crc32c:..." or "md5:..." as the store reports it. It is "" if the store has
-        none, for example S3 for an object that was uploaded in parts.
+        none, for example for an object that was uploaded to S3 in parts.
         """
         objects = self._find()
         return {name: (int(info["size"]), _sum(info)) for name, info in objects.items() if name}
 
     def bring(self) -> pathlib.Path:
-        """Copy the object, or all objects below this path, into the user's cache.
+        """Return a local copy of the object, or of all objects below this path.
 
-        Return the local path.
-
-        Objects that are unchanged since an earlier call are not transferred again. fsspec's own
-        file cache is not used, because it does not keep the tree of folders. Raise
-        FileNotFoundError if nothing exists at this path.
+        The copy is in the user's cache. Objects that are unchanged since an earlier call are not
+        transferred again. fsspec's own file cache is not used, because it does not keep the tree of
+        folders. Raise FileNotFoundError if nothing exists at this path.
         """
         import filelock  # Imported here, because only commands with URLs need it.
 
@@ -240,13 +236,13 @@ class Remote(pathlib.PosixPath):
 
     @property
     def _start(self) -> int:
-        """Return the length of the prefix to cut from fsspec's object names for relative paths."""
+        """Return the number of characters to cut from fsspec's names to get relative paths."""
         return len(str(self).partition("://")[2]) + 1
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's information on all objects below.
+        """Return fsspec's information on all objects below this path.
 
-        Keys are relative paths; "" is this object.
+        Keys are relative paths. The key "" is for the object at this path itself.
         """
         with self._named() as system:
             objects: Any = system.find(str(self), detail=True)
@@ -315,7 +311,7 @@ class Mirror:
     """
 
     def __init__(self, folder: pathlib.Path, *names: str) -> None:
-        """Copy the files and subfolders `names` from the bucket into the local folder."""
+        """Copy the files and subfolders `names` to the local folder, and start the uploads."""
         self.local, self._folder, self._sent = folder, None, {}
         self._opened, self._lock = contextlib.ExitStack(), threading.Lock()
         if isinstance(folder, Remote):

@@ -40,9 +40,12 @@ def make_mesh(
 
     One size may be -1; it becomes the number of remaining devices. Batches are split over replica
     and fsdp. Parameters are split over fsdp and tensor. If the product of the sizes is smaller than
-    the number of devices, only the first devices are used, which needs a single process. If the
-    devices form several TPU slices, the axis replica spans them if its size is a multiple of their
-    number. Otherwise, the axis fsdp spans them. Raise ValueError if neither size is a multiple.
+    the number of devices, only the first devices are used; several processes must use all devices.
+    With several TPU slices, the axis replica spans the slices if its size is a multiple of the
+    number of slices. Otherwise, the axis fsdp spans them.
+
+    Raises:
+        ValueError: The sizes do not fit the devices, processes or slices.
     """
     devices = list(devices or jax.devices())
     sizes = mesh_sizes((replica, fsdp, tensor), len(devices))
@@ -65,7 +68,8 @@ def make_mesh(
 def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     """Return the mesh sizes with -1 replaced by the number of remaining devices.
 
-    Raise ValueError if the product of the sizes does not divide the number of devices.
+    Raise ValueError if a size is invalid, or if the product of the positive sizes does not divide
+    the number of devices.
     """
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(
@@ -76,7 +80,8 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     if num_devices % product:
         raise ValueError(
             f"mesh {_describe(sizes)} does not fit {num_devices} devices: {product} does not "
-            f"divide {num_devices}; choose sizes whose product does, or -1 for one of them"
+            f"divide {num_devices}; choose sizes whose product divides {num_devices}, or set one "
+            "size to -1"
         )
     return tuple(num_devices // product if size == -1 else size for size in sizes)
 
@@ -90,7 +95,8 @@ def shardings(
         tree: Arrays or shapes. A path looks like "opt_state/0/mu/params/conv1/kernel". So a rule
             that does not start with ^ also places the averages and moments of a parameter.
         mesh: The mesh.
-        rules: (pattern, spec) pairs. Scalars need no rule.
+        rules: (pattern, spec) pairs: a regular expression, and a PartitionSpec or one of the words
+            FSDP, OUTPUTS and INPUTS. Scalars need no rule.
         fsdp_min_size: FSDP does not split arrays with fewer elements than this.
 
     Raises:
@@ -115,7 +121,10 @@ def shardings(
 
 
 def placed(shapes: Any, where: Any) -> Any:
-    """Return a tree of jax.ShapeDtypeStructs with shardings, for restoring and compiling."""
+    """Return `shapes` as jax.ShapeDtypeStructs with the shardings in the tree `where`.
+
+    Restoring and compiling need such a tree.
+    """
     place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(place, shapes, where)
 
@@ -172,13 +181,13 @@ def check_batch(
 
     Args:
         batch_size: Samples in the global batch.
-        accumulate: Micro batches per batch; if `name` is "optimizer.micro_batch", the samples per
-            device in a micro batch instead.
+        accumulate: Number of micro batches per batch. If `name` is "optimizer.micro_batch", it is
+            the number of samples per device in a micro batch.
         mesh: The mesh.
         name: The name of `accumulate` in the error message.
     """
     if accumulate < 1:
-        raise ValueError(f"{name} is {accumulate}: it must be at least 1 (1 splits no batches)")
+        raise ValueError(f"{name} is {accumulate}: it must be at least 1")
     unit = accumulate * batch_ways(mesh)
     if batch_size < 1 or batch_size % unit:
         below = batch_size // unit * unit
@@ -204,15 +213,15 @@ def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple
             return tuple(within), tuple(between)
     raise ValueError(
         f"mesh {_describe(sizes)} does not fit {slices} slices: replica or fsdp must be a multiple "
-        f"of {slices}, since tensor would cross the slow network between slices"
+        f"of {slices}, since otherwise the tensor axis crosses the slow network between slices"
     )
 
 
 def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None) -> P:
     """Return a spec that splits axis number `tensor` of an array over the mesh axis "tensor".
 
-    The largest other axis is split over the mesh axis "fsdp". An axis stays whole if its size is
-    not divisible by that of the mesh axis.
+    An array with at least `min_size` elements is also split over "fsdp", along its largest other
+    axis that the mesh axis divides. Axis `tensor` stays whole if the mesh axis does not divide it.
     """
     spec: list[str | None] = [None] * len(shape)
     ways = mesh.shape["tensor"]

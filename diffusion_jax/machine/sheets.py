@@ -1,9 +1,12 @@
 """Write PNG files and contact sheets with captions."""
 
+import functools
 import io
 import os
+import subprocess
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -12,7 +15,8 @@ from PIL import Image, ImageDraw, ImageFont
 from diffusion_jax.machine import files
 
 _CELL = 128  # Approximate width of a cell in pixels; smaller images are enlarged.
-_LINE = 12  # Height of a line of text.
+_LETTERS = 12  # Size of the letters in pixels. Smaller ones lose their spaces.
+_LINE = 14  # Height of a line of text.
 
 
 def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3"]:
@@ -25,25 +29,55 @@ def contact_sheet(
 ) -> UInt8[np.ndarray, "_ _ 3"]:
     """Return one image that shows all images in rows, with a caption below each.
 
-    Small images are enlarged smoothly (Lanczos).
+    Small images are enlarged smoothly (Lanczos). Captions with letters outside ASCII are drawn with
+    a font that fontconfig finds on the machine.
     """
     columns = min(columns, len(images))
     scale = max(1, round(_CELL / images.shape[2]))
     width, height = images.shape[2] * scale, images.shape[1] * scale
-    font = ImageFont.load_default(10)
-    lines = [textwrap.wrap(caption, max(8, width // 6))[:3] for caption in captions]
+    fonts = [_font("".join(sorted(set(caption)))) for caption in captions]
+    lines = [_wrapped(*pair, width) for pair in zip(captions, fonts, strict=True)]
     text_height = _LINE * max(map(len, lines), default=0)
     rows = -(-len(images) // columns)
     size = (columns * (width + 4) + 4, rows * (height + text_height + 6) + 4)
     sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
-    for i, (image, text) in enumerate(zip(images, lines, strict=True)):
+    for i, (image, text, font) in enumerate(zip(images, lines, fonts, strict=True)):
         x, y = 4 + i % columns * (width + 4), 4 + i // columns * (height + text_height + 6)
         enlarged = Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS)
         sheet.paste(enlarged, (x, y))
         for row, line in enumerate(text):
             draw.text((x, y + height + 1 + row * _LINE), line, fill="black", font=font)
     return np.asarray(sheet)
+
+
+def _wrapped(caption: str, font: Any, width: int) -> list[str]:
+    """Return the first three lines of a caption, each at most `width` pixels or 8 letters long."""
+    lines: list[str] = []
+    for letters in range(max(8, len(caption)), 7, -1):
+        lines = textwrap.wrap(caption, letters)[:3]
+        if all(font.getlength(line) <= width for line in lines):
+            break
+    return lines
+
+
+@functools.cache
+def _font(letters: str) -> Any:
+    """Return Pillow's own font for ASCII letters, otherwise a font of this machine.
+
+    Pillow's font is also returned if the machine has no font.
+    """
+    if not letters.isascii():
+        codes = " ".join(f"{ord(letter):x}" for letter in letters)
+        command = ["fc-match", "--format=%{file}", f":charset={codes}"]
+        try:
+            matched = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=20
+            )
+            return ImageFont.truetype(matched.stdout, _LETTERS)
+        except (OSError, subprocess.SubprocessError):  # Without fontconfig, or without any font.
+            pass
+    return ImageFont.load_default(_LETTERS)
 
 
 def write_png(path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"]) -> None:

@@ -1,9 +1,10 @@
-"""Store tables of rows sorted by a key, one file each, and read ranges of keys from them.
+"""Store tables of rows sorted by a key, one file per table, and read ranges of keys from them.
 
 Tables join the shards of a large data set without loading all of it. Each shard writes a table, and
 a worker reads one range of keys from all tables. A key is 16 bytes of a hash, so ranges of equal
-width hold about the same number of rows. A file is a plain numpy array of rows. The rows have a
-field "key" of the type KEY. A process copies a whole table from a bucket only once.
+width hold about the same number of rows. A file holds the bytes of a numpy array of rows, without a
+header. The rows have a field "key" of the type KEY. A process copies a table from a bucket as a
+whole, and only once.
 """
 
 import bisect

@@ -52,9 +52,9 @@ class Program:
 
 
 class Lifetimes(NamedTuple):
-    """The lifetimes of a program's arrays.
+    """The lifetimes and sizes of a program's arrays.
 
-    An array lives from equation `start` until before `stop`.
+    An array is in memory from equation number `start` up to, but not including, number `stop`.
     """
 
     start: Int[np.ndarray, "N"]
@@ -104,7 +104,8 @@ def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
 
     `inputs` are the sharded inputs. The product of a sharded and an unsharded array is sharded. The
     product of two sharded arrays is a partial sum on each device, as after the second of two
-    tensor-parallel layers. In batched products, as in attention, the batch axes are split.
+    tensor-parallel layers. Batched products, as in attention, are split along their batch axes, so
+    their results are sharded.
     """
     parts, summed = set(inputs), []
     for name, sources, outputs in program.equations:
@@ -132,8 +133,8 @@ def lifetimes(
 
     Args:
         program: A program traced with a batch of `samples`.
-        samples: A prime that divides no other size in the program. The size of an array therefore
-            depends on the batch size if and only if `samples` divides it.
+        samples: A prime that divides no other size in the program. So an array depends on the batch
+            size if and only if `samples` divides its number of elements.
         parts: Inputs that are split over devices. They are gathered for operations that need them
             whole. Other inputs are not counted.
         results: Bytes of each output that stays in memory.

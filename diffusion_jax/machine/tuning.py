@@ -1,10 +1,10 @@
 """Default settings of compilers and runtimes for each kind of machine. The user's settings win.
 
-Every command applies the settings of the installed JAX plugin. Every launcher writes the settings
-of the accelerators that it books. A setting is listed here only if it has an effect in compiled
-programs; docs/launch.md lists the settings that were tried and left out. The sources are Google's
-recipes for Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX
-(JAX-Toolbox, 2026).
+Every command applies the settings of the installed JAX plugin. Every launcher puts the settings of
+the accelerators that it requests into a job's environment. A setting is listed here only if it has
+an effect in compiled programs; docs/launch.md lists the settings that were tried and left out. The
+sources are Google's recipes for Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and
+NVIDIA's for JAX (JAX-Toolbox, 2026).
 """
 
 import ctypes
@@ -78,9 +78,10 @@ _READ = (
 
 
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the settings for these kinds change, with new values.
+    """Return the environment variables to set for these kinds of machines, with their new values.
 
-    Settings that are already in `present` do not change. An unknown kind has no settings.
+    Kinds are keys of SETTINGS; an unknown kind has no settings. `present` is the environment so
+    far. Its own values of these settings are kept.
     """
     added: dict[str, str] = {}
     for setting in missing(kinds, present):
@@ -91,7 +92,7 @@ def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, s
 
 
 def missing(kinds: Iterable[str], present: Mapping[str, str]) -> list[Setting]:
-    """Return the settings for these kinds that are not yet set in `present`."""
+    """Return the settings for these kinds of machines that the environment `present` lacks."""
     return [s for kind in kinds for s in SETTINGS.get(kind, ()) if not s.is_in(present)]
 
 
@@ -133,5 +134,9 @@ def local_kinds() -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """Return all set environment variables that JAX, compilers and libraries read."""
+    """Return the environment variables that are set and may change how JAX runs.
+
+    They are those whose names start with a prefix that JAX, XLA, libtpu, CUDA, NCCL, Slurm or the C
+    library reads.
+    """
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ)}

@@ -28,11 +28,11 @@ _OPERATIONS = 5_000_000  # The most operations of a pickle. One of 10,000 arrays
 
 
 def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
-    """Open an image, and read only its header.
+    """Open a JPEG, PNG or WebP image, and read only its header.
 
     Raises:
         ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
-        OSError: The file is not an image.
+        OSError: The file is not such an image.
     """
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
@@ -45,7 +45,7 @@ def read_text(path: pathlib.Path) -> str:
     """Return the content of a text file of at most 64 MiB, as UTF-8.
 
     Raises:
-        ValueError: The file is longer, as devices such as /dev/zero are, is a pipe, or is not
+        ValueError: The file is longer (a device such as /dev/zero never ends), is a pipe, or is not
             UTF-8.
         OSError: The file cannot be read.
     """
@@ -58,7 +58,7 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def refuse_pipe(path: pathlib.Path) -> None:
-    """Raise ValueError if a path is a FIFO. Reading one waits for a process that writes to it."""
+    """Raise ValueError if a path is a FIFO. Reading a FIFO blocks until a process writes to it."""
     if path.is_fifo():
         raise ValueError(f"{path} is a pipe: save its content in a file, and name that file")
 
@@ -78,7 +78,10 @@ def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:
 
 
 def read_plain(path: pathlib.Path) -> bytes | None:
-    """Return the content of a regular file, or None for a link, a device, a FIFO or no file."""
+    """Return the content of a regular file.
+
+    The result is None if the path is a link, a device or a FIFO, or does not exist.
+    """
     if isinstance(path, Remote):
         return path.read_bytes() if path.exists() else None
     try:
@@ -91,11 +94,12 @@ def read_plain(path: pathlib.Path) -> bytes | None:
 
 
 class Unpickler(pickle.Unpickler):
-    """An unpickler whose memory is bounded. Subclasses override `find_class`, which decides which
-    classes and functions a pickle may use.
+    """An unpickler whose memory is bounded.
 
-    A pickle of nine bytes can make the plain unpickler allocate gigabytes, for a string that is
-    longer than the file, or for a table of 2**27 numbered objects.
+    Subclasses override `find_class`, which decides which classes and functions a pickle may use.
+
+    A pickle of nine bytes can make Python's own unpickler allocate gigabytes: it announces a string
+    that is longer than the file, or stores an object under the number 2**27.
     """
 
     def __init__(self, file: Any) -> None:
@@ -141,9 +145,10 @@ class Unpacked:
 
 
 def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
-    """Return the arrays of an open .npz file, or the one named `only`, if it exists.
+    """Return the arrays of an open .npz file by name.
 
-    Raise ValueError if the file is a decompression bomb.
+    If `only` is set, only the array of that name is read, and the result is {} if it is missing.
+    Raise ValueError if the file is a decompression bomb, or if `read_array` refuses an array.
     """
     check_archive(file)
     arrays = {}
@@ -159,8 +164,8 @@ def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
 def read_array(file: Any, size: int) -> np.ndarray:
     """Return the array of an open .npy file of `size` bytes.
 
-    Numpy's own reader would allocate memory for any shape in the header. Raise ValueError if the
-    header does not match the file's size, or if the array holds Python objects.
+    Raise ValueError if the header does not match the file's size, or if the array holds Python
+    objects. Numpy's own reader would first allocate memory for any shape that the header states.
     """
     header = {(1, 0): np.lib.format.read_array_header_1_0,
               (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
@@ -207,7 +212,10 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def printable(text: str) -> str:
-    r"""Return text with control characters escaped, such as \x1b, for terminals."""
+    r"""Return text that is safe to print in a terminal: control characters are escaped, as in \x1b.
+
+    Tabs and newlines do not change.
+    """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 

@@ -18,7 +18,7 @@ ID = "wandb_id"
 
 
 class Writer:
-    """A run at Weights & Biases."""
+    """A writer for one run at Weights & Biases."""
 
     def __init__(self, run: Any, image: Any) -> None:
         self._run, self._image = run, image
@@ -46,17 +46,17 @@ def check(project: str) -> None:
 def writing(
     project: str, workdir: str | os.PathLike[str], folder: pathlib.Path, config: Mapping[str, Any]
 ) -> Iterator[Writer]:
-    """Yield a writer for a workdir's W&B run, which has the workdir's name, and finish the run.
+    """Yield a writer for a workdir's W&B run, and finish the run at the end.
 
-    The user has logged in with `wandb login` or set WANDB_API_KEY. With WANDB_MODE=offline, the
-    files stay in FOLDER/wandb, and `wandb sync` uploads them later. Weights & Biases ignores steps
-    that a killed run has written before.
+    The W&B run has the workdir's name. The user must have logged in with `wandb login` or set
+    WANDB_API_KEY. With WANDB_MODE=offline, the files stay in FOLDER/wandb, and `wandb sync` uploads
+    them later. If a resumed run repeats steps, Weights & Biases ignores the repeated ones.
 
     Args:
-        project: the name of the project.
-        workdir: the run's workdir, which keeps the run's id.
-        folder: the folder for wandb's files.
-        config: the run's config.
+        project: The name of the project.
+        workdir: The run's workdir, which keeps the run's id.
+        folder: The folder for wandb's files.
+        config: The run's config.
     """
     import wandb  # pyright: ignore[reportMissingImports]
 

@@ -95,7 +95,7 @@ class Writer:
             if _read(path) != holder:
                 return False
             time.sleep(min(1, self._stale / 20))
-        logging.warning("%s: taken over from a writer without a heartbeat", self._folder)
+        logging.warning("taking over %s: the process that locked it has no heartbeat", self._folder)
         return True
 
     def _keep(self) -> None:
@@ -109,14 +109,14 @@ class Writer:
                 nonce = holder.get("nonce", self._identity["nonce"])
                 if number > self._number or nonce != self._identity["nonce"]:
                     self._end(
-                        f"{_refusal(self._folder, holder)}; it took over because this process had "
-                        "no heartbeat"
+                        f"{_refusal(self._folder, holder)}; that process took over because this "
+                        "process had no heartbeat"
                     )
                 missing = 0 if number else missing + 1
                 if missing == 2:  # Not at once: this process may be releasing the folder.
                     self._end(
                         f"{_path(self._folder, self._number)} is gone: another process took over "
-                        "because this process had no heartbeat, and has ended"
+                        "because this process had no heartbeat, and that process has ended"
                     )
                 if missing:
                     pause = soon
@@ -132,7 +132,10 @@ class Writer:
 
 
 def release(folder: files.Path) -> None:
-    """Release a folder that this process holds, if its threads cannot run a Writer's exit."""
+    """Release a folder that this process holds.
+
+    Call this before os._exit, which does not leave the Writer's context.
+    """
     folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
     if (holder.get("pid"), holder.get("machine")) == (os.getpid(), _machine()):
@@ -151,7 +154,7 @@ def refusal(folder: files.Path) -> str | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether the writer runs on this machine and has ended, or is this process itself."""
+    """Return whether a writer on this machine has ended. This process itself counts as ended."""
     started = _started(holder.get("pid"))
     return holder.get("pid") == os.getpid() or started is None or started != holder.get("started")
 
@@ -189,7 +192,10 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return a name for this boot and container. Process ids are unique within it."""
+    """Return an identifier of this machine's boot and PID namespace; the host name if not on Linux.
+
+    Process ids are unique within a PID namespace.
+    """
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

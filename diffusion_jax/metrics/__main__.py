@@ -10,17 +10,17 @@ docs/data.md). --dry_run prints the remaining work.
 
     python -m diffusion_jax.metrics fid A B
 
-prints the Frechet distance between two folders, tars or .npz files (A is the reference), of
-Inception's features, or of DINOv2's with --dinov2=FOLDER. A file of another program has no card and
-needs --mode. --spatial adds sFID. --all adds FID extrapolated to infinitely many images, KID,
-precision, recall, density, coverage and confidence intervals, which need the features of both
-sides; for folders, also sFID and the Inception Score of B. --out=FILE.json writes the scores and
-their card.
+prints the Frechet distance between the features of two folders, tars or .npz files. A is the
+reference. The features are Inception's, or DINOv2's with --dinov2=FOLDER. A file of another program
+has no card and needs --mode. --spatial adds sFID. --all adds FID extrapolated to infinitely many
+images, KID, precision, recall, density, coverage and confidence intervals. --all needs the features
+of both sides. For folders, it also adds sFID and the Inception Score of B. --out=FILE.json writes
+the scores and their card.
 
     python -m diffusion_jax.metrics clip DIR --prompts=FILE --clip=FOLDER
 
-prints the CLIP score of a folder's images, sorted by name, with the prompts of a file in order, and
-with --reference=DIR the CMMD to another folder.
+prints the CLIP score of a folder's images and a file's prompts. The images, sorted by name, are
+paired with the prompts in order. --reference=DIR adds the CMMD to the images of another folder.
 
     python -m diffusion_jax.metrics compare A.json B.json ...
 
@@ -117,7 +117,7 @@ _ONLY_FOR: Mapping[str, Collection[str]] = {
     "clip": ("out", "prompts", "clip", "reference"),
     "train_judge": ("data", "out", "other"),
 }
-"""Maps each command to the flags that it reads and that not every command reads."""
+"""Maps each command to the flags that it reads, without the flags that all commands accept."""
 _FEW = 4  # Below this number of images per dimension, a distance mostly depends on the number.
 
 
@@ -324,7 +324,7 @@ def _card_of(
     if few:
         logging.warning(
             "there are only %d images for features of %d dimensions: the distance mostly depends "
-            "on this number, so compare it only with distances of equally many images",
+            "on the number of images, so compare it only with distances of equally many images",
             few[0], extractor.width,
         )  # fmt: skip
     return card | {"reference": cards.reference_name(path, counts[0])}

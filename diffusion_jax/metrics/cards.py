@@ -25,7 +25,7 @@ FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision"
 
 @runtime_checkable
 class Extractor(Protocol):
-    """Protocol with the attributes of a feature extractor or judge that a card records."""
+    """The attributes of a feature extractor or judge that a card records."""
 
     @property
     def name(self) -> str: ...
@@ -45,7 +45,7 @@ class Scored(NamedTuple):
 
 
 def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fields: Any) -> Card:
-    """Return a card. Fields that are not given are None.
+    """Return the card for scores computed with an extractor. Fields that are not given are None.
 
     Args:
         extractor: the extractor or judge.
@@ -74,7 +74,7 @@ def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fiel
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that features depend on."""
+    """Return the versions of Python and of the packages that features depend on."""
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,

@@ -34,7 +34,8 @@ def load(
 
     Args:
         weights: a folder, or the name of a Hugging Face Hub repository.
-        name: name of the model in score tables. The default is the folder's name.
+        name: name of the model. Score tables show "clip_NAME". The default is the last part of
+            `weights`.
         preprocessing: "open_clip", used by MLPerf and NeMo, or "squash", used by CMMD.
 
     Raises:

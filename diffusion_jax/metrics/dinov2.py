@@ -84,7 +84,8 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 
     Args:
         weights: a Hugging Face folder or repository name, or a .pth file published by the authors.
-        name: name of the model in score tables. The default is the file name without its suffix.
+        name: name of the model. Score tables show "dinov2_NAME". The default is the last part of
+            `weights` without its suffix.
 
     Raises:
         FileNotFoundError: the weights are missing.
@@ -123,7 +124,8 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, StateDict]:
     """Return the network that fits a state dict, and the arrays under this module's names.
 
-    Position embeddings are interpolated to 224 pixels.
+    Position embeddings are interpolated to 224 pixels. By default, each attention head has 64
+    channels.
 
     Raises:
         ValueError: the weights are not DINOv2's, or have gated MLPs.
@@ -131,8 +133,8 @@ def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, St
     state = _renamed(state)
     if "pos_embed" not in state or "blocks.0.fc1.weight" not in state:
         raise ValueError(
-            f"the weights are not a DINOv2 with plain MLPs: their {len(state)} arrays "
-            f"({sorted(state)[:3]}, ...) lack pos_embed or blocks.0.mlp.fc1"
+            "the weights are not a DINOv2 with plain MLPs: pos_embed or blocks.0.mlp.fc1 is "
+            f"missing; the first of their {len(state)} arrays are {', '.join(sorted(state)[:3])}"
         )
     width, _, patch, _ = state["patch.weight"].shape
     registers = state["registers"].shape[1] if "registers" in state else 0
@@ -200,7 +202,7 @@ def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarr
     """Interpolate position embeddings to [1, 1 + side^2, D] with torch's bicubic kernels.
 
     As in the authors' code, models with registers use antialiasing. Models without registers add
-    0.1 to the size, which shifts the grid by a hundredth of a patch.
+    0.1 to the size, which shifts the grid by up to a tenth of a patch.
     """
     grid = np.asarray(positions, np.float32)[:, 1:]
     trained = round(grid.shape[1] ** 0.5)

@@ -1,9 +1,9 @@
 """Computes features of images or token ids in batches that are sharded over the mesh.
 
-An extractor consists of two pure functions and weights. `program` runs it on the devices. `extract`
-uses `program` for images in files, `on_host` for arrays on the host, and samplers for images that
-stay on the devices. The batch size and the number of devices and processes change the features by
-no more than float32 rounding.
+An extractor consists of two pure functions and weights. `program` runs it on the devices. It has
+three users: `extract` reads images from files, `on_host` takes arrays on the host, and the MLPerf
+benchmark passes images that stay on the devices. The batch size and the number of devices and
+processes change the features by no more than float32 rounding.
 """
 
 import functools
@@ -43,7 +43,9 @@ class Extractor(NamedTuple):
     apply: Callable[[Any, Array], Float[Array, "B D"]]
     """The network in float32. It is compiled once for all image sizes."""
     parts: Mapping[str, int] = {}
-    """Names and widths of several kinds of features, side by side; {} for one kind."""
+    """Maps the names of the kinds of features to their widths, in the order of the columns.
+
+    {} if there is only one kind."""
 
 
 @runtime_checkable

@@ -23,7 +23,10 @@ class Gaussian(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over feature vectors that can be merged and give the mean and covariance."""
+    """Sums over feature vectors, from which the mean and covariance are computed.
+
+    The function `merged` combines the sums of two sets.
+    """
 
     n: int
     """Number of rows."""
@@ -68,9 +71,9 @@ class Stream:
         self._rows: list[np.ndarray] = []
         self._sums = no_sums(width)
         self.n = 0
-        """Number of rows added."""
+        """Number of finite rows added."""
         self.not_finite = 0
-        """Number of rows left out, because the image has a NaN or float32 overflowed."""
+        """Number of rows skipped because the image has a NaN or float32 overflowed."""
 
     def add(self, rows: Rows) -> None:
         """Add the features of the next images, one row per image."""

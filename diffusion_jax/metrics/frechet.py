@@ -4,8 +4,8 @@ For means a, b and covariances A, B, the distance is |a - b|^2 + tr A + tr B - 2
 Write B = F'F. The last trace is then the sum of the square roots of the eigenvalues of F A F'. This
 matrix is symmetric, so its eigenvalues are real. With fewer images than dimensions, A = E'E for the
 centred features E, scaled by (n - 1)^(-1/2), and the trace is the sum of the singular values of
-E F'. The second form is exact. Square roots of low-rank covariances instead underestimate the trace
-by about 1e-3.
+E F'. The second form is exact. The square root of a low-rank covariance would underestimate the
+trace by about 1e-3.
 """
 
 from typing import NamedTuple
@@ -70,9 +70,9 @@ def frechet(a: Sample, b: Sample) -> float:
 
 
 def reference(sample: Sample) -> Reference:
-    """Prepare the reference set.
+    """Prepare the reference set: return its mean and a factor of its covariance.
 
-    Factor its covariance. With fewer images than dimensions, the centred features are the factor.
+    With fewer images than dimensions, the factor is the scaled, centred features.
     """
     if _is_few(sample):
         return Reference(*_centred(sample))
@@ -105,8 +105,8 @@ def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
 
     The standard error of the contributions' mean estimates the standard deviation of the distance
     over sets of n images (the infinitesimal jackknife, Efron 1982). With fewer images than
-    dimensions, this estimate is within a factor of 1.5. A bootstrap would overestimate the standard
-    deviation several times there, and each replicate would need a matrix decomposition.
+    dimensions, this estimate is within a factor of 1.5. In that case, the estimate of a bootstrap
+    would be several times too large, and each replicate would need a matrix decomposition.
     """
     mean, rows = _centred(features)
     shares, _ = _row_shares(rows @ reference.factor.T)

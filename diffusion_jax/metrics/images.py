@@ -99,7 +99,7 @@ class Decoded:
         if fit not in FITS or (fit == "exact") != (size == 0):
             raise ValueError(
                 f"fit is {fit!r} with size {size}: choose 'squash' or 'crop' with a size, or "
-                "'exact' without"
+                "'exact' without a size"
             )
         self._files, self._size, self._fit = files, size, fit
         self._unlike = ""
@@ -113,7 +113,10 @@ class Decoded:
     def read(
         self, indices: np.ndarray
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B"]]:
-        """Return the images, and a status for each: 0 if it is usable. Others are all zeros."""
+        """Return the images, and a status for each image, which is 0 if the image is usable.
+
+        All pixels of unusable images are 0.
+        """
         images = np.zeros((len(indices), *self.shape), np.uint8)
         status = np.zeros(len(indices), np.uint8)
         for row, image in enumerate(self._threads.map(self._decode, indices.tolist())):
@@ -126,7 +129,10 @@ class Decoded:
         return images, status
 
     def reason(self, status: int) -> str:
-        """Return "broken_image". If the status marks an image of another size, raise ValueError."""
+        """Return "broken_image", the only reason to skip an image.
+
+        Raise ValueError if the status marks an image of another size.
+        """
         if status == _UNLIKE:
             h, w, _ = self.shape
             raise ValueError(

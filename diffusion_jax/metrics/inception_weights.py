@@ -31,8 +31,8 @@ def to_params(state: torch_weights.StateDict) -> inception.Params:
     """Return the network's params (float32, numpy) from a state dict with the public names.
 
     Raises:
-        ValueError: arrays are missing, unexpected or of another shape. Torchvision's Inception
-            raises it, because its classifier differs and it has an auxiliary head.
+        ValueError: arrays are missing, unexpected or of another shape. This includes torchvision's
+            Inception, which has another classifier and an auxiliary head.
     """
     counters = ".num_batches_tracked"
     state = {name: array for name, array in state.items() if not name.endswith(counters)}

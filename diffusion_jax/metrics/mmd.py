@@ -25,7 +25,8 @@ _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int = 0) -> Score:
     """Return KID as a score.
 
-    The default subset size is 1000, or the number of images if that is smaller.
+    `size` is the number of images per subset. The default is 1000, or the size of the smaller set
+    if it has fewer images.
     """
     size = size or min(_SUBSET, len(generated), len(real))
     result = kid(real, generated, size=size, seed=seed)
@@ -98,7 +99,7 @@ def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0
 def cmmd(x: Rows, y: Rows) -> float:
     """Return CMMD (Jayasumana et al. 2024): 1000 times the biased MMD^2 with a Gaussian kernel.
 
-    The caller passes CLIP image embeddings, normalised to length 1.
+    `x` and `y` are CLIP image embeddings with L2 norm 1.
     """
     kernel = lambda a, b: _gaussian(a, b, _SIGMA)
     within = _total(kernel, x, x) / len(x) ** 2 + _total(kernel, y, y) / len(y) ** 2

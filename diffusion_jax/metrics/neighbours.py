@@ -27,22 +27,22 @@ class Compared(NamedTuple):
     """Which k-NN spheres of generated and real images contain images of the other set."""
 
     n: tuple[int, int]
-    """Numbers of real and of generated images."""
+    """Number of real images, and number of generated images."""
     precise: Bool[np.ndarray, "N"]
-    """Whether each generated image is in a real image's sphere."""
+    """Whether each generated image is in a real image's sphere with k = 3."""
     recalled: Bool[np.ndarray, "M"]
-    """Whether each real image is in a generated image's sphere."""
+    """Whether each real image is in a generated image's sphere with k = 3."""
     spheres: Int[np.ndarray, "N"]
-    """Number of real images' larger spheres that contain each generated image."""
+    """For each generated image, the number of real images' spheres with k = 5 that contain it."""
     covered: Bool[np.ndarray, "M"]
-    """Whether each real image's larger sphere contains a generated image."""
+    """Whether each real image's sphere with k = 5 contains a generated image."""
 
 
 class Real:
     """Features of real images and the radii of their spheres, for comparisons with many sets."""
 
     def __init__(self, rows: Rows):
-        """Compute the radii of the spheres of features [M, D]."""
+        """Compute the radii of the k-NN spheres around the features [M, D]."""
         self._centre = rows.mean(0, dtype=np.float64)
         self._rows = self._centred(rows)
         self._few, self._many = _radii(self._rows)
@@ -80,9 +80,9 @@ class Real:
 
 
 def precision(generated: Rows, real: Real) -> Score:
-    """Return precision: the share of generated images inside any real image's k-NN sphere.
+    """Return precision: the share of generated images in the k-NN sphere of a real image.
 
-    Precision measures fidelity.
+    Precision measures fidelity. k is 3.
 
     Raises:
         ValueError: a set has no more than 3 images.
@@ -91,9 +91,9 @@ def precision(generated: Rows, real: Real) -> Score:
 
 
 def recall(generated: Rows, real: Real) -> Score:
-    """Return recall: the share of real images inside any generated image's k-NN sphere.
+    """Return recall: the share of real images in the k-NN sphere of a generated image.
 
-    Recall measures variety. Its interval resamples the real images.
+    Recall measures variety. k is 3. The confidence interval resamples the real images.
 
     Raises:
         ValueError: a set has no more than 3 images.
@@ -102,10 +102,11 @@ def recall(generated: Rows, real: Real) -> Score:
 
 
 def density(generated: Rows, real: Real) -> Score:
-    """Return density: the number of real k-NN spheres that contain a generated image, over k.
+    """Return density: the number of real k-NN spheres that contain a generated image, divided by k.
 
-    The score is the mean over the generated images. It measures fidelity and is robust to outliers
-    among the real images. It is 0 or more, and about 1 if both sets have the same distribution.
+    The score is the mean over the generated images. k is 5. Density measures fidelity and is robust
+    to outliers among the real images. It is 0 or more, and about 1 if both sets have the same
+    distribution.
 
     Raises:
         ValueError: a set has no more than 5 images.
@@ -116,7 +117,7 @@ def density(generated: Rows, real: Real) -> Score:
 def coverage(generated: Rows, real: Real) -> Score:
     """Return coverage: the share of real images whose k-NN sphere contains a generated image.
 
-    Coverage measures variety. Its interval resamples the real images.
+    Coverage measures variety. k is 5. The confidence interval resamples the real images.
 
     Raises:
         ValueError: a set has no more than 5 images.
@@ -193,10 +194,10 @@ def _inside(
     generated: Float[Array, "B D"], radii: Float[Array, "B"], real: Float[Array, "M D"],
     few: Float[Array, "M"], many: Float[Array, "M"],
 ) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "M"], Bool[Array, "M"]]:  # fmt: skip
-    """Return how many smaller and larger real spheres contain each generated image.
+    """Return how many real spheres with k = 3 and with k = 5 contain each generated image.
 
-    Also return which real images are in a generated sphere, and which contain a generated image in
-    their larger sphere.
+    Also return which real images are in a generated sphere, and which real images have a generated
+    image in their own sphere with k = 5.
     """
     squares = _squares(generated, real)
     in_few, in_many = squares <= few, squares <= many

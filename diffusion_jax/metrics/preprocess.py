@@ -28,9 +28,10 @@ def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
 
 
 def tf(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like the 2015 graph and torch-fidelity: TF1's bilinear grid without half pixels.
+    """Preprocess like TensorFlow's Inception graph of 2015 and torch-fidelity.
 
-    The output (x - 128) / 128 has the range [-1, 0.992].
+    The resize is TF1's bilinear one, without half-pixel centres. The output (x - 128) / 128 has the
+    range [-1, 0.992].
     """
     return (_to_inception(images, _bilinear_corner) - 128) / 128
 
@@ -123,9 +124,10 @@ def _resample(
 def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O P 3"]:
     """Resize like the 8-bit bicubic of Pillow 12, which rounds and clips after each of two passes.
 
-    The first pass resizes the width, as in all versions of Pillow up to 12, with which the scores
-    in papers were computed. Pillow 13 resizes the height first where this is cheaper, as for tall
-    images that become square. Its pixels differ by up to 23 grey levels on noise.
+    The first pass resizes the width, as in all versions of Pillow up to 12. The scores in papers
+    were computed with these versions. Pillow 13 resizes the height first where this is cheaper, for
+    example when tall images become square. On images of noise, its pixels differ by up to 23 grey
+    levels.
     """
     h, w = images.shape[1:3]
     along_rows = lambda x, matrix: _resample(x, np.eye(h), matrix)
@@ -172,7 +174,8 @@ def bicubic(
         size_in: the input size I in pixels.
         size_out: the output size O in pixels.
         antialias: whether to antialias, as Pillow does.
-        offset: without antialias, the scale is (O + offset) / I. DINOv2 uses 0.1.
+        offset: without antialiasing, the scale is (O + offset) / I instead of O / I. DINOv2 without
+            registers uses 0.1.
     """
     if antialias:
         return _pillow_bicubic(size_in, size_out)

@@ -1,8 +1,8 @@
 """Computes statistics of many images in shards, for the command `metrics stats`.
 
 With N images per shard, shard i consists of images i * N to (i + 1) * N - 1 of a source. Its file
-holds the sums of these images' features. All shards are merged in order, so the result does not
-depend on which process computed which shard, to the last bit. At most one shard is in memory at a
+holds the sums of these images' features. All shards are merged in order, so the result is
+bit-identical, no matter which process computes which shard. At most one shard is in memory at a
 time, unless the features are saved, too.
 """
 
@@ -47,13 +47,17 @@ class Images(engines.Portable):
         return len(self.source)
 
     def card(self, n: int, skipped: dict[str, int]) -> cards.Card:
-        """Return the card of features of `n` images. `skipped` counts skipped images by reason."""
+        """Return the card for features of `n` images. `skipped` counts skipped images by reason."""
         shape = self.source.shape[:2]
         card = cards.make_card(self.extractor, image_size=shape, n=n, fit=self._fit)
         return card | {"images": self.path, "skipped": {**self._files.left_out(), **skipped}}
 
     def digest(self) -> str:
-        """Return a hash of the number of images, their file sizes if known, and up to 16 files."""
+        """Return a hash that identifies the images.
+
+        It covers the number of images, the names and sizes of the files if known, and the contents
+        of up to 16 files.
+        """
         digest = hashlib.blake2b(f"{len(self)} ".encode(), digest_size=8)
         for stamp in self._files.stamps():
             digest.update(stamp.encode(errors="surrogateescape"))
@@ -71,7 +75,8 @@ def open_images(
 ) -> Images:
     """Open images with the extractor that `extractor()` loads.
 
-    The result can be pickled for Beam's workers, which call this function again.
+    The other arguments are those of `Images`. The result can be pickled for Beam's workers.
+    Unpickling calls this function again.
     """
     opened = Images(path, extractor(), size, fit)
     return engines.made_by(opened, open_images, path, extractor, size, fit)
@@ -89,10 +94,11 @@ class Work(NamedTuple):
 
 
 def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) -> None:
-    """Compute statistics and write them to `out`.
+    """Compute the statistics of images and write them to `out`.
 
-    Finished shards are stored in a temporary folder next to `out`. If several workers share the
-    work, a worker that finds `out` finished does nothing.
+    Finished shards are stored in a temporary folder next to `out`. After an interruption, the same
+    call computes only the missing shards. If several workers share the work, a worker that finds
+    `out` finished does nothing.
 
     Raises:
         ValueError: the statistics of these images cannot be computed.
@@ -142,7 +148,10 @@ class Shards(NamedTuple):
         return self.folder / f"{shard:08}.npz"
 
     def card(self, n: int = 0, **skipped: int) -> cards.Card:
-        """Return the card of `n` images' statistics. `skipped` counts skipped images by reason."""
+        """Return the card for statistics of `n` images.
+
+        `skipped` counts skipped images by reason.
+        """
         return self.images.card(n, skipped) | {"digest": self.digest}
 
     def write(self, shard: int) -> None:
@@ -185,7 +194,8 @@ class Shards(NamedTuple):
 def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
     """Return the shards for the statistics file `out`.
 
-    Their folder lies next to `out`. A hash of the card and the settings is part of its name.
+    The shards are in a folder next to `out`. The folder's name contains a hash of the card and the
+    settings.
     """
     shards = Shards(opened, work, opened.digest(), files.path(out))
     settings = [shards.card(), work, opened.extractor.width]
@@ -194,7 +204,10 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
 
 
 def _is_of(out: files.Path, card: cards.Card, work: Work, extractor: extractors.Extractor) -> bool:
-    """Return whether `out` holds statistics with this card and all arrays that `work` requests."""
+    """Return whether `out` holds statistics with this card and all requested arrays.
+
+    The number of images and of skipped images may differ.
+    """
     if not files.path(out).is_file():
         return False
     stats = stats_files.read(out)

@@ -71,7 +71,7 @@ def read(path: str | os.PathLike[str]) -> Stats:
 
 
 def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> None:
-    """Check that statistics were computed with this extractor.
+    """Check that the statistics from the file `path` were computed with this extractor.
 
     Statistics without a card are checked only for their number of features.
 
@@ -94,9 +94,9 @@ def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> N
 
 
 def check_mode(path: str | os.PathLike[str], stats: Stats, mode: str, setting: str) -> None:
-    """Raise ValueError if neither a card nor `mode` names Inception's preprocessing.
+    """Raise ValueError if neither the card of the statistics nor `mode` names the preprocessing.
 
-    `setting` names the flag or config field of `mode`.
+    The message names `path`, and `setting`, the flag or config field from which `mode` comes.
     """
     if stats.card is None and not mode:
         raise ValueError(

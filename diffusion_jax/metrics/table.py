@@ -30,14 +30,17 @@ class Metric(NamedTuple):
     """Name of the features that `score` takes.
 
     "inception", "inception_spatial", "inception_unbiased", "dinov2" and "clip_image" are image
-    features. "clip" is the cosine of image and
-    prompt. "judge" and "nearest" come from a trained judge. "digits" and "right" come from the
-    judge of the coloured digits."""
+    features. "clip" is the cosine between image and prompt. A trained judge gives "judge" (its
+    features) and "nearest" (whether the own caption is the nearest one). The judge of the coloured
+    digits gives "digits" (its features) and "right" (whether digit, ink and paper are right)."""
     score: Callable[..., Score]
     """Maps features of generated images to the score. If `reference` is set, its result is the
     second argument."""
     reference: Callable[[Stats], Any] | None = None
-    """Prepares statistics of real images for `score`. Returns None if they lack what it needs."""
+    """Prepares statistics of real images for `score`.
+
+    Returns None if the statistics lack the features that `score` needs. The field itself is None if
+    `score` needs no real images."""
     lower_is_better: bool = False
     axis: str = ""
     """Label of the figure axis. Metrics with the same axis share a figure. "" means the label."""
@@ -131,9 +134,9 @@ METRICS: dict[str, Metric] = {
 def column(name: str, card: Card) -> str:
     """Return the name of a metric's column.
 
-    If the metric needs the public weights and the card shows other weights, the name contains the
-    extractor, as in "fd_EXTRACTOR" and "kid_EXTRACTOR". Columns with the same name are therefore
-    comparable.
+    If a metric is defined by the public weights but was computed with others, "fid" becomes
+    "fd_EXTRACTOR", and any other NAME becomes "NAME_EXTRACTOR". Columns with the same name are
+    therefore comparable.
     """
     if card["official"] or not METRICS[name].public_weights:
         return name

@@ -34,7 +34,9 @@ class Weights(NamedTuple):
 
 
 def load(path: str | os.PathLike[str] = "") -> Weights:
-    """Load weights from a .pth, .safetensors or .npz file with the public names.
+    """Load weights from a .pth, .safetensors or .npz file.
+
+    The arrays must have the same names as in the public file.
 
     Args:
         path: the weight file. "" downloads the public weights.
@@ -50,7 +52,11 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
 
 
 def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weights:
-    """Convert weights to safetensors, and record whether they come from the public file."""
+    """Convert weights to a .safetensors file, and return them.
+
+    The file records whether the weights come from the public file. Raise ValueError if the name
+    `out` does not end in .safetensors.
+    """
     if pathlib.Path(out).suffix != ".safetensors":
         raise ValueError(f"cannot write {out}: the name must end in .safetensors")
     weights = load(path)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax.nn.ops import device_kind
 from diffusion_jax.nn.ops import platform as _platform
 
 ATTENTION = "attention"
@@ -21,6 +22,7 @@ ATTENTION = "attention"
 _LANES = 128  # Vector lanes of a TPU: splash's block sizes are multiples of it.
 _BLOCK = 512  # Maximum number of queries, or of keys, in a block of scores.
 _RESIDENT = 2048  # Maximum number of keys that splash holds in a TPU's vector memory.
+_RESIDENT_LITE = 4096  # The same on v5e and v6e, for which the compiled kernels need less of it.
 _MASKED = -1e30  # Score of a masked key: finite, so that rows without keys have finite gradients.
 _BLOCKWISE_SCORES = 2**14  # From this many scores per head, a CPU is faster with blocks of them.
 
@@ -130,35 +132,37 @@ def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     of the heads if the mesh's tensor axis divides them. Masked keys get a segment that no query
     belongs to.
     """
-    if valid is None:
-        valid = jnp.ones(k.shape[:2], bool)
     queries, keys = q.shape[1], k.shape[1]
+    if valid is None and keys % _LANES:
+        valid = jnp.ones(k.shape[:2], bool)
     q, k, v = _padded(q * q.shape[3] ** -0.5, _LANES), _padded(k, _LANES), _padded(v, _LANES)
-    valid = jnp.pad(valid, ((0, 0), (0, k.shape[1] - keys)))  # [B, padded S]
+    if valid is not None:
+        valid = jnp.pad(valid, ((0, 0), (0, k.shape[1] - keys)))  # [B, padded S]
     mesh, call = jax.sharding.get_abstract_mesh(), _splash_kernel
     if not mesh.empty:
         ways = mesh.shape["replica"] * mesh.shape["fsdp"]
         batch = ("replica", "fsdp") if len(q) % ways == 0 else None
         heads = "tensor" if q.shape[2] % mesh.shape["tensor"] == 0 else None
-        specs = (P(batch, None, heads),) * 3, P(batch)
+        spec = P(batch, None, heads)
         call = jax.shard_map(
-            call, in_specs=(*specs[0], specs[1]), out_specs=specs[0][0], check_vma=False
+            call, in_specs=(spec, spec, spec, P(batch)), out_specs=spec, check_vma=False
         )
     return call(q, k, v, valid)[:, :queries]
 
 
-def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
+def _splash_kernel(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     """Run JAX's splash kernel on one device.
 
-    The arguments are q [B, T, N, K], already scaled, k and v [B, S, N, K], and valid [B, S]. T and
-    S are multiples of 128.
+    The arguments are q [B, T, N, K], already scaled, k and v [B, S, N, K], and valid [B, S] or
+    None. T and S are multiples of 128.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     (_, t, n, _), s = q.shape, k.shape[1]
-    rows, keys = _divisor(t, _BLOCK), _divisor(s, _RESIDENT)
-    scores = _divisor(keys, _BLOCK)
+    many = "lite" in device_kind() and q.dtype.itemsize == 2 and q.shape[3] <= _LANES
+    rows, keys = _divisor(t, _BLOCK), _divisor(s, _RESIDENT_LITE if many else _RESIDENT)
+    scores = _divisor(keys, _BLOCK if keys <= _RESIDENT else _BLOCK // 2)
     sizes = splash.BlockSizes(
         block_q=rows, block_kv=keys, block_kv_compute=scores,
         block_q_dkv=rows, block_kv_dkv=keys, block_kv_dkv_compute=scores,
@@ -171,6 +175,8 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
     )  # fmt: skip
 
     def attend_row(q, k, v, valid):
+        if valid is None:
+            return kernel(q, k, v)
         segments = splash.SegmentIds(q=jnp.ones(t, jnp.int32), kv=valid.astype(jnp.int32))
         return kernel(q, k, v, segment_ids=segments)
 

@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -88,10 +87,7 @@ def dense(
 ) -> Float[Array, "*B {width}"]:
     """Apply a linear layer, which is also a 1x1 convolution. `zero` initialises it to zero."""
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
-    kind = {"kernel_init": init, "bias_init": init, "dtype": dtype, "promote_dtype": _promoted}
-    product = lambda x, kernel, *_, **__: ops.tensordot(x, kernel)
-    out = nn.Dense(width, use_bias=bias, name=name, dot_general=product, **kind)(x).astype(dtype)
-    return checkpoint_name(out, PRODUCT)
+    return _Affine((x.shape[-1], width), init, bias, dtype, name=name)(x, ops.linear)
 
 
 class ToHeads(nn.Module):
@@ -166,28 +162,27 @@ def conv(
     convolutions differently.
     """
     init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
-    out = nn.Conv(
-        width,
-        (kernel, kernel),
-        strides=stride,
-        padding=kernel // 2 if padding is None else (padding, padding),
-        kernel_init=init,
-        bias_init=init,
-        dtype=dtype,
-        promote_dtype=_promoted,
-        conv_general_dilated=ops.convolution,
-        name=name,
-    )(x).astype(dtype)
-    return checkpoint_name(out, PRODUCT)
+    sides = (kernel // 2, kernel // 2) if padding is None else padding
+    strides, pads = (stride, stride), (sides, sides)
+    convolve = lambda x, w, b: ops.add_broadcast(ops.convolution(x, w, strides, pads), b)
+    shape = (kernel, kernel, x.shape[-1], width)
+    return _Affine(shape, init, True, dtype, name=name)(x, convolve)
 
 
-def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Promote all arrays to `dtype` except for the bias.
+class _Affine(nn.Module):
+    """The kernel and, with `use_bias`, the bias of a linear layer or a convolution."""
 
-    The bias stays float32, so that its gradient is summed in float32.
-    """
-    *inputs, bias = arrays
-    return [*promote_dtype(*inputs, dtype=dtype, inexact=inexact), bias]
+    shape: tuple[int, ...]
+    initializer: nn.initializers.Initializer
+    use_bias: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Array, function: Callable[[Array, Array, Any], Array]) -> Array:
+        """Return function(x, kernel, bias). The bias, None without `use_bias`, stays float32."""
+        kernel = self.param("kernel", self.initializer, self.shape).astype(self.dtype)
+        bias = self.param("bias", self.initializer, self.shape[-1:]) if self.use_bias else None
+        return checkpoint_name(function(x.astype(self.dtype), kernel, bias), PRODUCT)
 
 
 def blocks_per_level(num_res_blocks: int | Sequence[int], levels: int) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class MPConv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B C"], gain: ArrayLike = 1.0):
-        """Return [*B, width], of magnitude `gain`."""
+        """Apply the layer. The output [*B, width] has magnitude `gain` if x has magnitude 1."""
         c, k = x.shape[-1], self.kernel
         shape = (c, self.width) if k == 1 else (k, k, c, self.width)
         weight = _to_unit(self.param(UNIT, _unit_normal, shape))

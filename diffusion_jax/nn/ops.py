@@ -77,16 +77,53 @@ def tensordot(x: Array, kernel: Array, axes: int = 1) -> Array:
     return out.reshape(*x.shape[: x.ndim - axes], *kernel.shape[axes:])
 
 
+def linear(
+    x: Float[Array, "*B C"], kernel: Float[Array, "C D"], bias: Float[Array, "D"] | None = None
+) -> Float[Array, "*B D"]:
+    """Compute x @ kernel + bias.
+
+    On TPUs, the gradient of the bias is a row of the kernel's: x gets a channel of ones, which the
+    matrix unit sums in float32. A separate sum would read the output's gradient, which may be eight
+    times as wide as x, once more.
+    """
+    if bias is None:
+        return tensordot(x, kernel)
+    if platform() == "tpu" and kernel.shape[1] > kernel.shape[0]:
+        return _linear(x, kernel, bias)
+    return add_broadcast(tensordot(x, kernel), bias)
+
+
+@jax.custom_vjp
+def _linear(x: Array, kernel: Array, bias: Array) -> Array:
+    return add_broadcast(tensordot(x, kernel), bias)
+
+
+def _linear_backward(residuals, gradient):
+    x, kernel = residuals
+    with_ones = jnp.concatenate([x, jnp.ones((*x.shape[:-1], 1), x.dtype)], axis=-1)
+    axes = tuple(range(x.ndim - 1))
+    d_both = jax.lax.dot_general(
+        with_ones, gradient, ((axes, axes), ((), ())), preferred_element_type=jnp.float32
+    )  # [C + 1, D]
+    return tensordot(gradient, kernel.T), d_both[:-1].astype(kernel.dtype), d_both[-1]
+
+
+_linear.defvjp(lambda x, kernel, bias: (_linear(x, kernel, bias), (x, kernel)), _linear_backward)
+
+
 def convolution(
-    x: Float[Array, "B H W C"], kernel: Float[Array, "I J C D"], strides, padding, **kind: Any
+    x: Float[Array, "B H W C"],
+    kernel: Float[Array, "I J C D"],
+    strides: tuple[int, int],
+    padding: tuple[tuple[int, int], tuple[int, int]],
 ) -> Float[Array, "B _ _ D"]:
-    """Compute jax.lax.conv_general_dilated, by im2col on CPUs if the kernel is much larger than x.
+    """Compute a convolution, by im2col on CPUs if the kernel is much larger than x.
 
     For such shapes (a few 8x8 images, wide layers), XLA's CPU backend spends as long on transposing
     the kernel for the gradient of x as on the convolution itself.
     """
     if platform() != "cpu" or kernel.size < 4 * x.size or max(strides) > 1:
-        return jax.lax.conv_general_dilated(x, kernel, strides, padding, **kind)
+        return _convolve(x, kernel, strides, padding)
     rows, columns, _, d = kernel.shape
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     h, w = x.shape[1] - rows + 1, x.shape[2] - columns + 1
@@ -98,11 +135,13 @@ def convolution(
 def conv_4x4_halving(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B H/2 W/2 D"]:
-    """Compute nn.Conv(D, (4, 4), strides=2, padding=1); except on TPUs, by a 2x2 convolution.
+    """Compute nn.Conv(D, (4, 4), strides=2, padding=1).
+
+    TPUs compute it directly, other devices by a 2x2 convolution, which is faster there.
 
     Each 4x4 window of the padded image consists of 2x2 whole patches of 2x2 pixels. With these
-    patches as channels, the same products form a convolution without stride, and so do its
-    gradients, which is faster on CPUs and GPUs.
+    patches as channels, the same products form a convolution without stride, and the gradients have
+    this form too.
     """
     if platform() == "tpu":  # The direct form.
         return add_broadcast(_convolve(x, kernel, (2, 2), ((1, 1), (1, 1))), bias)
@@ -140,9 +179,18 @@ def conv_transpose_4x4(
 
 def platform() -> str:
     """Return "cpu", "gpu" or "tpu": the platform of the current mesh or of the default device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
+    device = _abstract_device()
     return jax.default_backend() if device is None else device.platform
+
+
+def device_kind() -> str:
+    """Return the device kind, such as "TPU v5 lite", of the current mesh or the first device."""
+    return (_abstract_device() or jax.local_devices()[0]).device_kind
+
+
+def _abstract_device() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh.abstract_device
 
 
 def average_pool_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B H/2 W/2 C"]:
@@ -178,6 +226,7 @@ def _normalize(x: Array, factor: Array, offset: Array, groups: int, eps: float, 
 
 
 def _normalize_forward(x, factor, offset, groups, eps, silu):
+    x = _stored(x)
     statistics = _moments(x, groups, eps)
     out = _normalized(x, statistics) * _like(factor, x) + _like(offset, x)
     out = jax.nn.silu(out) if silu else out
@@ -193,14 +242,26 @@ def _normalize_backward(groups, _, silu, residuals, cotangent):
         out = normal * row(factor) + row(offset)
         gate = jax.nn.sigmoid(out)
         gradient = gradient * gate * (1 + out * (1 - gate))
-    d_offset, d_factor = gradient.sum(axes), (gradient * normal).sum(axes)  # [B, C]
+    gradient = _stored(gradient.astype(x.dtype)).astype(jnp.float32)
+    d_offset = gradient.sum(axes)  # [B, C]
+    if platform() != "gpu":
+        d_factor = (gradient * normal).sum(axes)  # [B, C]
+    else:  # The same without `normal`, which XLA would store as an image.
+        origin, mean, inverse = statistics
+        moment = (gradient * (x.astype(jnp.float32) - row(origin))).sum(axes)
+        d_factor = (moment - mean * d_offset) * inverse
     pixels = math.prod(x.shape[1:-1])
     mean, slope = (_group_mean(factor * d / pixels, groups) for d in (d_offset, d_factor))
     d_normal = gradient * row(factor) - row(mean) - normal * row(slope)
-    return (d_normal * row(statistics[2])).astype(x.dtype), d_factor, d_offset
+    return _stored((d_normal * row(statistics[2])).astype(x.dtype)), d_factor, d_offset
 
 
 _normalize.defvjp(_normalize_forward, _normalize_backward)
+
+
+def _stored(x: Array) -> Array:
+    """Return x, and make XLA's GPU backend store it in its own dtype instead of float32."""
+    return jax.lax.optimization_barrier(x) if platform() == "gpu" else x
 
 
 def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array, Array, Array]:
@@ -210,10 +271,14 @@ def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array,
 
     Both moments come from one pass over x, by var = E[x^2] - E[x]^2. This is inaccurate if the mean
     is large, so x is first shifted by an origin, the mean of the group's first pixel; the result
-    does not depend on the choice of the origin.
+    does not depend on the choice of the origin. On TPUs and GPUs, 16-bit arrays are not shifted: if
+    their mean were large enough for float32 sums to be inaccurate, rounding to 16 bits would have
+    erased the deviations from it already.
     """
     first, axes = (slice(None), *[0] * (x.ndim - 2)), tuple(range(1, x.ndim - 1))
     origin = _group_mean(x[first].astype(jnp.float32), groups)
+    if x.dtype.itemsize == 2 and platform() != "cpu":
+        origin = jnp.zeros_like(origin)
     shifted = x.astype(jnp.float32) - _like(origin, x)
     mean = _group_mean(shifted.mean(axes), groups)
     variance = jnp.maximum(_group_mean((shifted**2).mean(axes), groups) - mean**2, 0)

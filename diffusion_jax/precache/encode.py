@@ -21,7 +21,7 @@ _STEP = 8  # The smallest difference between the lengths of batches.
 def make_encode(
     encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return encode(texts), which returns the embeddings of texts in a store's format.
+    """Return a function encode(texts) that computes embeddings in a store's format.
 
     If the encoder allows it, texts of similar length are encoded together with little padding,
     because most captions are far shorter than max_tokens. The result is the same.
@@ -58,7 +58,7 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return a function like that of `make_encode` that uses only this process's devices.
+    """Return the function of `make_encode`, run on the devices of this process only.
 
     So no process waits for another. `batch_tokens` is the number of tokens per device.
     """

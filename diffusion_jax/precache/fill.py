@@ -162,7 +162,8 @@ class _Stages(NamedTuple):
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
     """Return the prompts that training with a config samples and scores.
 
-    They include the negative prompt, and the empty prompt if it replaces dropped texts.
+    They include the negative prompt. In configs with a `conditioning` group, where the empty prompt
+    may replace dropped texts, they include it too.
     """
     negative = config.get("sampler", {}).get("negative_prompt", "")
     empty = ("",) if "conditioning" in config else ()

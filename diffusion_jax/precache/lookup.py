@@ -19,8 +19,8 @@ _CHECKED = 256  # Prompts per lookup when checking that a store holds them.
 def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
     """Return the text encoder for training. Its weights are opened and checked, but not read.
 
-    If embeddings come with the data (`embedded`) or from text.store, weights are not needed. But if
-    text.weights is a folder, its weights must be those that the store was made with.
+    If embeddings come with the data (`embedded`) or from text.store, weights are not needed. If
+    text.weights is a folder nevertheless, the store must have been made with these weights.
 
     Raises:
         ValueError: The encoder or the store does not fit the config.

@@ -7,7 +7,7 @@ written in any order, by several workers, and again after an interruption.
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from jaxtyping import Float, UInt8
 
 from diffusion_jax import engines
 from diffusion_jax.data import tars
+from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments
 from diffusion_jax.engines import ALONE, Engine
@@ -25,13 +26,19 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
 class Work(NamedTuple):
-    """Options of an encoding run: the images per shard and per batch, and how to run."""
+    """Options of an encoding run: the images per shard and per batch, and how to run.
+
+    `verify` finds damaged shards by their checksums and encodes them again. `dry_run` encodes
+    nothing, and prints how many shards are missing.
+    """
 
     shard: int
     batch: int
     engine: Engine = ALONE
     dry_run: bool = False
     verify: bool = False
+    buckets: Buckets | None = None
+    """The aspect-ratio bucket of each image; None encodes squares."""
 
 
 def run(
@@ -55,18 +62,20 @@ def run(
     manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
     claims.claim(out / moments.MANIFEST, manifest, free=("finished",), write=not work.dry_run)
     path = functools.partial(_path, out)
-    for name, difference in checksums.damaged(out) if work.verify else ():
-        logging.warning("%s is damaged (%s): encoding it again", out / name, difference)
-        (out / name).unlink(missing_ok=True)
+    damaged = list(checksums.damaged(out)) if work.verify else []
+    for name, difference in damaged:
+        logging.warning("%s is damaged (%s): it must be encoded again", out / name, difference)
+        if not work.dry_run:
+            (out / name).unlink(missing_ok=True)
     if work.dry_run:
-        finished = _count(out, total)
+        finished = _count(out, total, [name for name, _ in damaged])
         with programs.rehearsal():
-            next(_encoded(source, encode, range(min(work.batch, len(source))), work.batch), None)
+            next(_encoded(source, encode, range(min(work.batch, len(source))), work), None)
         print(
             f"would encode {total - finished} of {total} shards of {work.shard} images into {out}"
         )
         return finished
-    write = functools.partial(_write, source, encode, out, work.shard, work.batch)
+    write = functools.partial(_write, source, encode, out, work)
     work.engine.fill(range(total), path, write)
     if (finished := _count(out, total)) == total:
         files.remove_unfinished(map(path, range(total)))
@@ -81,28 +90,41 @@ def _path(out: pathlib.Path, shard: int) -> pathlib.Path:
     return out / f"{shard:06}.tar"
 
 
-def _count(out: pathlib.Path, total: int) -> int:
-    return len(files.present(_path(out, shard) for shard in range(total)))
+def _count(out: pathlib.Path, total: int, damaged: Collection[str] = ()) -> int:
+    present = files.present(_path(out, shard) for shard in range(total))
+    return sum(path.name not in damaged for path in present)
 
 
-def _write(
-    source: Pictures, encode: Encode, out: pathlib.Path, size: int, batch: int, shard: int
-) -> None:
-    rows, path = range(shard * size, min((shard + 1) * size, len(source))), _path(out, shard)
+def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shard: int) -> None:
+    rows = range(shard * work.shard, min((shard + 1) * work.shard, len(source)))
+    path = _path(out, shard)
     try:
-        tars.write(path, _encoded(source, encode, rows, batch))
+        tars.write(path, _encoded(source, encode, rows, work))
     except FileNotFoundError:
         # Another worker wrote the last missing shard, and removed the temporary file of this one.
         if not path.exists():
             raise
 
 
+def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
+    """Split the records of a shard into batches of one shape."""
+    groups = [np.arange(rows.start, rows.stop)]
+    if work.buckets:
+        bucket = work.buckets.bucket[rows.start : rows.stop]
+        groups = [rows.start + np.flatnonzero(bucket == number) for number in np.unique(bucket)]
+    for group in groups:
+        for first in range(0, len(group), work.batch):
+            yield group[first : first + work.batch]
+
+
 def _encoded(
-    source: Pictures, encode: Encode, rows: range, batch: int
+    source: Pictures, encode: Encode, rows: range, work: Work
 ) -> Iterator[dict[str, bytes]]:
     """Yield the files of each usable record. The next batch is read while one is encoded."""
-    parts = (np.arange(i, min(i + batch, rows.stop)) for i in range(rows.start, rows.stop, batch))
-    for _, (indices, images, texts) in engines.ahead(source.usable, parts):
+    buckets, batch = work.buckets, work.batch
+    views = [source.cropped_to(shape) for shape in buckets.shapes] if buckets else [source]
+    read = lambda part: views[buckets.bucket[part[0]] if buckets else 0].usable(part)
+    for _, (indices, images, texts) in engines.ahead(read, _parts(rows, work)):
         if not len(indices):
             continue
         # Repeat images to fill the batch, so that all batches have one size.

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     A shard of the store holds the next N captions that do not repeat an earlier caption and are not
     in the store yet. No process needs all keys at once: the captions of each chunk become a table
     of keys (hashes), each range of keys is compared across all tables (see machine/tables.py), and
-    a shard is cut out of the remaining captions.
+    the remaining captions are divided into shards.
     """
 
     folder: pathlib.Path
@@ -117,7 +117,7 @@ def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
 
 
 def write_counts(plan: Plan) -> int:
-    """Count the captions to encode in each chunk; write cumulative sums, return the total."""
+    """Count the captions to encode, write the file that Plan.counts reads, return the total."""
     counts = np.zeros(len(plan.chunks), np.int64)
     for part in plan.ranges:
         numbers = tables.read(plan.new_captions(part), _NUMBER)
@@ -139,7 +139,10 @@ def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
 def open_plan(
     path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity, *more: Any
 ) -> pathlib.Path:
-    """Create and return the folder of temporary files for a data source and a text encoder."""
+    """Create and return the folder of temporary files for a data source and a text encoder.
+
+    It is a subfolder of `path`, named by a hash of the other arguments.
+    """
     text = json.dumps([source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)

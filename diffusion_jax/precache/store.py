@@ -5,7 +5,7 @@ A store is a folder. Its shards are safetensors files with these arrays: `keys` 
 rows; `values` [T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors`
 float64 [3], a summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the
 position of their rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of
-the index. It is written last: a store whose manifest lists no shards is unfinished.
+the index. It is completed last: a store whose manifest lists no shards is unfinished.
 
 The format is not ArrayRecord, because that has no lookup by key; with our index, reading the rows
 of a text is a single copy from the mapped file. The key is a hash of the text and of everything
@@ -145,8 +145,8 @@ class Store:
         if (places < 0).any():
             missing = [text for text, at in zip(texts, places, strict=True) if at < 0]
             raise ValueError(
-                f"{len(missing)} of {len(texts)} captions are not in the store {self.path}, first "
-                f"{missing[0]!r}: encode only these with\n  {command(self.path)}"
+                f"{len(missing)} of {len(texts)} captions are not in the store {self.path}, such "
+                f"as {missing[0]!r}: encode the missing ones with\n  {command(self.path)}"
             )
         batch = self._empty(len(texts))
         for row, at in enumerate(places.tolist()):
@@ -158,9 +158,10 @@ class Store:
         return batch
 
     def _rows(self, at: int, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return one text's values, and the scales if the format is int8 (otherwise None).
+        """Return the embeddings at position `at` of the index, and their scales.
 
-        Raises ValueError if they are damaged.
+        The scales are None unless the format is int8. Raises ValueError, which quotes `text`, if
+        the checksum is wrong.
         """
         number, first, tokens, check = (
             int(self._index[name][at]) for name in ("shard", "first", "tokens", "check")

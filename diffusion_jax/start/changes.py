@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from diffusion_jax import systems
+from diffusion_jax.config import shapes
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.start import written
@@ -22,19 +24,25 @@ _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 
 
 def prompts(records: Records) -> tuple[str, ...]:
-    """Choose distinct captions, spread over the data set, as sampling prompts for training."""
+    """Return distinct captions, spread over the data set, as prompts for samples during training.
+
+    If there are no captions, all prompts are "".
+    """
     rows = np.linspace(0, len(records) - 1, min(len(records), 8 * _PROMPTS)).astype(int).tolist()
     texts = {t for t in records.texts(rows) if not isinstance(t, Unusable)} - {""}
     spread = sorted(texts)[:: max(1, len(texts) // _PROMPTS)][:_PROMPTS]
     return tuple(spread) or ("",) * _PROMPTS
 
 
-def of_data(photos: PictureSet, text_weights: str) -> Callable[[Stage], Changes]:
+def of_data(
+    photos: PictureSet, text_weights: str, keep_shapes: bool = False
+) -> Callable[[Stage], Changes]:
     """Return a function that maps a stage to config changes for a data set and this machine.
 
     Args:
         photos: the data set.
         text_weights: a folder of T5 or CLIP weights; "" for the encoder that hashes words.
+        keep_shapes: whether to train on several shapes (aspect buckets) instead of squares.
     """
     data, report = photos.data, photos.report
     on_cpu, longest = jax.default_backend() == "cpu", int(report["text_words"]["max"])
@@ -64,6 +72,10 @@ def of_data(photos: PictureSet, text_weights: str) -> Callable[[Stage], Changes]
         if base["batch_size"] % jax.device_count():
             batch_size = base["batch_size"] * jax.device_count()
             changes["batch_size"] = (batch_size, "The base's batch on each device.")
+        if keep_shapes:
+            sides = systems.read(base, base["system"]).crop_sides
+            about = "Height and width of the crops."
+            changes["data.aspect_buckets"] = (shapes.up_to(*sides), about)
         return {**changes, **(texts if "text" in base else {})}
 
     return of_stage

@@ -19,6 +19,7 @@ from diffusion_jax.start.finetuned import Shipped
 from diffusion_jax.start.pictures import PictureSet
 from diffusion_jax.start.questions import Question
 from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
+from diffusion_jax.start.written import Changes
 from diffusion_jax.train.out_of_memory import OutOfMemory
 
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
@@ -38,7 +39,7 @@ def command(
     Args:
         package: the package of the command.
         candidates: returns the models to choose from, from the smallest to the largest.
-        shipped: a trained model that few pictures can fine-tune.
+        shipped: a trained model that may be fine-tuned if there are few pictures.
     """
     text = flags.DEFINE_string
     data = text(
@@ -76,13 +77,15 @@ def command(
             if trained and method != finetuned.NO:
                 models = [finetuned.candidate(trained, models[0].stages[0], method)]
                 enlargers = trained.enlargers
-            pad = questions.pad(tall.value, photos)
+            shape = questions.tall(tall.value, photos)
+            pad = shape == "pad"
 
             # Shrink the pictures, choose a model, and measure it.
             size = max([m.image_size for m in models if m.image_size <= photos.side] or [_SMALLEST])
             if pad or questions.shrink(shrink.value, photos, size):
                 photos = pictures.shrink(photos, size, pathlib.Path("data", path.stem), pad=pad)
-            measured = _measure(models, photos, weights.value, hours.value, path.stem)
+            of_data = changes.of_data(photos, weights.value, shape == "keep")
+            measured = _measure(models, photos, of_data, hours.value, path.stem)
 
             # Write the configs.
             _write(package, path, photos, measured, hours.value, enlargers)
@@ -111,10 +114,16 @@ def _with_suffix(path: pathlib.Path, suffix: str) -> pathlib.Path:
 
 
 def _measure(
-    candidates: Sequence[Candidate], photos: PictureSet, text_weights: str, hours: float, name: str
+    candidates: Sequence[Candidate],
+    photos: PictureSet,
+    of_data: Callable[[Stage], Changes],
+    hours: float,
+    name: str,
 ) -> list[Measured]:
-    """Choose a model for the data; return its stages with their speed on this machine."""
-    of_data = changes.of_data(photos, text_weights)
+    """Choose a model for the data; return its stages with their speed on this machine.
+
+    `of_data` maps a stage to config changes for the data set and this machine.
+    """
     measured_stages: dict[str, Measured] = {}
     opened_stages: dict[str, Opened] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ _SEEN = (
     (0, "colour noise"),
     (5_000, "the right white and black backgrounds, and noise elsewhere (emoji, 5,440 pictures)"),
     (75_000, "the right digits in the right colours (the quick start, 76,800 pictures)"),
-    (250_000, "what models/emoji32/README.md shows (emoji, 256,000 pictures)"),
+    (800_000, "what models/emoji32/README.md shows (emoji, 819,200 pictures)"),
 )
 """(least number of pictures, what a run drew). Documented in docs/data.md, docs/quickstart.md and
 models/emoji32/README.md."""

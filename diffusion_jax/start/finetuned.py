@@ -1,4 +1,4 @@
-"""The candidate that continues the training of a model that comes with the project."""
+"""Define the candidate that fine-tunes a model that comes with the project."""
 
 import pathlib
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from diffusion_jax.start.stages import Candidate, Stage
 from diffusion_jax.start.written import Changes
 
 NO, LORA, FULL = "no", "lora", "full"
-"""How to train: a new model, or the shipped model with a LoRA or with all of its weights."""
+"""How to train: NO trains a new model, LORA a LoRA on the shipped model, FULL all its weights."""
 # The settings of docs/finetuning.md. It trains a LoRA for 150 steps, and all weights for 100 steps,
 # of 20 pictures out of ten.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -35,19 +35,19 @@ class Shipped(NamedTuple):
     base: str
     """The config in configs/ that trained it."""
     enlargers: tuple[str, ...]
-    """The workdirs of the models that enlarge its pictures."""
+    """The workdirs of super-resolution models for its pictures."""
 
     def exists(self) -> bool:
-        """Return whether the weights exist, as they do in a checkout."""
+        """Return whether the workdir exists here. It does in a checkout of the repository."""
         return (pathlib.Path(self.workdir) / runs.CONFIG).is_file()
 
 
 def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
-    """Return the model that fine-tunes a shipped model.
+    """Return the candidate that fine-tunes a shipped model.
 
     Args:
-        shipped: the model.
-        new: a stage that trains a new model with the same command.
+        shipped: the model to start from.
+        new: the stage that would train a new model. The candidate keeps its command.
         method: LORA or FULL.
     """
     changes, epochs = lambda workdir: _changes(shipped, method), _MAX_EPOCHS[method]

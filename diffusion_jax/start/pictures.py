@@ -28,7 +28,7 @@ class PictureSet(NamedTuple):
     speed: float
     """Pictures that this machine reads per second."""
     warnings: tuple[str, ...] = ()
-    """The warnings of the image library."""
+    """Warnings that were raised while the pictures were read."""
 
     @property
     def side(self) -> float:
@@ -37,12 +37,15 @@ class PictureSet(NamedTuple):
 
     @property
     def is_tall(self) -> bool:
-        """Whether a square crop would cut off much of many pictures."""
+        """Whether many pictures are far from square.
+
+        In at least a twentieth of them, the longer side is over 1.5 times the shorter one.
+        """
         return self.report["aspect"]["p95"] > _TALL
 
 
 def read(data: Data) -> PictureSet:
-    """Read up to 2,000 random pictures of a data set; fewer if that would take minutes.
+    """Read up to 2,000 random pictures of a data set in about a minute, and report on them.
 
     Raises ValueError if the texts are embeddings, or if no picture can be used.
     """
@@ -69,7 +72,7 @@ def read(data: Data) -> PictureSet:
 
 
 def described(pictures: PictureSet) -> list[tuple[str, str]]:
-    """Return labelled lines about the data set."""
+    """Return (label, text) pairs that describe the data set."""
     data, report = pictures.data, pictures.report
     side, aspect, words = (report[name] for name in ("smaller_side", "aspect", "text_words"))
     read = "" if report["read"] == report["records"] else f", {report['read']:,} of them read"

@@ -1,4 +1,4 @@
-"""Ask the user how to train on few, tall or large pictures; a flag answers each question."""
+"""Ask the user how to train on few, tall or large pictures; flags can answer in advance."""
 
 import sys
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from diffusion_jax.start.finetuned import Shipped
 from diffusion_jax.start.pictures import PictureSet
 
 ASK = "ask"
-"""The value of a flag that asks."""
+"""The flag value that makes the command ask the user."""
 _SLOW = 50  # Pictures per second. Two CPU cores train the smallest model on about as many.
 _FEW = 1_000  # A model that is trained from scratch mostly memorises fewer pictures.
 
@@ -39,6 +39,7 @@ TALL = Question(
     {
         "crop": "cut off both ends of the longer side",
         "pad": "add white borders that make a square",
+        "keep": "train on several shapes, so that little is cut off",
     },
 )
 SHRINK = Question(
@@ -49,10 +50,10 @@ SHRINK = Question(
 
 
 def answer(question: Question, value: str, reason: str) -> str:
-    """Return `value`, or if it is ASK, the user's answer.
+    """Return `value` or, if it is ASK, ask the user and return the answer.
 
-    Outside of a terminal, use the default answer, and print the reason and the flags of all
-    answers.
+    If the standard input is not a terminal, return the default answer, and print the reason and
+    the flags for all answers.
 
     Args:
         question: the question.
@@ -79,15 +80,16 @@ def answer(question: Question, value: str, reason: str) -> str:
 def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
     """Return how to train: finetuned.NO, or a method of fine-tuning the shipped model.
 
-    The user is asked if there are few pictures, if they have captions, and if there is a shipped
-    model. Raises ValueError if `value` is a fine-tuning method, but no model can be fine-tuned.
+    ASK asks the user only if a shipped model exists, and if the pictures have captions and are
+    fewer than 1,000. Otherwise, it means finetuned.NO. Raises ValueError if `value` is a
+    fine-tuning method, but no model can be fine-tuned.
     """
     count = len(photos.records)
     if not shipped or not shipped.exists() or not photos.report["words"]:
         if value not in (ASK, finetuned.NO):
             raise ValueError(
-                f"--finetune={value} needs captions, a run without --text_weights, and the folder "
-                "models/ of a checkout: leave it out"
+                f"--finetune={value} needs captions, the folder models/ of a checkout of this "
+                "repository, and no --text_weights: leave --finetune out"
             )
         return finetuned.NO
     if value == ASK and count >= _FEW:
@@ -99,21 +101,25 @@ def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
     return answer(FINETUNE, value, reason)
 
 
-def pad(value: str, photos: PictureSet) -> bool:
-    """Return whether to pad the pictures. The user is asked if many are tall or wide."""
+def tall(value: str, photos: PictureSet) -> str:
+    """Return what to do with tall and wide pictures: an answer to TALL.
+
+    ASK asks the user only if many pictures are tall or wide. Otherwise, it means "crop".
+    """
     if value == ASK and not photos.is_tall:
-        return False
+        return next(iter(TALL.answers))
     reason = (
-        f"Training needs squares, but in a twentieth of the pictures the longer side is at least "
+        f"Training uses squares, but in a twentieth of the pictures the longer side is at least "
         f"{photos.report['aspect']['p95']:.2g} times the shorter one."
     )
-    return answer(TALL, value, reason) == "pad"
+    return answer(TALL, value, reason)
 
 
 def shrink(value: str, photos: PictureSet, size: int) -> bool:
     """Return whether to shrink the pictures to `size` pixels.
 
-    The user is asked if the pictures are larger and reading them is slow.
+    ASK asks the user only if most pictures are larger than `size` and reading them is slow.
+    Otherwise, it means "no".
     """
     if value == ASK and (photos.speed > _SLOW or photos.side <= size):
         return False

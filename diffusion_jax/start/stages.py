@@ -18,7 +18,7 @@ from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.state import init_state
 
 _TIMES, _PERIOD = 10, 300
-"""A run draws and saves at least this many times, and at least every so many seconds."""
+"""A run draws and saves at least _TIMES times, and at least about every _PERIOD seconds."""
 _STEPS, _LEFT_OUT = 6, 2  # A measurement takes 6 steps, of which the first 2 do not count.
 _LEAST = 20  # The smallest number of steps worth training.
 _LEAST_SECONDS = 180  # Compiling training and sampling alone takes a small model about as long.
@@ -40,21 +40,21 @@ class Stage(NamedTuple):
     changes: Callable[[str], Changes] = lambda workdir: {}
     """changes(workdir) returns config changes; `workdir` is that of the stage with suffix ""."""
     max_epochs: float = math.inf
-    """The most passes over the data. After so many, fine-tuning only memorises few pictures."""
+    """Maximum number of passes over the data. More passes would only memorise a small data set."""
 
 
 class Candidate(NamedTuple):
     """A model that may be chosen: its stages, and the conditions for choosing it."""
 
     image_size: int
-    """Side of the model's pictures in pixels. It must not exceed that of the data."""
+    """Side of the model's pictures in pixels. The training pictures must be at least as large."""
     min_images: int
     """Minimum number of images that the first stage must process within its training time."""
     stages: Sequence[Stage]
 
 
 class Opened(NamedTuple):
-    """A stage whose inputs are opened and whose training step is traced, but not yet run."""
+    """A stage whose inputs were opened and whose training step was traced, but not run."""
 
     stage: Stage
     changes: Changes
@@ -83,9 +83,9 @@ class Measured(NamedTuple):
 
 
 def check_time(smallest: Candidate, hours: float) -> None:
-    """Raise ValueError if `hours` cannot suffice for the smallest model, on any machine.
+    """Raise ValueError if `hours` is too short for the smallest model on any machine.
 
-    This takes no time, while `timed` needs a measurement of minutes.
+    This rough check is instant. The exact check in `timed` needs a measurement that takes minutes.
     """
     least = max(_LEAST_SECONDS / stage.share for stage in smallest.stages) / 3600
     if hours < least:
@@ -178,10 +178,11 @@ def choose(
 
 
 def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes, float]:
-    """Return config changes that fit training into `seconds`, and its expected time in seconds.
+    """Return (changes, expected): config changes that make training take about `seconds`.
 
-    The changes set the number of steps and the intervals that depend on this number. Raises
-    ValueError if the time suffices for fewer than 20 steps.
+    `expected` is the expected time in seconds, including compilation and drawing. The changes set
+    the number of steps and the intervals that depend on this number. Fine-tuning may take less than
+    `seconds`. Raises ValueError if the time suffices for fewer than 20 steps.
 
     Args:
         measured: a stage and its speed.

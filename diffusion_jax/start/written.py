@@ -10,7 +10,7 @@ from diffusion_jax import systems
 Changes = Mapping[str, tuple[Any, str]]
 """A map from config field, such as unet.dtype, to (value, comment); the comment may be "".
 
-A group that the base leaves out is one field, whose value is a dict."""
+If the base config has no such group, the whole group is one field with a dict as its value."""
 
 
 def source(base: str, changes: Changes, about: str) -> str:

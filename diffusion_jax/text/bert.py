@@ -1,7 +1,8 @@
-"""BERT as a text encoder (Devlin et al. 2019), in the size of all-MiniLM-L6-v2.
+"""BERT as a text encoder (Devlin et al. 2019), by default with the weights of all-MiniLM-L6-v2.
 
-A post-norm transformer with learned positions. MiniLM was trained so that sentences with similar
-meaning have similar vectors, so a small image model can draw from words that its captions lack.
+BERT is a post-norm transformer with learned positions. MiniLM was trained so that sentences with
+similar meaning have similar vectors. A small image model can therefore draw from words that are not
+in its captions.
 Letters: B batch, L tokens, D width.
 """
 
@@ -32,7 +33,7 @@ PACKAGE = "all_minilm_l6_v2"
 
 
 class Bert(nn.Module):
-    """BERT's encoder: token ids to hidden states, in float32."""
+    """BERT's encoder, which maps token ids to hidden states in float32."""
 
     vocab_size: int
     max_tokens: int
@@ -46,9 +47,9 @@ class Bert(nn.Module):
 
     @nn.compact
     def __call__(self, ids: Int[Array, "B L"], mask: Array) -> list[Float[Array, "B L D"]]:
-        """Return the embeddings, then the output of each layer.
+        """Return the normalised input embeddings, followed by the output of each layer.
 
-        `mask` [B, L] is nonzero at tokens that the others attend to.
+        `mask` [B, L] is nonzero at valid tokens. The other tokens do not affect them.
         """
         length = ids.shape[1]
         init = nn.initializers.normal(0.02)
@@ -140,10 +141,11 @@ def packaged() -> pathlib.Path:
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[Bert, list[Entry]]:
-    """Build the network of a Hugging Face state dict, and the table of its parameters' names.
+    """Return the network for a Hugging Face state dict, and the table of its parameter names.
 
-    Sizes come from the arrays; the config adds the number of heads, the activation and epsilon.
-    Raises ValueError if the two disagree, or if the weights are not those of a BERT encoder.
+    Sizes are read from the arrays' shapes. The config supplies the number of heads, the activation
+    and epsilon. Raises ValueError if state dict and config disagree, or if the weights are not a
+    BERT encoder's.
     """
     state = used(state)
     missing = [name for name in _REQUIRED if name not in state]

@@ -49,7 +49,7 @@ class ImageOutputs(NamedTuple):
 
 
 class TextTower(nn.Module):
-    """A transformer from token ids to `TextOutputs` in float32."""
+    """A transformer that maps token ids to `TextOutputs` in float32."""
 
     vocab_size: int
     max_tokens: int
@@ -61,7 +61,7 @@ class TextTower(nn.Module):
     """E, or None if the weights have no projection."""
     activation: str
     end_id: int | None
-    """Id of the end token; None takes the largest id of each text, as OpenAI's code does."""
+    """Id of the end token. None: the largest id in each text marks its end, as in OpenAI's code."""
     eps: float = 1e-5
     dtype: DTypeLike = jnp.float32
 
@@ -91,7 +91,10 @@ class TextTower(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """A vision transformer from images with CLIP's normalisation to float32 `ImageOutputs`."""
+    """A vision transformer that maps images to `ImageOutputs` in float32.
+
+    The images must have CLIP's normalisation.
+    """
 
     image_size: int
     patch: int
@@ -106,7 +109,7 @@ class ImageTower(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W 3"]) -> ImageOutputs:
-        """Encode images; the class token comes first, followed by the patches in row order."""
+        """Encode images. In the outputs, the class token precedes the patches in row order."""
         init = nn.initializers.normal(0.02)
         p, tokens = self.patch, (self.image_size // self.patch) ** 2 + 1
         class_token = self.param("class_embedding", init, (self.width,)).astype(jnp.float32)
@@ -140,7 +143,7 @@ def encoder(
 
     Args:
         weights: a folder or a Hub name.
-        width: the expected embedding width; must match the weights.
+        width: the expected embedding width, which must match the weights.
         max_tokens: texts are cut or padded to this number of tokens.
         layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
             which omit the last layer; "penultimate" for Stable Diffusion 2 in OpenCLIP's files.
@@ -164,9 +167,10 @@ def encoder(
 
 
 def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize:
-    """Return the tokenizer of a folder of weights.
+    """Return the tokenizer for the weights in a folder.
 
     In diffusers' layout, the tokenizer of text_encoder/ is in the sibling folder tokenizer/.
+    `pads_with_0` chooses padding and text cleaning as in OpenCLIP.
     """
     sibling = folder.parent / "tokenizer"
     folder = sibling if folder.name == "text_encoder" and sibling.is_dir() else folder

@@ -34,7 +34,8 @@ class Clip(NamedTuple):
     state: dict[str, np.ndarray]
     towers: dict[str, Tower]
     pads_with_0: bool
-    """True if texts are padded with id 0, as in OpenCLIP; False if with the end token."""
+    """True if texts are padded with id 0, as in OpenCLIP; False if they are padded with the end
+    token."""
 
 
 def open_clip(folder: pathlib.Path) -> Clip:
@@ -54,7 +55,9 @@ def open_clip(folder: pathlib.Path) -> Clip:
 
 
 def from_state(state: StateDict, config: Mapping[str, Any]) -> Clip:
-    """Build CLIP, or one of its towers, from a Hugging Face or OpenCLIP state dict and its config.
+    """Build a `Clip` from the state dict and the config of a CLIP model or of one tower.
+
+    The names in `state` are those of Hugging Face, OpenCLIP or OpenAI.
 
     Raises:
         ValueError: the weights are not CLIP's, or disagree with the config.
@@ -110,7 +113,7 @@ def num_layers(names: Iterable[str], tower: str) -> int:
 def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
     """Return the arrays of one tower, without the layers after the last layer in `table`.
 
-    The result includes arrays that the table lacks, so that loading reports them.
+    The result includes arrays that are not in `table`, so that loading reports them as superfluous.
     """
     names = {e.torch for e in table}
     tower = next(tower for tower in (TEXT, VISION) if any(n.startswith(tower) for n in names))

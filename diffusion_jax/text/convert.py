@@ -37,8 +37,8 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
     config = folder / "config.json"
     if config.is_file() and (kind := pretrained.read_json(config).get("_class_name")):
         raise ValueError(
-            f"{folder} holds diffusers' {kind}, not a text encoder: its .bin files need no "
-            "conversion here; python -m sd_jax.weights convert --from=FOLDER writes other formats"
+            f"{folder} holds diffusers' {kind}, not a text encoder: use its .bin files without "
+            "conversion, or write other formats with python -m sd_jax.weights convert --from=FOLDER"
         )
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose a new folder")

@@ -13,7 +13,7 @@ Batch = dict[str, Any]
 
 @runtime_checkable
 class TextNetwork(Protocol):
-    """A text network. Its width must match the config, and its vocabulary the tokenizer."""
+    """The sizes of a text network that `check_fits` compares with the config and the tokenizer."""
 
     width: int
     vocab_size: int
@@ -51,7 +51,14 @@ class TextEncoder(NamedTuple):
 def check_fits(
     kind: str, folder: object, network: TextNetwork, vocab_size: int, width: int
 ) -> None:
-    """Check that a folder's network has this width and covers the tokenizer's vocabulary.
+    """Check that a network has the configured width and covers the tokenizer's vocabulary.
+
+    Args:
+        kind: the kind of network for error messages, such as "T5".
+        folder: the folder of the weights, for error messages.
+        network: the network.
+        vocab_size: the number of tokens of the tokenizer.
+        width: the config's text.width.
 
     Raises:
         ValueError: the network differs in width or has fewer tokens.

@@ -21,7 +21,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def encoder(width: int, max_tokens: int) -> TextEncoder:
-    """Return a TextEncoder whose batches hold "text_ids" and "text_mask"."""
+    """Return the encoder of hashed words. Its batches hold "text_ids" and "text_mask"."""
 
     def encode(frozen: tuple[()], batch: Batch):
         del frozen  # There are no weights: vectors are computed from the words' hashes.
@@ -56,8 +56,9 @@ def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
 
 
 def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
-    """Return the part of each text that is ignored: symbols such as emoji, then words that do not
-    fit into `max_tokens`.
+    """Return the part of each text that the encoder ignores.
+
+    These are all symbols such as emoji, followed by the text after the first `max_tokens` words.
     """
     ignored = []
     for text in texts:

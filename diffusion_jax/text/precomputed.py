@@ -54,7 +54,7 @@ def _check(array: Any, width: int) -> None:
     if isinstance(array, str):
         raise ValueError(
             f"expected stored embeddings, but the data hold the caption {array!r}: set data.text "
-            "to the embeddings' field (for example npy), in each part of a mixture"
+            "(in a mixture, the text of each part) to the embeddings' field, such as npy"
         )
     if not isinstance(array, np.ndarray) or array.shape[1:] != (width,):
         raise ValueError(

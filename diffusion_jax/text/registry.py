@@ -11,13 +11,14 @@ from diffusion_jax.text.encoder import TextEncoder
 
 
 class Kind(NamedTuple):
-    """A module of this package with a function `encoder` that returns a TextEncoder."""
+    """A kind of text encoder, made by the function `encoder` of a module in this package."""
 
     module: str
     fields: tuple[str, ...]
     """The fields of `Text` that are passed to the function `encoder`. The encoder's output depends
     only on them and on the weights."""
     options: Mapping[str, str] = MappingProxyType({})
+    """Further arguments of the function `encoder`."""
     packaged: bool = False
     """True if a Python package provides the weights when text.weights is empty."""
 
@@ -55,7 +56,8 @@ def check(text: Text) -> None:
 def make_encoder(text: Text) -> TextEncoder:
     """Build the text encoder that a config names.
 
-    The encoder's module is imported here. Its weights are read later.
+    This imports the encoder's module and opens its weights. The arrays are read later, when they
+    are placed on devices.
     """
     kind = ENCODERS[text.encoder]
     module = importlib.import_module(f"diffusion_jax.text.{kind.module}")

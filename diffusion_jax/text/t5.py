@@ -26,7 +26,10 @@ from diffusion_jax.weights.torch_weights import Entry, StateDict
 
 
 class T5Encoder(nn.Module):
-    """A transformer from token ids to embeddings; parameters keep their loaded type."""
+    """T5's encoder, which maps token ids to embeddings.
+
+    Parameters keep the dtype in which they were loaded.
+    """
 
     vocab_size: int
     width: int
@@ -44,7 +47,7 @@ class T5Encoder(nn.Module):
     def __call__(self, ids: Int[Array, "B L"], mask: Array) -> Float[Array, "B L D"]:
         """Return the last layer after the final norm, in float32.
 
-        `mask` [B, L] is nonzero at valid tokens; other tokens do not affect them.
+        `mask` [B, L] is nonzero at valid tokens. The other tokens do not affect them.
         """
         return self.hidden_states(ids, mask)[-1]
 
@@ -97,7 +100,7 @@ def encoder(
 
     Args:
         weights: a folder or a Hub name.
-        width: the expected embedding width; must match the weights.
+        width: the expected embedding width, which must match the weights.
         max_tokens: number of embeddings returned per text.
         read_tokens: number of tokens encoded per text, at least `max_tokens`.
         dtype: compute and storage type of the weights.
@@ -114,7 +117,7 @@ def encoder(
     if read_tokens < max_tokens:
         raise ValueError(
             f"text.read_tokens is {read_tokens}: it must be at least text.max_tokens, which is "
-            f"{max_tokens} (NeMo uses 512 and 128)"
+            f"{max_tokens} (NeMo reads 512 tokens and keeps 128)"
         )
     frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
 
@@ -139,7 +142,7 @@ def encoder(
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[T5Encoder, list[Entry]]:
-    """Return the encoder of a Hugging Face state dict and the table of its parameter names.
+    """Return the network for a Hugging Face state dict, and the table of its parameter names.
 
     Sizes are read from the arrays' shapes. The config supplies the rest: the activation, the
     largest distance, and epsilon.
@@ -194,7 +197,7 @@ def t5_table(model: T5Encoder) -> list[Entry]:
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the encoder's arrays of a T5. The embedding has two names and is kept once."""
+    """Return the arrays of T5's encoder, with the embedding under one of its two names only."""
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):
         if name in state:

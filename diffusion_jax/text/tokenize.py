@@ -188,7 +188,7 @@ def _read_pieces(path: pathlib.Path) -> Tokenizer:
     try:
         t5 = _transformers().T5Tokenizer.from_pretrained(str(path), **options)
     except Exception as error:  # A damaged file fails in many ways.
-        raise ValueError(f"{path} is not a sentencepiece model or damaged: {error}") from error
+        raise ValueError(f"{path} is damaged or not a sentencepiece model: {error}") from error
     tokenizer = t5.backend_tokenizer
     split = pre_tokenizers.Split(_IN_CONTROL, behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, split])
@@ -208,8 +208,8 @@ def _byte_pairs(
 def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return the 49,408 tokens defined by OpenAI's list of merges, and the merges.
 
-    The tokens are 256 bytes, the same 256 at the end of a word, one per merge, and two control
-    tokens.
+    The tokens are the 256 bytes, the 256 bytes with a mark for the end of a word, one token per
+    merge, and two control tokens.
     """
     _transformers()
     from transformers.convert_slow_tokenizer import bytes_to_unicode

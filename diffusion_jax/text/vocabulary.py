@@ -92,7 +92,8 @@ def read(workdir: files.Path) -> Vocabulary | None:
         return Vocabulary(int(content["captions"]), frozenset(words), tuple(examples))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is not a vocabulary ({error}): delete it, or pack again"
+            f"{path} is not a vocabulary ({error}): delete it, or, if the model was packed, "
+            "pack it again with python -m diffusion_jax.pack"
         ) from error
 
 

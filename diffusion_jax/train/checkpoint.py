@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint._src.path import temporary_paths
 
-from diffusion_jax.config.settings import SNAPSHOT_DTYPE, Optimizer
+from diffusion_jax.config.settings import SNAPSHOT_DTYPE
 from diffusion_jax.machine import checksums, files
 from diffusion_jax.task import Params
 from diffusion_jax.train.save_limit import SaveLimit, advice
@@ -70,9 +70,9 @@ class Checkpointer:
     ) -> None:
         """Create `directory` if needed, and remove incomplete saves.
 
-        If checkpoints newer than the newest undamaged one are damaged, they are moved into the
-        folder `damaged`, because training will save their steps again. Raises restore.Damaged if
-        every checkpoint is damaged.
+        Damaged checkpoints that are newer than the newest undamaged one are moved into the folder
+        `damaged`, because training will save their steps again. Raises restore.Damaged if every
+        checkpoint is damaged.
         """
         last = checkpoint_managers.LatestN(keep_last)
         every = [checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []
@@ -157,8 +157,8 @@ class Checkpointer:
             self._manager.save(step, args=args, force=True, custom_metadata=listed)
             self._checking = self._checker.submit(self._finish, step)
 
-    def snapshots(self, settings: Optimizer) -> "Snapshots":
-        """Return the run's snapshots, in a folder next to its checkpoints. `close` closes both."""
+    def snapshots(self) -> "Snapshots":
+        """Open the run's snapshots, in a folder next to its checkpoints. `close` closes both."""
         folder = self._directory.parent / restore.SNAPSHOTS
         self._snapshots = Snapshots(folder, self.latest_step() or 0)
         return self._snapshots
@@ -252,7 +252,7 @@ class Checkpointer:
         damaged = [step for step in steps if step > newest]
         if jax.process_index() == 0:
             for aside in _set_aside(self._directory, damaged, _DAMAGED):
-                logging.warning("moved it to %s; continuing from step %d", aside, newest)
+                logging.warning("moved a checkpoint to %s; continuing from step %d", aside, newest)
         if damaged and jax.process_count() > 1:  # Before any manager lists the folder.
             multihost_utils.sync_global_devices("damaged checkpoints")
 
@@ -293,14 +293,14 @@ def _delete(folder: epath.Path) -> None:
 
 
 class Snapshots:
-    """Snapshots of a run's power-function averages, one folder each. None is ever pruned.
+    """Snapshots of a run's power-function averages, one folder each. Old ones are kept.
 
     Training waits until a snapshot is complete. So whichever checkpoint a run continues from, all
     snapshots before it exist. Snapshots after it are deleted and written again.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int) -> None:
-        """Open the snapshots of a run that starts at `step`."""
+        """Open the snapshots of a run that continues from `step`, and delete those after it."""
         cast = lambda x: x.astype(SNAPSHOT_DTYPE) if jnp.issubdtype(x.dtype, jnp.floating) else x
         self._cast = jax.jit(lambda tree: jax.tree.map(cast, tree))
         folder = restore.absolute(directory)
@@ -348,7 +348,7 @@ def powers(state: TrainState) -> dict[str, Params]:
 
 
 def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:
-    """Raise ValueError unless a checkpoint has the names and shapes of a state.
+    """Raise ValueError unless a checkpoint has the same names and shapes as a state.
 
     This reads no arrays.
     """
@@ -366,8 +366,8 @@ class _BytesHandler(ocp.CheckpointHandler):
     def restore(self, directory: epath.Path, args: None = None) -> bytes:
         """Return the bytes that this process saved.
 
-        If the number of processes changed, return the bytes that all saved files share. Raises
-        ValueError if the files differ.
+        If the number of processes changed, all saved files must be equal, and their content is
+        returned. Raises ValueError if they differ.
         """
         if _own_file(directory).exists():
             return _own_file(directory).read_bytes()

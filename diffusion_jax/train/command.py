@@ -130,7 +130,10 @@ def command(
 
 
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
-    """Open the scoring that the config's `evaluation` group describes; None if it requests none."""
+    """Open the scoring that the config's `evaluation` group describes.
+
+    Returns None if the group requests no scoring, or if the system does not draw from prompts.
+    """
     if open_prompts is None or not s.evaluation.every:
         return None
     # Imported here because it loads judges, extractors and metrics.
@@ -142,7 +145,7 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
 def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
     """Write the words of a new run's captions into its workdir, unless it starts from weights.
 
-    At most _CAPTIONS captions are read, evenly spread, for at most _SECONDS.
+    At most _CAPTIONS captions are read, evenly spread over the data, for at most _SECONDS.
     """
     exists = (workdir / vocabulary.FILE).exists()
     if jax.process_index() or exists or inputs.start or not inputs.open_prompts:
@@ -167,13 +170,13 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
     for field, value in unread.items():
         if field in overrides and field.rpartition(".")[2] in _PATHS:
             raise ValueError(
-                f"--config.{field}={value}: this run does not read it; leave it out, or choose a "
-                "sampler, source or encoder that does"
+                f"this run does not read --config.{field}={value}: leave it out, or choose a "
+                "sampler, data source or text encoder that reads it"
             )
     if jax.process_index() == 0:
         print(report, flush=True)
         for field, value in unread.items():
-            logging.warning("%s is %r, which this run does not read", field, value)
+            logging.warning("%s is %r, but this run does not read this setting", field, value)
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:

@@ -69,8 +69,8 @@ class Scoring(NamedTuple):
     every: int
     score: Callable[[Draw, Params], Mapping[str, float]]
     rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
-    """Draws and scores one batch. If `draw` comes from a rehearsal, this is traced, not computed.
-    """
+    """Draws one batch and computes the features for its scores. During a rehearsal, both are only
+    traced."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
         """Return whether this step reached or passed a multiple of `every` images."""
@@ -80,7 +80,7 @@ class Scoring(NamedTuple):
 class Inputs(NamedTuple):
     """The opened and checked inputs of a run. Nothing is computed yet.
 
-    A system's `prepare` returns it without `evaluation` and `records`. The training command opens
+    A system's `prepare` returns them without `evaluation` and `records`. The training command adds
     these two for all systems.
     """
 
@@ -93,16 +93,20 @@ class Inputs(NamedTuple):
     records: heldout.Records | None = None
     """The records for the held-out loss. None: training does not measure a held-out loss."""
     base: str = ""
-    """The fingerprint of the frozen weights that a LoRA adapts, a hash of all arrays."""
+    """A hash of the frozen weights that a LoRA adapts; "" without LoRA."""
     open_prompts: OpenPrompts | None = None
     """Opens the prompts of an evaluation. None: the system does not draw from prompts."""
+
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Program(NamedTuple):
     """The compiled training step."""
 
     step: Any
-    """The compiled (state, frozen, batch, key) -> (state, metrics), with its memory_analysis()."""
+    """The compiled function (state, frozen, batch, key) -> (state, metrics), a jax.stages.Compiled.
+    """
     flops: float
     """The number of floating-point operations in one step, counted in its jaxpr."""
 
@@ -121,13 +125,14 @@ def train(
       workdir: the folder for metrics, samples/, checkpoints/ and manifest.json.
       config: the run's config, which is written to the manifest and the checkpoints.
       trace: the steps to trace for xprof.
-      program: the step that `warm_up` compiled for the same task and settings.
+      program: the step that `warm_up` compiled for the same task and settings; None: compile it.
 
     Returns:
       The last state. After SIGTERM its step is below `run.steps`.
 
     Raises:
-      NothingLearned: settings.max_skipped steps in a row were skipped. Nothing is saved.
+      NothingLearned: too many steps in a row were skipped (settings.max_skipped, or 10 before the
+          first finite step). No checkpoint of the last step is saved.
       OutOfMemory: the step does not fit in the memory of a device.
     """
     task, batches = inputs.task, inputs.batches
@@ -158,7 +163,8 @@ def train(
         # From here on, a lost process ends this one without waiting for a save.
         stack.enter_context(distributed.ending_at_disconnection())
 
-        # Compile the step. From here on, OutOfMemory lists what fills the device.
+        # Compile the step for each shape of batches. From here on, OutOfMemory lists what fills the
+        # device.
         rows = run.batch_size // settings.accumulate
         batch = to_global(next(batches), batch_sharding(mesh))
         explained = out_of_memory.explained(
@@ -167,25 +173,30 @@ def train(
         sizes = stack.enter_context(explained)
         if program is None:
             step = make_step(task, settings, tx, layout)
-            program = compiled(step, (state, frozen, batch, key))
-        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
+            programs = compiled_all(step, state, frozen, batch, key, batches)
+        else:
+            programs = {shapes_of(batch): program}
+        sizes["the step's temporaries"] = max(
+            program.step.memory_analysis().temp_size_in_bytes for program in programs.values()
+        )
 
         # Set up reports, drawing, scores and snapshots; their programs compile at first use.
         stack.callback(trace.close)
-        progress = Progress(run, writer, program.flops, mesh.size, batches)
+        progress = Progress(run, writer, mesh.size, batches)
         skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
         draw = make_draw(task.sample, frozen, mesh)
         heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
         snapshot_steps = snapshot_every(settings, run.steps)
-        snapshots = checkpoints.snapshots(settings) if snapshot_steps else None
+        snapshots = checkpoints.snapshots() if snapshot_steps else None
 
         for step in range(first_step + 1, run.steps + 1):
             # Take a step. The host runs up to IN_FLIGHT steps ahead of the devices.
             watchdog.beat()
             with trace.step(step) as results:
+                program = programs[shapes_of(batch)]
                 state, metrics = program.step(state, frozen, batch, key)
                 results.append(metrics)
-            progress.add(metrics)
+            progress.add(metrics, program.flops)
             stopped = stopping(step)
             last = stopped or step == run.steps
 
@@ -247,7 +258,7 @@ def make_step(
 ):
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
-    It donates the state. `layout` holds the sharding of each leaf of the state.
+    The step donates its state. `layout` holds the sharding of each leaf of the state.
     """
     step = make_train_step(
         task.loss,
@@ -288,6 +299,33 @@ def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
     return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
 
+def compiled_all(
+    step: Any, state: TrainState, frozen: Any, batch: Mapping[str, Any], key: Any,
+    batches: Batches,
+) -> dict[Shapes, Program]:  # fmt: skip
+    """Compile the training step for each shape of batch in the data. `batch` is the first batch.
+
+    Returns the programs, keyed by the result of `shapes_of` for a batch.
+    """
+    programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key))}
+    examples = batches.examples()
+    for number, example in enumerate(examples, 1):
+        shape = lambda name, x, rows=example: (len(x), *rows[name].shape[1:])
+        rows = {
+            name: jax.ShapeDtypeStruct(shape(name, x), x.dtype, sharding=x.sharding)
+            for name, x in batch.items()
+        }
+        if shapes_of(rows) not in programs:
+            logging.info("batches of another shape, bucket %d of %d:", number, len(examples))
+            programs[shapes_of(rows)] = compiled(step, (state, frozen, rows, key))
+    return programs
+
+
+def shapes_of(batch: Mapping[str, Any]) -> Shapes:
+    """Return the shapes of a batch's arrays. The compiled steps are keyed by these shapes."""
+    return tuple(x.shape for x in batch.values())
+
+
 def compiled(step: Any, arguments: tuple[Any, ...]) -> Program:
     """Compile a training step for (state, frozen, batch, key), and log how long it takes."""
     logging.info("compiling the step ...")
@@ -314,8 +352,8 @@ def first_state(
 ) -> TrainState:  # fmt: skip
     """Return the state of the checkpoint of `step`, and move `batches` to its position.
 
-    If `step` is None, return a new state. `start` reads its parameters, and its averages start from
-    the same parameters. The other arguments come from `plan`.
+    If `step` is None, return a new state. Its parameters and averages come from `start`, or from
+    `create` if `start` is None. `plan` returns `create`, `key` and `layout`.
     """
     if step is None:
         state = jax.jit(create, out_shardings=layout)(key)

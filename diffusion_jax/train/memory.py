@@ -104,12 +104,12 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:
-    """Return the largest number of temporary bytes on a device with `samples` in a micro batch."""
+    """Return the peak of temporary bytes on a device that has `samples` rows of a micro batch."""
     return int(_COPIES * traced_memory.peak(arrays, samples))
 
 
 def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
-    """Return, for each array of the step, the operations between which it is in device memory."""
+    """Return the lifetime in device memory of each array of the step."""
     params, program = traced.state.params, traced.program
     weights = (params, shapes(traced.task.frozen))
     leaves, places = (
@@ -126,7 +126,10 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
 
 
 def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
-    """Return the inputs of the program whose sharding (in `places`) uses this mesh axis."""
+    """Return the variable numbers of the program's inputs that are sharded over a mesh axis.
+
+    `places` are the shardings of its first inputs, in order. Later inputs are ignored.
+    """
     over = lambda names: axis in ((names,) if isinstance(names, str) else names or ())
     pairs = zip(program.inputs, places, strict=False)
     return {v for v, place in pairs if any(map(over, place.spec))}

@@ -40,7 +40,7 @@ class Lookout:
     """A detector of skipped steps. A step is skipped if its loss or gradient is not finite."""
 
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
-        """Start at step `step`, when `skipped` steps have been skipped so far.
+        """Start at step `step`. Before it, `skipped` steps were skipped.
 
         A step is checked `lag` steps later, so that the host does not wait for it. The run ends
         after `most` skipped steps in a row. Before the first finite step, it ends after at most 10.
@@ -56,9 +56,9 @@ class Lookout:
     ) -> tuple[int, Batch] | None:
         """Add a step, and check the step `lag` steps before it.
 
-        Return (step, batch) if this finds the run's first skipped step, otherwise None. If `last`
-        is True, no step follows, and all pending steps are checked. Raises NothingLearned after too
-        many skipped steps in a row.
+        Return (step, batch) if this finds the first skipped step since the start, otherwise None.
+        If `last` is True, no step follows, and all pending steps are checked. Raises NothingLearned
+        after too many skipped steps in a row.
         """
         first = None
         self._under_way.append((step, {} if self._over else batch, metrics))
@@ -91,10 +91,11 @@ class NothingLearned(RuntimeError):
 
 
 class Observed(NamedTuple):
-    """The findings of a second run of one micro batch of B samples, as host arrays."""
+    """The result of running one micro batch of B samples again, as host arrays."""
 
     part: int
-    """Index of the micro batch: the first with a non-finite value, or the last one."""
+    """Index of the micro batch: the first one with a non-finite value, or the last one of the batch
+    if all values are finite."""
     modules: Sequence[str]
     """Module names in the order in which the modules finished, one entry per call."""
     bad: np.ndarray
@@ -102,8 +103,8 @@ class Observed(NamedTuple):
     rows: np.ndarray
     """[modules, B]: the samples with a non-finite output, if the output has a row per sample."""
     inputs: Mapping[str, np.ndarray]
-    """For a parameter: whether it has a non-finite value, []. For a batch's array: in which rows,
-    [B]."""
+    """Whether each input has a non-finite value, keyed by its path: one bool per parameter, [], and
+    one bool per row, [B], of each array of the batch."""
     labels: Mapping[str, np.ndarray]
     """The "sigma" and "loss" of each sample, [B], if the task's loss labels these arrays."""
 
@@ -112,17 +113,25 @@ def investigate(
     path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
     batch: Batch, keys: Sequence[PRNGKeyArray], everywhere: NamedSharding, names: Names,
 ) -> None:  # fmt: skip
-    """Run the batch of `step` again and write a report on it.
+    """Run the batch of `step` again and write a report on it to `path`.
 
     Every process must call this with the same arguments. `params` are the parameters of step `now`.
-    `keys` has a key for each micro batch of `step`. If the batch cannot run again, usually for lack
-    of memory, a warning replaces the report.
+    `keys` has a key for each micro batch of `step`. `everywhere` is the replicated sharding. If the
+    batch cannot run again, usually for lack of memory, a warning replaces the report.
     """
-    logging.warning("step %d is not finite: running its batch again to find the module", step)
+    logging.warning(
+        "the loss or gradient of step %d is not finite: running its batch again to find the module "
+        "that causes this",
+        step,
+    )
     try:
         observed = watch(loss_fn, params, frozen, batch, keys, everywhere)
     except jax.errors.JaxRuntimeError as error:  # Mostly out of memory. Training continues.
-        logging.warning("step %d is not finite, and its batch could not run again: %s", step, error)
+        logging.warning(
+            "the loss or gradient of step %d is not finite, but its batch could not run again: %s",
+            step,
+            error,
+        )
         return
     explain(path, step, now, observed, len(keys), names)
 
@@ -155,10 +164,12 @@ def explain(
     first = report["samples"][0]
     at = f" at sigma {first['sigma']:.4g}" if "sigma" in first else ""
     logging.warning(
-        "step %d: %s; inputs not finite: %s; %d of %d samples, such as %s%s. See %s",
-        step, f"first in {report['module']}" if modules else "finite when it ran again",
-        ", ".join(report["inputs"]) or "none", len(rows), observed.rows.shape[1], first["name"], at,
-        path,
+        "step %d: %s; inputs that are not finite: %s; samples that are not finite: %d of %d"
+        "%s. See %s", step,
+        f"the first values that are not finite come from {report['module']}" if modules
+        else "all values were finite when its batch ran again",
+        ", ".join(report["inputs"]) or "none", len(rows), observed.rows.shape[1],
+        f", such as {first['name']}{at}" if len(rows) else "", path,
     )  # fmt: skip
 
 
@@ -203,7 +214,7 @@ def watch(
 
 
 def labelled(gradient: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
-    """Wrap `gradient`, the gradient function of a loss, to also return the arrays that it labels.
+    """Wrap the gradient function of a loss so that it also returns the arrays that the loss labels.
 
     The new function maps (params, frozen, batch, key) to (the gradient's result, labels). The
     labels are the "sigma" and "loss" of each sample, [B], if the loss labels these arrays.
@@ -240,7 +251,7 @@ class _Walk:
         return list(map(read, program.outvars))
 
     def look(self) -> None:
-        """Record whether the last outputs of the module evaluated so far are finite."""
+        """Record whether the last outputs of the current module are finite."""
         if self._last is not None:
             scope, outputs = self._last
             self.modules.append(module_of(scope))
@@ -248,7 +259,7 @@ class _Walk:
             self.rows.append(jnp.stack([self.rows_of(x) for x in outputs]).any(0))
 
     def rows_of(self, x: Any) -> Any:
-        """Return the rows in which x is not finite, bool [B]. If x is not [B, ...], none is."""
+        """Return which rows of x are not finite, bool [B]: none if x is not a float [B, ...]."""
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x.shape[:1] != (self._batch_size,):
             return jnp.zeros(self._batch_size, bool)
         return ~jnp.isfinite(x).reshape(self._batch_size, -1).all(1)
@@ -272,7 +283,7 @@ class _Walk:
 
 
 def module_of(scope: str) -> str:
-    """Return a name for a scope: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
+    """Return the module of a scope: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
     inner = scope.rpartition("/jvp(")  # Rematerialised operations repeat the scope.
     plain = re.sub(r"\w+\(|\)", "", "".join(inner[1:]))
     parts = [p for p in plain.split("/") if p not in ("", "checkpoint", "rematted_computation")]
@@ -284,7 +295,7 @@ def _bad_rows(observed: Observed) -> np.ndarray:
     """Return the indices of the samples whose loss is not finite.
 
     If all losses are finite, return the samples with a non-finite input. If the inputs are finite
-    too, return the samples with a non-finite module output.
+    too, return the samples with a non-finite output of the first module that has any.
     """
     losses = ~np.isfinite(observed.labels.get("loss", np.zeros(observed.rows.shape[1])))
     inputs = [bad for bad in observed.inputs.values() if bad.ndim]

@@ -45,7 +45,7 @@ def warmup_ldm(lr: float, warmup: int) -> Schedule:
 
 
 def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
-    """Return NeMo's warm-up, then half a cosine from lr at step `warmup` to 0 at step `steps`."""
+    """Return a schedule: NeMo's warm-up, then half a cosine from lr at `warmup` to 0 at `steps`."""
     if steps <= warmup:
         raise ValueError(
             f"a cosine schedule of {steps} steps has no room after {warmup} steps of warm-up: "
@@ -61,10 +61,10 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
 
 
 def warmup_stable_decay(lr: float, warmup: int, steps: int) -> Schedule:
-    """Return NeMo's warm-up, then lr, which falls to 0 over the last fifth of the `steps`.
+    """Return a schedule: NeMo's warm-up, then lr, then a fall to 0 over the last fifth of `steps`.
 
-    The fall is 1 - sqrt(share of the last fifth) (Hägele et al. 2024, arXiv 2405.18392). To train
-    for longer, continue from a checkpoint before it.
+    After a share s of the last fifth, the rate is lr (1 - sqrt(s)) (Hägele et al. 2024, arXiv
+    2405.18392). To train for longer, continue from a checkpoint before the fall.
     """
     start = steps - steps // 5
     if start <= warmup:
@@ -82,7 +82,7 @@ def warmup_stable_decay(lr: float, warmup: int, steps: int) -> Schedule:
 
 
 def inverse_sqrt(lr: float, warmup: int, decay_from: int) -> Schedule:
-    """Return NeMo's warm-up times 1 / sqrt(max(step / decay_from, 1)) (Karras et al. 2024)."""
+    """Return a schedule: NeMo's warm-up / sqrt(max(step / decay_from, 1)) (Karras et al. 2024)."""
     warm = warmup_constant(lr, warmup)
 
     def schedule(step):

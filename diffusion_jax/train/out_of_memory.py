@@ -1,4 +1,4 @@
-"""The error for a full device. It lists the largest arrays and suggests a remedy."""
+"""The error for a device that runs out of memory. It lists the largest arrays and remedies."""
 
 import contextlib
 import math
@@ -28,7 +28,9 @@ def on_a_device(tree: Any) -> int:
 def explained(
     workdir: pathlib.Path, held: Mapping[str, Any], samples: int
 ) -> Iterator[dict[str, int]]:
-    """Turn XLA's RESOURCE_EXHAUSTED into OutOfMemory, and write `memory.prof` for pprof.
+    """Turn XLA's RESOURCE_EXHAUSTED in this context into OutOfMemory.
+
+    It first writes a profile of the device's memory to `memory.prof`, which pprof can read.
 
     Args:
       workdir: the folder for `memory.prof`.

@@ -1,8 +1,8 @@
 """Random keys that give a micro batch the same noise as its rows get in the whole batch.
 
 A loss draws noise in arrays [B, ...], one row per sample. With `key_of`, a sample gets the same
-noise whether its batch is processed at once or in micro batches. So a run learns the same on any
-mesh and with any device memory.
+noise whether its batch is processed at once or in micro batches. So the noise of a run does not
+depend on the mesh or on the size of the micro batches.
 """
 
 import functools
@@ -16,10 +16,10 @@ from jaxtyping import Array, ArrayLike, Int, Key, PRNGKeyArray
 
 
 def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyArray:
-    """Return the key of micro batch `part` of `parts`, which holds rows part, part + parts, ...
+    """Return the key of a micro batch that holds the rows part, part + parts, ... of a batch.
 
-    An array [b, ...] drawn from this key equals the same rows of the array [parts * b, ...] drawn
-    from `key`. This also holds for keys that are split from this key. A scalar drawn from this key
+    An array [b, ...] drawn from this key equals these rows of the array [parts * b, ...] drawn from
+    `key`. This also holds for keys that are split from this key. A scalar drawn from this key
     equals the scalar drawn from `key`.
     """
     data = jnp.append(jax.random.key_data(key), jnp.asarray(part, jnp.uint32))

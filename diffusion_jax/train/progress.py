@@ -21,9 +21,9 @@ IN_FLIGHT = 2
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each metric over steps, as a line of metrics.jsonl holds it.
+    """Return the mean of each metric over steps, in the form of a line of metrics.jsonl.
 
-    `metrics` holds host arrays. `skipped` is a count, of which the last value is returned.
+    The metrics must be host arrays. "skipped" is a running total, so its last value is returned.
     """
     total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
     means = {name: value / len(metrics) for name, value in total.items() if np.ndim(value) == 0}
@@ -36,17 +36,19 @@ class Progress:
     Time for drawing, scoring and saving does not count.
     """
 
-    def __init__(
-        self, run: Run, writer: MetricWriter, flops: float, num_devices: int, batches: Batches
-    ) -> None:
+    def __init__(self, run: Run, writer: MetricWriter, num_devices: int, batches: Batches) -> None:
         self._run, self._writer, self._batches = run, writer, batches
-        self._flops, self._num_devices = flops, num_devices
+        self._num_devices, self._flops = num_devices, 0.0
         self._metrics: list[Metrics] = []
         self._since, self._waited = time.time(), 0.0
 
-    def add(self, metrics: Metrics) -> None:
-        """Add a step's metrics. Wait until the step IN_FLIGHT steps before it is computed."""
+    def add(self, metrics: Metrics, flops: float) -> None:
+        """Add a step's metrics, and its number of floating-point operations.
+
+        Then wait until the devices have computed the step that came IN_FLIGHT steps earlier.
+        """
         self._metrics.append(metrics)
+        self._flops += flops
         if len(self._metrics) > IN_FLIGHT:
             jax.block_until_ready(self._metrics[-1 - IN_FLIGHT])
 
@@ -62,7 +64,7 @@ class Progress:
             "seconds_left": (self._run.steps - step) * seconds,
             "memory": hardware.memory(device),
             "utilization": hardware.utilization(
-                self._flops, seconds, device.device_kind, self._num_devices
+                self._flops / len(metrics), seconds, device.device_kind, self._num_devices
             ),
         }
         logging.info("%s", step_line(step, self._run.steps, **line))
@@ -72,7 +74,8 @@ class Progress:
             "data/waiting": self._waited / (seconds * len(metrics)),
         }
         self._writer.write_scalars(step, scalars | speed | unusable)
-        self._metrics, self._since, self._waited = [], time.time(), 0.0
+        self._metrics, self._flops = [], 0.0
+        self._since, self._waited = time.time(), 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -84,7 +87,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the steps so far, and stop the clock inside this context."""
+        """Wait until all steps so far are computed, then stop the clock inside this context."""
         jax.block_until_ready(self._metrics)
         start = time.time()
         yield

@@ -1,9 +1,9 @@
 """Rehearse a run before its first step: trace everything that it will compute, compile nothing.
 
-Loss, step, sampler and evaluation are traced with real texts and a real record of each data source.
-The shapes in existing checkpoints are compared with the run's shapes. This takes seconds. It finds
-errors that would otherwise appear during training. If there are none, it returns a report that
-describes the run.
+Loss, step, sampler and evaluation are traced with real texts and a real record of each data source
+or bucket. The shapes in existing checkpoints are compared with the run's shapes. The rehearsal
+takes seconds and finds errors that would otherwise appear during training. If it finds none, it
+returns a report that describes the run.
 """
 
 import contextlib
@@ -52,10 +52,11 @@ def rehearse(
       run: its steps, batch size and intervals.
       settings: the optimizer. `accumulate` is the number of micro batches per step.
       mesh: the devices of the run.
-      workdir: an existing run in it is compared with this one. Nothing is written to it.
+      workdir: the folder of the run. If it holds checkpoints, the newest one is compared with this
+          run. Nothing is written to it.
       alone: whether the command ends after the rehearsal. If so, the rehearsal also looks for
-          damaged checkpoints, which otherwise the start of training does.
-      device_memory: bytes of memory of one device; None: that of this machine's devices.
+          damaged checkpoints. Otherwise, training looks for them when it starts.
+      device_memory: memory of one device in bytes. None: the memory of this machine's devices.
       ignore_memory: whether to warn, instead of failing, if a step needs more memory than a device
           has.
 
@@ -68,11 +69,14 @@ def rehearse(
     state = jax.eval_shape(create, memory.abstract_key())
     layout = sharding.shardings(state, mesh, task.rules)
     example = inputs.batches.example()
-    batch = memory.batch_of(example, run.batch_size)
     frozen = memory.shapes(task.frozen)
+    shapes: list[str] = []
     with _named("a training step"):
         step = loop.make_step(task, settings, tx, layout)
-        jax.eval_shape(step, state, frozen, batch, memory.abstract_key())
+        for of_bucket in inputs.batches.examples():
+            batch = memory.batch_of(of_bucket, run.batch_size)
+            shapes.append(_shapes_of({k: x for k, x in of_bucket.items() if x.ndim == 4}))
+            jax.eval_shape(step, state, frozen, batch, memory.abstract_key())
         traced = memory.trace(task, state, example)
     drawn = _rehearse_drawing(inputs, state.params, mesh)
     if inputs.records:
@@ -86,6 +90,7 @@ def rehearse(
         ("device", _devices(mesh)),
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
         ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
+        *([("buckets", "; ".join(shapes))] if len(shapes) > 1 else []),
         ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
         ("memory", _memory(need, limit, ignore_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
@@ -97,7 +102,10 @@ def rehearse(
 
 
 def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
-    """Trace the sampler for the examples, with and without guidance, and for a scored batch."""
+    """Trace the sampler for the examples, with and without guidance, and for a scored batch.
+
+    Returns the report's text on what is drawn during training.
+    """
     examples, evaluation, line = inputs.examples, inputs.evaluation, "nothing during training"
     with programs.rehearsal():
         draw = make_draw(inputs.task.sample, memory.shapes(inputs.task.frozen), mesh)
@@ -163,9 +171,19 @@ def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
     line = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
     advice = "lower optimizer.micro_batch or batch_size, or set unet.remat=True"
     if need.total > limit / memory.USABLE and not ignore:
-        raise ValueError(f"the step does not fit: {line}; {advice}, or try with --ignore_memory")
+        raise ValueError(
+            f"a training step needs about {need.total / 1e9:.2f} GB per device ({parts}), but a "
+            f"device has {limit / 1e9:.1f} GB: {advice}, or try with --ignore_memory"
+        )
     if need.total > memory.USABLE * limit:
-        logging.warning("the step may not fit: %s; %s", line, advice)
+        logging.warning(
+            "a training step may not fit into a device's memory: it needs about %.2f GB (%s) of "
+            "%.1f GB; %s",
+            need.total / 1e9,
+            parts,
+            limit / 1e9,
+            advice,
+        )
     return line
 
 

@@ -1,9 +1,9 @@
 """Replay a step of a run: rebuild its state, batch and noise, and compare it with the run's log.
 
-A step is a function of the config, the data and its number. So training from the nearest checkpoint
-before a step repeats it to the last bit, on the same machine with the same versions. The step of
-the training program gives the metrics. A second program gives what training does not report: the
-loss of each example and the gradient norm of each module, equal up to the rounding.
+A step depends only on the config, the data and the step number. So training again from a checkpoint
+before a step repeats the step to the last bit, on the same machine with the same versions. The
+compiled training step computes the metrics. A second program computes what training does not
+report: the loss of each example and the gradient norm of each module. Its rounding may differ.
 """
 
 import functools
@@ -29,13 +29,13 @@ from diffusion_jax.train.state import micro_keys, split
 from diffusion_jax.weights import restore
 
 Decode = Callable[[Frozen, Batch], jax.Array]
-"""(frozen, batch) -> the pictures of a batch without "image", in [-1, 1]."""
+"""Converts a batch without "image" to pictures in [-1, 1]: (frozen, batch) -> pictures."""
 _CHANGING = ("start", "first_step", "command", "config.steps")
-"""Fields of the manifest that may differ without a difference in what a step computes."""
+"""Fields of the manifest that `changes` ignores, because each start of a run may change them."""
 
 
 class Window(NamedTuple):
-    """A line of metrics.jsonl: the means over the steps `first` + 1 to `last`."""
+    """A line of metrics.jsonl: the mean of each metric over the steps `first` + 1 to `last`."""
 
     first: int
     last: int
@@ -43,32 +43,34 @@ class Window(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A line of metrics.jsonl next to the same steps replayed."""
+    """The comparison of a line of metrics.jsonl with a replay of its steps, as in `Window`."""
 
     first: int
     last: int
     equal: Sequence[str]
     """Names of the metrics that are equal to the last bit."""
     differ: Mapping[str, tuple[float | None, float | None]]
-    """Name -> (logged, replayed) of the metrics that are not."""
+    """The metrics that differ: name -> (logged value, replayed value)."""
 
 
 class Replayed(NamedTuple):
-    """A replayed step."""
+    """The result of replaying a step."""
 
     step: int
     checkpoint: int | None
     """The step of the checkpoint that the replay started from; None: the initial weights."""
     metrics: Mapping[str, float | None]
-    """The metrics of this step alone, by their names in metrics.jsonl."""
+    """The metrics of this step alone, keyed by their names in metrics.jsonl."""
     compared: Sequence[Compared]
-    """The lines of metrics.jsonl that were replayed whole."""
+    """A comparison for each line of metrics.jsonl whose steps were all replayed."""
     modules: Mapping[str, float]
     """The gradient norm of each module before clipping."""
     examples: Sequence[Mapping[str, Any]]
-    """row, name, text, sigma and loss of each example. Some losses have no sigma and loss."""
+    """A dict for each example of the batch, with row, name, text, sigma and loss. Both sigma and
+    loss are missing if the task's loss does not label them."""
     pictures: UInt8[np.ndarray, "B H W 3"] | None
-    """The pictures of the batch as they were fed in. None: the batch has none."""
+    """The pictures of the batch, as the network saw them or decoded. None if the batch has none and
+    cannot be decoded."""
 
 
 def replay(
@@ -77,6 +79,8 @@ def replay(
 ) -> Replayed:  # fmt: skip
     """Replay a step of the run in `workdir`. Nothing is written.
 
+    If a line of metrics.jsonl covers the step, all steps of that line are replayed.
+
     Args:
       inputs: the opened run.
       run: its steps, batch size and seed.
@@ -84,7 +88,7 @@ def replay(
       mesh: its devices.
       workdir: the folder with the checkpoints, metrics.jsonl and manifest.json.
       step: the step, from 1 to run.steps.
-      decode: converts a batch without pictures, such as one of latents, to pictures; None: the
+      decode: converts a batch without pictures, such as a batch of latents, to pictures. None: the
           result has no pictures for such a batch.
 
     Raises:
@@ -108,19 +112,21 @@ def replay(
     state = loop.first_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
 
     # Train, and look at the step just before it is taken.
-    first, program, metrics = int(state.step), None, {}
+    first, metrics = int(state.step), {}
+    train_step = loop.make_step(task, settings, tx, layout)
+    programs: dict[loop.Shapes, loop.Program] = {}
     examine = lambda state, batch: _examine(task, settings, mesh, state, frozen, batch, key, decode)
     modules = labels = pictures = examples = None
     meter = Meter("steps", end - first, name="replaying")
     for now in range(first + 1, end + 1):
         batch = to_global(next(batches), sharding.batch_sharding(mesh))
-        if program is None:
-            train_step = loop.make_step(task, settings, tx, layout)
-            program = loop.compiled(train_step, (state, frozen, batch, key)).step
+        shapes = loop.shapes_of(batch)
+        if shapes not in programs:
+            programs[shapes] = loop.compiled(train_step, (state, frozen, batch, key))
         if now == step:
             modules, labels, pictures = examine(state, batch)
             examples = _examples(batches, run.batch_size, labels)
-        state, values = program(state, frozen, batch, key)
+        state, values = programs[shapes].step(state, frozen, batch, key)
         metrics[now] = jax.device_get(values)
         meter.add()
     assert modules is not None and examples is not None
@@ -130,9 +136,10 @@ def replay(
 
 
 def windows(workdir: pathlib.Path) -> list[Window]:
-    """Return the training lines of a run's metrics.jsonl, with the range of steps of each.
+    """Return a Window for each line of training metrics in a run's metrics.jsonl.
 
-    A range begins where the previous one ends, or where the run was continued, if that is later.
+    A window begins at the last step of the previous one, or at the step from which the run was
+    continued, if that is later.
     """
     path, found = workdir / log.METRICS, []
     starts: list[int] = []
@@ -150,10 +157,10 @@ def windows(workdir: pathlib.Path) -> list[Window]:
 
 
 def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
-    """Return the differences between this process and the process that first ran a step.
+    """Describe how this process differs from the process that last trained a step of the run.
 
-    It compares versions, devices, commit, environment variables and config; returns "" if all
-    are equal or the run has no manifest.
+    The comparison covers versions, devices, commit, environment variables and config. Returns "" if
+    all are equal, or if the run has no manifest.
     """
     entries = [run for run in log.read_manifest(workdir) if run["first_step"] < step]
     if not entries:
@@ -198,9 +205,11 @@ def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, d
 
 
 def module_norms(total: Params, parts: int = 1) -> dict[str, jax.Array]:
-    """Return the norm of each module's gradient: `total` / `parts`, a mean over micro batches.
+    """Return the norm of each module's gradient, the mean over `parts` micro batches.
 
-    A module is a child of the network: the first name in a parameter's path after "params".
+    `total` is the sum of the gradients of the micro batches.
+    A module is a child of the network. Its name is the first one after "params" in the paths of its
+    parameters.
     """
     squares: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(total):

@@ -1,4 +1,4 @@
-"""The replay command of every system: its flags, its report and the sheet of pictures."""
+"""The replay command, shared by all systems: its flags, its report and its contact sheet."""
 
 import importlib
 import json
@@ -31,8 +31,8 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
 
     Args:
       package: the package of the systems whose runs the command replays.
-      decoder: maps settings to a function that converts batches without pictures, such as latents,
-          to pictures; or to None if all batches have pictures.
+      decoder: takes the settings of a run. It returns a function that converts batches without
+          pictures, such as batches of latents, to pictures, or None if all batches have pictures.
     """
     workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)
@@ -62,6 +62,7 @@ def run(
 ) -> tuple[Replayed, str]:  # fmt: skip
     """Open the run in `workdir` and replay a step. Return the result and the text of `changes`.
 
+    `package` and `decoder` are the arguments of `command`. `base` is the value of --unet_weights.
     Raises ValueError or OSError if the step cannot be rebuilt.
     """
     config = runs.load(workdir)
@@ -85,7 +86,10 @@ def run(
 
 
 def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tuple[str, str]]:
-    """Return the rows of the printed report: metrics, the comparison, modules and examples."""
+    """Return the rows of the printed report: metrics, the comparison, modules and examples.
+
+    `different` is the text that `changes` returns.
+    """
     origin = "the initial weights"
     if result.checkpoint is not None:
         origin = f"the checkpoint of step {result.checkpoint}"
@@ -132,7 +136,7 @@ def _compared(line: Compared) -> str:
 
 
 def _by_loss(result: Replayed) -> list[Mapping[str, Any]]:
-    """Return the examples, those with the largest or a non-finite loss first."""
+    """Return the examples, sorted from the largest loss to the smallest. NaN comes first."""
     size = lambda example: -np.nan_to_num(example.get("loss", 0.0), nan=math.inf)
     return sorted(result.examples, key=size)
 

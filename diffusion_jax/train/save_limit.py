@@ -11,23 +11,23 @@ import time
 
 _STDERR = 2
 FLOOR = 120.0
-"""Seconds that any save may take, because a network file system may stall for a while."""
+"""The shortest time limit of a save, in seconds. A network file system may stall for a while."""
 _RATE = 10e6  # Bytes per second that a first save writes at least.
 _TIMES = 10  # A later save may take this many times as long as the longest one before it.
 
 
 class SaveLimit:
-    """End this process with code 1 if a save takes too long. Close it when done.
+    """A timer that ends this process with code 1 if a save takes too long. Call `close` when done.
 
-    The limit of the first save depends on its size, the limit of later saves on the longest save
-    so far. The thread that watches the time starts early, because a process without memory cannot
-    start threads.
+    The limit of the first save depends on its size, and that of later saves on the longest save so
+    far. The thread that watches the time starts early, because a process that has run out of memory
+    cannot start threads.
     """
 
     def __init__(self) -> None:
         self._longest = 0.0
         self.seconds = FLOOR
-        """The limit of the current save."""
+        """The time limit of the current save."""
         self._started, self._due, self._message = 0.0, float("inf"), b""
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="save limit", daemon=True).start()
@@ -35,7 +35,8 @@ class SaveLimit:
     def start(self, size: int, name: str, last: str) -> None:
         """Start the clock of a save of `size` bytes.
 
-        The error's text contains the checkpoint's name and a sentence on the last complete one.
+        If the save exceeds the limit, the error message contains `name`, the checkpoint's name, and
+        `last`, a sentence about the last complete checkpoint.
         """
         self.seconds = FLOOR + (_TIMES * self._longest or size / _RATE)
         self._message = (
@@ -46,7 +47,7 @@ class SaveLimit:
         self._due = self._started + self.seconds
 
     def stop(self) -> None:
-        """Stop the clock. The save has ended."""
+        """Stop the clock at the end of a save."""
         if self._due < float("inf"):
             self._longest = max(self._longest, time.monotonic() - self._started)
         self._due = float("inf")
@@ -63,7 +64,7 @@ class SaveLimit:
 
 
 def advice(reason: str) -> str:
-    """Return a question about the likely cause of a failed save."""
+    """Return a question about the likely cause of a failed save. `reason` is the error message."""
     if "Too many open files" in reason:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"are {allowed} open files enough (ulimit -n)?"

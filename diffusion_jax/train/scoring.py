@@ -60,8 +60,8 @@ def score_now(
 ) -> dict[str, float]:
     """Draw and score all prompts at each guidance scale, `batch_size` images at a time.
 
-    Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images are not finite, there
-    are no scores at this guidance scale, only their number:
+    Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images of a guidance scale
+    are not finite, the result has no scores of this scale, only the number of these images:
     {"evaluation/guidance_2/images_not_finite": 3}.
     """
     scores = {}

@@ -90,8 +90,7 @@ def make_train_step(
     skipped, param_norm and the metrics of `loss_fn`, averaged over the micro batches.
 
     If the loss or the gradient norm is not finite, the step is skipped. Then only `step`, `skipped`
-    and the averages of `ema_widths` change. These averages count the unchanged parameters once
-    more.
+    and the averages of `ema_widths` change: these averages include the unchanged parameters again.
 
     Donate `state` to the compiled step, but never `frozen`.
 
@@ -101,9 +100,9 @@ def make_train_step(
       ema_decays: the decays of the exponential averages.
       ema_widths: the relative widths of the power-function averages (Karras et al. 2024).
       accumulate: the number of micro batches. It must divide the batch size.
-      one_noise: whether each row gets the same noise as in an undivided batch.
+      one_noise: whether each row gets the same noise as if the batch were not divided.
       clip: the largest global norm of the mean gradient; inf: no clipping.
-      decay_at: (decay, step) -> the decay at this step.
+      decay_at: maps (a decay of `ema_decays`, the step) to the decay to use at this step.
     """
 
     gradient = _mean_gradient(loss_fn, accumulate, one_noise)
@@ -174,8 +173,8 @@ def micro_key(
 ) -> PRNGKeyArray:
     """Return the key of a micro batch, given the key of its step.
 
-    If `one_noise` is True, noise drawn from it equals the micro batch's rows of the noise for the
-    whole batch.
+    If `one_noise` is True, the noise drawn from the returned key equals the micro batch's rows of
+    the noise for the whole batch.
     """
     if one_noise and accumulate > 1:
         return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
@@ -185,7 +184,10 @@ def micro_key(
 def micro_keys(
     key: PRNGKeyArray, step: ArrayLike, accumulate: int, one_noise: bool
 ) -> list[PRNGKeyArray]:
-    """Return the keys of all micro batches of the step that starts when state.step is `step`."""
+    """Return the keys of all micro batches of the step that starts when state.step is `step`.
+
+    `key` is the run's key.
+    """
     key = jax.random.fold_in(key, step)
     return [micro_key(key, index, accumulate, one_noise) for index in range(accumulate)]
 

@@ -3,8 +3,8 @@
     python -m imagen_jax.train --config=... --workdir=RUN --profile_steps=100:105
     pip install xprof && xprof --logdir=RUN/profile
 
-Operations are labelled with the network's modules, the loss and the update. The rows of the host
-show each step and each wait for data.
+Operations are labelled with the network's modules, the loss and the update. The host's rows show
+each step and each wait for data.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ FOLDER = "profile"
 
 
 def parse(text: str) -> range:
-    """Return the steps of "100:105" (100 to 104), of "100", or of "" (none).
+    """Parse a range of steps: "100:105" is 100 to 104, "100" is one step, and "" is none.
 
     Raises ValueError for any other text.
     """
@@ -43,9 +43,10 @@ class Trace:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[list[Any]]:
-        """Enclose one step. The caller appends the step's results to the yielded list.
+        """Enclose one training step, and trace it if it is in the range.
 
-        The trace ends as soon as the results of the last traced step are computed.
+        The caller appends the step's results to the yielded list. The trace ends as soon as the
+        results of the last traced step are computed.
         """
         results: list[Any] = []
         if self._steps and number == self._steps.start:

@@ -11,16 +11,17 @@ _STDERR = 2
 
 
 class Watchdog:
-    """End this process with code 1 if `beat` is not called for `seconds`. Close it when done.
+    """A timer that ends this process with code 1 if `beat` is not called for `seconds`.
 
-    The timer runs outside of Python, so it also fires while a library call holds the interpreter
-    lock. If Python still runs, a line is printed shortly before. Use one watchdog per process.
+    It runs outside of Python, so it also fires while a library call holds the interpreter lock. If
+    Python can still run, a line is printed shortly before the end. Use one watchdog per process,
+    and call `close` when done.
     """
 
     def __init__(
         self, seconds: float | int, advice: Callable[[], str] = lambda: "Start it again."
     ) -> None:
-        """Prepare the watchdog. The first beat starts it. The printed line ends with `advice()`."""
+        """Create a watchdog. The first `beat` starts it. The printed line ends with `advice()`."""
         self._seconds, self._advice = seconds, advice
         self._before = min(2, 0.1 * seconds)  # The line is printed this long before the end.
         self._due: float | None = None
@@ -54,8 +55,8 @@ class Watchdog:
             if self._due is not None and time.monotonic() > self._due:
                 line = (
                     f"error: no step has ended for {self._seconds - self._before:g} s; if none "
-                    f"does within {self._seconds:g} s (step_timeout), this process ends, with the "
-                    f"stacks of its threads. {self._advice()}"
+                    f"ends within {self._seconds:g} s (step_timeout), this process prints the "
+                    f"stacks of its threads and exits. {self._advice()}"
                 )
                 print(line, file=sys.stderr, flush=True)
                 return

@@ -1,6 +1,6 @@
 """Describe a model on the page before it draws: prompts to try, training captions, and its card.
 
-They come from the workdir of the model's first stage. A diffusers directory has no prompts
+All of these come from the workdir of the model's first stage. A diffusers directory has no prompts
 and no captions.
 """
 
@@ -24,9 +24,10 @@ def describe(model: Loaded) -> dict[str, Any]:
 
 
 def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
-    """Return the words of prompts that are in no training caption, with similar words.
+    """Return {"words", "meaningless"} about words of the prompts that are in no training caption.
 
-    "meaningless" is true if such words mean nothing to the model's text encoder.
+    "words" maps each of them to words of the captions with a similar spelling. "meaningless" is
+    true if there are such words and they mean nothing to the model's text encoder.
     """
     new: dict[str, list[str]] = {}
     for prompt in prompts:
@@ -35,8 +36,14 @@ def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
     return {"words": new, "meaningless": meaningless}
 
 
+def needs_prompt(model: Loaded) -> bool:
+    """Return whether a model cannot draw an empty prompt, as training never dropped the text."""
+    text = getattr(model.stages[0].settings, "text", None)
+    return text is not None and not text.drop_prob
+
+
 def untrained(workdirs: Sequence[str]) -> list[str]:
-    """Return those workdirs that hold a run without any checkpoint."""
+    """Return the workdirs that hold a run without any checkpoint."""
     return [w for w in workdirs if (files.path(w) / runs.CONFIG).is_file() and not _steps(w)]
 
 

@@ -26,7 +26,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 def with_headers(application: Any) -> Any:
-    """Return an ASGI application that adds SAFE to every response, also to those of Starlette."""
+    """Return an ASGI application that adds SAFE to every response, even to Starlette's own ones."""
     safe = [(name.lower().encode(), value.encode()) for name, value in SAFE.items()]
     names = {name for name, _ in safe}
 
@@ -43,7 +43,11 @@ def with_headers(application: Any) -> Any:
 
 
 def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
-    """Return a handler that refuses forbidden requests and reports errors as one line of JSON."""
+    """Return a handler that refuses forbidden requests and reports errors as one line of JSON.
+
+    If `hosts` is not empty, only requests for these host names are allowed. If `token` is not
+    empty, requests must carry it.
+    """
 
     async def checked(request: Request) -> Response:
         if refusal := _refusal(request, hosts):
@@ -74,7 +78,7 @@ def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
 
 
 def _refusal(request: Request, hosts: Sequence[str]) -> Response | None:
-    """Return the response to a request for another host or from another site, else None."""
+    """Return an error response to a request for another host or from another site, else None."""
     host = request.headers.get("host", "")
     match = _HOST.fullmatch(host)
     if match is None or (hosts and match[1].lower() not in hosts):

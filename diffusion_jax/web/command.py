@@ -21,13 +21,16 @@ _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 def command(
     package: str, load: Callable[[Sequence[str], Values], Loaded], options: Options
 ) -> None:
-    """Run `python -m PACKAGE.web --workdir=FOLDER`, with the caller's docstring as its --help.
+    """Implement the command `python -m PACKAGE.web`: define flags, load models, serve the page.
+
+    --help shows the caller's docstring.
 
     Args:
-        package: The system's package, whose command `sample` draws the same pictures.
+        package: The system's package, such as "sd_jax". The page shows the command
+            `python -m PACKAGE.sample` that draws a picture again.
         load: Opens the stages of a model with the given option values. A ValueError or OSError from
             it becomes a one-line message and exit code 2.
-        options: The options of the system.
+        options: The drawing options that users may choose, by name.
     """
     workdir = flags.DEFINE_multi_string(
         "workdir", None, "The workdir of a run; commas separate the stages of a cascade. Repeat it "

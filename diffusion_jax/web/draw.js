@@ -3,13 +3,15 @@
 
 import {element, short} from "/plots.js";
 import * as editing from "/editing.js";
+import {field} from "/fields.js";
+import * as earlier from "/history.js";
 import * as prompts from "/prompts.js";
 import {$, get, open, options, post} from "/results.js";
 
-const SLIDERS = {guidance: [0, 10, 0.5], steps: [1, 100, 1]};  // Least, greatest, step.
 const MAIN = ["guidance", "steps", "sampler", "negative_prompt"];
 const WAIT = 3000;  // Milliseconds between looks for a first checkpoint.
 const AUTOMATIC = 16;  // A link to at most this many pictures draws them without a click.
+const WITHOUT = "Without a prompt";
 let models = [], job = null;
 
 // --- The form ---------------------------------------------------------------------------------
@@ -17,43 +19,11 @@ let models = [], job = null;
 const model = () => models.find((one) => one.name === $("model").value) ?? models[0];
 const control = (name) => $(`field-${name}`);
 
-function field(one) {
-  const id = `field-${one.name}`, label = one.name.replaceAll("_", " ");
-  let input;
-  if (one.kind === "switch") {
-    input = element("select", {id}, element("option", {value: "true"}, "yes"),
-      element("option", {value: "false"}, "no"));
-  } else if (one.options.length && ["grid", "end"].includes(one.name)) {
-    input = element("select", {id}, element("option", {value: ""}, "the sampler's own"),
-      ...one.options.map((value) => element("option", {value}, value)));
-  } else {
-    const list = one.options.length ? `${id}-names` : null;
-    const numeric = ["number", "whole"].includes(one.kind);
-    input = element("input", {id, list, inputmode: numeric ? "decimal" : null});
-    if (list) input.append(element("datalist", {id: list},
-      ...one.options.map((value) => element("option", {value, label: one.about[value] || value}))));
-  }
-  input.value = String(one.value);
-  input.addEventListener("input", marked);
-  const names = input.querySelector?.("datalist"), cascade = model().stages > 1;
-  const hint = cascade && SLIDERS[one.name] ? `${label} (stages: 2, 1)` : label;
-  const slider = !cascade && SLIDERS[one.name] && sliderOf(input, label, ...SLIDERS[one.name]);
-  return element("label", {title: one.help}, hint, input, names, slider || null);
-}
-
-function sliderOf(input, label, min, max, step) {
-  const slider = element("input", {type: "range", min, max, step, "aria-label": `${label} slider`});
-  const follow = () => slider.value = input.value;
-  slider.addEventListener("input", () => { input.value = slider.value; marked(); });
-  input.addEventListener("input", follow);
-  follow();
-  return slider;
-}
-
 function marked() {
-  for (const one of model().fields) {
-    control(one.name).classList.toggle("changed", control(one.name).value !== String(one.value));
-  }
+  const changed = model().fields.filter((one) => control(one.name).value !== String(one.value));
+  for (const one of model().fields) control(one.name).classList.toggle("changed", changed.includes(one));
+  const words = changed.map((one) => `${one.name.replaceAll("_", " ")} ${control(one.name).value || "none"}`);
+  $("words").textContent = [model().words, words.join(", ")].filter(Boolean).join(". Changed: ");
 }
 
 function showModel() {
@@ -61,44 +31,48 @@ function showModel() {
   options($("checkpoint"), one.checkpoints.length ? one.checkpoints : ["-"], one.checkpoint);
   if (one.in_memory && one.checkpoint) $("checkpoint").selectedOptions[0].textContent += " (in memory)";
   options($("ema"), one.averages.length ? one.averages : ["ema"], one.average);
-  $("checkpoint").closest("label").hidden = !one.checkpoints.length || one.stages > 1;
+  $("checkpoint").closest("label").hidden = !one.checkpoints.length || one.stages.length > 1;
   $("ema").closest("label").hidden = !one.averages.length;
   const of = (wanted) => one.fields.filter((f) => MAIN.includes(f.name) === wanted);
-  $("main-fields").replaceChildren(...of(true).map(field));
-  $("more-fields").replaceChildren(...of(false).map(field));
+  const shown = (f) => field(f, one.stages, marked);
+  $("main-fields").replaceChildren(...of(true).map(shown));
+  $("more-fields").replaceChildren(...of(false).map(shown));
   const axes = ["", "checkpoint", "ema", ...one.fields.map((f) => f.name), "prompt"];
   for (const id of ["x", "y"]) {
     options($(id), axes);
     $(id).options[0].textContent = "nothing";
     $(id).querySelector("[value=ema]").textContent = "average";
   }
-  $("words").textContent = one.words;
+  marked();
+  $("prompts").required = one.needs_prompt;
   prompts.showPrompts(one);
+  editing.showModel();
 }
 
 function typed(name, text) {
   const one = model().fields.find((f) => f.name === name);
   if (name === "checkpoint") return Number(text);
-  if (!one || one.kind === "text") return text;
-  if (one.kind === "switch") return text === "true";
   const parts = text.split(",").map((part) => part.trim());
-  return model().stages > 1 && parts.length > 1 ? parts : text.trim();
+  if (!one || one.kind === "text" && !parts.every((part) => one.options.includes(part))) return text;
+  if (one.kind === "switch") return text === "true";
+  return model().stages.length > 1 && parts.length > 1 ? parts : text.trim();
 }
 
 function choices() {
   const one = model(), chosen = {};
   if (one.checkpoints.length) {
     chosen.ema = $("ema").value;
-    if (one.stages === 1) chosen.checkpoint = Number($("checkpoint").value);
+    if (one.stages.length === 1) chosen.checkpoint = Number($("checkpoint").value);
   }
   for (const f of one.fields) {
-    const text = control(f.name).value, always = one.stages === 1 && MAIN.includes(f.name);
+    const text = control(f.name).value, always = one.stages.length === 1 && MAIN.includes(f.name);
     if (always || text !== String(f.value)) chosen[f.name] = typed(f.name, text);
   }
   return chosen;
 }
 
-const lines = () => $("prompts").value.split("\n").map((line) => line.trim()).filter(Boolean);
+const typedLines = () => $("prompts").value.split("\n").map((line) => line.trim()).filter(Boolean);
+const lines = () => typedLines().length || model().needs_prompt ? typedLines() : [""];
 const values = (id) => $(id).value ? $(`${id}-values`).value.split(";").map((v) => v.trim())
   .filter(Boolean) : [""];
 
@@ -147,7 +121,10 @@ function restore(query) {
   for (const id of IN_LINK.slice(1)) if (query.has(id)) $(id).value = query.get(id);
   if (query.has("prompt")) $("prompts").value = query.getAll("prompt").join("\n");
   for (const [key, value] of query) {
-    if (key.startsWith("set.") && control(key.slice(4))) control(key.slice(4)).value = value;
+    const input = key.startsWith("set.") && control(key.slice(4));
+    if (!input) continue;
+    input.value = value;
+    input.dispatchEvent(new Event("input"));
   }
   $("grid").open = Boolean($("x").value || $("y").value);
   editing.fromLink(query);
@@ -173,9 +150,9 @@ async function draw(event) {
     history.replaceState(null, "", hash());
     const sent = wanted.map(({model, prompt, seed, choices}) => ({model, prompt, seed, choices, edit}));
     const answer = await post("/api/draw", sent);
-    wanted.forEach((picture, n) => Object.assign(picture, answer.pictures[n]));
+    wanted.forEach((picture, n) => Object.assign(picture, answer.pictures[n], {edit}));
     layOut(wanted);
-    watch(answer.job, wanted);
+    watch(answer.job, wanted, hash());
   } catch (error) {
     say(error.message, true);
   }
@@ -188,7 +165,7 @@ async function cancel() {
   await ending.ended;
 }
 
-function watch(name, wanted) {
+function watch(name, wanted, link) {
   const source = new EventSource(`/api/jobs/${name}`);
   let finished;
   const mine = {name, ended: new Promise((resolve) => finished = resolve)};
@@ -196,6 +173,7 @@ function watch(name, wanted) {
   $("cancel").disabled = false;
   $("progress").hidden = false;
   $("progress").value = 0;
+  $("save-all").hidden = true;
   source.onmessage = ({data}) => {
     const now = JSON.parse(data), total = wanted.length, done = now.drawn.length;
     for (const n of now.drawn) show(wanted[n], wanted[n].url, false);
@@ -209,6 +187,7 @@ function watch(name, wanted) {
       done: `${total} ${total === 1 ? "picture" : "pictures"}`,
       cancelled: `Cancelled: ${done} of ${total} done`, failed: now.error}[now.state],
     now.state === "failed");
+    if (now.state === "done") finish(name, wanted, link);
     if (["done", "cancelled", "failed"].includes(now.state)) over();
   };
   source.onerror = () => {
@@ -227,6 +206,20 @@ function watch(name, wanted) {
   };
 }
 
+// After a drawing, offer its pictures as one file, and remember it.
+async function finish(name, wanted, link) {
+  $("download").href = `/api/jobs/${name}.zip`;
+  $("save-all").hidden = false;
+  const images = wanted.map((picture) => picture.button.querySelector("img"));
+  try {
+    await Promise.all(images.map((image) => image.decode()));
+  } catch {  // A picture is not in memory any more, or the page shows others by now.
+    return;
+  }
+  const lines = [...new Set(wanted.map((picture) => picture.prompt))];
+  earlier.add(link, lines.map((line) => line || WITHOUT).join("; "), images);
+}
+
 function frame(picture, words) {
   const blank = element("div", {class: "blank"});
   picture.button = element("button", {type: "button", class: "picture", "aria-busy": "true",
@@ -239,7 +232,6 @@ function show(picture, source, busy) {
   if (picture.shown === source) return;
   picture.shown = source;
   const image = picture.button.querySelector("img") ?? element("img", {alt: picture.prompt});
-  image.onload = () => image.classList.toggle("small", image.naturalWidth <= 128);
   image.src = source;
   if (!image.isConnected) picture.button.firstChild.replaceWith(image);
   picture.button.setAttribute("aria-busy", busy);
@@ -251,7 +243,7 @@ function layOut(wanted) {
     const own = wanted.filter((picture) => picture.line === n);
     const body = gridded ? gridOf(own) : element("div", {class: "sheet"},
       ...own.map((picture) => frame(picture, `seed ${picture.seed}`)));
-    return element("section", {class: "group"}, element("h2", {}, line), body);
+    return element("section", {class: "group"}, element("h2", {}, line || WITHOUT), body);
   });
   $("pictures").replaceChildren(...groups);
 }
@@ -278,16 +270,14 @@ function detail(picture) {
   if (picture.choices.ema) changes.ema = picture.choices.ema;
   const link = `${location.origin}/${hash(changes)}`;
   const done = picture.shown === picture.url;
-  const sizes = done ? Array.from({length: one.stages}, (_, n) => picture.url.replace(".png", `/${n}.png`)) : [];
-  const images = (sizes.length > 1 ? sizes : [picture.shown ?? ""]).map((src) => {
-    const image = element("img", {src, alt: picture.prompt});
-    image.onload = () => image.classList.toggle("small", image.naturalWidth <= 128);
-    return image;
-  });
+  const stages = one.stages.slice(picture.edit.enlarge ? one.enlarger.stage : 0);
+  const sizes = done ? stages.map((_, n) => picture.url.replace(".png", `/${n}.png`)) : [];
+  const images = (sizes.length > 1 ? sizes : [picture.shown ?? ""])
+    .map((src) => element("img", {src, alt: picture.prompt}));
   const file = `${picture.prompt.replace(/\W+/g, "_").slice(0, 60)}_${picture.seed}.png`;
   $("detail").replaceChildren(
     element("div", {class: images.length > 1 ? "pair" : ""}, ...images),
-    element("h2", {}, picture.prompt),
+    element("h2", {}, picture.prompt || WITHOUT),
     element("p", {class: "note"}, `seed ${picture.seed}, ` + Object.entries(picture.choices)
       .map(([key, value]) => `${key === "ema" ? "average" : key.replaceAll("_", " ")} ${value}`)
       .join(", ")),
@@ -341,7 +331,8 @@ async function start() {
   const answer = await get("/api/models");
   await showModels(answer);
   prompts.listen();
-  editing.listen(() => !model()?.edits.length, say);
+  earlier.listen();
+  editing.listen(model, say);
   $("model").addEventListener("change", showModel);
   $("form").addEventListener("submit", draw);
   $("cancel").addEventListener("click", cancel);

@@ -1,28 +1,42 @@
-// The picture to draw over, and a brush that paints the part to redraw.
-// The server and the command `sample` get the same two PNG files.
+// The picture to draw over, with a brush that paints the part to redraw, or the picture to enlarge.
+// The server and the command `sample` get the same PNG files.
 
 import {$, post} from "/results.js";
 
 const LARGEST = 1024, MULTIPLE = 8;
+let bitmap = null;  // What the user chose.
 let picture = null, paint = null, names = null;  // Two canvases, and the names that the server gave.
+let model = () => undefined;  // Returns the server's description of the chosen model.
+
+const enlarging = () => Boolean(model()?.enlarger) && $("use").value === "enlarge";
 
 const canvasOf = (width, height) => Object.assign(document.createElement("canvas"), {width, height});
 
-// Scale a picture to the sizes that a model takes: squares, unless it draws any height and width.
-async function read(file, square) {
-  let bitmap;
+async function read(file) {
   try {
     bitmap = await createImageBitmap(file);
   } catch {
     throw new Error(`${file.name || "this file"} is not a picture that the browser can read`);
   }
+  paint = null;
+  scale();
+}
+
+// Scale the picture to the sizes that the model takes: squares, unless it draws any height and
+// width. The paint stays if the size does.
+function scale() {
+  const square = enlarging() || (model()?.square ?? true);
+  const largest = enlarging() ? model().enlarger.side : LARGEST;
+  const multiple = enlarging() ? model().enlarger.side : MULTIPLE;
   const side = Math.min(bitmap.width, bitmap.height);
   const [width, height] = square ? [side, side] : [bitmap.width, bitmap.height];
-  const scale = Math.min(1, LARGEST / Math.max(width, height));
-  const fit = (n) => Math.max(MULTIPLE, Math.round(n * scale / MULTIPLE) * MULTIPLE);
+  const scale = Math.min(1, largest / Math.max(width, height));
+  const fit = (n) => Math.max(multiple, Math.round(n * scale / multiple) * multiple);
   picture = canvasOf(fit(width), fit(height));
-  paint = canvasOf(picture.width, picture.height);
+  if (paint?.width !== picture.width || paint.height !== picture.height)
+    paint = canvasOf(picture.width, picture.height);
   const context = picture.getContext("2d");
+  context.imageSmoothingQuality = "high";
   context.fillStyle = "#fff";
   context.fillRect(0, 0, picture.width, picture.height);
   context.drawImage(bitmap, (bitmap.width - width) / 2, (bitmap.height - height) / 2, width, height,
@@ -64,7 +78,7 @@ function show() {
 }
 
 function brush(event) {
-  if (!picture || !(event.buttons & 1)) return;
+  if (!picture || enlarging() || !(event.buttons & 1)) return;
   const box = $("canvas").getBoundingClientRect(), scale = picture.width / box.width;
   const context = paint.getContext("2d");
   context.fillStyle = "#e0218a";
@@ -83,21 +97,45 @@ export async function uploaded() {
       {png: canvas.toDataURL("image/png").split(",")[1]})).picture;
     names = {image: await send(picture), mask: painted() ? await send(mask()) : ""};
   }
+  if (enlarging()) return {image: names.image, enlarge: true};
   return {...names, strength: Number($("strength").value)};
 }
 
-export const inLink = () => names ? {...names, strength: $("strength").value} : {};
+export function inLink() {
+  if (!names) return {};
+  return enlarging() ? {image: names.image, enlarge: "yes"} : {...names, strength: $("strength").value};
+}
 
 export function fromLink(query) {
   if (!query.has("image")) return;
-  [picture, names] = [null, {image: query.get("image"), mask: query.get("mask") ?? ""}];
-  $("strength").value = query.get("strength");
+  [bitmap, picture, names] = [null, null, {image: query.get("image"), mask: query.get("mask") ?? ""}];
+  $("use").value = query.has("enlarge") ? "enlarge" : "over";
+  if (query.has("strength")) $("strength").value = query.get("strength");
   $("of-strength").textContent = $("strength").value;
+  showUse();
+}
+
+function showUse() {
+  for (const part of $("edit").querySelectorAll(".over")) part.hidden = enlarging();
+  for (const part of $("edit").querySelectorAll(".enlarge")) part.hidden = !enlarging();
+}
+
+// Offer what the chosen model can do with a picture.
+export function showModel() {
+  const enlarger = model()?.enlarger;
+  $("uses").hidden = !enlarger || enlarger.stage === 0;
+  if (enlarger?.stage === 0) $("use").value = "enlarge";
+  $("side").textContent = enlarger ? `${enlarger.side}x${enlarger.side}` : "";
+  showUse();
+  if (bitmap) scale();
 }
 
 // Let the user add a picture by a file dialog, or by dropping it on the form.
-export function listen(isSquare, say) {
-  const take = (file) => file && read(file, isSquare()).then(() => $("edit").open = true)
+export function listen(chosen, say) {
+  model = chosen;
+  showModel();
+  $("use").addEventListener("change", showModel);
+  const take = (file) => file && read(file).then(() => $("edit").open = true)
     .catch((error) => say(error.message, true));
   $("picture").addEventListener("change", (event) => take(event.target.files[0]));
   $("form").addEventListener("dragover", (event) => event.preventDefault());
@@ -112,7 +150,7 @@ export function listen(isSquare, say) {
     show();
   });
   $("remove").addEventListener("click", () => {
-    picture = paint = null;
+    bitmap = picture = paint = null;
     $("picture").value = "";
     show();
   });

@@ -37,9 +37,9 @@ class Picture(NamedTuple):
     prompt: str
     seed: int
     choices: tuple[tuple[str, Any], ...]
-    """Pairs of the name and value of a flag of the command `sample`, sorted by name."""
+    """Flags of the command `sample`, as (name, value) pairs sorted by name."""
     edit: Edit = Edit()
-    """The picture that it is drawn over."""
+    """The uploaded picture that this one starts from, if any."""
 
 
 class Full(Exception):
@@ -96,7 +96,7 @@ class Job:
 
 
 class Queue:
-    """A queue of drawing jobs. One thread draws them in order, and the latest pictures are kept."""
+    """A queue of drawing jobs. One thread draws them in order. Recent pictures stay in memory."""
 
     def __init__(self, models: Mapping[str, Loaded]) -> None:
         """Start the thread that draws. `models` maps names to models."""

@@ -170,6 +170,8 @@ const FIGURES = [
   ["Skipped steps", (key) => key === "skipped", false],
   ["Norm of the gradient", (key) => key === "grad_norm", true],
   ["Learning rate", (key) => key === "lr", false]];
+const LONG = 90;  // Characters of a config's value that the table shows at first.
+const hiddenRuns = new Set();
 let before = "", timer;
 
 async function followTraining() {
@@ -185,19 +187,45 @@ async function showTraining() {
   const text = JSON.stringify(now);
   if (text === before) return;
   before = text;
+  showRuns(now);
+}
+
+function showRuns(now) {
   const hours = (s) => s > 5400 ? `${(s / 3600).toFixed(1)} hours` : `${Math.ceil(s / 60)} minutes`;
+  const shown = now.runs.filter((run) => !hiddenRuns.has(run.name));
   $("runs").replaceChildren(...now.runs.map((run) => element("div", {class: "run panel"},
-    element("strong", {}, run.name),
+    now.runs.length > 1 ? chooser(run.name, now) : element("strong", {}, run.name),
     ...logged(run) ? [element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
     element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
     run.live && !frozen ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
       : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running")]
       : [element("span", {class: "note"}, "a packed model, or a run that has not logged yet")])));
-  $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(now.runs, ...one)));
-  showSamples(now.runs);
-  const head = ["field", ...now.names];
-  $("differing").replaceChildren(...(now.differing.length ? [element("h2", {}, "How the configs differ"),
-    element("div", {class: "panel"}, table(now.differing.map((d) => [d.field, ...d.values]), head))] : []));
+  $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(shown, ...one)));
+  showSamples(shown);
+  const columns = now.names.map((name, n) => [name, n]).filter(([name]) => !hiddenRuns.has(name));
+  const rows = now.differing.map((d) => [d.field, ...columns.map(([, n]) => d.values[n])])
+    .filter(([, ...values]) => new Set(values).size > 1);
+  $("differing").replaceChildren(...(rows.length ? [element("h2", {}, "How the configs differ"),
+    element("div", {class: "panel"}, table(rows.map(([field, ...values]) => [field, ...values.map(shortened)]),
+      ["field", ...columns.map(([name]) => name)]))] : []));
+}
+
+// The name of a run, with a box that shows or hides it everywhere in this view.
+function chooser(name, now) {
+  const box = element("input", {type: "checkbox", "aria-label": `show ${name}`});
+  box.checked = !hiddenRuns.has(name);
+  box.addEventListener("change", () => {
+    if (box.checked) hiddenRuns.delete(name);
+    else hiddenRuns.add(name);
+    showRuns(now);
+  });
+  return element("label", {class: "chosen"}, box, element("strong", {}, name));
+}
+
+function shortened(value) {
+  const text = String(value);
+  return text.length <= LONG ? text : element("details", {class: "long"},
+    element("summary", {}, `${text.slice(0, LONG - 10)} ...`), text);
 }
 
 function curves(runs, title, fits, log, words, number) {

@@ -23,17 +23,17 @@ _MAX_POINTS = 400  # The largest number of points in a curve.
 _LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
 _CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), content).
 _METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]]]] = {}
-"""The lines of metrics files, of which later requests parse only the new ones."""
+"""The content and the parsed lines of metrics files. Later requests parse only new lines."""
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
     """Return the workdirs of each model's stages, keyed by a unique name.
 
-    The name comes from the last workdir of the model.
+    The name of a cascade joins the names of its stages, such as "base + enlarger".
     """
     models: dict[str, list[str]] = {}
     for stages in workdirs:
-        name = first = pathlib.Path(stages[-1]).name or stages[-1]
+        name = first = " + ".join(pathlib.Path(stage).name or stage for stage in stages)
         numbers = itertools.count(len(models) + 1)
         while name in models:
             name = f"{first}_{next(numbers)}"
@@ -70,13 +70,13 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
 
 
 def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[str, Any]:
-    """Return the data of the page's training view: curves, samples, differences of configs.
+    """Return the data of the page's training view: curves, samples, differences between configs.
 
     Args:
         workdirs: The workdirs of the stages of each model, by the model's name.
         show: Returns the URL of a picture.
-        most: The number of pictures per run, spread evenly from the first to the last. None shows
-            all.
+        most: At most this many evenly spaced pictures per run are shown, and in any case the last
+            picture. None shows all pictures.
     """
     by_name = _runs(workdirs)
     configs = {name: claims.flat(_config(workdir)) for name, workdir in by_name.items()}
@@ -110,7 +110,7 @@ def _folders(workdirs: Sequence[str]) -> list[str]:
 
 
 def _unlike(every: Sequence[SweepResult]) -> list[str]:
-    """Return a line for each setting that differs, which makes the scores of sweeps incomparable.
+    """Return a line for each setting that differs between sweeps and makes scores incomparable.
 
     Only sweeps with the same feature extractor are compared. Sweeps with reference images and
     sweeps without them are compared separately.
@@ -140,8 +140,9 @@ def _sweep(run: str, one: SweepResult, show: Show) -> dict[str, Any]:
 def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
     """Return the data that the page shows about one point of a sweep.
 
-    `choices` are the settings that draw the point again. They are None for a cascade and for a
-    sweep of several models, because the table does not hold all of their settings.
+    The entry "choices" holds the settings with which the page can draw the point's pictures again.
+    It is None for a cascade and for a sweep of several models, because the sweep's table does not
+    hold all settings of these.
     """
     numbers = {column: _number(row, column) for column in row}
     scores = {column: number for column, number in numbers.items() if number is not None}

@@ -1,16 +1,19 @@
 """The server of the web page: its routes. access.py decides which requests they answer.
 
 It serves three kinds of files: the page's own files, the pictures that it drew, and the results
-that training and evaluation wrote into its runs. The server chooses all paths itself. It never
+that training and evaluation wrote into the runs. The server chooses all paths itself. It never
 opens a path that a browser sends.
 """
 
 import asyncio
 import hashlib
+import io
 import json
 import pathlib
+import re
 import shlex
 import threading
+import zipfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +34,8 @@ from diffusion_jax.web.jobs import PICTURES, Job, Picture, Queue
 from diffusion_jax.weights import restore
 
 _SCRIPTS_AND_STYLE = (
-    "page.css", "draw.js", "prompts.js", "editing.js", "results.js", "plots.js"
+    "page.css", "draw.js", "fields.js", "prompts.js", "editing.js", "history.js", "results.js",
+    "plots.js",
 )  # fmt: skip
 _FILES = {
     "/": "page.html",
@@ -41,6 +45,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _MAX_LETTERS = 2_000  # The largest length of a prompt or other text.
 _MAX_BODY = 2**20  # The largest size of a request in bytes.
 _MAX = {"steps": 1_000, "height": 2_048, "width": 2_048}  # Limits on settings that cost time.
+_PER_STAGE = ("guidance", "steps")  # The page has a field for each stage of a cascade.
 _KINDS = {bool: "switch", int: "whole", float: "number", str: "text"}
 
 
@@ -75,7 +80,7 @@ class Site:
         return f"/api/shown/{name}.png"
 
     def open_waiting(self) -> list[dict[str, Any]]:
-        """Open models that have checkpoints by now. Return the others' names and why they wait."""
+        """Open models that now have checkpoints. Return the others' names, and why they wait."""
         load, still = self._load, []
         if load is None:
             return []
@@ -103,14 +108,16 @@ class Site:
         return {
             "name": name,
             "words": repr(model),
-            "stages": len(model.stages),
+            "stages": [files.path(stage.workdir).name for stage in model.stages],
             "checkpoints": sorted({*steps, last.step}) if last.step else [],
             "checkpoint": last.step or None,
             "in_memory": last.step not in steps,
             "averages": list(averages) if last.step else [],
             "average": chosen,
             **about.describe(model),
-            "edits": [side for side in ("height", "width") if side in model.options],
+            "square": not model.any_shape,
+            "enlarger": model.enlarger and model.enlarger._asdict(),
+            "needs_prompt": about.needs_prompt(model),
             "fields": [_field(name, option, model) for name, option in settings(model).items()],
         }
 
@@ -124,8 +131,10 @@ class Site:
         name, prompt, seed = (request.get(k) for k in ("model", "prompt", "seed"))
         if name not in self.models:
             raise ValueError(f"there is no model {name!r}: choose from {', '.join(self.models)}")
-        if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > _MAX_LETTERS:
-            raise ValueError(f"the prompt must be a string of 1 to {_MAX_LETTERS:,} characters")
+        if not isinstance(prompt, str) or len(prompt) > _MAX_LETTERS:
+            raise ValueError(f"the prompt must be a string of at most {_MAX_LETTERS:,} characters")
+        if not prompt.strip() and about.needs_prompt(self.models[name]):
+            raise ValueError("the prompt is empty, but this model always had a text in training")
         if type(seed) is not int or not 0 <= seed < 2**31:
             raise ValueError(f"the seed is {seed!r}: it must be a whole number from 0 to 2^31 - 1")
         values = request.get("choices") or {}
@@ -138,10 +147,12 @@ class Site:
 
     def command(self, picture: Picture) -> str:
         """Return the shell command that draws a picture again, even after further training."""
-        words = ["python", "-m", f"{self.package}.sample"]
-        words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model]]
-        words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
         model = self.models[picture.model]
+        enlarger = model.enlarger if picture.edit.enlarge else None
+        stages = slice(enlarger.stage if enlarger else 0, None)
+        words = ["python", "-m", f"{self.package}.sample"]
+        words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model][stages]]
+        words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
         # The values that the page was started with, the same for all stages.
         values = {
             name: value
@@ -150,7 +161,7 @@ class Site:
         }
         if steps := tuple(stage.step for stage in model.stages if stage.step):
             values["checkpoint"] = steps
-        text = lambda value: ",".join(map(str, value if type(value) is tuple else [value]))
+        text = lambda value: ",".join(map(str, value[stages] if type(value) is tuple else [value]))
         values |= dict(picture.choices)
         words += [f"--{name}={text(value)}" for name, value in values.items()]
         words += [*uploads.flags(picture.edit), "--out=pictures"]
@@ -241,11 +252,18 @@ def _drawing(site: Site) -> list[Route]:
         stage = int(request.path_params.get("stage", -1))
         return _png((site.queue.files(job.pictures[number]) or {})[stage])
 
+    async def zipped(request: Request) -> Response:
+        job = _job(site, request)
+        content = await asyncio.to_thread(_zip, site, job)
+        saved = {"Content-Disposition": f'attachment; filename="pictures_{job.name[:6]}.zip"'}
+        return Response(content, media_type="application/zip", headers=saved)
+
     return [
         Route("/api/models", models),
         Route("/api/words", words, methods=["POST"]),
         Route("/api/pictures", upload, methods=["POST"]),
         Route("/api/draw", draw, methods=["POST"]),
+        Route("/api/jobs/{job}.zip", zipped),
         Route("/api/jobs/{job}", events),
         Route("/api/jobs/{job}/cancel", cancel, methods=["POST"]),
         Route("/api/jobs/{job}/{number:int}.png", picture),
@@ -291,6 +309,20 @@ def _png(content: bytes | None) -> Response:
     return Response(content, media_type="image/png")
 
 
+def _zip(site: Site, job: Job) -> bytes:
+    """Return a zip archive of a job's drawn pictures, with the commands that draw them again."""
+    out, commands = io.BytesIO(), []
+    with zipfile.ZipFile(out, "w") as archive:
+        for number, picture in enumerate(job.pictures):
+            if drawn := site.queue.files(picture):
+                words = re.sub(r"\W+", "_", picture.prompt)[:60].strip("_")
+                name = f"{number:03}_{words}_{picture.seed}.png"
+                archive.writestr(name, drawn[-1])
+                commands.append(f"# {name}\n{site.command(picture)}\n")
+        archive.writestr("commands.txt", "\n".join(commands))
+    return out.getvalue()
+
+
 async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
     """Return the JSON of a request from the page; browsers stop other sites from sending JSON."""
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
@@ -324,15 +356,21 @@ def _escaped(character: str) -> str:
 def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
     """Describe an option for the page: its name, kind, possible values and current value."""
     group, _, field = option.field.partition(".")
-    value = getattr(getattr(model.stages[0].settings, group), field)
+    values = [getattr(getattr(stage.settings, group), field) for stage in model.stages]
+    shown = [str(value) if value == float("inf") else value for value in values]
+    same = len(shown) == 1 or (len(set(shown)) == 1 and name not in _PER_STAGE)
     return {
         "name": name,
         "kind": _KINDS[ranges.kind_of(option.hint)],
         "options": ranges.options(option.hint),
         "about": reference.abouts(option.hint),
         "help": option.help,
-        "value": str(value) if value == float("inf") else value,
+        "value": shown[0] if same else ", ".join(map(_short, shown)),
     }
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:

@@ -16,15 +16,21 @@ _MAX_BYTES = 2**27  # The total size of the pictures that stay in memory.
 
 
 class Edit(NamedTuple):
-    """The uploaded picture that a drawing starts from, and its mask, by name; "" for none."""
+    """How a drawing uses an uploaded picture and a mask.
+
+    `image` and `mask` are names of uploads, or "" for none. `strength` is the share of the steps
+    that draw over the picture.
+    """
 
     image: str = ""
     mask: str = ""
     strength: float = 0.8
+    enlarge: bool = False
+    """Whether the drawing enlarges the picture; otherwise it draws over it."""
 
 
 class Uploads:
-    """Uploaded PNG files by name. The ones that were used last stay in memory."""
+    """Uploaded pictures by name. The most recently used ones stay in memory."""
 
     def __init__(self) -> None:
         """Start without uploads."""
@@ -33,7 +39,7 @@ class Uploads:
     def add(self, request: Any) -> dict[str, Any]:
         """Keep the picture of a request {"png": BASE64}. Return its name, width and height.
 
-        Raises ValueError if it is no PNG file, or larger than MAX_SIDE.
+        Raises ValueError if it is not a PNG, JPEG or WebP file, or larger than MAX_SIDE.
         """
         text = request.get("png") if isinstance(request, dict) else None
         try:
@@ -54,16 +60,19 @@ class Uploads:
         return {"picture": name, "width": image.width, "height": image.height}
 
     def file(self, name: str) -> bytes:
-        """Return a PNG file. Raise ValueError if it is not in memory any more."""
+        """Return the content of an uploaded file. Raise ValueError if it is no longer in memory."""
         if name not in self._files:
-            raise ValueError("the picture to draw over is not in memory any more: add it again")
+            raise ValueError("the uploaded picture is not in memory any more: add it again")
         self._files.move_to_end(name)
         return self._files[name]
 
     def edit(self, request: Any) -> Edit:
-        """Check the field "edit" of a browser's drawing request, and return it as an Edit."""
+        """Check the field "edit" of a browser's drawing request, and return it as an Edit.
+
+        Raises ValueError if the field is invalid.
+        """
         if not isinstance(request, dict):
-            raise ValueError("edit must be a JSON object with image, mask and strength")
+            raise ValueError("edit must be a JSON object with image, mask, strength and enlarge")
         edit = Edit(**{k: v for k, v in request.items() if k in Edit._fields})
         for name in (edit.image, edit.mask):
             if not isinstance(name, str):
@@ -72,10 +81,18 @@ class Uploads:
                 self.file(name)
         if type(edit.strength) not in (int, float) or not 0 < edit.strength <= 1:
             raise ValueError(f"strength is {edit.strength!r}: it must be above 0 and at most 1")
-        return edit._replace(strength=float(edit.strength)) if edit.image else Edit()
+        if type(edit.enlarge) is not bool:
+            raise ValueError(f"enlarge is {edit.enlarge!r}: it must be true or false")
+        if not edit.image:
+            return Edit()
+        if edit.enlarge:  # Nothing else counts, so equal requests are equal edits.
+            return Edit(edit.image, enlarge=True)
+        return edit._replace(strength=float(edit.strength))
 
     def arguments(self, edit: Edit) -> dict[str, Any]:
         """Return the arguments of Loaded.draw for an edit; {} if the drawing starts from noise."""
+        if edit.enlarge:
+            return {"low_res": untrusted.open_image(self.file(edit.image))}
         opened: dict[str, Any] = {
             kind: untrusted.open_image(self.file(name))
             for kind, name in (("image", edit.image), ("mask", edit.mask))
@@ -88,5 +105,7 @@ def flags(edit: Edit) -> list[str]:
     """Return the flags of `sample` for an edit, with the names under which the page saves files."""
     if not edit.image:
         return []
+    if edit.enlarge:
+        return ["--low_res=image.png"]
     mask = ["--mask=mask.png"] if edit.mask else []
     return ["--image=image.png", *mask, f"--strength={edit.strength:g}"]

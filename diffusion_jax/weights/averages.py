@@ -18,7 +18,7 @@ POWER = "power-"
 WIDEST = 12**-0.5
 """The relative width of the plain mean over all steps (gamma = 0).
 
-Every average must be narrower.
+Every power-function average must be narrower than this.
 """
 
 
@@ -66,7 +66,7 @@ def combination(
     """Return coefficients that combine stored averages into another average, and the error.
 
     The coefficients are a least-squares fit of the profiles (the paper's algorithm 3) under the
-    constraint that they sum to 1. So the result is a mean of weights even with few averages.
+    constraint that they sum to 1. So the combined profile sums to 1 even with few averages.
 
     Args:
         steps: The step of each stored average.

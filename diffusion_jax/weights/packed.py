@@ -23,7 +23,7 @@ def write(path: pathlib.Path, params: Params) -> None:
     """Write a tree of float arrays to a packed file atomically.
 
     Arrays with two or more axes are rounded to 8 bits, with an error of at most 1/254 of the
-    largest value in a channel (the last axis). Biases and norms keep their precision.
+    largest magnitude in a channel (the last axis). Biases and norms are stored as float32.
 
     Raises:
         ValueError: An array is not finite.

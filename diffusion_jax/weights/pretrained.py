@@ -26,8 +26,9 @@ _LAYOUT = re.compile(
     r"(?:model|(?:diffusion_|open_clip_)?pytorch_model|open_clip_model)(?:\.(?P<variant>\w+))?"
     r"\.(?P<kind>safetensors|bin)(?P<index>\.index(?:\.(?P<of_shards>\w+))?\.json)?"
 )
-"""The file names in which transformers, diffusers and OpenCLIP save a model, or the index of its
-shards, such as "model.fp16.safetensors" or "diffusion_pytorch_model.bin.index.fp16.json".
+"""The file names under which transformers, diffusers and OpenCLIP save models or shard indices.
+
+Examples are "model.fp16.safetensors" and "diffusion_pytorch_model.bin.index.fp16.json".
 """
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)\b.*")
 _OTHERS = (".flashpack", ".msgpack", ".h5", ".onnx", ".gguf", ".xml")
@@ -50,7 +51,7 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
     """Return a model's local folder, downloading "owner/model" from the Hugging Face Hub if needed.
 
     Raises:
-        FileNotFoundError: There is no such folder, and the Hub has no such model.
+        FileNotFoundError: There is no such folder, and no such model could be downloaded.
         ValueError: The name is empty.
     """
     if not str(name):
@@ -106,9 +107,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Map the weights in a model's folder into memory, and return the arrays by name.
 
-    It reads all files that `save_pretrained` of transformers and diffusers writes:
-    safetensors or pickles (.bin), in one file or in shards with an index. Code in a pickle is never
-    executed. A variant such as fp16 is read only if the folder has no other weights.
+    All files that `save_pretrained` of transformers and diffusers writes are supported: safetensors
+    or pickles (.bin), in one file or in shards with an index. Code in a pickle is never executed. A
+    variant such as fp16 is read only if the folder has no other weights.
 
     Raises:
         FileNotFoundError: The folder has no weights, or shards are missing.
@@ -188,7 +189,10 @@ def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
             f"{path} is damaged or not a safetensors file: download it again"
         ) from error
     if unsound:
-        raise ValueError(f"{path} is damaged: the size of {unsound[0]} differs from its shape")
+        raise ValueError(
+            f"{path} is damaged, because the size and the shape of its array "
+            f"{unsound[0]} do not match: download the file again"
+        )
     if max(ends, default=0) > size:
         raise ValueError(f"{path} ends after {size} of {max(ends)} bytes: download it again")
     return 8 + length, entries
@@ -246,8 +250,8 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
     if missing or not weight_map:
         names = ", ".join(missing[:3]) or "a weight_map"
         raise FileNotFoundError(
-            f"{index.parent} lacks {names}, of {len(shards)} shards listed in {index.name}: "
-            "download them"
+            f"{index.parent} lacks {names} ({index.name} lists {len(shards)} shards): download the "
+            "missing files"
         )
     arrays = {}
     for name in shards:
@@ -255,8 +259,8 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
     unresolved = sorted(set(weight_map) - set(arrays))
     if unresolved:
         raise ValueError(
-            f"{index} lists {unresolved[0]}, which is in none of its shards: download the files "
-            "again"
+            f"{index} lists the array {unresolved[0]}, but none of its shards holds this array: "
+            "download the files again"
         )
     return arrays
 

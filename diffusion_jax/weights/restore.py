@@ -21,12 +21,12 @@ from diffusion_jax.task import Params
 from diffusion_jax.weights import averages, buckets, packed
 
 EMA = "ema_"
-"""The prefix in the name of an item of a checkpoint that holds an average.
+"""The prefix in the names of checkpoint items that hold averages.
 
-The decay ("0.9999") or the power-function name ("power-0.05") follows.
+The decay ("0.9999") or the power-function name ("power-0.05") follows the prefix.
 """
 LISTED = "has_checksums"
-"""The mark in a checkpoint's metadata that it was saved with a list of checksums."""
+"""The key in a checkpoint's metadata that says that the checkpoint has a list of checksums."""
 SNAPSHOTS = "snapshots"
 """The folder of snapshots of power-function averages, next to the folder of checkpoints."""
 _NOTHING = 1e-7  # Averages with a smaller coefficient are below float32's precision.
@@ -91,7 +91,10 @@ def load_params_and_step(
 
 
 def name_of(folder: epath.Path, average: str) -> str:
-    """Return the full name of an average in a step's folder: "0.05" may mean "power-0.05"."""
+    """Return the full name of an average: the relative width "0.05" becomes "power-0.05".
+
+    The names of the averages in `folder`, a step's folder, do not change.
+    """
     return averages.canonical(average, stored(folder))
 
 
@@ -120,7 +123,7 @@ def newest_sound(
     Args:
         directory: The folder of the checkpoints.
         items_of: items_of(step) returns the items to check. None checks all items.
-        until: The last step to consider; None: any.
+        until: The last step to consider. None considers all steps.
 
     Raises:
         FileNotFoundError: There is no checkpoint.
@@ -156,7 +159,7 @@ def _check_sound(root: epath.Path, step: int, items_of: Callable[[int], Collecti
     if damage := _damage(root, step, items_of(step)):
         raise Damaged(
             f"the checkpoint {root / str(step)} is damaged ({damage}): choose another of "
-            f"{steps(root)}, or none for the newest undamaged one"
+            f"{steps(root)}, or name no step to load the newest undamaged one"
         )
 
 
@@ -174,7 +177,8 @@ def _without_list(root: epath.Path, step: int) -> str | None:
     """Return a message if the list of a checkpoint's checksums was lost.
 
     Earlier versions wrote no lists. A run that was continued has lists from some step on. So a
-    checkpoint has lost its list if an older one has a list, or if its metadata mentions checksums.
+    checkpoint has lost its list if an older one has a list. It has also lost its list if its
+    metadata mentions checksums and any other checkpoint has a list.
     """
     listed = [other for other in steps(root) if checksums.exist(root / str(other))]
     if step in listed:
@@ -204,10 +208,10 @@ def powers(root: epath.Path) -> list[str]:
 
 
 def items_of(root: epath.Path, average: str) -> list[str]:
-    """Return the names of a checkpoint's items to read for an average.
+    """Return the names of the checkpoint items to read for an average.
 
-    This is the item that holds the average. For a power-function average that was not stored, these
-    are all stored power-function averages, from which it is computed.
+    This is usually the one item that holds the average. A power-function average that was not
+    stored is computed from all stored ones, so the items of all of them are returned.
 
     Raises:
         ValueError: The step's folder has no such average.
@@ -225,7 +229,8 @@ def items_of(root: epath.Path, average: str) -> list[str]:
         return [EMA + source for source in sources]
     if (root / packed.FILE).exists():
         raise ValueError(
-            f"no average {average!r} in {root}, which was packed with a single one: remove --ema"
+            f"no average {average!r} in {root}: it was packed with one set of weights only, so "
+            "remove --ema"
         )
     any_width = [f"a width below {averages.WIDEST:.2f}"] if powers(root) else []
     raise ValueError(
@@ -263,7 +268,7 @@ def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -
     coefficients, error = averages.combination(saved_steps, widths, step, width)
     log = logging.warning if error > _FAR else logging.info
     log(
-        "%s of step %d from %d averages in %s; its profile is off by %.2g %%",
+        "computed %s of step %d from %d averages in %s: its profile has an error of %.2g %%",
         name, step, len(sources), root.parent / SNAPSHOTS, 100 * error,
     )  # fmt: skip
     total = add = None
@@ -341,7 +346,7 @@ def _readable(root: epath.Path) -> Iterator[None]:
 
 
 def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract: Any) -> None:
-    """Raise ValueError, with the first difference, if names or shapes of leaves differ."""
+    """Raise ValueError, with the first differences, if names or shapes of leaves differ."""
     expected = _shapes(abstract)
     differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:
@@ -352,7 +357,7 @@ def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract:
         ]
         raise ValueError(
             f"{item} has another architecture; {len(differ)} of {len(saved | expected)} arrays "
-            "differ, the first are:\n" + "\n".join(lines) + "\nUse the config that the checkpoint "
+            "differ. The first are:\n" + "\n".join(lines) + "\nUse the config that the checkpoint "
             "was trained with, or another workdir"
         )
 

@@ -34,7 +34,7 @@ _NEMO_WEIGHTS, _NEMO_CONFIG = "model_weights.ckpt", "model_config.yaml"
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the arrays of a torch or Lightning checkpoint, a .nemo, .safetensors or .npz file.
+    """Read the arrays of a torch or Lightning checkpoint, or of a .nemo, .safetensors or .npz file.
 
     If a checkpoint has the key "state_dict", the arrays under it are read.
 
@@ -207,7 +207,9 @@ def _map_old(file: mmap.mmap, data: np.ndarray) -> dict[str, np.ndarray]:
     except Exception:
         magic = None
     if magic != _OLD_MAGIC:
-        raise ValueError("the file is not a torch checkpoint, neither in zip nor in older format")
+        raise ValueError(
+            "the file is not a torch checkpoint, neither in zip format nor in the older format"
+        )
     _, machine = _Unpickler(file).load(), _Unpickler(file).load()
     if not machine.get("little_endian"):
         raise ValueError("the file was written on a big-endian machine, which is not supported")

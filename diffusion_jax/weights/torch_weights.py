@@ -34,15 +34,15 @@ class Layout(NamedTuple):
 VECTOR = Layout(lambda w: w, lambda w: w)
 """For biases, norms and embeddings, whose axes have the same order in torch and jax."""
 LINEAR = Layout(lambda w: w.T, lambda w: w.T)
-"""torch [out, in] <-> jax [in, out]"""
+"""For linear layers: torch [out, in] <-> jax [in, out]."""
 CONV1D_1 = Layout(lambda w: w[:, :, 0].T, lambda w: w.T[:, :, None])
-"""torch [out, in, 1] <-> jax [in, out]"""
+"""For 1D convolutions of size 1: torch [out, in, 1] <-> jax [in, out]."""
 CONV2D_1 = Layout(lambda w: w[:, :, 0, 0].T, lambda w: w.T[:, :, None, None])
-"""torch [out, in, 1, 1] <-> jax [in, out]"""
+"""For 1x1 convolutions: torch [out, in, 1, 1] <-> jax [in, out]."""
 CONV = Layout(lambda w: w.transpose(2, 3, 1, 0), lambda w: w.transpose(3, 2, 0, 1))
-"""torch [out, in, height, width] <-> jax [height, width, in, out]"""
+"""For 2D convolutions: torch [out, in, height, width] <-> jax [height, width, in, out]."""
 CONV_TRANSPOSE = Layout(lambda w: w.transpose(2, 3, 0, 1), lambda w: w.transpose(2, 3, 0, 1))
-"""torch [in, out, height, width] <-> jax [height, width, in, out]"""
+"""For transposed convolutions: torch [in, out, height, width] <-> jax [height, width, in, out]."""
 
 
 class Entry(NamedTuple):
@@ -77,8 +77,9 @@ def table(
         params: The params, which may be abstract.
         name_of: Maps the path of a layer ("mid_attn/q") to its torch name without .weight or .bias,
             and the path of any other array ("token_embedding") to its full torch name.
-        layouts: Pairs of a regular expression for paths of layers, and their layout. Only layers
-            whose layout is neither LINEAR nor CONV need one.
+        layouts: Pairs of a regular expression for the paths that `name_of` gets, and a layout. Only
+            exceptions need a pair. By default, kernels with two axes are LINEAR, other kernels are
+            CONV, and all other arrays are VECTOR.
     """
     return [_entry(_path(path), leaf, name_of, layouts) for path, leaf in
             jax.tree.leaves_with_path(params)]  # fmt: skip

@@ -46,7 +46,7 @@ def to_workdir(
     if s.lora.rank:
         raise ValueError(
             f"lora.rank is {s.lora.rank}, but only full weights can be converted: set it to 0, and "
-            "train LoRA factors in another workdir with unet.weights"
+            f"train the LoRA in another workdir with unet.weights={workdir}"
         )
     read = lambda path: objective.make(s.diffusion).with_learned(
         initial.read_nemo(path, s.unet, s.text.width)
@@ -85,8 +85,8 @@ def check_written(
 ) -> None:
     """Raise ValueError unless a workdir holds exactly the given weights.
 
-    `weights` is keyed by the name of each average. With the weights that are read back, the network
-    must also compute the same outputs, and these must be finite.
+    `weights` is keyed by "raw" and the name of each average. With the weights that are read back,
+    the network must also compute the same outputs, and these must be finite.
     """
     folder = files.path(workdir) / runs.CHECKPOINTS
     with_learned = objective.make(s.diffusion).with_learned
@@ -105,7 +105,10 @@ def check_written(
             restored = restore.load_params(folder, abstract, name)
             same = jax.tree.map(lambda a, b: _bits(a) == _bits(b), expected, restored)
             if not all(jax.tree.leaves(same)):
-                raise ValueError(f"{workdir} does not hold the weights {name!r} that were read")
+                raise ValueError(
+                    f"the weights {name!r} in {workdir} differ from the weights that were "
+                    "converted: run the same command again"
+                )
             output, restored_output = compute(expected), compute(restored)
             if _bits(output) != _bits(restored_output) or not jnp.isfinite(output).all():
                 raise ValueError(
@@ -127,7 +130,7 @@ def from_workdir(
 ) -> None:
     """Write the weights of a workdir as a NeMo state dict to a .safetensors or .npz file.
 
-    The factors of a LoRA run are merged into its base weights. These are read from `base` or, by
+    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
     default, from the path in the run's config.
 
     `ema` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
@@ -151,7 +154,7 @@ def from_workdir(
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     """Raise ValueError if NeMo's config contradicts the settings.
 
-    It compares the number of heads, the scaling of shortcuts, and the preconditioner, because the
+    The number of heads, the scaling of shortcuts, and the preconditioner are compared, because the
     arrays of weights do not show these.
     """
     nemo_unet = nemo.unet_from_config(config)

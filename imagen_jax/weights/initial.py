@@ -27,7 +27,7 @@ def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> A
 
 
 def check_prediction(path: str | os.PathLike[str], precond: str) -> None:
-    """Raise ValueError if the run at `path` predicts something else than `precond`.
+    """Raise ValueError if the run at `path` predicts something other than `precond`.
 
     A NeMo checkpoint does not say what it predicts, so it passes.
     """
@@ -37,8 +37,8 @@ def check_prediction(path: str | os.PathLike[str], precond: str) -> None:
     trained = settings_of(workdir).diffusion.precond
     if trained != precond:
         raise ValueError(
-            f"unet.weights is {path}, which predicts {trained!r}, and diffusion.precond is "
-            f"{precond!r}: a LoRA cannot change what a network predicts; set "
+            f"the model in unet.weights={path} predicts {trained!r}, but diffusion.precond is "
+            f"{precond!r}: a LoRA cannot change what a network predicts, so set "
             f"diffusion.precond={trained}"
         )
 

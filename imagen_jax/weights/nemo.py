@@ -42,7 +42,8 @@ def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
 def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> Any:
     """Convert a NeMo state dict to params of `unet`, for text embeddings of width `text_width`.
 
-    NeMo's prefixes of names are optional. Raises ValueError that lists the keys that do not fit.
+    The prefixes that NeMo adds to names are optional. If keys do not match the network, raises
+    ValueError with a list of them.
     """
     state = _without_prefixes(state)
     for part in ("weight", "bias"):  # NeMo registers this layer under two names.
@@ -85,7 +86,7 @@ def abstract_params(unet: Network, text_width: int) -> Any:
 def unet_from_config(config: Any) -> UNet | EfficientUNet:
     """Build the network of a NeMo model config, with NeMo's defaults.
 
-    It reads the fields `unet_type`, `unet` and `noise_cond_aug`. Raises ValueError for a network
+    The fields `unet_type`, `unet` and `noise_cond_aug` are read. Raises ValueError for a network
     that this project does not implement or that NeMo itself could not build.
     """
     if not isinstance(config, Mapping):

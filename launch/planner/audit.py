@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from launch.planner import compiling, hlo
@@ -29,9 +29,9 @@ class Audit(NamedTuple):
     """Bytes of the results of all-gathers, by dtype."""
     collectives: int
     """Number of executed collectives."""
-    exposed: list[str]
-    """Names of collectives that do not overlap with computation: they are synchronous, or awaited
-    immediately."""
+    exposed: Mapping[str, int]
+    """Number of executions, by name, of the collectives that do not overlap with computation. They
+    are synchronous or awaited immediately."""
     copies: int
     """Number of executed copies and transpositions."""
     copied_bytes: int
@@ -45,7 +45,7 @@ class Audit(NamedTuple):
 def audit(compiled: compiling.Program) -> Audit:
     """Return the audit of a compiled program."""
     program = hlo.read(compiled.text)
-    products = copies = copied = written = padded = collectives = 0
+    products = copies = copied = written = padded = 0
     gathers: collections.Counter[str] = collections.Counter()
     singles: collections.Counter[str] = collections.Counter()
     for instruction, times in program.run():
@@ -59,21 +59,20 @@ def audit(compiled: compiling.Program) -> Audit:
         if opcodes & _COPIES and opcodes <= _COPIES | {"bitcast", "parameter", "tuple"}:
             copies += times
             copied += times * sum(array.bytes for array in instruction.results)
-        if instruction.opcode.startswith(EXCHANGES) and not instruction.opcode.endswith("-done"):
-            collectives += times
-            if instruction.opcode.startswith("all-gather"):
-                largest = max(instruction.results, key=lambda array: array.bytes)
-                gathers[largest.dtype] += times * largest.bytes
+        if instruction.opcode in ("all-gather", "all-gather-start"):
+            largest = max(instruction.results, key=lambda array: array.bytes)
+            gathers[largest.dtype] += times * largest.bytes
         if instruction.opcode not in ("parameter", "tuple", "bitcast", "get-tuple-element"):
             written += times * sum(array.bytes for array in instruction.results)
             padded += times * sum(array.padded_bytes for array in instruction.results)
+    collectives = _collectives(program)
     return Audit(
         products=products,
         products_written=compiled.products,
         float32_products=[f"{source} ({n})" if n > 1 else source for source, n in singles.items()],
         gathers=dict(gathers),
-        collectives=collectives,
-        exposed=exposed(program),
+        collectives=sum(times for _, times, _ in collectives),
+        exposed={name: times for name, times, overlaps in collectives if not overlaps},
         copies=copies,
         copied_bytes=copied,
         written_bytes=written,
@@ -87,14 +86,17 @@ def added(audits: Sequence[tuple[int, Audit]]) -> Audit:
     gathers = collections.Counter()
     for times, part in audits:
         gathers.update({dtype: times * n for dtype, n in part.gathers.items()})
-    texts = lambda name: list(dict.fromkeys(t for _, part in audits for t in getattr(part, name)))
+    exposed = collections.Counter()
+    for times, part in audits:
+        exposed.update({name: times * n for name, n in part.exposed.items()})
+    products = dict.fromkeys(name for _, part in audits for name in part.float32_products)
     return Audit(
         products=numbers("products"),
         products_written=numbers("products_written"),
-        float32_products=texts("float32_products"),
+        float32_products=list(products),
         gathers=dict(gathers),
         collectives=numbers("collectives"),
-        exposed=texts("exposed"),
+        exposed=dict(exposed),
         copies=numbers("copies"),
         copied_bytes=numbers("copied_bytes"),
         written_bytes=numbers("written_bytes"),
@@ -119,30 +121,32 @@ def lines(audit: Audit) -> list[str]:
         text.append("gathered: " + ", ".join(f"{gib(n)} {t}" for t, n in audit.gathers.items()))
     if audit.collectives:
         exposed = (
-            f"{len(audit.exposed)} of {audit.collectives} collectives overlap with no computation"
+            f"{sum(audit.exposed.values()):,} of {audit.collectives:,} collectives overlap with no "
+            "computation"
         )
-        text.append(exposed + (f": {some(audit.exposed)}" if audit.exposed else ""))
+        text.append(exposed + (f": {some([*audit.exposed])}" if audit.exposed else ""))
     return text
 
 
-def exposed(program: Program) -> list[str]:
-    """Return the names of the collectives that do not overlap with any computation.
+def _collectives(program: Program) -> list[tuple[str, int, bool]]:
+    """Return (name, executions, whether it overlaps with computation) of each collective.
 
-    They are synchronous, or start and end without a computation in between.
+    Synchronous collectives, which have no separate start and end, never overlap.
     """
-    names = []
-    for instructions in program.computations.values():
-        started: dict[str, int] = {}
+    collectives = []
+    for instructions, times in program.sequences():
+        ends = {
+            instruction.operands[0]: place
+            for place, instruction in enumerate(instructions)
+            if instruction.opcode.endswith("-done") and instruction.operands
+        }
         for place, instruction in enumerate(instructions):
-            if instruction.opcode in EXCHANGES:
-                names.append(instruction.name)
-            elif instruction.opcode.startswith(EXCHANGES) and instruction.opcode.endswith("-start"):
-                started[instruction.name] = place
-            elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
-                between = instructions[started[instruction.operands[0]] + 1 : place]
-                if not any(i.opcode in ("fusion", *PRODUCTS, "custom-call") for i in between):
-                    names.append(instruction.operands[0])
-    return names
+            opcode = instruction.opcode
+            if opcode.startswith(EXCHANGES) and not opcode.endswith("-done"):
+                between = instructions[place + 1 : ends.get(instruction.name, place)]
+                overlaps = any(i.opcode in ("fusion", *PRODUCTS, "custom-call") for i in between)
+                collectives.append((instruction.name, times, overlaps))
+    return collectives
 
 
 def _is_float32(program: Program, product: Instruction) -> bool:

@@ -26,16 +26,16 @@ from launch.planner.cycles import Cost
 from launch.planner.systems import Model
 
 UPDATE = "update"
-DEAREST = 10
+COSTLIEST = 10
 
 
 class Block(NamedTuple):
-    """Block of a network: a module with its input shapes. It stands for all calls like it."""
+    """Block of a network: a module and its input shapes. Equal calls share one block."""
 
     label: str
     """Class and input shapes, such as "ResBlock 16x64x64x256, 16x1024"."""
     names: Sequence[str]
-    """Names of all modules that this block stands for, in the order of their calls."""
+    """Names of all modules that share this block, in the order of their calls."""
     module: nn.Module
     variables: Any
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
     """Temporary memory in bytes."""
     seconds: float
     """Compile time in seconds."""
-    dearest: Sequence[Cost]
+    costliest: Sequence[Cost]
     """The most expensive instructions, by estimated cycles."""
     unknown: int
     """Number of kernels without an estimate, which count as 0 cycles."""
@@ -163,8 +163,8 @@ def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
     key = sharding.placed(memory.abstract_key(), replicated)
     lowered = step.lower(state, {}, state.params, key)
     update = measured(compiling.compile_for(lowered, kind), kind, UPDATE, 0.0)
-    dearest = [row._replace(kind=cycles.OPTIMIZER) for row in update.dearest]
-    return update._replace(cycles={cycles.OPTIMIZER: update.total}, dearest=dearest)
+    costliest = [row._replace(kind=cycles.OPTIMIZER) for row in update.costliest]
+    return update._replace(cycles={cycles.OPTIMIZER: update.total}, costliest=costliest)
 
 
 def measured(program: compiling.Program, kind: str, label: str, work: float) -> Measured:
@@ -193,7 +193,7 @@ def measured(program: compiling.Program, kind: str, label: str, work: float) -> 
         flops=work,
         temporary=program.temporary,
         seconds=program.seconds,
-        dearest=rows[:DEAREST],
+        costliest=rows[:COSTLIEST],
         unknown=unknown,
         audit=audit.audit(program),
     )

@@ -75,8 +75,8 @@ def advise(
     """Return one line of advice: the flags of the fastest choice, and its time and memory.
 
     `current` holds the figures of the config's own plan, for comparison. `with_remat` traces the
-    model with rematerialization. This adds a third to the arithmetic, so it is tried only if
-    nothing fits otherwise.
+    model with rematerialization, which adds a third to the arithmetic. It is called only if nothing
+    fits otherwise.
     """
     tried, remat = traced, False
     if (choice := best(traced, target, mfu)) is None:

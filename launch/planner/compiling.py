@@ -56,8 +56,8 @@ class Compiled(NamedTuple):
 def prepare(devices: int, *kinds: str) -> None:
     """Prepare this process to compile for other machines. Call this before JAX starts.
 
-    JAX gets `devices` virtual CPU devices. Compilers get the settings that runs on these `kinds` of
-    accelerators ("tpu", "gpu", or a name such as "v5e") use.
+    JAX gets `devices` virtual CPU devices. The compilers get the settings of training runs on these
+    `kinds` of accelerators ("tpu", "gpu", or a name such as "v5e").
     """
     os.environ.update(tuning.environment(kinds, os.environ))
     # libtpu reads XLA_FLAGS too, and exits on flags of the CPU compiler.
@@ -93,16 +93,21 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
     version = devices[0].client.platform_version if missing else devices[0].device_kind
     fallback = gpu.FALLBACK if not missing and not target.is_tpu else None
     program = compile_for(lower_step(model, concrete_mesh), target, version, fallback=fallback)
-    exchanges = traffic.of_hlo(program.text)
+    exchanges = traffic.of_hlo(program.text, target.island)
     if missing:
-        note = f"{missing}: memory is modelled, and collectives are those of XLA's CPU backend"
+        note = (
+            f"{missing}, so the memory is only estimated, and the collectives are those of XLA's "
+            "CPU backend"
+        )
         return Compiled(None, exchanges), [note]
     notes = []
     if not target.is_tpu:
         kernels = gpu.kernels(program.text)
         notes.append("kernels: " + ", ".join(f"{n} {name}" for name, n in kernels.items()))
         if not gpu.has_cudnn():
-            notes.append("nvidia-cudnn-cu12 is not installed: auto uses XLA's attention")
+            notes.append(
+                "nvidia-cudnn-cu12 is not installed, so attention_impl=auto uses XLA's attention"
+            )
     return Compiled(program.temporary, exchanges, program), notes
 
 

@@ -20,7 +20,10 @@ KINDS = ("matrix unit", "attention kernel", "norm", "softmax", "copies", "optimi
          "collectives", "elementwise")  # fmt: skip
 MATRIX_UNIT, KERNEL, NORM, SOFTMAX, COPIES, OPTIMIZER, COLLECTIVES, ELEMENTWISE = KINDS
 PRODUCTS = {"convolution", "dot"}
-EXCHANGES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+EXCHANGES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "send",
+)  # fmt: skip
+"""Opcodes of communication. A "send" is communication between TPU slices."""
 _LAYOUT = {"copy", "transpose", "reshape", "convert", "slice", "pad", "tuple", "bitcast",
            "get-tuple-element", "constant", "parameter", "broadcast"}  # fmt: skip
 _MOVES = {"concatenate", "pad", "dynamic-update-slice", "dynamic-slice", "gather", "scatter",
@@ -35,8 +38,8 @@ class Cost(NamedTuple):
     kind: str
     layer: str
     """Part of the network that the instruction belongs to; "" if unknown."""
-    what: str
-    """Description for the user: instruction, result and source."""
+    description: str
+    """Name, result and source of the instruction, for the user."""
 
 
 def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> Iterator[Cost]:
@@ -53,8 +56,9 @@ def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> It
         if cycles:
             result = instruction.shape.partition("{")[0].lstrip("(")
             source = "/".join(_scopes(instruction.source))
-            what = f"{instruction.name}, {result}, {source}"
-            yield Cost(cycles * times, kind(program, instruction), layer(instruction.source), what)
+            description = f"{instruction.name}, {result}, {source}"
+            dominant, part = kind(program, instruction), layer(instruction.source)
+            yield Cost(cycles * times, dominant, part, description)
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -97,7 +101,7 @@ def layer(source: str) -> str:
 def level(name: str) -> str:
     """Return a module's name without its index within its level of the network.
 
-    For example, down_1_0_res becomes down_1_res. So modules of the same kind count together.
+    For example, down_1_0_res becomes down_1_res, so that modules of the same kind count together.
     """
     return re.sub(r"^(\w+?_\d+)_\d+", r"\1", name)
 

@@ -1,4 +1,4 @@
-"""Text encoders for the planner: without weights, the usual encoders have only shapes."""
+"""Text encoders for the planner. For well-known encoders, it needs no weights, only shapes."""
 
 from typing import Any
 
@@ -38,7 +38,8 @@ def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple
         shapes = {"t5": _T5, "clip": _CLIP, "clip_penultimate": _CLIP}.get(text.encoder, {})
         if text.width not in shapes:
             raise
-        note = f"the text encoder {text.encoder} is planned by its shape ({error})".splitlines()[0]
+        reason = str(error).partition("\n")[0]
+        note = f"the plan uses only the shape of the text encoder {text.encoder} ({reason})"
         return (_t5(text) if text.encoder == "t5" else _clip(text)), (note,)
 
 

@@ -74,7 +74,7 @@ def mesh_of(model: Model, devices: int) -> AbstractMesh:
 def passes(model: Model, mesh: AbstractMesh) -> int:
     """Return the number of passes (micro batches) per step.
 
-    Raises ValueError if the batch cannot be divided into micro batches over the mesh.
+    Raises ValueError if the batch cannot be split into equal micro batches on this mesh.
     """
     return optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh).accumulate
 
@@ -82,7 +82,7 @@ def passes(model: Model, mesh: AbstractMesh) -> int:
 def local_batch(model: Model, mesh: AbstractMesh) -> int:
     """Return the number of samples per device and pass: the micro batch.
 
-    Raises ValueError if the batch cannot be divided into micro batches over the mesh.
+    Raises ValueError if the batch cannot be split into equal micro batches on this mesh.
     """
     return model.run.batch_size // (sharding.batch_ways(mesh) * passes(model, mesh))
 
@@ -129,7 +129,7 @@ def with_micro_batch(traced: TracedModel, samples: int) -> TracedModel:
 def collectives(traced: TracedModel, mesh: AbstractMesh) -> list[Collective]:
     """Return the collectives of a train step, estimated from the sharding of the parameters.
 
-    Gradients are exchanged once per micro batch.
+    Parameters are gathered, and gradients summed, once per micro batch.
     """
     model, program = traced.model, traced.step.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
@@ -227,8 +227,8 @@ def plan(
 def disk(model: Model, pictures: int) -> dict[str, int]:
     """Estimate the disk space in bytes of a run's checkpoints, its snapshots and its data set.
 
-    Pictures are stored as JPEGs of quality 95 at the training size or, for latent diffusion, as
-    moments. Texts are stored as captions or, if the network reads stored embeddings, as int8
+    Pictures are stored as moments if the config trains on stored moments, else as JPEGs of quality
+    95. Texts are stored as captions or, if the network reads stored embeddings, as int8
     embeddings of 25 tokens.
     """
     run = memory.disk(model.run, model.optimizer, model.state)

@@ -97,18 +97,36 @@ class Program(NamedTuple):
             return [instruction]
         return [i for inner in self.computations[called[1]] for i in self.inside(inner)]
 
+    def sequences(self) -> Iterator[tuple[Sequence[Instruction], int]]:
+        """Yield (instructions in program order, number of executions) of each computation.
+
+        These are the main computation and the bodies of loops, calls and conditionals.
+        """
+        return self._sequences(self.entry, 1)
+
     def _run(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
         for instruction in self.computations[name]:
-            if instruction.opcode == "while":
-                if match := re.search(r"body=%?([\w.\-]+)", instruction.arguments):
-                    yield from self._run(match[1], times * self._turns(instruction))
-            elif instruction.opcode in ("call", "conditional"):
-                for names in _CALLED.findall(instruction.arguments):
-                    for called in re.findall(r"[\w.\-]+", names):
-                        if called in self.computations:
-                            yield from self._run(called, times)
-            else:
+            for body, turns in self._bodies(instruction):
+                yield from self._run(body, times * turns)
+            if instruction.opcode not in ("while", "call", "conditional"):
                 yield instruction, times
+
+    def _sequences(self, name: str, times: int) -> Iterator[tuple[Sequence[Instruction], int]]:
+        yield self.computations[name], times
+        for instruction in self.computations[name]:
+            for body, turns in self._bodies(instruction):
+                yield from self._sequences(body, times * turns)
+
+    def _bodies(self, instruction: Instruction) -> list[tuple[str, int]]:
+        """Return (name, executions) of the computations that a loop, call or conditional runs."""
+        if instruction.opcode == "while":
+            match = re.search(r"body=%?([\w.\-]+)", instruction.arguments)
+            return [(match[1], self._turns(instruction))] if match else []
+        if instruction.opcode in ("call", "conditional"):
+            lists = _CALLED.findall(instruction.arguments)
+            names = [name for names in lists for name in re.findall(r"[\w.\-]+", names)]
+            return [(name, 1) for name in names if name in self.computations]
+        return []
 
     def _turns(self, loop: Instruction) -> int:
         """Return the number of iterations of a loop that counts from 0; 1 if unknown.

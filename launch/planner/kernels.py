@@ -5,11 +5,11 @@ steps times the number of instruction bundles per step. The number of bundles is
 final schedule (libtpu's dump "schedule-analysis_final_bundles") of a program with only this kernel.
 The estimate does not include stalls, and includes instructions that a step may skip.
 
-    python -m launch.planner.kernels v5e 1024 1152 64
+    python -m launch.planner.kernels v5e 1024 1152 64 masked
 
-This command compiles the forward and the backward kernel for 1024 queries, 1152 keys and head
-dimension 64 on a v5e, and prints the number of bundles of each as JSON. It runs in a separate
-process, because libtpu reads the path of its dump only once.
+This command compiles the forward and the backward kernel for 1024 queries, 1152 keys with a mask
+(or "unmasked") and head dimension 64 on a v5e, and prints the number of bundles of each as JSON. It
+runs in a separate process, because libtpu reads the path of its dump only once.
 """
 
 import functools
@@ -44,14 +44,20 @@ class Grid(NamedTuple):
     """Number of grid steps."""
     backward: bool
     """Whether the call is the backward kernel."""
+    masked: bool
+    """Whether the call has a mask of keys."""
 
 
 def cycles(kind: str, instruction: Instruction) -> float | None:
-    """Estimate the cycles of a splash attention kernel on this kind of TPU; None for others."""
+    """Estimate the cycles of a splash attention call on this kind of TPU.
+
+    The result is None for other instructions.
+    """
     grid = grid_of(instruction)
     if grid is None:
         return None
-    return bundles(kind, grid.queries, grid.keys, grid.head_dim)[grid.backward] * grid.steps
+    both = bundles(kind, grid.queries, grid.keys, grid.head_dim, grid.masked)
+    return both[grid.backward] * grid.steps
 
 
 def grid_of(instruction: Instruction) -> Grid | None:
@@ -67,17 +73,18 @@ def grid_of(instruction: Instruction) -> Grid | None:
     mask, _, q, k, *_ = hlo.arrays(operands[1])
     *rows, queries, head_dim = q.sizes
     steps = math.prod(rows) * math.prod(mask.sizes[-2:])
-    return Grid(queries, k.sizes[-2], head_dim, steps, match[1] == "dkv")
+    masked = "segmented" in instruction.name
+    return Grid(queries, k.sizes[-2], head_dim, steps, match[1] == "dkv", masked)
 
 
 @functools.cache
-def bundles(kind: str, queries: int, keys: int, head_dim: int) -> tuple[int, int]:
+def bundles(kind: str, queries: int, keys: int, head_dim: int, masked: bool) -> tuple[int, int]:
     """Return the instruction bundles per grid step of the forward and the backward kernel.
 
     Results are cached, because compiling the kernels takes 15 s. Raises ValueError if they cannot
     be compiled.
     """
-    words = [kind, str(queries), str(keys), str(head_dim)]
+    words = [kind, str(queries), str(keys), str(head_dim), "masked" if masked else "unmasked"]
 
     def measure() -> list[int]:
         command = [sys.executable, "-m", "launch.planner.kernels", *words]
@@ -91,13 +98,13 @@ def bundles(kind: str, queries: int, keys: int, head_dim: int) -> tuple[int, int
 
 
 def versions() -> list[str]:
-    """Return texts for the cache key: the compilers' versions and the source of attention.py."""
+    """Return strings for cache keys: the compilers' versions and the source of attention.py."""
     return [*compiling.versions(), pathlib.Path(attention.__file__).read_text()]
 
 
 def main() -> None:
-    """Compile the forward and backward kernels. Print the instruction bundles of each as JSON."""
-    kind, *sizes = sys.argv[1:]
+    """Compile the forward and backward kernels, and print the number of bundles of each as JSON."""
+    kind, *sizes, masked = sys.argv[1:]
     queries, keys, head_dim = map(int, sizes)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder}"
@@ -108,11 +115,13 @@ def main() -> None:
             (1, length, 1, head_dim), jnp.bfloat16, sharding=replicated
         )
 
-        def gradient(q: Any, k: Any, v: Any, cotangent: Any):
-            attend = functools.partial(attention.attend, implementation="splash")
+        def gradient(q: Any, k: Any, v: Any, mask: Any, cotangent: Any):
+            mask = mask if masked == "masked" else None
+            attend = functools.partial(attention.attend, mask=mask, implementation="splash")
             return jax.vjp(attend, q, k, v)[1](cotangent)
 
-        arrays = array(queries), array(keys), array(keys), array(queries)
+        mask = jax.ShapeDtypeStruct((1, keys), jnp.bool_, sharding=replicated)
+        arrays = array(queries), array(keys), array(keys), mask, array(queries)
         jax.jit(sharding.ambient(mesh, gradient)).lower(*arrays).compile()
         print(json.dumps([_bundles(pathlib.Path(folder), name) for name in ("fwd", "dkv")]))
 

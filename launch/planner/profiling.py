@@ -26,7 +26,7 @@ class Profile(NamedTuple):
     layers: dict[str, float]
     """Estimated cycles by part of the network, such as "down_1_res" (all residual blocks of a
     level together)."""
-    dearest: list[Cost]
+    costliest: list[Cost]
     """The most expensive instructions, by estimated cycles."""
     flops: float
     """Model FLOPs of a step on this device, without recomputation."""
@@ -68,7 +68,7 @@ class Profile(NamedTuple):
             "how": self.how,
             "cycles": self.cycles,
             "layers": self.layers,
-            "dearest": [tuple(row) for row in self.dearest],
+            "costliest": [tuple(row) for row in self.costliest],
             "mfu": self.mfu,
             "compile_seconds": self.seconds,
             "unknown_kernels": self.unknown,
@@ -96,8 +96,8 @@ def of_blocks(
     """
     if mesh.shape["tensor"] > 1:
         raise ValueError(
-            "mesh.tensor splits blocks over devices, but --profile --fast compiles them for one: "
-            "omit --fast, or set --config.mesh.tensor=1"
+            "mesh.tensor splits blocks over devices, but --profile --fast compiles each block for "
+            "one device: omit --fast, or set --config.mesh.tensor=1"
         )
     parts = blocks.record(model, estimate.local_batch(model, mesh))
     passes = estimate.passes(model, mesh)
@@ -125,11 +125,14 @@ def total(
         for name in block.names:
             layers[cycles.level(name)] += passes * part.total  # pyright: ignore[reportArgumentType]
     layers[blocks.UPDATE] += update.total  # pyright: ignore[reportArgumentType]
-    dearest = sorted(
+    costliest = sorted(
         (
-            row._replace(cycles=times * row.cycles, what=f"{times} x {part.label}: {row.what}")
+            row._replace(
+                cycles=times * row.cycles,
+                description=f"{times} x {part.label}: {row.description}",
+            )
             for times, part in [*calls, (1, update)]
-            for row in part.dearest
+            for row in part.costliest
         ),
         reverse=True,
     )
@@ -138,7 +141,7 @@ def total(
         how=f"the sum of {len(rows)} blocks and the update, each compiled separately",
         cycles=dict(kinds.most_common()),
         layers=dict(layers.most_common()),
-        dearest=dearest[: blocks.DEAREST],
+        costliest=costliest[: blocks.COSTLIEST],
         flops=sum(times * part.flops for times, part in calls),
         seconds=sum(part.seconds for _, part in rows) + update.seconds,
         unknown=sum(times * part.unknown for times, part in calls),
@@ -158,7 +161,7 @@ def of_program(program: compiling.Program, model: Model, mesh: AbstractMesh, kin
         how="the whole program",
         cycles=order(step.cycles),
         layers=order({name or "other": n for name, n in step.layers.items()}),
-        dearest=list(step.dearest),
+        costliest=list(step.costliest),
         flops=work,
         seconds=step.seconds,
         unknown=step.unknown,
@@ -182,8 +185,8 @@ def table(profile: Profile) -> list[tuple[str, str]]:
                                 "Nothing was measured"),
         ("by kind", shares(profile.cycles)),
         ("by layer", shares(profile.layers)),
-        *(("most cycles" * (not i), f"{million(row.cycles)} {row.kind}: {row.what}")
-          for i, row in enumerate(profile.dearest)),
+        *(("most cycles" * (not i), f"{million(row.cycles)} {row.kind}: {row.description}")
+          for i, row in enumerate(profile.costliest)),
     ]  # fmt: skip
     if profile.unknown:
         rows.append(("not counted", f"{profile.unknown} kernels without an estimate"))

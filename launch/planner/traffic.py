@@ -17,6 +17,13 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
           "u64": 8}  # fmt: skip
 
 
+# What a TPU sends to other slices: {1,2}x{0:3} are two slices of four chips.
+_SEND = re.compile(
+    r"= \((\w+)\[([\d,]*)\].* send\(.*_xla_megascale_target=\"\{([\d,:]+)\}x"
+    r".*_xla_megascale_transfer_type=\"(\w+)\""
+)
+
+
 class Collective(NamedTuple):
     """Collective operation, such as an all-gather: its kind, size and groups of devices."""
 
@@ -28,7 +35,7 @@ class Collective(NamedTuple):
 
 
 def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> list[Collective]:
-    """Return the collectives of one pass that the sharding `layout` of the parameters causes.
+    """Return the collectives that the sharding `layout` of the parameters causes in one pass.
 
     `sizes` are the mesh sizes (replica, fsdp, tensor), and `itemsize` is the bytes per number in
     the dtype of the computation. Parameters that are sharded over fsdp are gathered in this dtype:
@@ -57,8 +64,13 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
     return [c for c in collectives if c.size and c.groups.shape[1] > 1]
 
 
-def of_hlo(text: str) -> list[Collective]:
-    """Return the collectives in a compiled program (HLO text); each counts once, even in a loop."""
+def of_hlo(text: str, per_slice: int = 0) -> list[Collective]:
+    """Return the collectives in a compiled program (HLO text); each counts once, even in a loop.
+
+    `per_slice` is the number of devices in a TPU slice. In a program for several slices, a
+    collective is followed by transfers between the slices, from each device to the devices at the
+    same place in the other slices. These transfers are returned as additional collectives.
+    """
     collectives = []
     pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
     for match in re.finditer(pattern, text):
@@ -73,6 +85,13 @@ def of_hlo(text: str) -> list[Collective]:
             # The result of a reduce-scatter is a part of the reduced array.
             full_size = size * (members if kind == "reduce-scatter" else 1)
             collectives.append(Collective(kind, full_size, groups))
+    for dtype, dims, slices, transfer in _SEND.findall(text):
+        size, members = _BYTES.get(dtype, 4) * math.prod(_numbers(dims)), len(_range(slices))
+        groups = np.arange(members * per_slice).reshape(members, per_slice).T
+        kind = transfer.lower().replace("_", "-")
+        collectives.append(
+            Collective(kind, size * (members if kind == "all-gather" else 1), groups)
+        )
     return collectives
 
 
@@ -88,15 +107,19 @@ def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
 def seconds(collectives: Sequence[Collective], target: Target) -> float:
     """Predict the seconds of the collectives, run one after the other, without latency.
 
-    Within a node or slice, each of n devices sends size * (n - 1) / n over its links. Between m
-    nodes or slices, each one receives size * (m - 1) / m over the network cards of its members. An
-    all-reduce sends twice as much. Both transfers happen at the same time, so the slower counts.
+    In a group of n devices, each device sends size * (n - 1) / n over the links within its node or
+    slice. If the group spans m nodes or slices, each of these receives size * (m - 1) / m over the
+    network cards of the group's devices in it. An all-reduce sends twice as much. Links and network
+    are used at the same time, so the slower transfer counts.
     """
     return sum(max(_times(c, target)) for c in collectives)
 
 
 def seconds_by_link(collectives: Sequence[Collective], target: Target) -> dict[str, float]:
-    """Return the seconds that collectives use the links within a node or slice, and the network."""
+    """Return for how many seconds the collectives use direct links and the network.
+
+    The keys are "link" (the links within a node or slice) and "network".
+    """
     times = [_times(c, target) for c in collectives]
     return {"link": sum(t[0] for t in times), "network": sum(t[1] for t in times)}
 
@@ -150,6 +173,12 @@ def _groups(text: str) -> Groups:
 
 def _iota(grid: list[int], order: list[int]) -> Int[np.ndarray, "..."]:
     return np.arange(math.prod(grid)).reshape(grid).transpose(order or None)
+
+
+def _range(text: str) -> list[int]:
+    """Parse numbers and inclusive ranges, such as "1,2" or "0:3"."""
+    ends = [[int(end) for end in part.split(":")] for part in text.split(",")]
+    return [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
 
 
 def _numbers(text: str) -> list[int]:

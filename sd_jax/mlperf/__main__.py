@@ -32,10 +32,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir, created if missing
 _MODE = flags.DEFINE_enum(
     "mode", run.INLINE, run.MODES,
     "inline: train and evaluate in turn. train: only train, to the end, and keep the checkpoints. "
-    "evaluate: score these checkpoints until one meets the targets; the clock excludes this.",
+    "evaluate: score these checkpoints until one meets the targets; this time does not count.",
 )  # fmt: skip
 _SEED = flags.DEFINE_integer(
-    "seed", None, "Overrides the config's seed. Default: drawn from the system for a new run."
+    "seed", None, "Overrides the config's seed. Default: a random seed for each new run."
 )
 _EVAL_BATCH = flags.DEFINE_integer(
     "eval_batch", 8, "Images per device and batch in an evaluation.", lower_bound=1

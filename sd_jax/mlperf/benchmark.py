@@ -49,7 +49,7 @@ class Evaluate(NamedTuple):
     score: Callable[[Params, int], Scores]
     """Maps the UNet's parameters and their training step to {"FID": ..., "CLIP": ...}."""
     warm_up: Callable[[Params], None]
-    """Compiles the programs and runs them on one batch. The results are discarded."""
+    """Compiles the evaluation, and runs it on one batch. The results are discarded."""
 
 
 class Judge(NamedTuple):
@@ -111,7 +111,8 @@ def make_evaluate(
         encoder: The text encoder of the model.
         judge: The captions, the scoring networks and the reference statistics.
         mesh: The devices.
-        workdir: The folder to save features in after each batch; a restart loses at most one batch.
+        workdir: The workdir of the run. Features are saved in a subfolder after each batch, so that
+            a restart loses at most one batch.
         batch_size: Images drawn at once on all devices, a multiple of the number of devices.
 
     Raises:
@@ -122,7 +123,7 @@ def make_evaluate(
     draw = _drawer(task, mesh, s.run.seed, s.evaluation.guidance[0])
     networks = {"inception": judge.inception, "image": judge.clip.image, "text": judge.clip.text}
     programs = {name: extractors.program(network, mesh) for name, network in networks.items()}
-    where = sharding.batch_sharding(mesh)
+    split = sharding.batch_sharding(mesh)
     folder = workdir / runs.EVALUATION / "mlperf"
     loop.claim(folder, {"mlperf": _card(s, judge)})
 
@@ -134,12 +135,13 @@ def make_evaluate(
         def compute(rows):
             beat()
             numbers = loop.filled(rows, batch_size)
-            place = lambda array: sharding.place(array, where)
+            place = lambda array: sharding.place(array, split)
             batch = {name: place(array[numbers]) for name, array in texts.items()}
             places = place(numbers.astype(np.uint32))
-            pixels, cut, fine = draw(params, frozen, batch, places, np.uint32(step))
-            inputs = {"inception": pixels, "image": cut, "text": place(ids[numbers])}
-            arrays = {k: run(placed[k], inputs[k]) for k, run in programs.items()} | {"fine": fine}
+            pixels, truncated, finite = draw(params, frozen, batch, places, np.uint32(step))
+            inputs = {"inception": pixels, "image": truncated, "text": place(ids[numbers])}
+            arrays = {k: run(placed[k], inputs[k]) for k, run in programs.items()}
+            arrays["fine"] = finite
             arrays = {name: np.asarray(array)[: len(rows)] for name, array in arrays.items()}
             cosines = clip_score.cosines(arrays["image"], arrays["text"])[:, 0]
             return {"inception": arrays["inception"], "clip": cosines, "fine": arrays["fine"]}
@@ -179,7 +181,7 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     Its results are the pixels as floats in [0, 255], the pixels rounded down, and for each image
     whether all its values are finite.
     """
-    where = sharding.batch_sharding(mesh)
+    split = sharding.batch_sharding(mesh)
 
     def draw(params, frozen, texts, places, step):
         noise = jax.random.fold_in(jax.random.key(seed), step)
@@ -190,13 +192,18 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
         return pixels, jnp.floor(pixels), jnp.isfinite(images).all((1, 2, 3))
 
     draw = sharding.ambient(mesh, draw)
-    return jax.jit(draw, out_shardings=(where, where, sharding.replicated(mesh)))
+    return jax.jit(draw, out_shardings=(split, split, sharding.replicated(mesh)))
 
 
 def _scores(judge: Judge, features: loop.Features, step: int) -> Scores:
     if broken := int((~features["fine"]).sum()):
         total = len(judge.captions)
-        logging.error("%d of %d images of step %d are not finite: no score", broken, total, step)
+        logging.error(
+            "%d of %d images of step %d are not finite: this step gets no scores",
+            broken,
+            total,
+            step,
+        )
         return {"FID": math.nan, "CLIP": math.nan}
     # MLPerf's rules define FID by full covariances, here in float64, even for few images.
     fid = METRICS["fid"].score(gaussian(features["inception"]), judge.real)

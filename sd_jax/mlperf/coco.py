@@ -22,11 +22,11 @@ _COLUMNS = ("image_id", "id", "caption")
 
 
 class Caption(NamedTuple):
-    """A caption of COCO, with COCO's ids of the caption and of the image that it describes."""
+    """A caption of COCO, with its id and the id of the image that it describes."""
 
     image_id: int
     id: int
-    """The number of the caption."""
+    """COCO's id of the caption."""
     caption: str
 
 
@@ -82,7 +82,7 @@ def read_tsv(path: pathlib.Path) -> list[Caption]:
         ValueError: If a column is missing or a row is malformed; the message names it.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no file of captions at {path}")
+        raise FileNotFoundError(f"there is no table of captions {path}: name a .tsv file")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

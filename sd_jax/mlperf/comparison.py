@@ -83,11 +83,14 @@ def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
     lines = [f"{len(runs)} runs, mean without the fastest and the slowest {verdict.mean:,.0f}"]
     if reference := verdict.reference:
         mean, lowest, origin = reference
-        lines.append(f"reference {origin}: mean {mean:,.0f}; runs pass from {lowest:,.0f} on")
+        lines.append(
+            f"reference {origin}: mean {mean:,.0f}; a mean of {lowest:,.0f} or more passes"
+        )
     lines.append(f"{'PASS' if verdict.passed else 'FAIL'}: {verdict.reason}")
     if verdict.passed and verdict.scale > 1:
         lines.append(
-            f"scores are multiplied by {verdict.scale:.4f}, as the runs are faster than the mean"
+            f"scores are multiplied by {verdict.scale:.4f}, because the runs are faster than the "
+            "mean of the reference"
         )
     if len(runs) < rules.RUNS:
         lines.append(f"a submission needs {rules.RUNS} runs: this verdict is a forecast")

@@ -24,10 +24,11 @@ class Result(NamedTuple):
     """Outcome of a benchmark run, finished or not, read from its log."""
 
     name: str
-    """The workdir of the run, or the path of a log that is not called result.txt."""
+    """A name for the run: the folder of its log if the log is called result.txt, otherwise the
+    path of the log."""
     batch_size: int
     status: str
-    """The status "running" until the log has a run_stop event, then "success" or "aborted"."""
+    """The value is "running" until the log has a run_stop event, then "success" or "aborted"."""
     evaluations: dict[int, dict[str, float]]
     """The scores {"FID": ..., "CLIP": ...} keyed by the number of training images, in ascending
     order. A score may still be missing."""
@@ -44,7 +45,7 @@ class Reference(NamedTuple):
     lowest: float
     """The lowest mean with which runs pass: it is not significantly below `mean`."""
     origin: str
-    """A description of the published batch sizes from which the values were derived."""
+    """Text that names the published batch sizes from which the values were derived."""
 
 
 class Verdict(NamedTuple):
@@ -108,7 +109,8 @@ def read(path: str | os.PathLike[str]) -> Result:
 def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
     """Test by MLPerf's rules whether runs converged no faster than the reference runs.
 
-    The test fails if more than one run did not converge.
+    The test fails if more than one run did not converge, or if there is no reference for the batch
+    size.
 
     Args:
         batch_size: The global batch size of the runs; see `reference_at`.
@@ -171,7 +173,7 @@ def read_curves() -> dict[int, Curve]:
 
 
 def nearest_curve(batch_size: int) -> tuple[int, Curve]:
-    """Return the nearest batch size of MLPerf's reference runs (by ratio), and their scores."""
+    """Return the nearest batch size (by ratio) of reference runs, and the scores of these runs."""
     curves = read_curves()
     size = min(curves, key=lambda size: abs(math.log(size / batch_size)))
     return size, curves[size]

@@ -34,7 +34,7 @@ SETS: Mapping[str, Mapping[str, str]] = {
         )
     },
 }
-"""The sets of files. For each, the files that it must contain, with their official hashes."""
+"""The sets of files, keyed by name. Each maps files that it must contain to official hashes."""
 VERIFIED = ".verified.json"
 """Name of the file that records a set's verified files, as {path: [hash, size in bytes]}."""
 _FLAGS = (
@@ -66,7 +66,7 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
     """
     stem = f"{source.rstrip('/')}/stable-diffusion-{name}"
     with tempfile.TemporaryDirectory() as folder:
-        scheme = source.partition("://")[0]  # The user chose it.
+        scheme = source.partition("://")[0]  # Allowed, because the user chose it.
         urls = fetch.expand([f"{stem}.uri", f"{stem}.md5"], [*fetch.SCHEMES, scheme])
         uri, md5 = (p.read_text(errors="replace") for p in fetch.fetch(urls, pathlib.Path(folder)))
     hashes = {}
@@ -130,7 +130,8 @@ def download(
             fetch.check(path, hashes[key])
         except ValueError as error:
             raise ValueError(
-                f"{error}: the file is incomplete or another file; remove it and try again"
+                f"{path} has the wrong hash, so it is incomplete or a different file: remove it "
+                "and run the command again"
             ) from error
         verified(path)
     for parent, paths in _by_folder(missing(folder, hashes)):

@@ -13,8 +13,8 @@ COLUMNS = ("SAMPLE_ID", "URL", "TEXT", "HEIGHT", "WIDTH", "LICENSE", "NSFW", "si
 """The columns to keep. The download tool img2dataset reads URL and TEXT, and writes the others to
 each image's .json file."""
 NONE = "?"
-"""The value of LICENSE in rows without a licence, which are dropped."""
-_BATCH = 65_536  # Rows to read at once, and the least rows of a row group in the new file.
+"""The value of LICENSE in rows without a licence. These rows are dropped."""
+_BATCH = 65_536  # Rows to read at once, and the minimum number of rows to write as a row group.
 
 
 def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, int]:

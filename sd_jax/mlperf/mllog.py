@@ -96,8 +96,8 @@ def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
     scores: dict[int, dict[str, float]] = {}
     for event in events:
         if event.key == "eval_accuracy":
-            at = scores.setdefault(int(event.metadata["samples_count"]), {})
-            at[event.metadata["metric"]] = float(event.value)
+            at_images = scores.setdefault(int(event.metadata["samples_count"]), {})
+            at_images[event.metadata["metric"]] = float(event.value)
     return dict(sorted(scores.items()))
 
 

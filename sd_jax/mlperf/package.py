@@ -23,7 +23,7 @@ STATUS = {
     "cloud": "Available cloud",
     "research": "Research, Development, or Internal (RDI)",
 }
-"""The availability of a system: its name in the system's description, keyed by that in the log."""
+"""The wording of a system's availability in its description, keyed by the value in the log."""
 FIELDS = (
     "submitter", "division", "status", "system_name", "number_of_nodes",
     "host_processors_per_node", "host_processor_model_name", "host_processor_core_count",
@@ -49,7 +49,8 @@ def write(
     Args:
         out: The parent of the submitter's folder, which is named after the submitter.
         results: The paths of the logs of the runs.
-        system: Fields of the system's description; they override those from log and manifest.
+        system: Fields of the system's description. They override those that are read from the first
+            log and the manifest in its folder.
 
     Returns:
         The submitter's folder, and the fields of the system's description that are still empty.
@@ -77,7 +78,7 @@ def write(
 
 
 def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
-    """Return the header fields of a submission, such as its submitter, which all logs must share.
+    """Return the header fields that all logs of a submission must share, such as the submitter.
 
     Raises:
         ValueError: If there are not exactly ten logs with different seeds, or a value is missing,
@@ -107,7 +108,7 @@ def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
 
 
 def values(events: Sequence[Event], key: str) -> list[Any]:
-    """Return the values of all events of a log that have a certain key, in the order of the log."""
+    """Return the value of each event with the key `key`, in the order of the log."""
     return [event.value for event in events if event.key == key]
 
 

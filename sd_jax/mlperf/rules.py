@@ -39,9 +39,9 @@ def check(s: Settings) -> None:
     """
     if s.evaluation.every < 1 or len(s.evaluation.guidance) != 1:
         raise ValueError(
-            f"evaluation.every is {s.evaluation.every} and evaluation.guidance "
-            f"{s.evaluation.guidance}: the benchmark evaluates every {EVERY} images, at one "
-            "guidance scale"
+            f"evaluation.every is {s.evaluation.every} and evaluation.guidance is "
+            f"{s.evaluation.guidance}: set every to a number of images, such as {EVERY}, and "
+            "guidance to one scale"
         )
     if s.run.steps < steps_between(s):
         raise ValueError(

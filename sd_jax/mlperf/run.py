@@ -54,7 +54,7 @@ class Submission(NamedTuple):
 
 
 class OpenRun(NamedTuple):
-    """A benchmark run with checked settings and open networks and log, but without its data."""
+    """A benchmark run: its checked settings, opened networks and log. Its data are not open yet."""
 
     s: Settings
     config: Mapping[str, Any]
@@ -81,7 +81,7 @@ class OpenRun(NamedTuple):
         return self.s.run.steps // self.interval * self.interval
 
     def samples(self, step: int) -> int:
-        """Return the number of images that the model was trained on by a step."""
+        """Return the number of training images up to a step."""
         return step * self.s.run.batch_size
 
     def at(self, step: int) -> dict[str, Any]:
@@ -155,7 +155,9 @@ def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
         raise ValueError(f"{run.workdir} holds no checkpoint: run with --mode=train first")
     judge = benchmark.open_judge(run.s.evaluation)
     if not judge.inception.official:
-        logging.warning("not allowed in the closed division: inception is not the public file")
+        logging.warning(
+            "not allowed in the closed division: evaluation.inception is not the public file"
+        )
     size = images_per_device * run.mesh.size
     return benchmark.make_evaluate(run.s, run.task, run.encoder, judge, run.mesh, run.workdir, size)
 
@@ -175,7 +177,7 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
         if evaluate:
             return _rounds(run, evaluate, lambda step: _train(run, batches, program, step))
         _train(run, batches, program, run.last)
-    logging.info("trained: --mode=evaluate scores the checkpoints")
+    logging.info("training has ended: score the checkpoints with --mode=evaluate")
     return mllog.RUNNING
 
 

@@ -15,10 +15,10 @@ _CURVES = ("samples", "global batch size", "runs", *(f"mean {name}" for name in 
 
 
 def markdown(runs: Sequence[Result]) -> str:
-    """Return two Markdown tables of benchmark runs, with rows by batch size.
+    """Return two Markdown tables of benchmark runs, with rows for each batch size.
 
-    The first shows how many images the runs trained on before they met the targets, the second the
-    mean scores at each evaluation.
+    The first table shows how many images the runs trained on before they met the targets. The
+    second shows the mean scores at each evaluation.
     """
     by_size = collections.defaultdict(list)
     for run in sorted(runs, key=lambda run: run.batch_size):

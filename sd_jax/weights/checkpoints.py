@@ -50,14 +50,15 @@ class Checkpoint(NamedTuple):
     unet: UNetPart | None
     vae: VAEPart | None
     report: list[str]
-    """One line for the user per part: its number of arrays, their naming, its parameter count."""
+    """Lines to print that describe the parts. For files and diffusers directories, there is a line
+    for each part, with its numbers of arrays and parameters."""
     text: TextPart | None = None
     predicts: str | None = None
     """The UNet's prediction, "eps" or "v"; None if the checkpoint does not state it."""
     latent_size: int = 64
     """Side of the latents that the model was trained on, in latent pixels."""
     scale: float = SCALE
-    """Factor from a sample of the VAE's posterior to the UNet's input."""
+    """Factor that scales a sample of the VAE's posterior to the UNet's latents."""
     scheduler: Mapping[str, Any] | None = None
     """Content of a diffusers directory's scheduler_config.json; None without such a file."""
 
@@ -82,8 +83,10 @@ def load(
         heads: For files, (num_heads, head_dim), used if neither `config` nor the file has them.
         parts: The parts to read: "unet", "vae" and "text".
 
-    Raises FileNotFoundError if `path` does not exist. Raises ValueError if it holds no supported
-    model; if arrays are missing or unknown, the message lists their names.
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: `path` holds no supported model. If arrays are missing or unknown, the message
+            lists their names.
     """
     path = files.local(path)
     if ema not in ("ema", "raw"):
@@ -114,14 +117,15 @@ def save_diffusers(
     Args:
         checkpoint: The parts to write.
         folder: The directory, which must be empty or not exist.
-        predicts: The UNet's prediction, "eps" or "v"; by default the value in
-            the checkpoint, else "eps".
+        predicts: The UNet's prediction, "eps" or "v"; by default the value in the checkpoint,
+            else "eps".
         tokenizer: Diffusers directory whose tokenizer is copied, if it has one. Without a
             tokenizer, the caller of from_pretrained has to pass one.
         scheduler: Diffusers directory whose scheduler is copied, if it has one. Otherwise the
             scheduler is DDIM.
 
-    Raises ValueError if `folder` is not empty, or diffusers has no such network.
+    Raises:
+        ValueError: `folder` is not empty, or diffusers has no such network.
     """
     folder = files.path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -257,14 +261,14 @@ def _vae(network: VAE, state: StateDict) -> VAEPart:
 def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] | None) -> UNet:
     """Infer the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
     if names.unet_dialect(arrays) == "diffusers":
-        raise ValueError("a UNet with diffusers' names must be read from its directory, which has "
-                         "its config.json")  # fmt: skip
+        raise ValueError("the UNet has diffusers' names, so its config.json is needed: name the "
+                         "directory that holds both, not the file")  # fmt: skip
     unet = formats.unet_from_weights(arrays, norm_groups or 32, heads)
     if heads is None and not formats.is_published(unet):
         raise ValueError(
             f"the UNet has width {unet.width} and {len(unet.channel_mult)} levels, and the number "
             "of attention heads is known only for the sizes of Stable Diffusion 1.x and 2.x: give "
-            "LDM's yaml of the model, --config=v1-inference.yaml"
+            "the model's LDM config, such as --config=v1-inference.yaml"
         )
     return unet
 
@@ -275,8 +279,8 @@ def _check_pipeline(index: pathlib.Path) -> None:
     part_names = [name for name, value in parts.items() if isinstance(value, list) and value[0]]
     if unknown := [name for name in part_names if name not in _PIPELINE]:
         raise ValueError(
-            f"the model is a {parts.get('_class_name')} with {unknown[0]}, but only Stable "
-            "Diffusion 1.x and 2.x are supported, whose parts are unet, vae and text_encoder"
+            f"the model is a {parts.get('_class_name')} with the part {unknown[0]}: only Stable "
+            "Diffusion 1.x and 2.x are supported, with the parts unet, vae and text_encoder"
         )
 
 

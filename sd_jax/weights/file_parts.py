@@ -1,7 +1,7 @@
 """Split the arrays of a Stable Diffusion checkpoint file into UNet, VAE and text encoder.
 
-Such a file may also hold averages of the UNet's weights, and buffers, such as those of the noise
-schedule, that are no parameters.
+Such a file may also hold averages of the UNet's weights, and buffers that are not
+parameters, such as those of the noise schedule.
 """
 
 import re
@@ -18,7 +18,7 @@ PREFIXES = {
 }
 """Prefixes of the array names of each part: NeMo's, LDM's, and that of files with only a UNet."""
 _EMA = "model_ema."
-# Arrays that are no parameters: the noise schedule, the loss, and the counters of the averages.
+# Arrays that are not parameters: the noise schedule, the loss, and the counters of the averages.
 _NO_WEIGHTS = re.compile(
     r"(model\.)?(betas|\w*alphas_cumprod(_prev)?|posterior_\w+|lvlb_weights|logvar|scale_factor)"
     r"|model_ema\.(decay|num_updates)|loss\..*"
@@ -28,9 +28,10 @@ _NO_WEIGHTS = re.compile(
 def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]]:
     """Return the arrays of a checkpoint file for each of its parts "unet", "vae" and "text".
 
-    Prefixes of names and buffers that are no parameters are removed. If no name has a prefix, all
-    arrays belong to one network. With ema="ema", the UNet's averages replace its raw weights if
-    the file has both. Raises ValueError, which lists the names, if arrays belong to no part.
+    Prefixes are removed from the names. Buffers that are not parameters are omitted. If no name has
+    a prefix, all arrays belong to one network. With ema="ema", the UNet's averages replace its raw
+    weights if the file has both. Raises ValueError if arrays belong to no part; the message lists
+    their names.
     """
     parts: dict[str, dict[str, np.ndarray]] = {}
     averages, strays = {}, {}
@@ -49,7 +50,10 @@ def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]
         is_vae = any(name.startswith(("encoder.", "decoder.")) for name in strays)
         return {"vae" if is_vae else "unet": strays}
     if strays:
-        raise ValueError(f"{len(strays)} keys belong to no part: {torch_weights.some(strays)}")
+        raise ValueError(
+            f"{len(strays)} arrays belong to no part (UNet, VAE, text encoder): "
+            f"{torch_weights.some(strays)}"
+        )
     if averages and ema == "ema":
         parts["unet"] = _averaged(parts.get("unet", {}), averages)
     return parts

@@ -23,7 +23,7 @@ Config = Mapping[str, Any]
 class _Family(NamedTuple):
     """A config format for one kind of network, such as a diffusers UNet."""
 
-    what: str
+    name: str
     """Name of the format in messages, such as "LDM UNet"."""
     needed: Sequence[str]
     """Fields that a config must contain, because they have no default."""
@@ -316,7 +316,7 @@ def _read(config: Config, family: _Family) -> dict[str, Any]:
     missing = [name for name in family.needed if name not in config]
     if missing:
         keys = ", ".join(map(str, config)) or "nothing"
-        raise ValueError(f"the {family.what}'s config lacks {', '.join(missing)}: it holds {keys}")
+        raise ValueError(f"the {family.name}'s config lacks {', '.join(missing)}: it holds {keys}")
     check_only(config, family.only)
     values = {ours: config.get(*theirs) for ours, theirs in family.fields.items()}
     depth = values.get("transformer_depth", 1)

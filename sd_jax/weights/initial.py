@@ -35,9 +35,10 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     """Return a UNet's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    `path` may also be WORKDIR@STEP, for the checkpoint of that step. If a file does not contain its
-    numbers of heads and groups, they are taken from `unet`. Raises FileNotFoundError if `path` does
-    not exist. Raises ValueError if it holds no UNet, or a UNet with other fields or text width.
+    `path` may also be WORKDIR@STEP, for the checkpoint of that step. If a file does not state the
+    numbers of attention heads and norm groups, they are taken from `unet`. Raises FileNotFoundError
+    if `path` does not exist. Raises ValueError if it holds no UNet, or a UNet whose fields or text
+    width differ.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):
@@ -64,8 +65,8 @@ def of_run(
     """Return the params of the UNet that a run trained, with LoRA factors merged into them.
 
     `which` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
-    largest decay. `step` is the step of a checkpoint; None: the newest. `base` is the path of the
-    weights that a LoRA run adapts; None: the path in its config.
+    largest decay. `step` is the step of a checkpoint, or None for the newest. `base` is the path of
+    the weights that a LoRA run adapts, or None for the path in its config.
     """
     run = read_settings(runs.load(workdir, "sd_jax"))
     finetune.check_wanted(base, run.lora)
@@ -84,7 +85,7 @@ def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
 
 def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:
     if part is None:
-        raise ValueError(f"{path} holds no {kind}")
+        raise ValueError(f"{path} holds no {kind}: name a checkpoint or a directory that has one")
     fields = [field for field in network.__dataclass_fields__ if field not in _EXECUTION]
     differences = [
         f"{field} is {in_file!r} in the file, but {in_config!r} in the config"

@@ -44,8 +44,8 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
     """Return the LDM config of the checkpoint file `path`, or {} if there is none.
 
     `config` is the path of a yaml or JSON file. If it is None, the config inside the checkpoint
-    file is read. Raises FileNotFoundError if `config` does not exist, and ValueError if it is no
-    LDM config.
+    file is read. Raises FileNotFoundError if `config` does not exist, and ValueError if it is not
+    an LDM config.
     """
     if config is None and path.suffix == ".nemo":
         return torch_files.read_nemo_config(path)
@@ -56,7 +56,9 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
 
     config = files.local(config)
     if not config.is_file():
-        raise FileNotFoundError(f"there is no file {config}: --config is LDM's yaml of the model")
+        raise FileNotFoundError(
+            f"there is no file {config}: --config needs the model's LDM config, a yaml file"
+        )
     try:
         content = yaml.safe_load(config.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

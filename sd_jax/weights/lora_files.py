@@ -33,7 +33,7 @@ FILE = "pytorch_lora_weights.safetensors"
 """Name of the LoRA file in a diffusers folder."""
 _FILES = (FILE, "adapter_model.safetensors", "adapter_model.bin")  # The others are peft's.
 _METADATA = "lora_adapter_metadata"
-_PEFT = "base_model.model."  # Begins the names that peft itself writes.
+_PEFT = "base_model.model."  # Prefix of the names that peft itself writes.
 _CONFIG = "adapter_config.json"
 _PARTS = (
     (r"(?:base_model\.model\.)?unet\.|lora_unet_|base_model\.model\.(?!text)", "unet"),
@@ -48,7 +48,10 @@ _FACTORS = (
 
 
 class Layer(NamedTuple):
-    """The change scale * up @ down of a layer's weight [out, in, ...], in torch's order of axes."""
+    """The change of one layer: scale * up @ down is added to its weight [out, in, ...].
+
+    The axes of all arrays are in torch's order.
+    """
 
     down: np.ndarray
     up: np.ndarray
@@ -80,7 +83,7 @@ def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
 def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     """Read the changes in a LoRA file, keyed by part ("unet" or "text") and by the layer's name.
 
-    Underscores replace the dots in names. Raises ValueError if the file is not a LoRA with two
+    In the names, underscores replace dots. Raises ValueError if the file is not a LoRA with two
     factors per layer.
     """
     parts: dict[str, dict[str, dict[str, Any]]] = {}
@@ -96,11 +99,14 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     all_layers = [arrays for layers in parts.values() for arrays in layers.values()]
     halves = [arrays["name"] for arrays in all_layers if not {"down", "up"} <= arrays.keys()]
     if strays or halves or not parts:
-        examples = torch_weights.some(strays or halves)
+        misfits = (
+            f"{len(strays)} of {len(state)} arrays have unknown names, such as "
+            if strays
+            else f"{len(halves)} of {len(all_layers)} layers have only one factor, such as "
+        ) + torch_weights.some(strays or halves)
         raise ValueError(
-            f"{path} is not a LoRA with two factors per layer: {len(strays or halves)} of "
-            f"{len(state)} names do not fit, {examples}. LoHa, LoKr and DoRA are not supported: "
-            "merge them with another program"
+            f"{path} is not a LoRA with two factors per layer: {misfits}. LoHa, LoKr and DoRA are "
+            "not supported: merge them with another program"
         )
     return {
         part: {key: _layer(arrays, metadata.get(part, {})) for key, arrays in layers.items()}
@@ -165,7 +171,7 @@ def _parse(text: str) -> tuple[pathlib.Path, float]:
 def _place(name: str) -> tuple[str, str, str] | None:
     """Split an array's name into part, layer and kind ("down", "up" or "alpha").
 
-    Return None for a name that no LoRA has.
+    Return None if the name is not one of a LoRA file.
     """
     # Before peft, diffusers stored the factors in attention processors.
     name = re.sub(r"\.processor\.to_(\w)_lora\.", r".to_\1.lora.", name)
@@ -197,12 +203,15 @@ def _is_of_peft(state: Mapping[str, Any]) -> bool:
 
 
 def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Return peft's config, the file beside the weights that holds alpha, for each part."""
+    """Return the content of adapter_config.json, peft's file beside the weights, for each part.
+
+    It holds alpha. Raises ValueError if there is no such file.
+    """
     file = path.parent / _CONFIG
     if not file.is_file():
         raise ValueError(
-            f"{path} has peft's names, {_PEFT}..., but {file} is missing, which holds alpha: copy "
-            "peft's file next to the weights"
+            f"{path} has peft's names, {_PEFT}..., but {file}, which holds alpha, is missing: "
+            "copy peft's file next to the weights"
         )
     config = untrusted.parse_json(file.read_text())
     return dict.fromkeys(("unet", "text"), config)
@@ -224,9 +233,9 @@ def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
 
 
 def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
-    """Return the table entries of each part, keyed by layer names with underscores for dots.
+    """Return the entries of each part's table of weights, keyed by layer names.
 
-    The UNet's layers have keys for LDM's and diffusers' names.
+    In the names, underscores replace dots. A UNet layer has two keys: LDM's name and diffusers'.
     """
     tables: dict[str, dict[str, Entry]] = {}
     if opened.unet:
@@ -259,8 +268,8 @@ def _merged(
     unknown = [layer.name for key, layer in layers.items() if key not in table]
     if unknown:
         raise ValueError(
-            f"{path} belongs to another model: this model lacks {len(unknown)} of its "
-            f"{len(layers)} layers, {torch_weights.some(unknown)}"
+            f"{path} belongs to another model: {len(unknown)} of its {len(layers)} layers do "
+            f"not exist in this model, such as {torch_weights.some(unknown)}"
         )
     changes = {table[key].path: (table[key], layer) for key, layer in layers.items()}
 
@@ -286,8 +295,9 @@ def _product(entry: Entry, layer: Layer, weight: np.ndarray, path: pathlib.Path)
     product_shape = (up.shape[0], *down.shape[1:])
     if up.size != up.shape[0] * len(down) or squeezed(product_shape) != squeezed(shape):
         raise ValueError(
-            f"{path} belongs to another model: {layer.name} has factors {list(down.shape)} and "
-            f"{list(up.shape)}, but the model's weight is {list(shape)}"
+            f"{path} belongs to another model: {layer.name} has factors of shapes "
+            f"{list(down.shape)} and {list(up.shape)}, but the model's weight has the shape "
+            f"{list(shape)}"
         )
     product = up.reshape(len(up), -1) @ down.reshape(len(down), -1)
     return (np.float32(layer.scale) * product).reshape(shape)

@@ -1,7 +1,7 @@
 """Convert Stable Diffusion's parameters to and from the names of LDM, NeMo and diffusers.
 
 Each naming is called a dialect: "ldm", "nemo" or "diffusers". The checkpoints of CompVis, Stability
-and MLPerf have LDM's names, and so has NeMo's VAE. The prefixes that names have in complete
+and MLPerf have LDM's names, as does NeMo's VAE. The prefixes that names have in complete
 checkpoints are handled elsewhere (see file_parts.py).
 """
 
@@ -116,9 +116,9 @@ _VAE = {
 
 
 def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
-    """Return the names of all UNet parameters in checkpoints of "ldm", "nemo" or "diffusers".
+    """Return the name and layout of each UNet parameter in a dialect.
 
-    The leaves of `params` may be arrays or shapes.
+    `dialect` is "ldm", "nemo" or "diffusers". The leaves of `params` may be arrays or shapes.
     """
     projection = LINEAR if unet.linear_projections else CONV2D_1
     layouts = [(".*/skip", CONV2D_1), (".*_attn/(in|out)", projection)]
@@ -132,9 +132,9 @@ def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
 
 
 def vae_table(params: Any, vae: VAE, dialect: str) -> list[Entry]:
-    """Return the names of all VAE parameters in checkpoints of "ldm", "nemo" or "diffusers".
+    """Return the name and layout of each VAE parameter in a dialect.
 
-    The leaves of `params` may be arrays or shapes.
+    `dialect` is "ldm", "nemo" or "diffusers". The leaves of `params` may be arrays or shapes.
     """
     layouts = [(".*/(skip|quant|post_quant)", CONV2D_1)]
     if dialect == "diffusers":
@@ -158,7 +158,7 @@ def _reversed_up(path: str, levels: Sequence[int]) -> str:
 
 
 def unet_dialect(state: StateDict) -> str:
-    """Return whether a UNet's arrays have "ldm", "nemo" or "diffusers" names.
+    """Return the dialect of the names of a UNet's arrays: "ldm", "nemo" or "diffusers".
 
     Raises ValueError if they have other names.
     """
@@ -167,7 +167,7 @@ def unet_dialect(state: StateDict) -> str:
 
 
 def vae_dialect(state: StateDict) -> str:
-    """Return whether a VAE's arrays have "ldm" or "diffusers" names.
+    """Return the dialect of the names of a VAE's arrays: "ldm" or "diffusers".
 
     Raises ValueError if they have other names.
     """
@@ -178,7 +178,7 @@ def vae_dialect(state: StateDict) -> str:
 def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
     """Convert a UNet's state dict, with LDM's, NeMo's or diffusers' names, to params.
 
-    Raises ValueError, which lists the keys, if keys are missing or unknown.
+    Raises ValueError if keys are missing or unknown; the message lists them.
     """
     dialect, abstract = unet_dialect(state), abstract_unet(unet, text_width)
     return torch_weights.to_params(state, unet_table(abstract, unet, dialect), abstract)
@@ -187,7 +187,7 @@ def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
 def vae_from_torch(state: StateDict, vae: VAE) -> Any:
     """Convert a VAE's state dict, with LDM's or diffusers' names, to params.
 
-    Raises ValueError, which lists the keys, if keys are missing or unknown.
+    Raises ValueError if keys are missing or unknown; the message lists them.
     """
     dialect = vae_dialect(state)
     state = _with_current_names(state) if dialect == "diffusers" else state
@@ -254,11 +254,11 @@ def _with_current_names(state: StateDict) -> dict[str, np.ndarray]:
     return renamed
 
 
-def _dialect(state: StateDict, marks: Mapping[str, str], what: str) -> str:
+def _dialect(state: StateDict, marks: Mapping[str, str], kind: str) -> str:
     for dialect, mark in marks.items():
         if mark in state:
             return dialect
     raise ValueError(
-        f"these weights are not {what}: their {len(state)} arrays ({', '.join(sorted(state)[:3])}, "
+        f"these weights are not {kind}: their {len(state)} arrays ({', '.join(sorted(state)[:3])}, "
         f"...) include none of {', '.join(marks.values())}"
     )

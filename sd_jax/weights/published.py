@@ -120,7 +120,8 @@ def _whole(
 ) -> tuple[UNetPart, VAEPart, TextPart]:
     """Return UNet, VAE and text encoder with the LoRA files `lora` merged into them.
 
-    The VAE and the text encoder are read from the given paths, or else taken from `opened`.
+    The VAE and the text encoder are read from the paths `vae_weights` and `text_weights`, or else
+    taken from `opened`. Raises ValueError if a part is missing.
     """
     if vae_weights:
         network = opened.vae.network if opened.vae else VAE()  # All versions have the same network.
@@ -202,8 +203,8 @@ def _encoder(
         )
     if not tokenizer.is_dir():
         raise ValueError(
-            f"{path} has no tokenizer: give a folder with CLIP's (vocab.json and merges.txt) with "
-            "--tokenizer=FOLDER"
+            f"{path} has no tokenizer: give --tokenizer=FOLDER, a folder with CLIP's vocab.json "
+            "and merges.txt"
         )
     opened = clip.open_tokenizer(tokenizer, text.pads_with_0)
     return clip.of_tower(text.tower.clone(dtype=dtype), (), opened, text.tower.max_tokens)

@@ -1,7 +1,7 @@
 """Convert a scheduler_config.json of diffusers to sampler settings.
 
-So a model from a diffusers directory draws with the solver and the time grid of its own scheduler.
-Both become fields of settings.Sampler, and are therefore saved with each picture.
+A model from a diffusers directory then draws with the solver and the time grid of its own
+scheduler. Both become fields of settings.Sampler, and are therefore saved with each picture.
 """
 
 from collections.abc import Mapping
@@ -137,10 +137,10 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
 
 
 def _solver(config: Config, sampler: str, predicts: str) -> str:
-    """Return the sampler with the parameters that give it the scheduler's orders.
+    """Return the sampler's name, with parameters that set the orders of the scheduler's solver.
 
     In grids of fewer than 15 steps, the last steps of dpmpp_2m and deis are of lower order. Their
-    parameter `steps` overrides the number of steps in this comparison.
+    parameter `steps` replaces the number of steps that is compared with 15.
     """
     if sampler == "plms":
         return "plms_v" if predicts == "v" else "plms"
@@ -163,9 +163,9 @@ def _solver(config: Config, sampler: str, predicts: str) -> str:
 def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
     """Return the sampler on a Karras or exponential grid.
 
-    The grid ends at sigma_min and sigma_max of the config. If the config lacks these, k-diffusion's
-    solvers (`exploding`) use the largest and the smallest level of the grid with their timestep
-    spacing. Other solvers use the ends of the noise schedule.
+    The grid runs from sigma_max to sigma_min of the config. If the config lacks them, k-diffusion's
+    solvers (`exploding`) use the largest and the smallest level of the grid that is spaced by time.
+    Other solvers use the ends of the noise schedule.
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:

@@ -44,8 +44,8 @@ def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
     """Convert the arrays under LDM's prefix "cond_stage_model." to a text encoder.
 
     If `config` has no number of heads, heads have width 64, as in the models of OpenAI and
-    OpenCLIP. Raises LookupError if the arrays are not CLIP's. Raises LookupError also if the number
-    of heads is unknown, because no model of OpenAI or OpenCLIP has this width.
+    OpenCLIP. Raises LookupError if the arrays are not CLIP's, or if the number of heads is unknown
+    because no model of OpenAI or OpenCLIP has this width.
     """
     state = {re.sub(r"^transformer\.(?=text_model\.)", "", name): w for name, w in state.items()}
     of_open_clip = clip_weights.is_open_clip(state)

@@ -36,8 +36,8 @@ def load_model(
     Args:
         workdir: The workdir of the run.
         overrides: Values that replace values of the config, keyed by field.
-        weights: The saved weights to draw with.
-        guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
+        weights: The checkpoint and average to draw with.
+        guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
         strength: The share of the sampling steps that run if the model draws over a picture.
 
     Raises:

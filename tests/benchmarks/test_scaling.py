@@ -51,7 +51,7 @@ def test_a_device_has_the_same_share_of_the_batch_on_any_number(model):
 
 
 def test_what_does_not_divide_is_an_error_before_anything_compiles(model):
-    with pytest.raises(ValueError, match=r"batch_size 12 does not divide over all 8 devices:"):
+    with pytest.raises(ValueError, match=r"batch_size 12 cannot be split evenly over 8 devices:"):
         scaling.cases(model._replace(run=model.run._replace(batch_size=12)), [1], 1)
     fixed = model._replace(mesh=model.mesh._replace(fsdp=2))
     with pytest.raises(ValueError, match=r"uses 2 of 4 devices: set one size to -1"):

@@ -202,7 +202,7 @@ def test_a_header_of_safetensors_that_is_none_is_refused(bounded, tmp_path, read
 @pytest.mark.parametrize("size", [(100000, 100000), (2**31 - 1, 1), (20000, 20000)])
 def test_an_image_of_too_many_pixels_is_refused_by_its_header(bounded, tmp_path, size):
     (tmp_path / "a.png").write_bytes(giant_png(*size))
-    bounded(2, transforms.Unusable, transforms.square, giant_png(*size), 8)
+    bounded(2, transforms.Unusable, transforms.crop, giant_png(*size), (8, 8))
     if size[0] * size[1] > 2**31:
         said = bounded(2, ValueError, untrusted.open_image, tmp_path / "a.png")
         assert "decompression bomb" in said.lower()
@@ -213,7 +213,7 @@ def test_decoders_that_no_data_set_needs_are_switched_off(bounded, format):
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, format)
     assert Image.open(io.BytesIO(file.getvalue())).format
-    bounded(2, transforms.Unusable, transforms.square, file.getvalue(), 8)
+    bounded(2, transforms.Unusable, transforms.crop, file.getvalue(), (8, 8))
     bounded(2, OSError, untrusted.open_image, file.getvalue())
 
 

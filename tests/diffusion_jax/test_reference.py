@@ -59,7 +59,7 @@ def test_a_field_whose_names_are_in_a_table_elsewhere_has_them_in_its_meaning(gr
 def test_a_network_has_the_fields_and_meanings_of_the_class_that_it_extends():
     (image_size,) = (field for field in fields(MagnitudeUNet) if field.name == "image_size")
     assert image_size.values == "a whole number from 1 to 16384"
-    assert image_size.meaning.startswith("Side of the square training images in pixels.")
+    assert image_size.meaning.startswith("Side of the square training images, in pixels.")
 
 
 def test_help_lists_the_fields_of_the_commands_system_or_of_its_config():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import imagen_jax
 from configs import base64_500m, sr256_600m, sr1024_600m
 from imagen_jax import cascade
 from imagen_jax.cascade import Model, choose
@@ -109,7 +110,7 @@ def test_a_picture_is_drawn_over_through_both_stages(trained, enlarger, tmp_path
     assert error[8:].mean() < 25 and error[:8].mean() > 50, (error[8:].mean(), error[:8].mean())
 
 
-def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
+def test_a_later_stage_starts_from_pictures_on_disk(trained, drawn, enlarger, tmp_path):
     """Which are rounded to whole grey levels, so the result is close but not the same."""
     out, lines, images = drawn
     first = out / lines[0]["smaller"][0]
@@ -119,13 +120,23 @@ def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
     same, other = (np.abs(larger - image).mean() for image in images[:2])
     # How far the others are depends on the steps of the first stage, which are of a random number.
     assert same < 0.5 and other > 20 * same, (same, other)
+    both = imagen_jax.load(trained, enlarger)
+    assert both.enlarger == (1, 16) and imagen_jax.load(trained).enlarger is None
+    opened = Image.open(first)
+    drawing = both.draw(PROMPTS[0], low_res=opened, guidance=1.5, steps=3)
+    np.testing.assert_array_equal(drawing.images[0], larger)
 
 
 @pytest.mark.parametrize(
     ("stages", "arguments", "message"),
     [
         ("base base", (), "{base} is a base model, which enlarges nothing"),
-        ("larger larger", (), "{larger} draws 64 pixels and {larger} enlarges 16 to 64: name a"),
+        (
+            "larger larger",
+            (),
+            "{larger} draws images of 64 pixels, but {larger} enlarges images of "
+            "16 pixels to 64: add a ",
+        ),
         ("larger", (), "{larger} enlarges images of 16x16: name a model that draws them first"),
         ("larger", ("--low_res={large}",), "{larger} enlarges images of 16x16, not of 64x64"),
         ("larger", ("--low_res={small}", "--low_res={small}"), "2 pictures and 1 texts"),

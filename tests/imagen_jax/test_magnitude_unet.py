@@ -283,7 +283,10 @@ def test_a_dropped_text_has_finite_gradients():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(image_size=9), "unet.image_size 9 does not divide into patches of 1 and 1 halvings"),
+        (
+            dict(image_size=9),
+            "unet.image_size is 9: with patches of 1 and 2 levels it must",
+        ),
         (dict(attention_resolutions=(3,)), "holds 3, which a UNet of image_size 8 and 2 levels"),
         (dict(head_dim=3), "unet.head_dim 3 does not divide the width 16"),
         (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),

@@ -102,7 +102,7 @@ def test_a_store_must_hold_the_prompts_of_training(path):
     text = settings(store=path).text
     stored = lookup.open_encoder(text)
     assert lookup.open_prompts(text, stored, False, PROMPTS) is stored.tokenize
-    with pytest.raises(ValueError, match=r"1 captions are not in .*'what else': encode only"):
+    with pytest.raises(ValueError, match=r"1 captions are not in .*'what else': encode"):
         lookup.open_prompts(text, stored, False, ["what else"])
 
 
@@ -119,7 +119,7 @@ def test_the_prompts_that_are_scored_on_the_way_are_stored_too(weights, tmp_path
 
 def test_a_prompt_that_is_not_stored_names_the_command(path):
     encoder = lookup.open_encoder(settings(store=path).text)
-    with pytest.raises(ValueError, match=r"2 captions are not in .*'what else': encode only"):
+    with pytest.raises(ValueError, match=r"2 captions are not in .*'what else': encode"):
         encoder.tokenize([PROMPTS[0], "what else"])
 
 

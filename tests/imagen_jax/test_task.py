@@ -335,8 +335,8 @@ def test_fields_and_groups_that_nobody_reads_are_refused():
 @pytest.mark.parametrize(
     ("encoder", "suffix", "message"),
     [
-        ("hashed", "npy", "data.text is 'npy' and text.encoder is 'hashed', which cannot read it: "
-                          "set data.text to txt,"),
+        ("hashed", "npy", "data.text is 'npy', but text.encoder is 'hashed', which reads no "
+                          "embeddings: set data.text to txt,"),
         ("precomputed", "npy", "text.encoder is 'precomputed': name the encoder that computed the "
                                "embeddings, such as t5, and set data.text (such as npy) if they "
                                "are stored with the images, or text.store if they are"),
@@ -373,5 +373,5 @@ def test_the_data_say_whether_embeddings_lie_beside_the_images(data, embedded):
 
 
 def test_embeddings_come_from_one_place():
-    with pytest.raises(ValueError, match=r"text\.store is 'a' and data.text is 'npy', embed"):
+    with pytest.raises(ValueError, match=r"text\.store is 'a', but data.text is 'npy', so"):
         settings(text__encoder="t5", text__store="a", data__source="folder", data__text="npy")

@@ -310,13 +310,11 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         ),
         (
             dict(image_size=6, channel_mult=(1, 2, 3)),
-            "unet.image_size 6 does not divide into patches of 1 and 2 halvings: choose a multiple "
-            "of 4",
+            "unet.image_size is 6: with patches of 1 and 3 levels it must be a multiple of 4",
         ),
         (
             dict(image_size=9, patch=2),
-            "unet.image_size 9 does not divide into patches of 2 and 0 halvings: choose a multiple "
-            "of 2",
+            "unet.image_size is 9: with patches of 2 and 1 levels it must be a multiple of 2",
         ),
         (
             dict(image_size=16, channel_mult=(1, 2), attention_resolutions=(8, 4)),

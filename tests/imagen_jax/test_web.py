@@ -181,7 +181,11 @@ def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enla
         pages.opened(browser, address) as page,
     ):
         expect(page.locator("#checkpoint")).to_be_hidden()  # Each stage has its own.
-        draw(page, steps="2,3", guidance="3,1.5")
+        for name, values in {"steps": (2, 3), "guidance": (3, 1.5)}.items():
+            for stage, value in zip((trained, enlarger), values, strict=True):
+                field = page.get_by_label(f"{name} of {stage.name}", exact=True)
+                field.fill(str(value))
+        draw(page)
         larger = drawn(page)
         page.locator(".picture").first.click()
         expect(page.locator("dialog img")).to_have_count(2)
@@ -199,3 +203,31 @@ def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enla
     first, second, alone = (np.int16(Image.open(io.BytesIO(png))) for png in (*larger, alone))
     assert np.abs(alone - first).max() <= 1 < np.abs(first - second).max()  # In grey levels.
     assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]
+
+
+def test_edited_pictures_are_the_commands_bytes(browser, trained, enlarger, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    with (
+        pages.served("imagen_jax.web", f"{trained},{enlarger}", folder=tmp_path / "web") as address,
+        pages.opened(browser, address) as page,
+    ):
+        page.click("#edit summary")
+        page.set_input_files("#picture", tmp_path / "photo.png")
+        page.locator("#canvas").scroll_into_view_if_needed()
+        page.locator("#canvas").click()  # Paints a dot in the middle.
+        drawings = {}
+        for use, flags in (("over", "--mask=mask.png --strength=0.5"), ("enlarge", "--low_res=")):
+            page.select_option("#use", use)
+            if use == "over":
+                page.fill("#strength", "0.5")
+            draw(page, count=1)
+            (png,) = drawn(page)
+            page.locator(".picture").click()
+            expect(page.locator("dialog pre")).to_contain_text(flags)
+            assert pages.of_command(page, tmp_path / use) == {"seed_000000.png": png}
+            page.keyboard.press("Escape")
+            drawings[use] = np.asarray(Image.open(io.BytesIO(png)))
+    same = (drawings["over"] == pixels).all(-1)
+    assert same[:8].all() and not same[30:34, 30:34].any()  # Only the painted dot is redrawn.
+    assert drawings["enlarge"].shape == (64, 64, 3)

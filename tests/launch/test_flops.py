@@ -60,7 +60,7 @@ def test_a_gradient_costs_twice_its_forward_pass_also_with_strides():
     assert count(jax.grad(strided, (0, 1)), x, kernel) == 3 * forward
 
 
-def test_loops_count_as_often_as_they_run_and_branches_at_their_dearest():
+def test_loops_count_as_often_as_they_run_and_branches_at_their_costliest():
     def looped(x):
         return jax.lax.scan(lambda c, _: (c @ c, None), x, length=5)[0]
 

@@ -35,6 +35,21 @@ def test_collectives_are_read_from_compiled_programs(line, kind, size, groups):
     np.testing.assert_array_equal(found.groups, groups)
 
 
+@pytest.mark.parametrize(
+    ("transfer", "kind", "size"),
+    [("ALL_REDUCE", "all-reduce", 128), ("ALL_GATHER", "all-gather", 256)],
+)
+def test_what_a_slice_sends_to_others_is_read_from_its_program(transfer, kind, size):
+    line = (
+        "%s = (f32[4,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=8, is_host_transfer=true, "
+        'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{transfer}"}}'
+    )
+    (found,) = traffic.of_hlo(line, 4)
+    assert (found.kind, found.size) == (kind, size)
+    np.testing.assert_array_equal(found.groups, [[0, 4], [1, 5], [2, 6], [3, 7]])
+
+
 def test_groups_that_cannot_be_read_are_an_error_and_not_left_out():
     with pytest.raises(
         ValueError, match=r"cannot parse the groups of devices .*nobody.*: use --fast"
@@ -132,7 +147,7 @@ def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
     assert ended.code == 0, ended.err
     f = json.loads(ended.out.splitlines()[-1])
     assert f["fits"] and f["micro_batch"] == 128 and f["accumulate"] == 1
-    assert "blockwise attention models the kernel's memory" in f["notes"][-1]
+    assert "the plan replaces the attention kernel by blockwise" in f["notes"][-1]
     # The state of 8.4 GB would fit on each, but then each would update all of it.
     assert f["advice"][-1].startswith(
         "--config.mesh.replica=1 --config.mesh.fsdp=32 --config.optimizer.micro_batch=128"

@@ -52,7 +52,7 @@ def test_a_step_that_does_not_fit_into_what_is_booked_is_not_submitted(tmp_path)
     ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", large)
     assert ended.returncode == 2 and taken == ""
     (line,) = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
-    assert "error: the step does not fit: " in line and " GB of 80.0 a device" in line
+    assert "error: a training step needs about " in line and "a device has 80.0 GB: " in line
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
 @pytest.mark.parametrize(
     ("left_out", "file", "message"),
     [
-        ((), File(predicts="v"), "has no tokenizer: give a folder"),
+        ((), File(predicts="v"), "has no tokenizer: give --tokenizer=FOLDER"),
         (
             ("model.diffusion_model", "model_ema"),
             File(),

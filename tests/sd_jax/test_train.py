@@ -102,7 +102,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
             raise KeyboardInterrupt
         return encode(batch)
 
-    identity = train.made_by(s.latents, tiny.vae_params())
+    identity = train.made_by(s, tiny.vae_params())
     work = Work(SHARD, 8, Share(1, 2))  # Begins in the middle.
     with pytest.raises(KeyboardInterrupt):
         encode_moments.run(opened, killed, tmp_path, identity, work)
@@ -112,7 +112,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]
     assert precache.encode(s, tmp_path / "new", Work(SHARD, 1, dry_run=True)) == 0
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match=r"incomplete: repeat the command that started them"):
+    with pytest.raises(ValueError, match=r"incomplete: repeat the command that computes them"):
         moments.check_manifest(tmp_path, identity)
     assert precache.encode(s, tmp_path, Work(SHARD, 1)) == 3
     names = [path.name for path in sorted(stored.glob("*.tar"))]

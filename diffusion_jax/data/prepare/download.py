@@ -7,7 +7,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-_INSTALL = """img2dataset is not installed. It pins old packages: install it in its own environment:
+_INSTALL = """img2dataset is not installed. Install it in an environment of its own, because it
+requires old versions of other packages:
   python -m venv img2dataset-env && img2dataset-env/bin/pip install img2dataset
   PATH=$PWD/img2dataset-env/bin:$PATH python -m diffusion_jax.data.prepare download ..."""
 

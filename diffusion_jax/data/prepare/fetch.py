@@ -21,7 +21,8 @@ from diffusion_jax.machine import files, progress, remote
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 SCHEMES = ("http", "https", *remote.SCHEMES)
-"""Schemes of URLs that are fetched by default. file:// would copy any file of this machine."""
+"""Schemes of URLs that are fetched by default. file:// is not one of them, because it could copy
+any file of this machine."""
 _CHUNK = 2**20
 _ATTEMPTS = 4
 

@@ -35,13 +35,15 @@ _ARRAYS = {
 
 _ROW = np.dtype([("key", tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", "i8"),
                  ("suffix", "S32")])  # fmt: skip
-"""One row per embedding: a hash of the name without suffix, the tar, and the byte range."""
+"""One row per embedding: a hash of its name without suffix, its tar, byte range and suffix."""
 
 
 def merge(
     images: str, embeddings: str, out: pathlib.Path, key: str = "", engine: Engine = ALONE
 ) -> dict[str, int]:
-    """Write a merged tar into `out` for each tar of images; existing tars are skipped.
+    """Write a tar of images and embeddings into `out` for each tar of images.
+
+    Tars that exist in `out` are skipped.
 
     An embedding named TAR/KEY belongs to the record KEY of the tar TAR. An embedding named KEY,
     without a folder, belongs to the record KEY of any tar.
@@ -54,7 +56,8 @@ def merge(
         engine: Distributes the work.
 
     Returns:
-        The number of "merged" records, and of dropped records with "no_embedding".
+        Counts keyed by "merged" and "no_embedding" (records dropped because they have no
+        embedding). Skipped tars are not counted.
 
     Raises:
         ValueError: If no embedding belongs to any record.
@@ -84,8 +87,9 @@ def merge(
         files.remove_tree(places.folder)
     if counts["no_embedding"] and not counts["merged"]:
         raise ValueError(
-            f"no embedding in {embeddings} belongs to a record of {images}: the first embeddings "
-            f"are {', '.join(itertools.islice((stem for stem, *_ in _members(stored[0])), 3))}"
+            f"no embedding in {embeddings} has the name of a record of {images}: the first "
+            "embeddings are "
+            f"{', '.join(itertools.islice((stem for stem, *_ in _members(stored[0])), 3))}"
         )
     return dict(counts)
 

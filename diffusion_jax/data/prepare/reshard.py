@@ -1,6 +1,6 @@
 """Write the records of any data source as webdataset tars or ArrayRecord files of equal size.
 
-Shard i holds the usable records among i * N to (i + 1) * N - 1 of the source, so shards can be
+Of the source's records i * N to (i + 1) * N - 1, shard i holds the usable ones. So shards can be
 written in any order and by several processes, and a killed command can continue.
 """
 
@@ -66,7 +66,8 @@ def reshard(
         The number of "written" records, and of dropped records by reason.
 
     Raises:
-        ValueError: If `out` holds shards of another source, or an argument is out of range.
+        ValueError: If `out` holds shards of another source or with other settings, or an argument
+            is out of range.
     """
     if format not in _WRITERS:
         raise ValueError(f"format is {format!r}: choose from {', '.join(FORMATS)}")

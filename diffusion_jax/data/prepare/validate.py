@@ -56,17 +56,18 @@ def validate(
 ) -> dict[str, Any]:
     """Decode the records of a data set, and return a report of JSON values.
 
-    In the report, "usable" and "unusable" (by reason, with the first names) add up to "read". Sizes
-    are in pixels. "duplicates" counts image files that occurred in an earlier record, "words" holds
-    the most frequent words, and "different_texts" ignores capitals and punctuation.
+    In the report, "usable" and "unusable" (counts by reason) add up to "read", and "unusable_first"
+    names the first unusable records. Sizes are in pixels. "duplicates" counts image files that
+    occurred in an earlier record, "words" holds the most frequent words, and "different_texts"
+    ignores capitals and punctuation.
 
     Args:
         records: The data set.
         num: The number of records to draw at random; 0 for all.
         threads: The number of records to decode at once.
         seed: Seed of the random choice.
-        folder: An empty folder for intermediate counts, which all Beam workers can reach; None uses
-            a temporary folder. Only counts of distinct words and sizes stay in memory.
+        folder: An empty folder for intermediate files, which keep the use of memory small. All Beam
+            workers must be able to reach it. None uses a temporary folder.
         engine: Distributes the work.
     """
     with contextlib.ExitStack() as stack:
@@ -192,7 +193,7 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
         if isinstance(record.text, transforms.Unusable):
             continue
         try:
-            images.append(transforms.square(record.image, size=128))
+            images.append(transforms.crop(record.image, (128, 128)))
         except transforms.Unusable:
             continue
         text = record.text
@@ -213,7 +214,7 @@ def _look(record: Record) -> _Facts:
     if isinstance(text, transforms.Unusable):
         return _Facts(text.reason, record.name)
     try:
-        transforms.square(record.image, size=64)
+        transforms.crop(record.image, (64, 64))
     except transforms.Unusable as error:
         return _Facts(error.reason, record.name)
     with untrusted.open_image(record.image) as image:

@@ -4,8 +4,8 @@ A source is a module with a function open_source(data, shapes). It returns eithe
 images, which this module decodes) or Pictures (decoded images). A config names a source by its
 name in SOURCES, or by its module: data.source="my_package.my_source". Such a module may also define
 
-    prompts() -> list[str]                                        the prompts of its evaluation
-    open_scorer(size, num_seen, num_heldout, metrics) -> Scorer   their scorer (evaluate.scorers)
+    prompts() -> list[str]                                        prompts to evaluate models with
+    open_scorer(size, num_seen, num_heldout, metrics) -> Scorer   an evaluate.scorers.Scorer
 
 Then runs on this source are scored without a file of prompts, as in diffusion_jax/examples/digits.
 """
@@ -20,7 +20,8 @@ from diffusion_jax import engines
 from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import transforms
-from diffusion_jax.data.pictures import Decoded, Mixture, Pictures, Shapes
+from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
 from diffusion_jax.data.records import Records
 
 SOURCES = {
@@ -71,9 +72,10 @@ def open_records(data: Data) -> Records:
 
 
 def open_named(name: str) -> Records | None:
-    """Open the records that "SOURCE:PATH" or "SOURCE:PATH::TEXT" names; None for other names.
+    """Open the encoded records of a data source named "SOURCE:PATH" or "SOURCE:PATH::TEXT".
 
-    An example is "tfds:coco_captions@val::captions/text".
+    An example is "tfds:coco_captions@val::captions/text". The result is None for names of another
+    form, or if SOURCE is not in SOURCES.
     """
     source, _, location = name.partition(":")
     return open_records(named(name)) if source in SOURCES and location else None
@@ -96,7 +98,9 @@ def named(name: str) -> Data:
 
 
 def own_module(source: str) -> ModuleType | None:
-    """Import a user's source module such as "my_package.my_source"; None for built-in sources.
+    """Return the user's module that `source` names, or None for the name of a built-in source.
+
+    A module has a dot in its name, such as "my_package.my_source".
 
     Raises:
         ValueError: the module cannot be imported, or defines no `open_source`.
@@ -129,14 +133,14 @@ def _open_pictures(data: Data, shapes: Shapes) -> Pictures:
     source = _open(data, shapes)
     if isinstance(source, Pictures):
         return source
-    square = functools.partial(
-        transforms.square,
-        size=shapes.size,
+    crop = functools.partial(
+        transforms.crop,
+        shape=(shapes.size, shapes.size),
         resize=data.resize,
         min_size=data.min_size,
         max_aspect=data.max_aspect,
     )
-    return Decoded(source, square, data)
+    return Decoded(source, crop, data)
 
 
 def _open(data: Data, shapes: Shapes) -> Records | Pictures:

@@ -1,8 +1,8 @@
 """ArrayRecord files of tf.train.Examples, the random-access format of Grain and TFDS.
 
-An Example holds an encoded image and texts as named features. Features may be named by suffixes as
-in webdataset tars ("jpg", "txt", "npy", and "__key__" for the record's name), or "image" and any
-caption name.
+An Example holds an encoded image and its texts as named features. The image feature is called
+"image" or by its suffix, such as "jpg". Text features may have any name. They hold embeddings if
+the name ends in npy, npz or safetensors. The optional feature "__key__" holds the record's name.
 """
 
 import contextlib
@@ -96,7 +96,10 @@ class ArrayRecords(Records):
         """Raise ValueError if the first readable record lacks an image or a text."""
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features = decode(first)
-        for kinds, advice in ((_IMAGES, ""), ((self._text,), ": name the feature with data.text")):
+        for kinds, advice in (
+            (_IMAGES, ""),
+            ((self._text,), ". Set data.text to the caption feature"),
+        ):
             if features and not any(kind in features for kind in kinds):
                 raise ValueError(
                     f"the first record of {self._paths[0]} has no feature {' or '.join(kinds)}: "
@@ -105,7 +108,7 @@ class ArrayRecords(Records):
 
 
 def read_feature(features: Mapping[str, bytes], text: str):
-    """Return the caption or embeddings in the feature named `text`, or Unusable without it."""
+    """Return the caption or embeddings in the feature `text`; Unusable if missing or damaged."""
     if text not in features:
         return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
     is_array = text.rsplit(".")[-1] in EMBEDDINGS

@@ -19,12 +19,15 @@ SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes be
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open a config's folder that Hugging Face's `save_to_disk` wrote."""
+    """Open the folder at a config's data.path, which Hugging Face's `save_to_disk` wrote."""
     return Arrow(records.path_of(data), data.text, data.uncaptioned)
 
 
 def open_any(data: Data, _: Shapes) -> Records:
-    """Open a config's data set in any form that Hugging Face's `load_dataset` reads."""
+    """Open the Hugging Face data set at a config's data.path.
+
+    It may be a folder written by `save_to_disk`, or anything that `load_dataset` reads.
+    """
     path = records.path_of(data)
     place, split = records.split_of(path)
     if any((pathlib.Path(place) / name).exists() for name in SAVED):
@@ -48,7 +51,7 @@ class Rows(Records):
             table: the table.
             name: the table's name, for messages.
             text: the caption column.
-            root: folder of images that the table stores as paths.
+            root: folder of the image files, if the table stores relative paths instead of images.
             uncaptioned: "empty" gives all rows the text "" if there is no column `text`.
 
         Raises:
@@ -60,8 +63,9 @@ class Rows(Records):
         captioned = text in table.column_names
         if not images or not len(table) or not (captioned or uncaptioned == "empty"):
             raise ValueError(
-                f"{name} has {len(table)} rows with the columns {', '.join(table.column_names)}; "
-                f"image columns: {images or 'none'}: set data.text to the caption column"
+                f"{name} has {len(table)} rows with the columns {', '.join(table.column_names)} "
+                f"(image columns: {images or 'none'}): choose a table with rows and images, and "
+                "set data.text to the caption column"
             )
         self._images, self._texts = table[images[0]], table[text] if captioned else None
         try:
@@ -69,7 +73,7 @@ class Rows(Records):
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{name} stores the paths of its images, and {error.filename} does not exist: "
-                "write it with embedded images, as push_to_hub and save_to_disk do"
+                "write the table with embedded images, as push_to_hub and save_to_disk do"
             ) from error
 
     def __len__(self) -> int:
@@ -123,8 +127,9 @@ class Arrow(Rows):
         if not paths:
             splits = ", ".join(sorted(p.parent.name for p in root.glob("*/state.json")))
             raise ValueError(
-                f"no .arrow in {root / split}, whose splits are {splits or 'none'}: choose one as "
-                f"{place}@SPLIT; parquet is read by the source 'huggingface'"
+                f"no .arrow files in {root / split} (splits of {place}: {splits or 'none'}): "
+                f"choose a split as {place}@SPLIT, or read parquet files with the source "
+                "'huggingface'"
             )
         table = pyarrow.concat_tables(map(_open, paths))
         super().__init__(table, os.fspath(path), text, root / split, uncaptioned)

@@ -34,11 +34,11 @@ class Folder(Records):
 
         Args:
             path: the folder, which is searched recursively.
-            text: suffix of text files with the image's stem ("txt", "json:caption", or "npy",
-                "t5.npz" and the like for embeddings), or table and column ("jsonl:caption",
-                "parquet:caption").
-            uncaptioned: "error" or "drop" images without a text, or "empty" to give them the text
-                "".
+            text: suffix of the text files beside the images ("txt" or "json:FIELD" for captions,
+                "npy", "t5.npz" and the like for embeddings), or format and column of the tables
+                ("jsonl:caption", "parquet:caption").
+            uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out,
+                and "empty" gives them the text "".
 
         Raises:
             FileNotFoundError: the folder does not exist.
@@ -73,6 +73,9 @@ class Folder(Records):
         names = [self._images[index] for index in indices]
         return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
 
+    def heads(self, indices: Sequence[int]) -> list[bytes]:
+        return [_head(self._root / self._images[index]) for index in indices]
+
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return captions or embeddings, without images. Raises OSError for removed files."""
         return [self._read_text(self._images[index]) for index in indices]
@@ -91,6 +94,11 @@ class Folder(Records):
             return self._captions[name]
         text_path = self._root / _text_name(name, self._text.partition(":")[0])
         return records.read_text(text_path.read_bytes(), self._text)
+
+
+def _head(path: pathlib.Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(records.HEAD)
 
 
 def _walk(root: pathlib.Path) -> set[str]:

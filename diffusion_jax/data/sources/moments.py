@@ -30,18 +30,30 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
     """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
     tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
-    return Decoded(tars, functools.partial(read, shape=shapes.moments or (0, 0, 0)), data)
+    side, _, channels = shapes.moments or (1, 1, 0)
+    factor = shapes.size // side
+    make = functools.partial(
+        read, shape=(shapes.size, shapes.size), factor=factor, channels=channels
+    )
+    return Decoded(tars, make, data, functools.partial(size_of, factor=factor))
 
 
 def read(
-    contents: bytes, place: tuple[float, float], *, shape: tuple[int, int, int]
+    contents: bytes,
+    place: tuple[float, float],
+    *,
+    shape: tuple[int, int],
+    factor: int,
+    channels: int,
 ) -> Float[np.ndarray, "h w _"]:
     """Decode the contents of a file of VAE moments to float32 [h, w, 2 Z].
 
     Args:
         contents: the file's bytes.
         place: the crop position, which is ignored.
-        shape: the expected [h, w, 2 Z].
+        shape: the expected height and width of the encoded image in pixels.
+        factor: the side of the image in pixels, divided by the side of the moments.
+        channels: the expected number of channels, 2 Z.
 
     Raises:
         ValueError: the moments have another shape.
@@ -52,17 +64,31 @@ def read(
         array = untrusted.read_array(io.BytesIO(contents), len(contents))
     except Exception as error:  # Damaged files raise exceptions of many types.
         raise Unusable("broken_moments", f"{type(error).__name__}: {error}") from error
-    height, width, channels = shape
+    height, width = (side // factor for side in shape)
     if array.shape not in ((channels, height, width), (1, channels, height, width)):
         raise ValueError(
             f"moments have shape {list(array.shape)}, but the config expects "
-            f"{[channels, height, width]} (2 * vae.latent_channels, and latents.image_size / the "
-            "VAE's factor): set the config to the data's shape, or compute moments of this shape"
+            f"{[channels, height, width]} (2 * vae.latent_channels channels; sides of "
+            "latents.image_size / the VAE's downsampling factor): set the config to the data's "
+            "shape, or compute moments of the expected shape"
         )
     array = array.reshape(channels, height, width).transpose(1, 2, 0).astype(np.float32)
     if not np.isfinite(array).all():
         raise Unusable("broken_moments", "not finite")
     return array
+
+
+def size_of(contents: bytes, *, factor: int) -> tuple[int, int]:
+    """Return height and width in pixels of the image that an .npy file of moments encodes.
+
+    They are (0, 0) if the file is damaged. `factor` is the side of the image, divided by the side
+    of the moments.
+    """
+    try:
+        *_, height, width = untrusted.read_array(io.BytesIO(contents), len(contents)).shape
+    except Exception:  # Damaged files raise exceptions of many types.
+        return 0, 0
+    return height * factor, width * factor
 
 
 def write(moments: Float[np.ndarray, "h w _"]) -> bytes:
@@ -93,10 +119,10 @@ def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) ->
     if different := claims.unlike({name: stored.get(name) for name in expected}, expected):
         raise ValueError(
             f"the moments in {path} were computed with other settings ({different}): set the "
-            "config to these settings, or compute moments in a new folder"
+            "config to the stored settings, or compute moments in a new folder"
         )
     if not stored["finished"]:
         raise ValueError(
-            f"the moments in {path} are incomplete: repeat the command that started them, "
-            "which continues"
+            f"the moments in {path} are incomplete: repeat the command that computes them, "
+            "and it continues where it stopped"
         )

@@ -1,8 +1,8 @@
 """TFDS data sets in ArrayRecord or TFRecord files, read in random order without TensorFlow.
 
-TFRecord is TFDS's default. TensorFlow reads such files only sequentially; here the positions of
-their frames (a length, its checksum, the contents, their checksum) are collected once, and TFDS
-decodes the contents.
+TFRecord is TFDS's default format. TensorFlow only reads it sequentially. For random access, the
+position of each record (a length, its checksum, the contents, their checksum) is collected once.
+TFDS decodes the contents.
 """
 
 import mmap
@@ -39,7 +39,7 @@ class Tfds(Records):
             text: the caption feature, with nested names joined by "/" ("captions/text").
 
         Raises:
-            ValueError: the data set is missing, has another format, or lacks a feature.
+            ValueError: the data set is missing, empty or of another format, or lacks a feature.
         """
         name, split = records.split_of(path)
         if not split:
@@ -74,7 +74,7 @@ class Tfds(Records):
         return len(self._rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the examples with these indices in one request."""
+        """Read the examples with these indices."""
         rows = self._rows.__getitems__(list(indices))
         text = lambda row: records.cell_text(_inside(row, self._text))
         return [

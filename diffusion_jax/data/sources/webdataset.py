@@ -40,7 +40,7 @@ class WebDataset(Records):
                 pattern such as "shard-{0000..0099}.tar"; also as URLs.
             text: suffix of the text files: "txt" or "json:FIELD" for captions, or "npy", "t5.npz"
                 and the like for embeddings.
-            uncaptioned: "error" or "drop" images without a text.
+            uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
             max_broken: largest allowed share of unreadable tars, which are left out.
             images: suffixes of the image files, or of the moment files if the tars hold moments.
 
@@ -71,11 +71,17 @@ class WebDataset(Records):
         return len(self._listing.spans)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read records; an image and its text that are close in the tar need one request."""
+        """Read records. An image and its text are read together if they are close in the tar."""
         places = [self._place(index) for index in indices]
         parts = [(tar, *part) for tar, spans in places for part in _parts(spans)]
         contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
         return [self._record(*place, contents) for place in places]
+
+    def heads(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the starts of images. URLs are read concurrently."""
+        places = [(tar, *spans[0]) for tar, spans in map(self._place, indices)]
+        parts = [(tar, first, first + min(size, records.HEAD)) for tar, first, size in places]
+        return storage.read_ranges(*zip(*parts, strict=True))
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return captions or embeddings, without images. Raises OSError for a removed tar."""

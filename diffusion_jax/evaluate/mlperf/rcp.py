@@ -1,4 +1,4 @@
-"""FID and CLIP scores of the MLPerf reference runs, which reports draw as a band behind curves."""
+"""FID and CLIP scores of the MLPerf reference runs, as a band for the background of figures."""
 
 import csv
 import pathlib
@@ -13,7 +13,7 @@ The runs have batch sizes 512, 1024 and 2048. Each evaluation scores 30,000 imag
 
 
 def read_band(path: str | pathlib.Path = PATH) -> Band:
-    """Return the range of FID, lowest to highest, of the reference runs at each CLIP score.
+    """Return a band from the lowest to the highest FID of the reference runs at each CLIP score.
 
     CLIP scores are rounded to 0.01.
     """

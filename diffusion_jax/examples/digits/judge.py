@@ -22,9 +22,10 @@ class Judge:
     name, preprocessing, official = "digits", "8x8 glyphs", False
 
     def __init__(self, svc: Any, weights: str):
-        """Store a support vector machine and its hash.
+        """Store a support vector machine and a hash that identifies it.
 
-        `svc` classifies 8x8 glyphs with values in [0, 16]. `weights` is its hash.
+        `svc` classifies 8x8 glyphs with values in [0, 16]. `weights` is the hash of the glyphs that
+        it was fitted to.
         """
         self._svc, self.weights = svc, weights
 
@@ -44,7 +45,7 @@ class Judge:
 
 
 def fit_judge() -> Judge:
-    """Fit a judge to the training glyphs, which the generator is trained on, too."""
+    """Return a judge fitted to the training glyphs. The generator is trained on the same glyphs."""
     from sklearn.svm import SVC  # Slow to import.
 
     glyphs = digits.load("train")

@@ -22,9 +22,9 @@ def open_scorer(
 
     Args:
         size: The side of the images in pixels.
-        num_seen: Number of images per prompt that training shows.
-        num_heldout: Number of images per prompt held out of training.
-        metrics: Keys of METRICS. () chooses all metrics that the judge supports.
+        num_seen: Number of images for each prompt that training shows.
+        num_heldout: Number of images for each prompt that is held out of training.
+        metrics: Keys of metrics.table.METRICS. () chooses all metrics that the judge supports.
     """
     judge, seen_prompts = judges.fit_judge(), digits.seen_prompts() * num_seen
     prompts = seen_prompts + digits.heldout_prompts() * num_heldout

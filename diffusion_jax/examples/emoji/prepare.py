@@ -42,7 +42,7 @@ TONES = {
     "dark": "1F3FF",
 }
 TONED = ("hands", "people")
-"""Kinds of subjects that have a skin tone. Each tone makes a separate composition."""
+"""Kinds of subjects that are drawn without a skin tone and in each of TONES."""
 HELD_OUT_EVERY = 10
 TRAIN, NEVER_SHOWN = "train", "never_shown"
 CARD = "card.json"
@@ -82,7 +82,7 @@ class Composition(NamedTuple):
     code: str
     """The hexadecimal code points of the emoji and its tone, joined by "-"."""
     tone: str
-    """A key of TONES, or "" if the subject has no skin tone."""
+    """A key of TONES, or "" for the emoji without a skin tone."""
     background: str
 
     @property
@@ -145,7 +145,7 @@ def code_of(emoji: str, tone: str = "") -> str:
 
 
 def held_out(shown: Composition) -> bool:
-    """Return whether a composition is held out of training, by a hash of its name."""
+    """Return whether a composition is held out of training. A hash of its key decides."""
     return _hash(shown.key) % HELD_OUT_EVERY == 0
 
 
@@ -162,8 +162,9 @@ def prepare(
         places: Styles, each with the path of its pictures, such as "noto:FILE.tgz". "openmoji" has
             no path.
         size: The side of the pictures in pixels.
-        variants: Number of pictures per composition and style. Each is shifted by up to a twentieth
-            of the side. People and hands get half as many, because they have six tones.
+        variants: Number of pictures per composition and style. All but the first are shifted at
+            random by up to a twentieth of the side. Compositions with a skin tone get half as many,
+            because there are five tones per subject.
 
     Returns:
         The number of pictures in each folder.

@@ -29,7 +29,7 @@ from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import hashed
 
 WIDTH = 128
-"""The length of image and text vectors."""
+"""The dimension of image and text vectors."""
 GRID = 16
 """The side of the feature map after the first convolution. It is the same for all image sizes."""
 _CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
@@ -122,7 +122,8 @@ def of_params(
 ) -> Judge:  # fmt: skip
     """Return a judge with the parameters {"image": ..., "text": ...}.
 
-    The judge resizes images to `size` pixels. `pairs` are the reference and the test images.
+    The judge resizes images to `size` pixels. `pairs` are the reference and the test images. The
+    other arguments are fields of Judge.
     """
     params = jax.tree.map(np.asarray, params)
     digest = _digest(params)
@@ -200,15 +201,15 @@ def load(folder: str | os.PathLike[str]) -> Judge:
 
 
 def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B D"]:
-    """Compute the judge's vectors of images."""
+    """Return the unit vectors of images, computed by the judge's image tower."""
     return in_parts(extractors.on_host(judge.image), images)
 
 
 def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
     """Return a function read(images, captions) that computes the judge's features.
 
-    It returns the images' vectors [B, D], and an array [B, 1] that is 1 where the image is nearer
-    to its own caption than to all other candidates. The candidates are judge.candidates and
+    `read` returns the images' vectors [B, D], and an array [B, 1] that is 1 where the image is
+    nearer to its own caption than to all other candidates. The candidates are judge.candidates and
     `prompts`, and must include `captions`. Captions with the same tokens count as one.
     """
     of_text, of_image = extractors.on_host(judge.text), extractors.on_host(judge.image)
@@ -243,7 +244,7 @@ def nearest(
 
 
 def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:
-    """Shrink real images to `size` pixels, for comparison with a model of this size.
+    """Shrink real images to `size` pixels, to compare them with generated images of this size.
 
     Images that are not larger than `size` stay unchanged.
     """
@@ -257,10 +258,10 @@ def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray
 def real_pictures(
     judge: Judge, size: int
 ) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
-    """Return a function show(prompts) that returns a held-out image for each prompt.
+    """Return a function show(prompts) that returns held-out images for prompts.
 
-    show also returns the captions of these images. A prompt without a held-out image gets an image
-    with another caption.
+    `show` returns one image per prompt, and the captions of these images. A prompt without a
+    held-out image gets an image with another caption. Images larger than `size` pixels are shrunk.
     """
     pairs = [judge.reference, judge.test]
     images = np.concatenate([pair.images for pair in pairs])

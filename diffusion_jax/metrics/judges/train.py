@@ -1,9 +1,10 @@
 """Trains a judge (see judge.py) on a captioned data set, and tests its scores on damaged pictures.
 
-Training takes minutes. A hash of the text holds out one in ten captions and all of their images, so
-training never sees a test caption. Half of the held-out images are the reference set of fd_judge.
-The other half is the test set. The judge scores the test set unchanged, blurred, with noise and
-with shuffled captions. Optionally it also scores another set's images with the same captions.
+Training takes minutes. A hash of the text selects one in ten captions, which are held out with all
+of their images, so training never sees a test caption. Half of the held-out captions give the
+reference set of fd_judge. The other half gives the test set. The judge scores the test set
+unchanged, blurred, with noise and with shuffled captions. Optionally, it also scores images of
+another data set with the same captions.
 """
 
 import functools
@@ -148,7 +149,7 @@ def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) ->
 def contrast(
     params: Any, x: Float[Array, "B S S 3"], ids: UInt32[Array, "B L"]
 ) -> Float[Array, ""]:
-    """Return the InfoNCE loss in both directions.
+    """Return the InfoNCE loss, averaged over both directions (image to text, and text to image).
 
     Images with equal captions count as matches of each other's caption.
     """
@@ -165,7 +166,9 @@ def contrast(
 def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float]]:
     """Score the test images, unchanged and damaged, with fd_judge and r1_judge.
 
-    Return the scores and their intervals, keyed by the name of the damage.
+    Return the scores and their intervals, keyed by the name of the damage, or by "real" for the
+    unchanged images. `other` names a data set with the same captions in another style. Its images
+    are scored under "another style".
     """
     images, captions = trained.test
     shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
@@ -221,14 +224,14 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     ]
     if not pairs:
         raise ValueError(
-            f"--other={other}: no image has the caption of a test image: choose a data set with "
+            f"no image of --other={other} has the caption of a test image: choose a data set with "
             "the same captions"
         )
     return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
 
 
 def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return each caption's words, without those that all texts of `among` share."""
+    """Return each caption's words, except the words that all texts in `among` share."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]
 

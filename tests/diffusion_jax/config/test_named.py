@@ -50,9 +50,15 @@ def test_several_are_joined_by_plus_in_their_order():
     [
         ("scald", r"group.field is 'scald': did you mean 'scaled'\?"),
         ("zzz", "group.field is 'zzz': choose from scaled, plain, elsewhere"),
-        ("scaled(std=1)", "group.field gives scaled the parameter std: it takes factor, shift"),
-        ("scaled(1, 2, 3)", "group.field gives scaled the parameter 3 values: it takes factor"),
-        ("plain(1)", "group.field gives plain the parameter 1 values: it takes none"),
+        (
+            "scaled(std=1)",
+            "group.field gives scaled the parameter std, but scaled takes only factor",
+        ),
+        (
+            "scaled(1, 2, 3)",
+            "group.field gives scaled 3 values, but scaled takes only factor, shift",
+        ),
+        ("plain(1)", "group.field gives plain 1 values, but plain takes no parameters"),
         ("scaled(factor=open('x'))", r"group.field is .* write a name, optionally with parameters"),
         ("scaled(", "group.field is 'scaled.': write a name"),
         ("a.b(1)", "group.field is 'a.b.1.': write a name"),

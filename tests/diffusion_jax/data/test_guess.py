@@ -82,7 +82,7 @@ def test_tars(plain, tmp_path):
     (tmp_path / "none").mkdir()
     tars.write(tmp_path / "none" / "a.tar", [members])
     with pytest.raises(
-        ValueError, match=r"no captions in .*a\.tar, whose members have the suffixes png: set"
+        ValueError, match=r"no captions in .*a\.tar \(suffixes of its files: png\): set --text"
     ):
         guess(str(tmp_path / "none"))
 

@@ -62,7 +62,9 @@ def test_counts_include_what_the_source_left_out(tmp_path):
 
 def test_when_nothing_can_be_used_it_ends_with_counts(folder):
     opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
-    with pytest.raises(ValueError, match=r"no usable record .* 40: \{.*'too_small': .*min_size=17"):
+    with pytest.raises(
+        ValueError, match=r"no usable record .* 40 records: \{.*'too_small': .*min_size=17"
+    ):
         opened.read(np.array([0]))
 
 

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
-from diffusion_jax.data.pictures import Mixture, Pictures
+from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sheets

@@ -7,7 +7,8 @@ import pytest
 
 from diffusion_jax.config.settings import Data, Run
 from diffusion_jax.data import pipeline, sources, split
-from diffusion_jax.data.pictures import Mixture, Pictures
+from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import sharding
 
 

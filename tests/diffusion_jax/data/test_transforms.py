@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.data.transforms import Unusable, square
+from diffusion_jax.data.transforms import Unusable, crop
 
 
 def encode(image, format="PNG", **options):
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def square(data, size, **options):
+    return crop(data, (size, size), **options)
 
 
 def smooth(width, height):

@@ -7,7 +7,6 @@ from diffusion_jax.draw import loaded
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Weights
 from imagen_jax import cascade
-from sd_jax import drawing as sd_drawing
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_a_picture_sets_the_size_of_systems_that_draw_any(run):
     model, _ = run
     image = Image.new("RGB", (48, 32))
     assert model._size_of(image, {}) == {}  # Imagen draws squares of one size.
-    model.options = sd_drawing.OPTIONS
+    model.any_shape = True
     assert model._size_of(image, {}) == {"height": 32, "width": 48}
     assert model._size_of(image, {"height": 64, "width": None}) == {"width": 48}
     assert model._size_of(None, {}) == {}

@@ -324,7 +324,7 @@ def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES))
     message = (
-        "1 of 33 images of step_00000003_ema_guidance_1 are not finite, the first is that of "
+        "1 of 33 images of step_00000003_ema_guidance_1 are not finite; the first one is for "
         "prompt 40: the model or its sampler diverges, so no score is written"
     )
     assert message in capsys.readouterr().err

@@ -13,9 +13,9 @@ PROMPTS = [f"prompt {i}" for i in range(40)]
 pixels = lambda images: np.reshape(images, (len(images), -1)).astype(np.float64)
 
 
-def scorer_of(kept=True):
-    """Its judge sees pixels, and may have kept those of 400 unseen pictures."""
-    rows = pixels(UNSEEN)
+def scorer_of(kept=True, real=UNSEEN):
+    """Its judge sees pixels, and may have kept those of real pictures."""
+    rows = pixels(real)
     real = stats_files.Stats(features.gaussian(rows), rows if kept else None, None)
     judge = scorers.FeatureJudge({}, ("pixels",), lambda images, _: (pixels(images),), real)
     return scorers.Scorer(PROMPTS, {"toy": judge})
@@ -29,8 +29,8 @@ class Plain(pictures.Pictures):
         return TRAINING[rows], [f"training {i}" for i in rows]
 
 
-def open_training():
-    scorer = scorer_of()
+def open_training(real=UNSEEN):
+    scorer = scorer_of(real=real)
     return copies.Training(Plain(), scorer, scorer.real_features)
 
 
@@ -69,10 +69,19 @@ def test_copies_are_close_and_other_pictures_as_often_as_unseen_ones(tmp_path):
     assert abs(row["close"] - copies.CLOSE) < 0.02  # 2,000 and 400 pictures: 0.012 of deviation.
 
 
+@pytest.mark.parametrize("real", [UNSEEN, TRAINING])
+def test_a_judge_of_the_training_pictures_themselves_is_noticed(real, tmp_path, caplog):
+    drawn = RNG.integers(0, 256, (40, 4, 4, 3)).astype(np.uint8)
+    opened = open_training(real)
+    with caplog.at_level("WARNING"):
+        copies.write(tmp_path, "one.png", opened, {"pixels": pixels(drawn)}, lambda i: drawn[i])
+    assert ("this share says nothing" in caplog.text) == (real is TRAINING)
+
+
 def test_what_is_missing_is_named():
     scorer = scorer_of(kept=False)
     assert copies.open_training("", scorer, 8) is None
-    with pytest.raises(ValueError, match=r"--copies=folder:/x needs features of real pictures"):
+    with pytest.raises(ValueError, match=r"--copies=folder:/x compares with real pictures"):
         copies.open_training("folder:/x", scorer, 8)
     scorer = scorer_of()
     with pytest.raises(ValueError, match=r"--copies=foldr:/x: data source"):

@@ -159,7 +159,7 @@ def test_what_is_missing_is_named(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.filesystem", absent)
-    with pytest.raises(ValueError, match=r"no reader for s3:// .*install its package \(s3fs\)"):
+    with pytest.raises(ValueError, match=r"no reader for s3:// .*: install s3fs"):
         files.check_writable("s3://bucket/run", "--workdir")
 
 

@@ -1,6 +1,10 @@
 """Pictures for people: exact pixels in, exact pixels out."""
 
+import shutil
+import subprocess
+
 import numpy as np
+import pytest
 from PIL import Image
 
 from diffusion_jax.machine import sheets
@@ -29,22 +33,29 @@ def test_every_grey_level_survives_the_way_to_the_network_and_back():
 def test_a_sheet_has_rows_of_eight_over_their_captions():
     grey = [10 * i for i in range(10)]
     sheet = sheets.contact_sheet(colours(*grey), ["one line"] * 10)
-    # 16 pixels are enlarged 8 times to 128; a gap of 4 around, 6 below a line of 12.
-    assert sheet.shape == (4 + 2 * (128 + 12 + 6), 4 + 8 * (128 + 4), 3)
+    # 16 pixels are enlarged 8 times to 128; a gap of 4 around, 6 below a line of 14.
+    assert sheet.shape == (4 + 2 * (128 + 14 + 6), 4 + 8 * (128 + 4), 3)
     for i, level in enumerate(grey):
-        x, y = 4 + i % 8 * 132, 4 + i // 8 * 146
+        x, y = 4 + i % 8 * 132, 4 + i // 8 * 148
         np.testing.assert_array_equal(sheet[y : y + 128, x : x + 128], level)
-        caption = sheet[y + 129 : y + 141, x : x + 128]
+        caption = sheet[y + 129 : y + 143, x : x + 128]
         assert caption.min() < 100  # Black letters on white.
-        assert (sheet[y + 141 : y + 146, x : x + 128] == 255).all()
-    assert (sheet[150:, 4 + 2 * 132 :] == 255).all()  # The last row holds two.
+        assert (sheet[y + 143 : y + 148, x : x + 128] == 255).all()
+    assert (sheet[152:, 4 + 2 * 132 :] == 255).all()  # The last row holds two.
 
 
 def test_long_captions_are_wrapped_to_three_lines_at_most():
-    two = sheets.contact_sheet(colours(0), ["a red seven on gray paper"])  # 21 letters a line.
-    assert two.shape == (4 + 128 + 2 * 12 + 6, 136, 3)
+    two = sheets.contact_sheet(colours(0), ["a red seven on gray paper"])
+    assert two.shape == (4 + 128 + 2 * 14 + 6, 136, 3)
     long = sheets.contact_sheet(colours(0), ["word " * 50])
-    assert long.shape == (4 + 128 + 3 * 12 + 6, 136, 3)
+    assert long.shape == (4 + 128 + 3 * 14 + 6, 136, 3)
+
+
+def test_cyrillic_captions_have_letters_instead_of_boxes():
+    if shutil.which("fc-list") is None or not subprocess.check_output(["fc-list", ":charset=448"]):
+        pytest.skip("needs fontconfig and a font with Cyrillic letters")
+    one, other = (sheets.contact_sheet(colours(0), [caption]) for caption in ("шш шш", "яя яя"))
+    assert one.shape == other.shape and (one != other).any()
 
 
 def test_large_pictures_are_not_enlarged_and_few_make_a_narrow_sheet():

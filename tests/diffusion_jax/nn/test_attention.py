@@ -88,6 +88,30 @@ def test_gradients_are_those_of_all_scores_at_once(implementation, dtype, monkey
             )
 
 
+@pytest.mark.parametrize(("kind", "keys"), [("TPU v5", 128), ("TPU v5 lite", 256)])
+def test_some_tpus_hold_more_keys(kind, keys, monkeypatch):
+    """Of 256 keys without a mask, in blocks whose sizes are recorded."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    sizes, make = [], splash.make_splash_mha
+    record = lambda mask, block_sizes, **kind: (
+        sizes.append(block_sizes) or make(mask, block_sizes=block_sizes, **kind)
+    )
+    monkeypatch.setattr(splash, "make_splash_mha", record)
+    monkeypatch.setattr(attention, "device_kind", lambda: kind)
+    monkeypatch.setattr(attention, "_RESIDENT", 128)
+    monkeypatch.setattr(attention, "_RESIDENT_LITE", 256)
+    q, k, v = (normal(1, 256, 1, 8, seed=seed).astype(jnp.bfloat16) for seed in range(3))
+
+    def gradients(implementation):
+        attend = lambda *qkv: attention.attend(*qkv, implementation=implementation)
+        return jax.grad(lambda *qkv: (attend(*qkv).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+
+    for one, other in zip(gradients("splash")(q, k, v), gradients("xla")(q, k, v), strict=True):
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=1e-2)
+    assert {(s.block_kv, s.block_kv_dkv) for s in sizes} == {(keys, keys)}
+
+
 def test_the_gradient_of_attention_to_no_token_is_0(implementation):
     q, k, v = normal(3, 6, 2, 8), normal(3, 5, 2, 8, seed=1), normal(3, 5, 2, 8, seed=2)
     attend = lambda q, k, v: attention.attend(

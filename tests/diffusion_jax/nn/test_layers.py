@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.machine import flops
+from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense
 from imagen_jax.layers import ConvTranspose, HalvingConv
 from imagen_jax.layers import ResBlock as ImagenBlock
@@ -48,6 +49,22 @@ def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
     (bias,) = [leaf for path, leaf in gradient if "bias" in jax.tree_util.keystr(path)]
     np.testing.assert_allclose(bias, pixels / 2, rtol=1e-6)
     assert layer.apply(params, x).dtype == jnp.bfloat16
+
+
+def test_on_a_tpu_the_gradient_of_a_bias_is_a_row_of_the_kernels(monkeypatch):
+    normal = lambda *shape: jax.random.normal(jax.random.key(len(shape)), shape)
+    x, kernel, bias = normal(4, 3, 2), normal(2, 5), normal(5)
+    gradients = jax.grad(lambda *a: (ops.linear(*a) ** 3).sum(), (0, 1, 2))
+    expected = gradients(x, kernel, bias)
+    monkeypatch.setattr(ops, "platform", lambda: "tpu")
+    for one, other in zip(gradients(x, kernel, bias), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    products = [line for line in str(jax.make_jaxpr(gradients)(x, kernel, bias)).splitlines()
+                if "dot_general" in line]  # fmt: skip
+    assert len(products) == 3 and any("f32[3,5]" in line for line in products)
+    many, one = jnp.ones((64 * 64, 1), jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16)
+    half = jax.grad(lambda b: (ops.linear(many, one, b).astype(jnp.float32) * 0.5).sum())
+    np.testing.assert_array_equal(half(jnp.zeros(2)), 64 * 64 / 2)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ def test_the_gradient_of_group_norm_keeps_its_input_and_no_other_image():
     assert [leaf.shape for leaf in kept if leaf.size >= x.size] == [x.shape]
 
 
-def test_group_norm_of_bfloat16_has_float32_statistics():
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_group_norm_of_bfloat16_has_float32_statistics(platform, monkeypatch):
+    monkeypatch.setattr(ops, "platform", lambda: platform)
     x = jnp.asarray(normal(2, 8, 8, 64) + 100, jnp.bfloat16)
     ones, zeros = jnp.ones(64), jnp.zeros(64)
     expected = group_norm(x, ones, zeros, jnp.zeros((2, 64)), zeros[None])
@@ -88,6 +90,24 @@ def test_group_norm_of_bfloat16_has_float32_statistics():
     # Only the output is rounded, to 8 bits. Statistics in bfloat16 would be off by the whole
     # deviation: at 100 it resolves 0.5.
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_the_gradients_of_group_norm_of_bfloat16_are_rounded_and_no_worse(platform, monkeypatch):
+    monkeypatch.setattr(ops, "platform", lambda: platform)
+    x, cotangent = normal(2, 16, 16, 64) + 100, normal(2, 16, 16, 64, seed=1)
+    x, cotangent = (jnp.asarray(value, jnp.bfloat16) for value in (x, cotangent))
+    rest = normal(64, seed=2), normal(64), normal(2, 64, seed=3), normal(2, 64, seed=4)
+    normed = lambda *a: ops.group_norm(*a, silu=True).astype(jnp.float32)
+    every = tuple(range(5))
+    gradients = jax.grad(lambda *a: (normed(*a) * cotangent).sum(), every)
+    ours = gradients(x, *rest)
+    monkeypatch.setattr(ops, "platform", lambda: "cpu")
+    theirs = gradients(x.astype(jnp.float32), *rest)
+    assert [g.dtype for g in ours] == [jnp.bfloat16, *4 * [jnp.float32]]
+    for one, exact in zip(ours, theirs, strict=True):
+        error = np.abs(np.asarray(one, np.float32) - exact).max()
+        assert error < 2**-7 * np.abs(exact).max()
 
 
 def test_sinusoids_are_cosines_then_sines():
@@ -156,9 +176,11 @@ def test_convolution_sees_the_same_windows_with_im2col(size, im2col, padding):
     padded = np.pad(np.float64(x), ((0, 0), *padding, (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
     expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel))
-    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
-    convolve = lambda x, kernel: ops.convolution(x, kernel, (1, 1), padding, **numbers)
-    plain = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1, 1), padding, **numbers)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    convolve = lambda x, kernel: ops.convolution(x, kernel, (1, 1), padding)
+    plain = lambda x, kernel: jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), padding, dimension_numbers=numbers
+    )
     out, pullback = jax.vjp(convolve, x, kernel)
     np.testing.assert_allclose(out, expected, atol=1e-4)
     cotangent = normal(*expected.shape, seed=2)
@@ -171,10 +193,8 @@ def test_convolution_sees_the_same_windows_with_im2col(size, im2col, padding):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_accelerators_are_given_plain_products_and_convolutions(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
-    x, kernel, numbers = normal(1, 4, 4, 8), normal(3, 3, 8, 64), ("NHWC", "HWIO", "NHWC")
-    convolve = lambda x: ops.convolution(
-        x, kernel, (1, 1), ((1, 1),) * 2, dimension_numbers=numbers
-    )
+    x, kernel = normal(1, 4, 4, 8), normal(3, 3, 8, 64)
+    convolve = lambda x: ops.convolution(x, kernel, (1, 1), ((1, 1), (1, 1)))
     names = [e.primitive.name for e in jax.make_jaxpr(convolve)(x).jaxpr.eqns]
     assert names == ["conv_general_dilated"]
     program = jax.make_jaxpr(lambda x: ops.tensordot(x, kernel[0, 0]))(x)

@@ -38,6 +38,20 @@ def test_temporary_files_of_killed_workers_are_removed_at_the_end(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, *NAMES]
 
 
+def test_a_damaged_shard_is_encoded_again_but_not_in_a_dry_run(tmp_path, capsys):
+    assert moments.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+    whole = (tmp_path / NAMES[1]).read_bytes()
+    (tmp_path / NAMES[1]).write_bytes(whole[:-1] + b"x")
+    dry = Work(2, 2, verify=True, dry_run=True)
+    assert moments.run(Four(), encode, tmp_path, {}, dry) == 1
+    assert "would encode 1 of 2 shards" in capsys.readouterr().out
+    assert (tmp_path / NAMES[1]).read_bytes() == whole[:-1] + b"x"
+    assert moments.run(Four(), encode, tmp_path, {}, Work(2, 2, verify=True)) == 2
+    assert (tmp_path / NAMES[1]).read_bytes() == whole
+    (tmp_path / NAMES[1]).unlink()  # A missing one counts once.
+    assert moments.run(Four(), encode, tmp_path, {}, dry) == 1
+
+
 def test_a_shard_that_another_worker_wrote_meanwhile_is_left_to_it(tmp_path):
     def overtaken(images):
         if not (tmp_path / NAMES[0]).exists():

@@ -34,6 +34,15 @@ def test_captions_give_the_prompts_and_the_tokens(folder):
     assert (c["data"]["path"], c["data"]["max_broken"]) == (str(folder), 0.1)
 
 
+def test_shapes_that_are_kept_are_those_of_the_stage(folder):
+    photos = pictures.read(Data("folder", str(folder)))
+    of_data = changes.of_data(photos, "", keep_shapes=True)
+    data = {base: written.config(base, of_data(BASE._replace(base=base)))["data"]
+            for base in ("base32_8m", "sd64_11m")}  # fmt: skip
+    assert data["base32_8m"]["aspect_buckets"] == ((24, 40), (32, 32), (40, 24))
+    assert data["sd64_11m"]["aspect_buckets"] == ((48, 80), (64, 64), (80, 48))
+
+
 def test_damaged_records_that_are_there_are_allowed_twice(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "set")
     (tmp_path / "set/00003.png").write_bytes(b"none")

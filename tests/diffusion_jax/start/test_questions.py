@@ -37,7 +37,7 @@ def test_outside_a_terminal_the_default_is_chosen_and_the_flags_are_shown(capsys
     assert questions.method(ASK, photos(), SHIPPED) == "no"
     printed = capsys.readouterr().out
     assert "60 pictures are few" in printed and "--finetune=lora: add a LoRA" in printed
-    assert not questions.pad(ASK, photos())
+    assert questions.tall(ASK, photos()) == "crop"
     assert "at least 2 times the shorter one" in capsys.readouterr().out
 
 
@@ -51,13 +51,13 @@ def test_in_a_terminal_the_user_answers(typed, capsys):
 
 def test_a_flag_answers_without_a_question(capsys):
     assert questions.method("full", photos(5_000), SHIPPED) == "full"
-    assert questions.pad("pad", photos(p95=1.0)) and capsys.readouterr().out == ""
+    assert questions.tall("pad", photos(p95=1.0)) == "pad" and capsys.readouterr().out == ""
 
 
 def test_questions_are_asked_only_when_they_matter(capsys):
     assert questions.method(ASK, photos(1_000), SHIPPED) == "no"
     assert questions.method(ASK, photos(), None) == "no"
-    assert not questions.pad(ASK, photos(p95=1.5))
+    assert questions.tall(ASK, photos(p95=1.5)) == "crop"
     for speed, side in ((60.0, 3_000.0), (14.5, 64.0)):
         assert not questions.shrink(ASK, photos(speed=speed, side=side), 64)
     assert capsys.readouterr().out == ""

@@ -54,16 +54,16 @@ def test_a_stage_that_two_candidates_have_keeps_its_share_of_the_time(monkeypatc
         return opened(stage)
 
     monkeypatch.setattr(stages, "open_stage", open_stage)
-    monkeypatch.setattr(command.changes, "of_data", lambda photos, weights: lambda stage: {})
+    of_data = lambda stage: {}
     photos = PictureSet(Data("folder"), range(9), {"smaller_side": {"median": 64.0}}, 9.0)
-    chosen = command._measure(MODELS[:2], photos, "", 1.0, "mine")
+    chosen = command._measure(MODELS[:2], photos, of_data, 1.0, "mine")
     assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
         ("a", 0.75), ("c", 0.25)
     ]  # fmt: skip
     assert measured == [("a", "mine"), ("c", "mine")]  # None of them twice.
     assert traced == ["c"]  # Measuring traces too.
     short = 100 / 3_600  # Too short for the second model, so its other stages are not traced.
-    command._measure(MODELS[:2], photos, "", short, "mine")
+    command._measure(MODELS[:2], photos, of_data, short, "mine")
     assert traced == ["c"]
 
 

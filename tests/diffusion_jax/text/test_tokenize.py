@@ -164,7 +164,7 @@ def test_a_folder_without_a_tokenizer_is_named(make, tmp_path):
 
 def test_damaged_files_and_other_tokenizers_are_refused(tmp_path, clip_folder):
     (tmp_path / "spiece.model").write_bytes(b"\x0a\xff\xff")
-    with pytest.raises(ValueError, match=r"spiece\.model is not a sentencepiece model or damaged"):
+    with pytest.raises(ValueError, match=r"spiece\.model is damaged or not a sentencepiece model"):
         tokenize.t5(tmp_path)
     (tmp_path / "spiece.model").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -339,7 +339,8 @@ def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_
     for step, name in zip((20, 30), names, strict=True):
         passing = f"skipping the damaged checkpoint {tmp_path / str(step)} ({name}: its bytes"
         assert sum(line.startswith(passing) for line in said) == 1
-        assert f"moved it to {tmp_path}/damaged/{step}; continuing from step 10" in said
+        moved = f"moved a checkpoint to {tmp_path}/damaged/{step}"
+        assert f"{moved}; continuing from step 10" in said
     assert checkpointer.latest_step() == 10
     restored = checkpointer.restore(abstract(random_state()), position)
     jax.tree.map(np.testing.assert_array_equal, restored, random_state(10))
@@ -372,7 +373,7 @@ def test_weights_come_from_the_newest_whose_own_files_are_sound(tmp_path, caplog
     jax.tree.map(np.testing.assert_array_equal, params, random_state(10).ema["0.9999"])
     assert load("raw")[1] == 20
     message = (
-        r"20 is damaged \(ema_0.9999/_METADATA: .*choose another of \[10, 20\], or none for the"
+        r"20 is damaged \(ema_0.9999/_METADATA: .*choose another of \[10, 20\], or name no step"
     )
     with pytest.raises(restore.Damaged, match=message):
         load("ema", 20)

@@ -136,17 +136,18 @@ def test_a_step_that_may_not_fit_and_a_disk_that_may_fill_are_said(tmp_path, mon
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     told(tmp_path, ignore_memory=True)
-    assert "the step may not fit: " in caplog.text and "the disk may fill up: " in caplog.text
+    assert "a training step may not fit into a device's memory: " in caplog.text
+    assert "the disk may fill up: " in caplog.text
 
 
 def test_a_booked_device_takes_the_place_of_what_is_here(tmp_path, caplog):
     lines = told(tmp_path, device_memory=1e5, ignore_memory=True)
     assert " GB of 0.0 a device, estimated: " in lines["memory"]
-    assert "the step may not fit: " in caplog.text
+    assert "a training step may not fit into a device's memory: " in caplog.text
 
 
 def test_a_step_that_needs_much_more_memory_than_there_is_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"the step does not fit: .* --ignore_memory"):
+    with pytest.raises(ValueError, match=r"a training step needs about .* --ignore_memory"):
         told(tmp_path, device_memory=1e5)
 
 

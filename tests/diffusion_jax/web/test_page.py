@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import re
 import threading
 import time
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from PIL import Image
 from configs import quickstart
 from diffusion_jax import runs
 from diffusion_jax.draw import loaded
+from diffusion_jax.draw.loaded import Enlarger
 from diffusion_jax.text import vocabulary
 from diffusion_jax.web import server
 from imagen_jax import cascade
@@ -29,15 +32,23 @@ PROMPTS = ["a cat, noto style", "a fox, noto style"]
 class Quick(loaded.Loaded):
     """Draws pixels that are the seed, or the picture that it draws over."""
 
-    def __init__(self, workdir):
+    def __init__(self, *workdirs):
         s = types.SimpleNamespace(
             sampler=Sampler(), super_resolution=types.SimpleNamespace(aug_sigma=0.1)
         )
         encoder = types.SimpleNamespace(name="hashed")
-        stage = types.SimpleNamespace(workdir=str(workdir), step=0, settings=s, encoder=encoder)
-        self.stages, self.options, self.values = (stage,), cascade.OPTIONS, ({},)
+        stages = [
+            types.SimpleNamespace(workdir=str(workdir), step=0, settings=s, encoder=encoder)
+            for workdir in workdirs
+        ]
+        self.stages, self.options = tuple(stages), cascade.OPTIONS
+        self.values = ({},) * len(stages)
         self.vocabulary = vocabulary.of([*PROMPTS, "a panda, noto style"])
         self.drawn = []
+
+    @property
+    def enlarger(self):
+        return Enlarger(1, 16) if len(self.stages) > 1 else None
 
     def __repr__(self):
         return "quick"
@@ -46,6 +57,8 @@ class Quick(loaded.Loaded):
         of_seed = [np.full((8, 8, 3), seed % 256, np.uint8) for seed in seeds]
         images = [np.asarray(image.convert("RGB"))] * len(seeds) if image else of_seed
         self.drawn.append((list(prompts), seeds, mask and np.asarray(mask.convert("L")), values))
+        if low_res := values.get("low_res"):
+            images = [np.asarray(low_res.convert("RGB").resize((32, 32)))] * len(seeds)
         return types.SimpleNamespace(images=np.stack(images), smaller=())
 
 
@@ -153,6 +166,112 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     pages.draw(page, "a fox, noto style", count=1)
     (png,) = pages.drawn(page)
     assert (np.asarray(Image.open(io.BytesIO(png))) == 0).all()
+
+
+def test_an_empty_prompt_draws_and_all_pictures_are_one_download(page, quick):
+    pages.draw(page, "", count=2)
+    pages.drawn(page)
+    assert quick.drawn[-1][0] == ["", ""]
+    expect(page.locator("#pictures h2")).to_have_text("Without a prompt")
+    with page.expect_download() as download:
+        page.click("#download")
+    with zipfile.ZipFile(download.value.path()) as archive:
+        assert archive.namelist() == ["000__0.png", "001__1.png", "commands.txt"]
+        second = np.asarray(Image.open(io.BytesIO(archive.read("001__1.png"))))
+        assert (second == 1).all()
+        assert "--prompt= --seed=1" in archive.read("commands.txt").decode().replace("''", "")
+
+
+def test_earlier_drawings_survive_reloading_and_draw_again(page, quick):
+    for prompt, first in (("a cat, noto style", "5"), ("a fox, noto style", "9")):
+        page.fill("#seed", first)
+        pages.draw(page, prompt, count=1)
+        pages.drawn(page)
+        expect(page.locator("#earlier span").first).to_have_text(prompt)
+    page.goto(page.url.partition("#")[0])
+    page.reload()
+    page.click("#history summary")
+    expect(page.locator("#earlier span")).to_have_text(["a fox, noto style", "a cat, noto style"])
+    page.locator("#earlier a").nth(1).click()
+    (png,) = pages.drawn(page)
+    assert (np.asarray(Image.open(io.BytesIO(png))) == 5).all()
+    assert page.input_value("#prompts") == "a cat, noto style"
+    page.click("#forget")
+    expect(page.locator("#history")).to_be_hidden()
+
+
+def test_each_stage_of_a_cascade_has_its_own_guidance(browser, tmp_path):
+    folders = [write_run(tmp_path / name) for name in ("base", "sr")]
+    both = Quick(*folders)
+    site = server.Site("imagen_jax", {"base + sr": both}, {"base + sr": list(map(str, folders))})
+    with serving(site) as address, pages.opened(browser, address) as page:
+        page.get_by_label("guidance of base", exact=True).fill("4")
+        page.get_by_label("steps of sr slider").fill("9")
+        expect(page.locator("#words")).to_have_text("quick. Changed: steps 30, 9, guidance 4, 7.5")
+        pages.draw(page, PROMPTS[0], count=1)
+        pages.drawn(page)
+        values = both.drawn[-1][-1]
+        assert values == {"guidance": (4.0, 7.5), "steps": (30, 9)}
+        page.reload()
+        expect(page.get_by_label("guidance of base", exact=True)).to_have_value("4")
+        expect(page.get_by_label("steps of sr slider")).to_have_value("9")
+
+
+def test_a_cascade_enlarges_a_picture(browser, tmp_path):
+    folders = [write_run(tmp_path / name) for name in ("base", "sr")]
+    both = Quick(*folders)
+    photo = io.BytesIO()
+    Image.new("RGB", (60, 40), (200, 30, 30)).save(photo, "png")
+    site = server.Site("imagen_jax", {"base + sr": both}, {"base + sr": list(map(str, folders))})
+    with serving(site) as address, pages.opened(browser, address) as page:
+        page.get_by_label("guidance of sr", exact=True).fill("4")
+        page.click("#edit summary")
+        expect(page.locator("#strength")).to_be_visible()
+        page.select_option("#use", "enlarge")
+        expect(page.locator("#strength")).to_be_hidden()
+        page.set_input_files("#picture", {"name": "a.png", "mimeType": "image/png",
+                                          "buffer": photo.getvalue()})  # fmt: skip
+        expect(page.locator("#editing")).to_contain_text("shrunk to 16x16 pixels")
+        pages.draw(page, PROMPTS[0], count=1)
+        (png,) = pages.drawn(page)
+        assert Image.open(io.BytesIO(png)).size == (32, 32)
+        values = both.drawn[-1][-1]
+        assert values["low_res"].size == (16, 16) and "strength" not in values
+        page.locator(".picture").click()
+        command = page.locator("dialog pre").inner_text()
+        assert f"--workdir={folders[1]}" in command and str(folders[0]) not in command
+        assert "--guidance=4.0 --low_res=image.png" in command
+        expect(page.locator("dialog img")).to_have_count(1)  # The picture of the second stage.
+        page.reload()
+        expect(page.locator("#use")).to_have_value("enlarge")
+        pages.drawn(page)
+        assert both.drawn[-1][-1]["low_res"].size == (16, 16)
+
+
+def test_a_run_is_hidden_from_the_comparison_of_configs(browser, tmp_path):
+    long = tuple(f"a prompt of the number {n}" for n in range(9))
+    folders = {
+        "one": write_run(tmp_path / "one", steps=7, prompts=long),
+        "two": write_run(tmp_path / "two", steps=8),
+        "three": write_run(tmp_path / "three", steps=7),
+    }
+    models = {name: Quick(folder) for name, folder in folders.items()}
+    workdirs = {name: [str(folder)] for name, folder in folders.items()}
+    with (
+        serving(server.Site("imagen_jax", models, workdirs)) as address,
+        pages.opened(browser, address) as page,
+    ):
+        page.click("#tab-training")
+        rows = page.locator("#differing tbody th")
+        expect(rows).to_have_text(["prompts", "steps"])
+        summary = page.locator("#differing summary")
+        expect(summary).to_have_count(1)  # A long value is folded.
+        expect(summary).to_have_text(re.compile(r"^a prompt of the number 0; .{50,80} \.\.\.$"))
+        page.get_by_label("show two").uncheck()
+        expect(page.locator("#differing thead th")).to_have_text(["field", "one", "three"])
+        expect(rows).to_have_text(["prompts"])  # Both have 7 steps.
+        page.get_by_label("show one").uncheck()
+        expect(page.locator("#differing")).to_be_empty()
 
 
 def test_a_run_without_a_checkpoint_shows_training_and_draws_later(browser, quick, tmp_path):

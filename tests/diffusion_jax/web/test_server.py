@@ -32,9 +32,12 @@ JSON = ("content-type", "application/json")
 class Slow(loaded.Loaded):
     """Draws pixels that are the seed, in steps that a test lets go on."""
 
+    enlarger = None
+
     def __init__(self):
         low_res = types.SimpleNamespace(aug_sigma=0.1)
-        s = types.SimpleNamespace(sampler=Sampler(), super_resolution=low_res)
+        text = types.SimpleNamespace(drop_prob=0.0)
+        s = types.SimpleNamespace(sampler=Sampler(), super_resolution=low_res, text=text)
         self.stages = (types.SimpleNamespace(workdir="runs/none", step=0, settings=s),)
         self.options, self.values = cascade.OPTIONS, ({},)
         self.go, self.drawn = threading.Semaphore(0), []
@@ -196,8 +199,8 @@ def test_the_command_has_what_the_page_was_started_with(slow):
     ("picture", "message"),
     [
         (asked(model="other"), "there is no model 'other': choose from slow"),
-        (asked(prompt=" "), "the prompt must be a string of 1 to 2,000 characters"),
-        (asked(prompt="a" * 2001), "the prompt must be a string of 1 to 2,000 characters"),
+        (asked(prompt=" "), "the prompt is empty, but this model always had a text in training"),
+        (asked(prompt="a" * 2001), "the prompt must be a string of at most 2,000 characters"),
         (asked(seed=2**31), "the seed is 2147483648"),
         (asked(seed="1"), "the seed is '1'"),
         (asked(choices={"steps": 1001}), "steps is 1001: it must be at most 1,000 on this page"),
@@ -357,7 +360,7 @@ def test_a_folder_may_have_commas(tmp_path):
 
 def test_runs_of_one_name_are_told_apart():
     assert results.named([["a/run"], ["b/run"], ["c/base", "c/sr"]]) == {
-        "run": ["a/run"], "run_2": ["b/run"], "sr": ["c/base", "c/sr"]
+        "run": ["a/run"], "run_2": ["b/run"], "base + sr": ["c/base", "c/sr"]
     }  # fmt: skip
 
 

@@ -43,13 +43,17 @@ def run(*command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize(
+    "sizes", [("256", "333", "64", "masked"), ("4096", "4096", "128", "unmasked")]
+)
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_splash_compiles_for_tpus_forwards_and_backwards(kind):
-    ended = run("-m", "launch.planner.kernels", kind, "256", "333", "64")
+def test_splash_compiles_for_tpus_forwards_and_backwards(kind, sizes):
+    ended = run("-m", "launch.planner.kernels", kind, *sizes)
     assert ended.returncode == 0, ended.stderr
     forward, backward = json.loads(ended.stdout.splitlines()[-1])
-    # A step is at least its products: 256 x 384 scores over 128 lanes, twice and five times.
-    assert 500 < forward < backward < 20_000
+    # A step is at least its products: 256 x 384 scores over 128 lanes, twice and five times, or
+    # 512 x 4,096.
+    assert 500 < forward < backward < 30_000
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_encoders_that_are_not_here_have_their_known_shapes(encoder, width, para
     opened, notes = encoders.open_encoder(text)
     assert size(opened.frozen) == parameters
     assert {leaf.dtype for leaf in jax.tree.leaves(opened.frozen)} == {jax.numpy.dtype("bfloat16")}
-    assert len(notes) == 1 and f"the text encoder {encoder} is planned by its shape" in notes[0]
+    assert len(notes) == 1 and f"only the shape of the text encoder {encoder} (" in notes[0]
 
 
 def test_an_encoder_of_no_known_shape_is_an_error():

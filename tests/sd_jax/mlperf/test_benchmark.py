@@ -120,7 +120,9 @@ def test_what_cannot_judge_is_refused(asked, tmp_path):
         benchmark.open_judge(asked._replace(clip=""))
     with refused(r"num_prompts is 11, but .*captions.tsv holds 10"):
         benchmark.open_judge(asked._replace(num_prompts=11))
-    with pytest.raises(FileNotFoundError, match="no file of captions at nowhere"):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no table of captions nowhere\.tsv: name"
+    ):
         benchmark.open_judge(asked._replace(prompts="nowhere.tsv"))
     (tmp_path / "captions.tsv").write_text("image_id\ttext\n1\ta\n")
     with refused(r"captions.tsv has no column id"):

@@ -54,7 +54,7 @@ def test_the_report_and_its_files(tmp_path):
     verdict = convergence.judge(comparison.check_alike(runs), [r.samples_to_target for r in runs])
     text = comparison.describe(runs, verdict)
     assert "PASS: no faster than the reference" in text
-    assert "interpolated between batch sizes 256 and 2048: mean 2,034,701; runs pass from" in text
+    assert "interpolated between batch sizes 256 and 2048: mean 2,034,701; a mean of " in text
     assert "a submission needs 10 runs: this verdict is a forecast" in text
     rows = [line for line in text.splitlines() if " (" in line and " to " in line][-3:]
     assert [row.split()[0] for row in rows] == ["512,000", "2,560,000", "3,072,000"]

@@ -215,7 +215,7 @@ def test_another_pipeline_is_refused(folder, tmp_path):
     index |= {"_class_name": "StableDiffusionXLPipeline"}
     index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    message = "a StableDiffusionXLPipeline with text_encoder_2, but only Stable Diffusion 1.x and 2"
+    message = "a StableDiffusionXLPipeline with the part text_encoder_2: only Stable Diffusion 1.x"
     with pytest.raises(ValueError, match=message):
         checkpoints.load(tmp_path)
 
@@ -256,7 +256,10 @@ def test_names_without_prefixes_are_one_networks(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cond_model.x": np.zeros(1)}, "1 keys belong to no part: cond_model.x"),
+        (
+            {"cond_model.x": np.zeros(1)},
+            "1 arrays belong to no part (UNet, VAE, text encoder): cond_model.x",
+        ),
         ({"model.diffusion_model.stray": np.zeros(1)}, "do not match the weights: missing stray; "),
         ({"first_stage_model.quant_conv.bias": None}, "1 keys are missing: quant_conv.bias"),
         (

@@ -155,7 +155,7 @@ def test_another_config_is_refused(file, tmp_path, content, message):
 
 
 def test_a_config_that_is_not_there_or_not_needed_is_said(file, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file nowhere\.yaml: --config is LDM"):
+    with pytest.raises(FileNotFoundError, match=r"no file nowhere\.yaml: --config needs"):
         checkpoints.load(file, config="nowhere.yaml")
     with pytest.raises(ValueError, match="is a directory with its own configs: --config"):
         checkpoints.load(tmp_path, config="v.yaml")

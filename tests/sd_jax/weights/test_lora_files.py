@@ -143,23 +143,27 @@ def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
     torch_weights.write(
         tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
     )
-    with pytest.raises(ValueError, match=r"adapter_config\.json is missing, which holds alpha"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json, which holds alpha, is missing"):
         lora_files.apply([str(tmp_path)], opened)
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a.hada_w1_a": (2, 2)}, "is not a LoRA with two factors per layer: 1 of 1 names do not"),
-        ({f"{TO_Q}.lora_A.weight": (2, 64)}, "is not a LoRA with two factors per layer: 1 of 1"),
+        ({"a.hada_w1_a": (2, 2)}, "is not a LoRA with two factors per layer: 1 of 1 arrays have"),
+        (
+            {f"{TO_Q}.lora_A.weight": (2, 64)},
+            "is not a LoRA with two factors per layer: 1 of 1 lay",
+        ),
         ({f"{TO_Q}.dora_scale": (2,)}, "LoHa, LoKr and DoRA are not supported: merge them with"),
         (
             {f"{TO_Q}s.lora_A.weight": (2, 64), f"{TO_Q}s.lora_B.weight": (64, 2)},
-            "belongs to another model: this model lacks 1 of its 1 layers, mid_block",
+            "belongs to another model: 1 of its 1 layers do not exist in this model, such as mid_b",
         ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 32), f"{TO_Q}.lora_B.weight": (64, 2)},
-            r"to_q has factors \[2, 32\] and \[64, 2\], but the model's weight is \[64, 64\]",
+            r"to_q has factors of shapes \[2, 32\] and \[64, 2\], but the model's weight has the "
+            r"shape \[64, 64\]",
         ),
         (
             {"lora_te_a.lora_down.weight": (2, 4), "lora_te_a.lora_up.weight": (4, 2)},

@@ -53,7 +53,7 @@ def test_images_without_captions_are_counted_and_named(folder):
         (folder / f"0000{i}.txt").unlink()
     message = (
         r"4 of 6 images have no \.txt beside them: 00000.png, 00001.png, 00002.png and 1 more\. "
-        r".*\(the files are png, txt\), or leave these images out with data.uncaptioned=drop"
+        r".*\(suffixes found: png, txt\), or leave these images out with data.uncaptioned=drop"
     )
     with pytest.raises(ValueError, match=message):
         Folder(folder)

@@ -101,10 +101,15 @@ def test_captions_of_a_data_set_are_prompts(written):
             "huggingface",
             "clone@train",
             "caption",
-            r"7 rows with the columns text, image; .*data\.text",
+            r"7 rows with the columns text, image \(.*data\.text",
         ),
-        ("huggingface", "saved", "text", r"whose splits are test, train: choose one as .*@SPLIT"),
-        ("arrow", "clone", "text", r"no \.arrow in .*parquet is read by the source 'huggingface'"),
+        (
+            "huggingface",
+            "saved",
+            "text",
+            r"splits of .*: test, train\): choose a split as .*@SPLIT",
+        ),
+        ("arrow", "clone", "text", r"no \.arrow files in .* with the source 'huggingface'"),
     ],
 )
 def test_mistakes_are_named(written, source, path, text, message):

@@ -1,0 +1,120 @@
+"""Define Mixture, a data set that draws from several sources with given weights."""
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped, UInt64
+
+from diffusion_jax.data.pictures import Pictures, Rows
+
+
+class Mixture(Pictures):
+    """A data set that concatenates several sources and samples them with given weights."""
+
+    def __init__(
+        self,
+        parts: Sequence[Pictures],
+        weights: Sequence[float | int],
+        counts: Sequence[float | int] = (),
+    ):
+        """Concatenate the sources of a mixture.
+
+        Args:
+            parts: the sources.
+            weights: relative frequency with which each part is drawn.
+            counts: loss weight of each part's pictures; empty if all are equal.
+        """
+        self.parts, self.lengths = parts, [len(part) for part in parts]
+        self.part_counts = tuple(counts)
+        self.weights = [float(weight) for weight in weights]
+        self._firsts = np.cumsum([0, *self.lengths])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+        for part, of_part in zip(self.parts, np.split(groups, self._firsts[1:-1]), strict=True):
+            part.keep_together(of_part)
+
+    def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
+        """Return the size that each picture has in its source."""
+        sizes = np.zeros((len(indices), 2), np.int64)
+        for part, rows, inside in self._split(indices):
+            sizes[rows] = part.sizes(inside)
+        return sizes
+
+    def cropped_to(self, shape: tuple[int, int]) -> "Mixture":
+        parts = [part.cropped_to(shape) for part in self.parts]
+        return Mixture(parts, self.weights, self.part_counts)
+
+    def read(
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
+    ) -> tuple[Rows, Sequence[Any]]:
+        """Return pictures and texts, reading each picture from the source that holds it."""
+        images: Any = None
+        texts: list[Any] = [None] * len(indices)
+        for part, rows, inside in self._split(indices):
+            read, captions = part.read(inside, None if places is None else places[rows])
+            if images is None:
+                images = np.empty((len(indices), *read.shape[1:]), read.dtype)
+            images[rows] = read
+            for row, text in zip(rows.tolist(), captions, strict=True):
+                texts[row] = text
+        return images, texts
+
+    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+        """Return captions or embeddings, if possible without reading pictures."""
+        texts: list[Any] = [None] * len(indices)
+        for part, rows, inside in self._split(indices):
+            for row, text in zip(rows.tolist(), part.texts(inside), strict=True):
+                texts[row] = text
+        return texts
+
+    def usable(
+        self, indices: Int[np.ndarray, "B"]
+    ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
+        """Return (indices, pictures, texts) of the usable pictures, grouped by source."""
+        results = [(rows, inside, *p.usable(inside)) for p, rows, inside in self._split(indices)]
+        usable = [indices[rows][np.isin(inside, u)] for rows, inside, u, *_ in results]
+        images = [images for *_, images, _ in results if len(images)]
+        texts = [text for *_, part_texts in results for text in part_texts]
+        return np.concatenate(usable), np.concatenate(images or [np.zeros(0, np.uint8)]), texts
+
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """Return the key that each picture has in its source."""
+        keys = np.zeros(len(indices), np.uint64)
+        for part, rows, inside in self._split(indices):
+            keys[rows] = part.keys(inside)
+        return keys
+
+    def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
+        counts = np.array(self.part_counts, np.float32)
+        return counts[self._part_numbers(indices)] if self.part_counts else None
+
+    def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
+        """Return the name that each picture has in its source."""
+        names = [""] * len(indices)
+        for part, rows, inside in self._split(indices):
+            for row, name in zip(rows.tolist(), part.names(inside), strict=True):
+                names[row] = name
+        return names
+
+    def skipped(self) -> dict[str, int]:
+        """Return the number of unusable pictures by reason, summed over all sources."""
+        total = collections.Counter()
+        for part in self.parts:
+            total.update(part.skipped())
+        return dict(total)
+
+    def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
+        """Yield (source, positions in `indices`, indices within the source) for each source."""
+        parts = self._part_numbers(indices)
+        for part in sorted(set(parts.tolist())):
+            rows = np.flatnonzero(parts == part)
+            yield self.parts[part], rows, indices[rows] - self._firsts[part]
+
+    def _part_numbers(self, indices: np.ndarray) -> np.ndarray:
+        """Return, for each picture index, the index of the source that holds the picture."""
+        return np.searchsorted(self._firsts, indices, side="right") - 1

@@ -1,0 +1,217 @@
+"""Aspect buckets: the shape of each batch, the pictures in it, and what cropping removes."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.config import shapes
+from diffusion_jax.config.settings import Data
+from diffusion_jax.data import aspect_buckets, pipeline, split
+from diffusion_jax.data.mixture import Mixture
+from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.data.transforms import crop, size_of
+from diffusion_jax.text import hashed
+
+SHAPES = ((16, 16), (8, 24), (24, 8))
+SIZES = [(20, 20), (20, 60), (60, 20), (22, 20), (18, 40), (90, 21), (16, 16)]  # height, width
+WANTED = [0, 1, 2, 0, 1, 2, 0]
+TOKENIZE = lambda texts: {"n": np.array(texts, int)}
+
+
+def write(folder, sizes, first=0):
+    """Write pictures whose captions are their numbers, and whose colour is the number."""
+    folder.mkdir(parents=True)
+    for number, (height, width) in enumerate(sizes, first):
+        Image.new("RGB", (width, height), (number, 0, 0)).save(folder / f"{number:03}.png")
+        (folder / f"{number:03}.txt").write_text(str(number))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data") / "mixed", SIZES * 4)
+
+
+def open_batches(path, batch_size=4, **options):
+    pictures = open_pictures(Data("folder", path=path), 16)
+    buckets = aspect_buckets.sort(pictures, SHAPES)
+    return pipeline.make_batches(
+        pictures, TOKENIZE, batch_size=batch_size, seed=3, buckets=buckets, **options
+    )
+
+
+def numbers(batches, steps):
+    with batches:
+        return [next(batches)["n"].tolist() for _ in range(steps)]
+
+
+def test_a_picture_goes_to_the_nearest_aspect_ratio(folder):
+    pictures = open_pictures(Data("folder", path=folder), 16)
+    sizes = aspect_buckets.read_sizes(pictures)
+    assert sizes.tolist() == [list(size) for size in SIZES * 4]
+    assert aspect_buckets.nearest(sizes, SHAPES).tolist() == WANTED * 4
+    # The border between 1:1 and 3:1 is at sqrt(3). Damaged pictures count as squares.
+    near = np.array([[100, 173], [100, 174], [0, 0]])
+    assert aspect_buckets.nearest(near, SHAPES).tolist() == [0, 1, 0]
+
+
+def test_the_size_of_a_picture_is_that_of_its_decoded_pixels():
+    for format, orientation, expected in (("PNG", 1, (8, 24)), ("JPEG", 6, (24, 8))):
+        file, exif = io.BytesIO(), Image.Exif()
+        exif[0x0112] = orientation
+        Image.new("RGB", (24, 8), "red").save(file, format, exif=exif)
+        assert size_of(file.getvalue()) == expected
+        assert crop(file.getvalue(), expected).shape == (*expected, 3)
+    assert size_of(b"no picture") == (0, 0)
+
+
+def test_a_crop_just_covers_its_shape():
+    """A picture of half the height and twice the width loses what a square of it does not have."""
+    pixels = np.zeros((20, 60, 3), np.uint8)
+    pixels[:, 10:50] = (0, 255, 0)  # The 20x40 in the middle.
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    np.testing.assert_array_equal(crop(file.getvalue(), (20, 40))[..., 1], np.full((20, 40), 255))
+    np.testing.assert_array_equal(crop(file.getvalue(), (10, 30))[5, [3, 26], 1], [0, 0])
+    left = crop(file.getvalue(), (20, 40), place=(0.0, 0.5))
+    assert not left[:, :10].any() and (left[:, 10:, 1] == 255).all()
+
+
+def test_a_batch_has_one_shape_and_an_epoch_has_each_picture_once(folder):
+    seen = []
+    with open_batches(folder) as batches:
+        for _ in range(7):  # 28 pictures, in buckets of 12, 8 and 8.
+            batch = next(batches)
+            wanted = {WANTED[n % 7] for n in batch["n"].tolist()}
+            assert len(wanted) == 1
+            assert batch["image"].shape[1:3] == SHAPES[wanted.pop()]
+            np.testing.assert_array_equal(batch["image"][:, 4, 4, 0], batch["n"])
+            seen += batch["n"].tolist()
+            assert batches.indices(range(4)).tolist() == batch["n"].tolist()
+    assert sorted(seen) == list(range(28))
+
+
+def test_processes_threads_and_restarts_do_not_change_the_batches(folder):
+    expected = numbers(open_batches(folder), 15)
+    assert numbers(open_batches(folder, num_threads=3), 15) == expected
+    parts = [numbers(open_batches(folder, process_index=p, process_count=2), 15) for p in (0, 1)]
+    assert [a + b for a, b in zip(*parts, strict=True)] == expected
+    with open_batches(folder) as batches:
+        for _ in range(6):
+            next(batches)
+        position = batches.get_state()
+    with open_batches(folder) as batches:
+        batches.set_state(position)
+        assert [next(batches)["n"].tolist() for _ in range(9)] == expected[6:]
+
+
+def test_a_position_is_refused_with_other_buckets_or_another_batch_size(folder):
+    with open_batches(folder) as batches:
+        next(batches)
+        position = batches.get_state()
+    with (
+        open_batches(folder, batch_size=2) as other,
+        pytest.raises(pipeline.OtherData, match=r"'batch_size': 2.*cannot be continued"),
+    ):
+        other.set_state(position)
+    pictures = open_pictures(Data("folder", path=folder), 16)
+    with (
+        pipeline.make_batches(pictures, TOKENIZE, batch_size=4, seed=3) as squares,
+        pytest.raises(pipeline.OtherData, match="buckets"),
+    ):
+        squares.set_state(position)
+
+
+def test_a_mixture_keeps_its_weights(tmp_path):
+    """Source a has two pictures, each drawn three times as often as one of the four of b."""
+    tall, square = (60, 20), (20, 20)
+    paths = (
+        write(tmp_path / "a", [tall, square]),
+        write(tmp_path / "b", [tall, tall, square, square], first=10),
+    )
+    parts = [open_pictures(Data("folder", path=path), 16) for path in paths]
+    mixed = Mixture(parts, [3, 2])
+    buckets = aspect_buckets.sort(mixed, SHAPES)
+    assert buckets.shapes == [(16, 16), (24, 8)] and buckets.counts == [3, 3]
+    batches = pipeline.make_batches(mixed, TOKENIZE, batch_size=5, seed=0, buckets=buckets)
+    rows = np.array(numbers(batches, 40))
+    assert np.unique(rows, return_counts=True)[1].tolist() == [60, 60, 20, 20, 20, 20]
+    assert ((rows < 10).sum(1) == 3).all()
+
+
+def test_an_unusable_picture_is_replaced_by_one_of_its_bucket_that_is_not_held_out(tmp_path):
+    path = write(tmp_path / "data", SIZES * 20)
+    for number in (1, 2, 8, 9):  # Damaged behind the header.
+        file = tmp_path / "data" / f"{number:03}.png"
+        file.write_bytes(file.read_bytes()[:50])
+    training, heldout = split.split(open_pictures(Data("folder", path=path), 16), 0.3)
+    out = {int(text) for text in heldout.texts(np.arange(len(heldout)))}
+    assert 20 < len(out) < 60
+    buckets = aspect_buckets.sort(training, SHAPES)
+    with pipeline.make_batches(training, TOKENIZE, batch_size=4, seed=0, buckets=buckets) as made:
+        for _ in range(60):
+            batch = next(made)
+            ratios = {WANTED[n % 7] for n in batch["n"].tolist()}
+            assert len(ratios) == 1 and not out & set(batch["n"].tolist())
+        assert made.skipped()["broken_image"] == len({1, 2, 8, 9} - out)
+
+
+def test_buckets_remove_a_fifth_of_what_squares_remove():
+    """Pictures whose log aspect ratios are uniform between 1:2 and 2:1."""
+    rng = np.random.default_rng(0)
+    aspect = 2 ** rng.uniform(-1, 1, 1000)
+    sizes = np.stack([1000 / aspect**0.5, 1000 * aspect**0.5], 1).round().astype(int)
+    allowed = shapes.up_to(512, 32)
+    assert allowed[:6] == ((352, 704), (384, 640), (416, 608), (448, 576), (480, 544), (512, 512))
+    chosen = np.array(allowed)[aspect_buckets.nearest(sizes, allowed)]
+    squares = aspect_buckets.cropped_away(sizes, np.ones_like(sizes)).mean()
+    assert squares == pytest.approx(1 - (1 - 0.5) / np.log(2), abs=0.01)  # 27.9 %
+    assert aspect_buckets.cropped_away(sizes, chosen).mean() < 0.2 * squares
+    assert shapes.up_to(64, 8) == ((48, 80), (56, 72), (64, 64), (72, 56), (80, 48))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (((16, 16), (8,)), "give .height, width. in pixels, such as .16, 16."),
+        (((16, 12),), r"\(16, 12\): this model needs sides that are multiples of 8"),
+        (((24, 16),), "more pixels than the model's pictures of 16x16"),
+        (((8, 8), (8, 16), (16, 16)), "two buckets have the same aspect ratio"),
+    ],
+)
+def test_a_shape_that_the_model_cannot_train_on_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        shapes.check(wrong, 16, 8)
+    with pytest.raises(ValueError, match=r"data.resize is 32"):
+        shapes.check(SHAPES, 16, 8, resize=32)
+
+
+def test_a_source_without_files_is_refused():
+    with pytest.raises(ValueError, match=r"different sizes: set data.aspect_buckets"):
+        aspect_buckets.sort(
+            open_pictures(Data("diffusion_jax.examples.digits.pictures"), 16), SHAPES
+        )
+
+
+def test_the_report_says_what_cropping_removes(folder):
+    pictures = open_pictures(Data("folder", path=folder), 16)
+    sizes, assigned = aspect_buckets.read_sizes(pictures), aspect_buckets.sort(pictures, SHAPES)
+    # Cropping to the bucket removes a part of three of the seven pictures.
+    away = (2 / 22 + (1 - 40 / 54) + (1 - 63 / 90)) / 7
+    square = (2 / 22 + 2 * 2 / 3 + (1 - 18 / 40) + (1 - 21 / 90)) / 7
+    assert aspect_buckets.described(assigned, sizes) == (
+        "pictures by height x width: 16x16 (43%), 8x24 (29%), 24x8 (29%); cropping removes "
+        f"{away:.1%} of their area ({square:.1%} with squares)"
+    )
+
+
+def test_hashed_texts_go_with_their_pictures(folder):
+    pictures = open_pictures(Data("folder", path=folder), 16)
+    made = pipeline.make_batches(
+        pictures, hashed.encoder(32, 6).tokenize, batch_size=2, seed=0,
+        buckets=aspect_buckets.sort(pictures, SHAPES),
+    )  # fmt: skip
+    with made:
+        assert [b["image"].shape for b in made.examples()] == [(1, *shape, 3) for shape in SHAPES]

@@ -1,0 +1,122 @@
+"""Training with aspect buckets: exact continuation, any mesh, a replay, and one program a shape."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.config.settings import Data
+from diffusion_jax.data import aspect_buckets, pipeline
+from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.machine import sharding
+from diffusion_jax.task import loss_by_noise_level, to_range
+from diffusion_jax.train import loop, rehearse, replay
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.train import test_loop
+
+SHAPES = ((8, 8), (4, 12))
+
+
+def task():
+    """A network of one 3x3 convolution, shifted by the text, that predicts the image."""
+
+    def init(key):
+        keys = jax.random.split(key)
+        shapes = {"kernel": (3, 3, 3, 3), "text": (toy.WIDTH, 3)}
+        return {
+            name: 0.1 * jax.random.normal(k, shape)
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def loss(params, frozen, batch, key):
+        x0 = to_range(batch["image"])
+        key_sigma, key_eps = jax.random.split(key)
+        sigma = jax.random.uniform(key_sigma, (len(x0),))
+        x = x0 + sigma[:, None, None, None] * jax.random.normal(key_eps, x0.shape)
+        layout = ("NHWC", "HWIO", "NHWC")
+        text = toy.encode(frozen, batch)[0].mean(1) @ params["text"]
+        out = jax.lax.conv_general_dilated(
+            x, params["kernel"], (1, 1), "SAME", dimension_numbers=layout
+        )
+        each = jnp.square(out + text[:, None, None] - x0).mean((1, 2, 3))
+        return each.mean(), loss_by_noise_level(each, sigma)
+
+    return test_loop.TASK._replace(init=init, loss=loss, frozen={}, rules=[(".*", sharding.P())])
+
+
+TASK = task()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve squares and twelve wide pictures of random colours."""
+    path, rng = tmp_path_factory.mktemp("mixed"), np.random.default_rng(0)
+    for number in range(24):
+        pixels = rng.integers(0, 256, (8, (8, 24)[number % 2], 3), np.uint8)
+        Image.fromarray(pixels).save(path / f"{number:02}.png")
+        (path / f"{number:02}.txt").write_text(f"picture {number}")
+    return str(path)
+
+
+def open_batches(folder, run):
+    pictures = open_pictures(Data("folder", path=folder), toy.SIZE)
+    return pipeline.make_batches(
+        pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
+        buckets=aspect_buckets.sort(pictures, SHAPES),
+    )  # fmt: skip
+
+
+def train(folder, workdir, sizes=(1, 1, 1), **changes):
+    run = test_loop.RUN._replace(**changes)
+    workdir.mkdir(exist_ok=True)
+    with open_batches(folder, run) as batches:
+        inputs = loop.Inputs(TASK, batches)
+        mesh = sharding.make_mesh(*sizes)
+        state = loop.train(inputs, run, test_loop.OPTIMIZER, mesh, workdir, {})
+    return jax.device_get(state)
+
+
+def test_7_steps_of_two_shapes_are_3_and_then_4_bit_for_bit_and_replay(
+    folder, tmp_path, monkeypatch
+):
+    programs, compiled = [], loop.compiled
+    count = lambda *arguments: programs.append(compiled(*arguments)) or programs[-1]
+    monkeypatch.setattr(loop, "compiled", count)
+    whole = train(folder, tmp_path / "whole", log_every=1)
+    assert len(programs) == 2  # One for each shape.
+    train(folder, tmp_path / "parts", steps=3)
+    test_loop.assert_equal(train(folder, tmp_path / "parts"), whole)
+
+    run = test_loop.RUN._replace(log_every=1)
+    with open_batches(folder, run) as batches:
+        inputs = loop.Inputs(TASK, batches)
+        mesh = sharding.make_mesh(1, 1, 1)
+        replayed = replay.replay(inputs, run, test_loop.OPTIMIZER, mesh, tmp_path / "whole", 6)
+    assert [line.differ for line in replayed.compared] == [{}] * 6
+    assert replayed.pictures.shape[1:3] in SHAPES
+    wide = replayed.pictures.shape[1:3] == (4, 12)
+    assert {int(row["text"].split()[1]) % 2 for row in replayed.examples} == {int(wide)}
+
+
+def test_a_mesh_of_8_devices_trains_on_the_same_batches(folder, tmp_path):
+    one = train(folder, tmp_path / "one", steps=4)
+    eight = train(folder, tmp_path / "eight", (2, 4, 1), steps=4)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(near, eight.params, one.params)
+
+
+def test_the_rehearsal_traces_each_shape(folder, tmp_path):
+    shapes = []
+
+    def loss(params, frozen, batch, key):
+        shapes.append(batch["image"].shape[1:3])
+        return TASK.loss(params, frozen, batch, key)
+
+    run = test_loop.RUN
+    with open_batches(folder, run) as batches:
+        inputs = loop.Inputs(TASK._replace(loss=loss), batches)
+        mesh = sharding.make_mesh(1, 1, 1)
+        report = rehearse.rehearse(inputs, run, test_loop.OPTIMIZER, mesh, tmp_path / "new")
+    assert set(shapes) == set(SHAPES)
+    assert "buckets        image 8x8x3; image 4x12x3\n" in report
