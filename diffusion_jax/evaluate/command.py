@@ -177,7 +177,7 @@ def command(
                 subjects = [s._replace(workdir=files.path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
             size = f["size"].value or common_size(subjects)
-            training = copies.open_training(f["copies"].value, scorer, size)
+            training = copies.open_training(f["copies"].value, f["unseen"].value, scorer, size)
         plan = Sweep(
             chosen or scorer.guidance or guidance, f["seed"].value, f["batch_size"].value,
             f["save_images"].value, f["name"].value, f["size"].value,

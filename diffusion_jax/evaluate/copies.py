@@ -42,25 +42,34 @@ class Nearest(NamedTuple):
 class Training:
     """The training pictures, with their features and the distances of unseen real pictures."""
 
-    def __init__(self, pictures: Pictures, scorer: Scorer, unseen: Features):
-        """Store the arguments. The features of the training pictures are computed on first use.
+    def __init__(self, pictures: Pictures, scorer: Scorer, unseen: Pictures | None = None):
+        """Store the arguments. The features of the pictures are computed on first use.
 
         Args:
             pictures: The training pictures, in the size of the drawn ones.
             scorer: The scorer whose judges compute the features.
-            unseen: Features of real pictures that the model has never seen, keyed by kind of
-                features (Metric.features).
+            unseen: Real pictures that the model has never seen, in the same size; None for those
+                whose features the judges hold.
         """
         self._pictures, self._scorer, self._unseen = pictures, scorer, unseen
 
     @functools.cached_property
     def _rows(self) -> Features:
-        return _features(self._pictures, self._scorer, [*self._unseen])
+        keys = [*self.unseen_features]
+        return _features("training pictures", self._pictures, self._scorer, keys)
+
+    @functools.cached_property
+    def unseen_features(self) -> Features:
+        """Features of the unseen pictures, keyed by kind of features (Metric.features)."""
+        if self._unseen is None:
+            return self._scorer.real_features
+        keys = self._scorer.picture_features
+        return _features("unseen pictures", self._unseen, self._scorer, keys)
 
     @functools.cached_property
     def unseen(self) -> dict[str, Nearest]:
         """The nearest training picture of each unseen real picture, keyed by kind of features."""
-        return {key: self.nearest(key, rows) for key, rows in self._unseen.items()}
+        return {key: self.nearest(key, rows) for key, rows in self.unseen_features.items()}
 
     def nearest(self, key: str, rows: Float[np.ndarray, "N D"]) -> Nearest:
         """Find the nearest training picture of each row of features of the kind `key`."""
@@ -99,31 +108,46 @@ class Training:
         return sheets.contact_sheet(np.stack(images), lines, columns=_COLUMNS)
 
 
-def open_training(name: str, scorer: Scorer, size: int) -> Training | None:
-    """Open the training pictures SOURCE:PATH or SOURCE:PATH::TEXT, of side `size`.
+def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training | None:
+    """Open the training pictures that --copies names, or return None if it is "".
 
-    Return None if `name` is "". Raise ValueError if the source is unknown or empty, if no judge
-    has features of real pictures, or if the job has several processes.
+    Args:
+        name: The training pictures, SOURCE:PATH or SOURCE:PATH::TEXT.
+        unseen: Real pictures that training has not shown, in the same form; "" for those whose
+            features the judges hold.
+        scorer: The scorer whose judges compute the features.
+        size: The side of the pictures in pixels.
+
+    Raises:
+        ValueError: A source is unknown or empty, no judge compares with real pictures, --unseen
+            has no use, or the job has several processes.
     """
     if not name:
+        if unseen:
+            raise ValueError(f"--unseen={unseen} is used by --copies only: add --copies")
         return None
     if jax.process_count() > 1:
         raise ValueError(
             f"--copies={name} needs a single process: run the same command in one process; "
             "features that were saved before are reused"
         )
-    unseen = scorer.real_features
-    if not unseen:
+    if not scorer.picture_features:
+        raise ValueError(f"--copies={name} needs features of pictures: add --reference or --judge")
+    if not unseen and not scorer.real_features:
         raise ValueError(
             f"--copies={name} compares with real pictures that were not in training, but no "
-            "reference file holds their features: write the reference with metrics stats "
-            "--keep_features, or give --judge"
+            "reference file holds their features: name such pictures with --unseen, or write the "
+            "reference with metrics stats --keep_features"
         )
+    opened = _open("copies", name, size)
+    return Training(opened, scorer, _open("unseen", unseen, size) if unseen else None)
+
+
+def _open(flag: str, name: str, size: int) -> Pictures:
     try:
-        pictures = sources.open_pictures(sources.named(name), size)
+        return sources.open_pictures(sources.named(name), size)
     except ValueError as error:
-        raise ValueError(f"--copies={name}: {error}") from error
-    return Training(pictures, scorer, unseen)
+        raise ValueError(f"--{flag}={name}: {error}") from error
 
 
 def write(
@@ -151,15 +175,15 @@ def write(
         if rows[-1]["median_distance_of_unseen"] == 0:
             logging.warning(
                 "copies, by %s: this share says nothing, because most of the real pictures that "
-                "should be unseen are training pictures. Make the reference, or train the judge, "
-                "on pictures that the model was not trained on", key,
+                "should be unseen are training pictures. Name pictures that the model was not "
+                "trained on with --unseen", key,
             )  # fmt: skip
     return rows
 
 
-def _features(pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> Features:
+def _features(name: str, pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> Features:
     total, parts = len(pictures), []
-    meter = progress.Meter("training pictures", total)
+    meter = progress.Meter(name, total)
     for start in range(0, total, _BATCH):
         rows = np.arange(start, min(start + _BATCH, total))
         images, _ = pictures.read(loop.filled(rows, _BATCH))

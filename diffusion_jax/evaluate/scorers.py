@@ -100,6 +100,11 @@ class Scorer:
         return {name: judge.card for name, judge in self._judges.items()}
 
     @property
+    def picture_features(self) -> list[str]:
+        """The kinds of features in which judges compare drawn pictures with real ones."""
+        return [judge.features[0] for judge in self._judges.values() if judge.real is not None]
+
+    @property
     def real_features(self) -> Features:
         """Features of the judges' real pictures, keyed by kind of features (Metric.features).
 

@@ -78,6 +78,12 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
             "The training pictures, as SOURCE:PATH::TEXT: finds the nearest one of each drawn "
             "picture, and writes copies.csv and a sheet of the closest pairs.",
         ),
+        flags.DEFINE_string(
+            "unseen",
+            "",
+            "--copies: real pictures that training has not shown, as SOURCE:PATH::TEXT; by default "
+            "those of the reference or the judge.",
+        ),
         flags.DEFINE_list(
             "metrics",
             [],

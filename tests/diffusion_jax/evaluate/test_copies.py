@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from diffusion_jax.data import pictures
 from diffusion_jax.evaluate import copies, scorers
@@ -22,16 +23,18 @@ def scorer_of(kept=True, real=UNSEEN):
 
 
 class Plain(pictures.Pictures):
+    def __init__(self, images=TRAINING):
+        self.images = images
+
     def __len__(self):
-        return len(TRAINING)
+        return len(self.images)
 
     def read(self, rows):
-        return TRAINING[rows], [f"training {i}" for i in rows]
+        return self.images[rows], [f"training {i}" for i in rows]
 
 
 def open_training(real=UNSEEN):
-    scorer = scorer_of(real=real)
-    return copies.Training(Plain(), scorer, scorer.real_features)
+    return copies.Training(Plain(), scorer_of(real=real))
 
 
 @pytest.mark.parametrize("n", [7, 5000])
@@ -78,13 +81,34 @@ def test_a_judge_of_the_training_pictures_themselves_is_noticed(real, tmp_path, 
     assert ("this share says nothing" in caplog.text) == (real is TRAINING)
 
 
-def test_what_is_missing_is_named():
+def test_named_pictures_replace_those_of_the_judge():
+    """Here the judge's own pictures are the training pictures, whose distance is 0."""
+    named = copies.Training(Plain(), scorer_of(kept=False, real=TRAINING), Plain(UNSEEN))
+    expected = open_training()
+    np.testing.assert_array_equal(named.unseen_features["pixels"], pixels(UNSEEN))
+    np.testing.assert_array_equal(
+        named.unseen["pixels"].distances, expected.unseen["pixels"].distances
+    )
+
+
+def test_what_is_missing_is_named(tmp_path):
+    Image.fromarray(TRAINING[0]).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a picture")
+    data = f"folder:{tmp_path}"
     scorer = scorer_of(kept=False)
-    assert copies.open_training("", scorer, 8) is None
+    assert copies.open_training("", "", scorer, 4) is None
+    with pytest.raises(ValueError, match=r"--unseen=folder:/y is used by --copies only"):
+        copies.open_training("", "folder:/y", scorer, 4)
     with pytest.raises(ValueError, match=r"--copies=folder:/x compares with real pictures"):
-        copies.open_training("folder:/x", scorer, 8)
+        copies.open_training("folder:/x", "", scorer, 4)
+    with pytest.raises(ValueError, match=r"--copies=folder:/x needs features of pictures"):
+        copies.open_training("folder:/x", data, scorers.Scorer(PROMPTS, {}), 4)
+    with pytest.raises(ValueError, match=r"--unseen=foldr:/x: data source"):
+        copies.open_training(data, "foldr:/x", scorer, 4)
+    opened = copies.open_training(data, data, scorer, 4)
+    np.testing.assert_array_equal(opened.unseen["pixels"].distances, [0])
     scorer = scorer_of()
     with pytest.raises(ValueError, match=r"--copies=foldr:/x: data source"):
-        copies.open_training("foldr:/x", scorer, 8)
+        copies.open_training("foldr:/x", "", scorer, 4)
     with pytest.raises((ValueError, OSError), match="/nowhere"):
-        copies.open_training("folder:/nowhere", scorer, 8)
+        copies.open_training("folder:/nowhere", "", scorer, 4)
