@@ -156,6 +156,18 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "sampler": {"ddim eta 1": {}, "ddim eta 0": _drawn(sampler="ddim(eta=0)")}
     | {name: _drawn(sampler=name) for name in samplers.SAMPLERS if name not in _ALIKE}
     | {"restart": _drawn(sampler="restart(low=0.5, high=2, repeats=1, inner=2)")},
+    "one step": {
+        "denoise": {},
+        "denoise, 1 step": _drawn(steps=1),
+        "MeanFlow, 1 step": {
+            "trained": {
+                "diffusion.method": "meanflow(omega=1.5, norm_eps=1, every=8)",
+                "diffusion.p_mean": 0.0,
+                "diffusion.p_std": 1.0,
+            },
+            "drawn": {"sampler": "ddim(eta=0)", "steps": 1, "guidance": 1.0},
+        },
+    },
     "average": {"decay 0.999": {}, "none": _drawn(ema="raw")}
     | {f"width {width}": _drawn(ema=width) for width in ("0.02", "0.05", "0.1", "0.15", "0.2")},
 }
@@ -288,15 +300,15 @@ def drawn(
 ) -> dict[str, float]:
     """Draw pictures with a trained run and score them.
 
-    Returns the scores, the number of sampling steps that the budget ROWS allows, and the CPU
-    milliseconds per picture.
+    Returns the scores, the number of sampling steps, and the CPU milliseconds per picture. The
+    variant sets the number of steps; by default it is the largest that the budget ROWS allows.
     """
     chosen = dict(variant.drawn)
     if chosen.get("guide") == GUIDE:
         chosen["guide"] = f"{workdir}@{restore.steps(workdir / runs.CHECKPOINTS)[0]}"
     ema = chosen.pop("ema", "ema")
     s = cascade.read_run(workdir, cascade.choose(**chosen).overrides)
-    steps = steps_for(s)
+    steps = chosen.pop("steps", steps_for(s))
     values = {**chosen, "steps": steps}
     subject = evaluate.open_subject([str(workdir)], [[values]], [[Weights(ema)]])
     point = subject.points[0]()

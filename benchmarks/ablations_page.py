@@ -28,6 +28,9 @@ NOTES = {
     "sampler": "All samplers start at sigma 40, take their last step from 0.4 to 0, and use the "
     "same grid in between. *restart* adds noise once, from sigma 0.5 up to 2, and returns in 2 "
     "steps.",
+    "one step": "*MeanFlow* (Geng et al. 2025) learns to draw in one step, with guidance 1.5 built "
+    "in. It trains on other noise levels than the base. *denoise, 1 step* is the base, drawn in a "
+    "single step.",
     "average": "Each row draws with a different average of the same training run. *decay* is an "
     "exponential average with a warm-up, *none* uses the last weights, and *width* is a "
     "[power-function average](evaluation.md#averages-of-any-width). Training kept the widths 0.05 "

@@ -41,7 +41,7 @@ def test_all_variants_are_configs_and_share_the_bases_training():
     each = [(axis, *item) for axis, of in ablations.AXES.items() for item in of.items()]
     names = [ablations.Variant(axis, name, **what) for axis, name, what in each]
     keys = [variant.key for variant in names]
-    assert keys.count("base") == len(ablations.AXES) == 6
+    assert keys.count("base") == len(ablations.AXES) == 7
     others = [key for key in keys if key != "base"]
     assert len({*others}) == len(others)
     # The base, four objectives, four weights, two of the other network.
