@@ -44,8 +44,8 @@ def test_all_variants_are_configs_and_share_the_bases_training():
     assert keys.count("base") == len(ablations.AXES) == 7
     others = [key for key in keys if key != "base"]
     assert len({*others}) == len(others)
-    # The base, four objectives, four weights, two of the other network.
-    assert len({variant.run for variant in names}) == 11
+    # The base, four objectives, four weights, two of the other network, MeanFlow.
+    assert len({variant.run for variant in names}) == 12
     for variant in names:
         s = read_settings(ablations.config_of(variant.trained, 1, ablations.Size(12, 64)))
         assert (s.unet.embed_dim, s.run.steps, s.run.seed) == (64, 12, 1)
