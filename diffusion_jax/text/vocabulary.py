@@ -37,13 +37,24 @@ class Vocabulary(NamedTuple):
     """Captions with different beginnings. A beginning ends at the first comma."""
 
     def unknown(self, text: str) -> dict[str, list[str]]:
-        """Map each word of a text that is in no caption to known words with a similar spelling."""
+        """Map each word of a text that is in no caption to at most three similar known words.
+
+        These have a similar spelling. If the package with MiniLM's weights is installed (the extra
+        [words]), words with a similar meaning follow.
+        """
         new = [word for word in dict.fromkeys(hashed.words(text)) if word not in self.words]
         return {word: self._similar(word) for word in new}
 
     def _similar(self, word: str) -> list[str]:
+        from diffusion_jax.text import meaning  # Rarely needed, and it imports a text encoder.
+
         known = sorted(self.words)
-        return difflib.get_close_matches(word, known, n=_SIMILAR, cutoff=0.7)
+        spelled = lambda cutoff: difflib.get_close_matches(word, known, n=_SIMILAR, cutoff=cutoff)
+        if len(known) > meaning.LARGEST or not meaning.available():
+            return spelled(0.7)
+        meant = meaning.among(self.words)(word, _SIMILAR)
+        # A spelling as similar as "foox" and "fox" is a typing error; "canine" is no "canoe".
+        return list(dict.fromkeys([*spelled(0.8), *meant]))[:_SIMILAR]
 
 
 def of(captions: Iterable[str]) -> Vocabulary:

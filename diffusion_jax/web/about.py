@@ -26,8 +26,8 @@ def describe(model: Loaded) -> dict[str, Any]:
 def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
     """Return {"words", "meaningless"} about words of the prompts that are in no training caption.
 
-    "words" maps each of them to words of the captions with a similar spelling. "meaningless" is
-    true if there are such words and they mean nothing to the model's text encoder.
+    "words" maps each of them to words of the captions with a similar spelling or meaning.
+    "meaningless" is true if there are such words and they mean nothing to the model's text encoder.
     """
     new: dict[str, list[str]] = {}
     for prompt in prompts:

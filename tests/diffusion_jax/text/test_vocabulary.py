@@ -1,13 +1,14 @@
 """The words of a run's captions: which are new, what resembles them, and where they are kept."""
 
 import json
+import pathlib
 import types
 
 import numpy as np
 import pytest
 
 from diffusion_jax.data import pictures
-from diffusion_jax.text import vocabulary
+from diffusion_jax.text import meaning, vocabulary
 from diffusion_jax.train import command, loop
 
 CAPTIONS = [
@@ -17,10 +18,46 @@ CAPTIONS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _without_minilm(monkeypatch):
+    monkeypatch.setattr(meaning, "available", lambda: False)
+
+
 def test_words_that_are_in_no_caption_come_with_similar_words():
     words = vocabulary.of(CAPTIONS)
     assert words.unknown("a foox, NOTO style, zebra") == {"foox": ["fox"], "zebra": []}
     assert words.unknown("Cat, face!") == {}
+
+
+def test_typing_errors_come_before_words_of_similar_meaning(monkeypatch):
+    words = vocabulary.of(CAPTIONS)
+    meant = {"kitty": ["cat", "fox"], "foox": ["cat", "gray", "face"]}
+
+    def among(known):
+        assert known == words.words
+        return lambda word, n: meant[word][:n]
+
+    monkeypatch.setattr(meaning, "available", lambda: True)
+    monkeypatch.setattr(meaning, "among", among)
+    assert words.unknown("a kitty, foox") == {
+        "kitty": ["cat", "fox"],
+        "foox": ["fox", "cat", "gray"],
+    }
+    monkeypatch.setattr(meaning, "LARGEST", len(words.words) - 1)
+    assert words.unknown("kitty") == {"kitty": []}
+
+
+@pytest.mark.skipif(not meaning.available(), reason="needs the extra [words]")
+def test_minilm_finds_the_emoji_models_words_by_meaning(monkeypatch):
+    monkeypatch.undo()
+    words = vocabulary.read(pathlib.Path(__file__).parents[3] / "models" / "emoji32")
+    expected = {
+        "kitty": "cat", "automobile": "car", "lorry": "truck", "physician": "doctor",
+        "bunny": "rabbit", "sofa": "chair", "turquoise": "blue", "pengin": "penguin",
+    }  # fmt: skip
+    new = words.unknown(" ".join(expected))
+    assert {word: similar[0] for word, similar in new.items()} == expected
+    assert all(len(similar) <= 3 for similar in new.values())
 
 
 def test_examples_are_one_caption_for_each_beginning():
