@@ -51,12 +51,12 @@ def test_half_open_requests_do_not_make_the_page_unreachable(address):
 
 
 def test_a_connection_without_a_request_is_closed(address):
+    start = time.monotonic()
     with socket.create_connection(address, 30) as client:
         client.sendall(b"GET / HTT")
-        start = time.monotonic()
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
-        assert 0.5 < time.monotonic() - start < 20
+        assert time.monotonic() - start > 0.5
 
 
 def test_a_malformed_request_gets_the_security_headers(address):
