@@ -41,7 +41,7 @@ _WEIGHTS = flags.DEFINE_string(
     "weights", "", "pt_inception-2015-12-05-6726825d.pth, if you have it."
 )
 _PICTURES = flags.DEFINE_integer(
-    "pictures", 1000, "Number of pictures, half of them real and half drawn.", lower_bound=8
+    "pictures", 1000, "Number of pictures, half digits and half digits with noise.", lower_bound=8
 )
 _SIZE = flags.DEFINE_integer("size", 64, "Side of the pictures in pixels.", lower_bound=8)
 _BATCH = 50
