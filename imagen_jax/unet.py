@@ -128,7 +128,7 @@ class UNet(Network):
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _layers(self, train):
-        """Return the residual block and the attention block, with all fields but width and name."""
+        """Return functions that build a residual block and an attention block from width and name."""
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,

@@ -95,7 +95,7 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
 
 
 def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at evenly spaced times, which include 0 but not the largest time.
+    """Compute the levels at evenly spaced times from 0 to one step below the largest time.
 
     On a discrete schedule, s.offset is added to each time.
     """

@@ -252,9 +252,9 @@ def _predictions(model: Model, x: Images, sigma: Sigma):
 
 
 def _check_order(guide: Guide, name: str) -> None:
-    """Raise ValueError if `guide` is perp_neg, whose update does not use D_other.
+    """Raise ValueError if the guidance `name` follows perp_neg, where it would have no effect.
 
-    The kind of guidance called `name` changes D_other, so it would have no effect.
+    The guidance `name` changes D_other (see Guide), which the update of perp_neg does not use.
     """
     if EMPTY in guide.needs:
         raise ValueError(

@@ -96,7 +96,7 @@ def advise(advice: str) -> None:
 
 
 def advice() -> str:
-    """Return the sentence set by `advise`."""
+    """Return what `advise` set: the advice to print if another process dies or a step hangs."""
     return _Farewell.advice
 
 

@@ -53,7 +53,7 @@ class Profile(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Model FLOP utilization of the step without the update of the parameters."""
+        """Model FLOP utilization (MFU) of forward and backward passes, without the optimizer."""
         work = self.total - self.cycles.get(cycles.OPTIMIZER, 0.0)
         return self.flops / (work * cycles.FLOP_PER_CYCLE[self.kind])
 

@@ -126,7 +126,10 @@ def _same(logs: Mapping[pathlib.Path, Sequence[Event]], key: str) -> str:
 
 
 def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str, Any]:
-    """Return fields of the system's description from a log and the manifest in its folder."""
+    """Return the fields of MLPerf's system description that a run recorded.
+
+    They come from the log's header and from the manifest in the log's folder.
+    """
     fields = {
         "submitter": header["submission_org"],
         "system_name": header["submission_platform"],
