@@ -128,7 +128,7 @@ class UNet(Network):
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _layers(self, train):
-        """Return functions that build a residual block and an attention block from width and name."""
+        """Return functions from width and name to a residual block and to an attention block."""
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,

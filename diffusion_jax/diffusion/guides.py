@@ -254,7 +254,8 @@ def _predictions(model: Model, x: Images, sigma: Sigma):
 def _check_order(guide: Guide, name: str) -> None:
     """Raise ValueError if the guidance `name` follows perp_neg, where it would have no effect.
 
-    The guidance `name` changes D_other (see Guide), which the update of perp_neg does not use.
+    The guidance `name` changes D_other, the estimate that guidance leads away from. The update of
+    perp_neg does not use it.
     """
     if EMPTY in guide.needs:
         raise ValueError(
