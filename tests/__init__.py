@@ -1,0 +1,1 @@
+"""The tests: a package, because other installed packages have a folder "tests", too."""
