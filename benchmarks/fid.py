@@ -10,7 +10,6 @@ largest feature.
 """
 
 import statistics
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +30,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     with cli.bad_input(ImportError):
         torch, theirs = map(measure.library, ("torch", "pytorch_fid.inception"))
-    state = random_state()
+    state = inception_weights.random_state()
     torch_state = {name: torch.from_numpy(array) for name, array in state.items()}
     theirs.load_state_dict_from_url = lambda *_, **__: torch_state
     network = theirs.InceptionV3([3], resize_input=False, normalize_input=False).eval()
@@ -66,24 +65,6 @@ def main(argv: list[str]) -> None:
         **measure.machine(),
     }
     measure.say(result)
-
-
-def random_state() -> dict[str, np.ndarray]:
-    """Return random weights that keep the scale of activations, keyed by pytorch-fid's names."""
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32)
-    state: dict[str, Any] = {"fc.weight": normal(1008, 2048) / 45, "fc.bias": normal(1008)}
-    for block, convs in inception_weights.blocks().items():
-        for name, (channels, out, height, width) in convs.items():
-            name = name if block == "stem" else f"{block}.{name}"
-            gain = (2 / (channels * height * width)) ** 0.5
-            state[f"{name}.conv.weight"] = np.float32(gain) * normal(out, channels, height, width)
-            state[f"{name}.bn.weight"] = rng.uniform(0.8, 1.2, out).astype(np.float32)
-            state[f"{name}.bn.running_var"] = rng.uniform(0.8, 1.2, out).astype(np.float32)
-            state[f"{name}.bn.bias"] = np.float32(0.1) * normal(out)
-            state[f"{name}.bn.running_mean"] = np.float32(0.1) * normal(out)
-            state[f"{name}.bn.num_batches_tracked"] = np.array(0)
-    return state
 
 
 if __name__ == "__main__":

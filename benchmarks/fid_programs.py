@@ -22,7 +22,7 @@ import numpy as np
 from absl import app, flags
 from PIL import Image
 
-from benchmarks import fid, measure
+from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.examples.digits import judge, pictures
 from diffusion_jax.metrics import (
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     with cli.bad_input(ImportError):
         torch = measure.library("torch")
         measure.library("pytorch_fid.inception")
-    state = fid.random_state()
+    state = inception_weights.random_state()
     if _WEIGHTS.value:
         loaded = torch.load(_WEIGHTS.value, weights_only=True)
         state = {name: tensor.numpy() for name, tensor in loaded.items()}

@@ -4,8 +4,10 @@
     python -m sd_jax.prepare laion --metadata=laion/metadata --out=laion/licensed
     python -m sd_jax.prepare captions --annotations=captions_val2014.json --out=val2014_30k.tsv
     python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
+    python -m sd_jax.prepare miniature --out=miniature
 
-Every command writes only complete files and skips existing ones: if it is killed, run it again.
+Every command writes only complete files and (except for miniature) skips existing ones: if it is
+killed, run it again.
 --dry_run prints what a command would do.
 """
 
@@ -19,11 +21,11 @@ from absl import flags
 
 from diffusion_jax import cli, engines
 from diffusion_jax.machine import files
-from sd_jax.mlperf import coco, download, laion
+from sd_jax.mlperf import coco, download, laion, miniature
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments name: mlperf, laion, captions or images.
+    """Run the command that the arguments name, such as mlperf or captions.
 
     Bad input ends it with a one-line message and exit code 2.
     """
@@ -94,6 +96,15 @@ def _images(options: argparse.Namespace) -> None:
     print(f"{done:,} images done; {len(captions):,} are in {out}")
 
 
+def _miniature(options: argparse.Namespace) -> None:
+    out = _out(options, options.out)
+    if options.dry_run:
+        print(f"would write captions, pictures, an Inception and a CLIP (0.1 GB) to {out}")
+        return
+    miniature.write(out)
+    print(f"captions, pictures, and random weights of Inception and CLIP are in {out}")
+
+
 def _out(options: argparse.Namespace, folder: files.Path) -> pathlib.Path:
     """Return the output folder. Raises ValueError if it is not writable, except in a dry run."""
     return files.path(folder) if options.dry_run else files.folder(folder, "--out")
@@ -140,6 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     arg("--images", required=True, help="val2014.zip, or the folder that it unpacks to")
     arg("--out", required=True, help="folder for the images")
     arg("--threads", type=int, default=8, help="number of images to resize at once")
+
+    arg = add("miniature", _miniature, "Write tiny stand-ins for a benchmark run on a laptop.")
+    arg("--out", required=True, help="folder to write to")
     return parser
 
 

@@ -79,6 +79,27 @@ def blocks() -> dict[str, Sizes]:
     }
 
 
+def random_state() -> dict[str, np.ndarray]:
+    """Return random weights that keep the scale of activations, keyed by the public names.
+
+    Networks with these weights show that programs agree, but their scores have no meaning.
+    """
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    state: dict[str, Any] = {"fc.weight": normal(1008, 2048) / 45, "fc.bias": normal(1008)}
+    for block, convs in blocks().items():
+        for name, (channels, out, height, width) in convs.items():
+            name = name if block == "stem" else f"{block}.{name}"
+            gain = (2 / (channels * height * width)) ** 0.5
+            state[f"{name}.conv.weight"] = np.float32(gain) * normal(out, channels, height, width)
+            state[f"{name}.bn.weight"] = rng.uniform(0.8, 1.2, out).astype(np.float32)
+            state[f"{name}.bn.running_var"] = rng.uniform(0.8, 1.2, out).astype(np.float32)
+            state[f"{name}.bn.bias"] = np.float32(0.1) * normal(out)
+            state[f"{name}.bn.running_mean"] = np.float32(0.1) * normal(out)
+            state[f"{name}.bn.num_batches_tracked"] = np.array(0)
+    return state
+
+
 def _chain(name: str, channels: int, *layers: tuple[int, int, int]) -> Sizes:
     sizes = {}
     for i, (out, height, width) in enumerate(layers):
