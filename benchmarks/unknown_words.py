@@ -86,7 +86,7 @@ def _correct(
     model: Loaded, read: Any, texts: list[str], captions: list[str], path: pathlib.Path
 ) -> float:
     """Draw the texts, write a sheet, and return the share of pictures that show the captions."""
-    images = np.stack(model.draw(texts).images)
+    images = model.draw(texts).images
     shown = [re.sub(" style, on an? (.*) background", r", \1", text) for text in texts]
     sheets.write_png(path, sheets.contact_sheet(images, shown, _COLUMNS))
     return float(read(images, captions)[1].mean())

@@ -1,5 +1,6 @@
 """Adapt a config to a data set and to this machine."""
 
+import collections
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +16,32 @@ from diffusion_jax.start import written
 from diffusion_jax.start.pictures import PictureSet
 from diffusion_jax.start.stages import Stage
 from diffusion_jax.start.written import Changes
+from diffusion_jax.text import hashed
 from diffusion_jax.weights import pretrained
 
 _PROMPTS = 8
+_MOST_CAPTIONS = 2_000  # Captions read to choose prompts.
 _MOST_WORDS = 64
 _MOST_THREADS = 16
 _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 
 
 def prompts(records: Records) -> tuple[str, ...]:
-    """Return distinct captions, spread over the data set, as prompts for samples during training.
+    """Return up to eight captions as prompts for samples during training.
 
-    If there are no captions, all prompts are "".
+    Frequent words are learned first, so each prompt is a caption of frequent words only: the
+    captions are ranked by the frequency of their rarest word. No two prompts have the same rarest
+    word. If no caption contains a word, all prompts are "".
     """
-    rows = np.linspace(0, len(records) - 1, min(len(records), 8 * _PROMPTS)).astype(int).tolist()
-    texts = {t for t in records.texts(rows) if not isinstance(t, Unusable)} - {""}
-    spread = sorted(texts)[:: max(1, len(texts) // _PROMPTS)][:_PROMPTS]
-    return tuple(spread) or ("",) * _PROMPTS
+    rows = np.linspace(0, len(records) - 1, min(len(records), _MOST_CAPTIONS)).astype(int).tolist()
+    texts = [t for t in records.texts(rows) if not isinstance(t, Unusable) and hashed.words(t)]
+    counts = collections.Counter(word for text in texts for word in set(hashed.words(text)))
+    of_rarest: dict[str, str] = {}
+    for text in sorted(set(texts), key=lambda text: (len(text), text)):
+        rarest = min(hashed.words(text), key=lambda word: (counts[word], word))
+        of_rarest.setdefault(rarest, text)  # The shortest caption.
+    ranked = sorted(of_rarest, key=lambda word: (-counts[word], word))
+    return tuple(of_rarest[word] for word in ranked[:_PROMPTS]) or ("",) * _PROMPTS
 
 
 def of_data(

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from diffusion_jax.config.settings import Data
+from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.start import changes, pictures, written
@@ -32,6 +33,29 @@ def test_captions_give_the_prompts_and_the_tokens(folder):
     assert len(set(c["prompts"])) == 8 and set(c["prompts"]) <= captions
     assert c["text"]["max_tokens"] == 8 and c["unet"]["dtype"] == "float32"  # Six words; a CPU.
     assert (c["data"]["path"], c["data"]["max_broken"]) == (str(folder), 0.1)
+
+
+class Captions(Records):
+    """Records of which only the captions are read."""
+
+    def __init__(self, texts):
+        self._texts = texts
+
+    def __len__(self):
+        return len(self._texts)
+
+    def read(self, indices):
+        return [Record(b"", self._texts[i], str(i)) for i in indices]
+
+
+def test_prompts_are_short_captions_of_frequent_words():
+    texts = ["red star, stars", "star, stars", "star, stars", "arrow, arrows", "arrow, arrows",
+             "baggage check in, aiga", "", "→"]  # fmt: skip
+    # Rarest words: "star" 3 times, "arrow" 2, and once "red" and "aiga".
+    expected = ("star, stars", "arrow, arrows", "baggage check in, aiga", "red star, stars")
+    assert changes.prompts(Captions(texts)) == expected
+    assert changes.prompts(Captions(["", "→"])) == ("",) * 8
+    assert len(changes.prompts(Captions([f"word{i}" for i in range(20)]))) == 8
 
 
 def test_shapes_that_are_kept_are_those_of_the_stage(folder):
