@@ -16,7 +16,6 @@ import pathlib
 import re
 from typing import Any
 
-import numpy as np
 from absl import app, flags
 
 import imagen_jax

@@ -33,7 +33,7 @@ ALLOWED = {
     "data": {"", "config", "machine"},
     "precache": {"", "config", "machine", "data", "text", "weights"},
     "train": {"", "config", "machine", "data", "draw", "evaluate", "nn", "text", "weights"},
-    "start": {"", "config", "machine", "data", "train", "weights"},
+    "start": {"", "config", "machine", "data", "text", "train", "weights"},
     "draw": {"", "config", "machine", "diffusion", "text", "precache", "weights"},
     "metrics": {"", "config", "machine", "data", "text", "weights"},
     "examples": {"", "config", "machine", "data", "evaluate", "metrics"},

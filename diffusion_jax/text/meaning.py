@@ -1,9 +1,10 @@
-"""Find known words that mean nearly the same as a word, by the sentence vectors of MiniLM."""
+"""Find known phrases that mean nearly the same as a word, by the sentence vectors of MiniLM."""
 
 import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,22 @@ from jaxtyping import Float
 from diffusion_jax.text import bert
 
 LARGEST = 5_000
-"""The largest number of known words. Their vectors take some milliseconds each on a CPU."""
+"""The largest number of phrases. Their vectors take some milliseconds each on a CPU."""
 _LOCK = threading.Lock()  # While one thread computes the vectors, the others wait for them.
-_LEAST = 0.5  # The smallest cosine of the vectors of similar words.
+_LEAST = 0.45  # The smallest cosine of the vectors of similar phrases.
 _BATCH, _WIDTH, _MAX_TOKENS = 32, 384, 8
-Nearest = Callable[[str, int], list[str]]
+
+
+class Meanings(NamedTuple):
+    """Functions that compare a word with a fixed set of phrases."""
+
+    nearest: Callable[[str, int], list[str]]
+    """Maps a word and a number n to the n phrases of nearest meaning.
+
+    It returns fewer than n phrases if the others differ too much in meaning.
+    """
+    is_word: Callable[[str], bool]
+    """Returns whether a word is so frequent in English that MiniLM has a token for it."""
 
 
 def available() -> bool:
@@ -25,19 +37,18 @@ def available() -> bool:
     return importlib.util.find_spec(bert.PACKAGE) is not None
 
 
-def among(words: frozenset[str]) -> Nearest:
-    """Return a function that maps a word and a number n to the n words of nearest meaning.
+def among(phrases: frozenset[str]) -> Meanings:
+    """Return functions that find the phrases whose meaning is nearest to a word.
 
-    The function returns fewer than n words if the other words differ too much in meaning. The first
-    call of `among` for a set of words takes seconds, because it reads MiniLM's weights and computes
-    the words' vectors.
+    The first call for a set of phrases takes seconds, because it reads MiniLM's weights and
+    computes the phrases' vectors.
     """
     with _LOCK:
-        return _among(words)
+        return _among(phrases)
 
 
 @functools.lru_cache(maxsize=4)
-def _among(words: frozenset[str]) -> Nearest:
+def _among(phrases: frozenset[str]) -> Meanings:
     encoder = bert.encoder("", width=_WIDTH, max_tokens=_MAX_TOKENS, dtype=np.float32)
 
     frozen = jax.tree.map(jnp.asarray, encoder.frozen)
@@ -53,7 +64,7 @@ def _among(words: frozenset[str]) -> Nearest:
         batches = [padded[i : i + _BATCH] for i in range(0, len(padded), _BATCH)]
         return np.concatenate([encode(frozen, encoder.tokenize(b)) for b in batches])[: len(texts)]
 
-    known = sorted(words)
+    known = sorted(phrases)
     of_known = vectors(known)
 
     def nearest(word: str, n: int) -> list[str]:
@@ -61,4 +72,7 @@ def _among(words: frozenset[str]) -> Nearest:
         best = np.argsort(-cosines, kind="stable")[:n]
         return [known[i] for i in best if cosines[i] >= _LEAST]
 
-    return nearest
+    def is_word(word: str) -> bool:
+        return int(encoder.tokenize([word])["text_mask"].sum()) == 3  # [CLS], the word and [SEP].
+
+    return Meanings(nearest, is_word)

@@ -13,6 +13,7 @@ import collections
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,9 @@ FILE = "vocabulary.json"
 _WORDS = 50_000  # The largest number of words in a vocabulary. Rarer words are left out.
 _EXAMPLES = 1_000
 _LENGTH = 200  # Longer captions are no examples.
-_SIMILAR = 3  # The largest number of similar words for an unknown word.
+_SIMILAR = 3  # The largest number of similar phrases for an unknown word.
+_PHRASE = 3  # The largest number of words of such a phrase.
+_ARTICLE = re.compile(r"^(an?|the) ")
 
 
 class Vocabulary(NamedTuple):
@@ -37,10 +40,11 @@ class Vocabulary(NamedTuple):
     """Captions with different beginnings. A beginning ends at the first comma."""
 
     def unknown(self, text: str) -> dict[str, list[str]]:
-        """Map each word of a text that is in no caption to at most three similar known words.
+        """Map each word of a text that is in no caption to at most three similar phrases.
 
-        These have a similar spelling. If the package with MiniLM's weights is installed (the extra
-        [words]), words with a similar meaning follow.
+        These are known words with a similar spelling. If the package with MiniLM's weights is
+        installed (the extra [words]), phrases with a similar meaning follow, such as "police
+        officer". A word that is frequent in English is no typing error, so only its meaning counts.
         """
         new = [word for word in dict.fromkeys(hashed.words(text)) if word not in self.words]
         return {word: self._similar(word) for word in new}
@@ -50,11 +54,27 @@ class Vocabulary(NamedTuple):
 
         known = sorted(self.words)
         spelled = lambda cutoff: difflib.get_close_matches(word, known, n=_SIMILAR, cutoff=cutoff)
-        if len(known) > meaning.LARGEST or not meaning.available():
+        phrases = self._phrases()
+        if len(phrases) > meaning.LARGEST or not meaning.available():
             return spelled(0.7)
-        meant = meaning.among(self.words)(word, _SIMILAR)
+        meanings = meaning.among(phrases)
         # A spelling as similar as "foox" and "fox" is a typing error; "canine" is no "canoe".
-        return list(dict.fromkeys([*spelled(0.8), *meant]))[:_SIMILAR]
+        typed = [] if meanings.is_word(word) else spelled(0.8)
+        return list(dict.fromkeys([*typed, *meanings.nearest(word, _SIMILAR)]))[:_SIMILAR]
+
+    def _phrases(self) -> frozenset[str]:
+        """Return the short beginnings of captions, and the words that occur outside of them."""
+        short, outside = set[str](), set[str]()
+        for example in self.examples:
+            beginning, _, rest = " ".join(example.lower().split()).partition(",")
+            phrase = _ARTICLE.sub("", beginning)
+            if len(hashed.words(phrase)) > _PHRASE:
+                rest = example
+            elif phrase:
+                short.add(phrase)
+            outside |= set(hashed.words(rest))
+        inside = {word for phrase in short for word in hashed.words(phrase)}
+        return frozenset(short | (self.words - inside) | (self.words & outside))
 
 
 def of(captions: Iterable[str]) -> Vocabulary:

@@ -29,21 +29,24 @@ def test_words_that_are_in_no_caption_come_with_similar_words():
     assert words.unknown("Cat, face!") == {}
 
 
-def test_typing_errors_come_before_words_of_similar_meaning(monkeypatch):
+def test_typing_errors_come_before_phrases_of_similar_meaning(monkeypatch):
     words = vocabulary.of(CAPTIONS)
-    meant = {"kitty": ["cat", "fox"], "foox": ["cat", "gray", "face"]}
+    # "cat" and "face" are not offered alone, because captions say "cat face".
+    phrases = {"fox", "cat face", "a", "noto", "style", "on", "gray", "blue", "background"}
+    meant = {"kitty": ["cat face", "fox"], "foox": ["cat face", "gray", "blue"], "fax": ["gray"]}
 
     def among(known):
-        assert known == words.words
-        return lambda word, n: meant[word][:n]
+        assert known == phrases
+        return meaning.Meanings(lambda word, n: meant[word][:n], {"kitty", "fax"}.__contains__)
 
     monkeypatch.setattr(meaning, "available", lambda: True)
     monkeypatch.setattr(meaning, "among", among)
-    assert words.unknown("a kitty, foox") == {
-        "kitty": ["cat", "fox"],
-        "foox": ["fox", "cat", "gray"],
+    assert words.unknown("a kitty, foox, fax") == {
+        "kitty": ["cat face", "fox"],
+        "foox": ["fox", "cat face", "gray"],
+        "fax": ["gray"],  # A word, although its spelling is similar to "fox".
     }
-    monkeypatch.setattr(meaning, "LARGEST", len(words.words) - 1)
+    monkeypatch.setattr(meaning, "LARGEST", len(phrases) - 1)
     assert words.unknown("kitty") == {"kitty": []}
 
 
@@ -53,7 +56,8 @@ def test_minilm_finds_the_emoji_models_words_by_meaning(monkeypatch):
     words = vocabulary.read(pathlib.Path(__file__).parents[3] / "models" / "emoji32")
     expected = {
         "kitty": "cat", "automobile": "car", "lorry": "truck", "physician": "doctor",
-        "bunny": "rabbit", "sofa": "chair", "turquoise": "blue", "pengin": "penguin",
+        "bunny": "rabbit face", "sofa": "chair", "policeman": "police officer", "moth": "butterfly",
+        "turquoise": "blue", "pengin": "penguin",
     }  # fmt: skip
     new = words.unknown(" ".join(expected))
     assert {word: similar[0] for word, similar in new.items()} == expected
