@@ -14,7 +14,7 @@ from configs import sd2_mlperf, sd_quickstart
 
 def get_config() -> ConfigDict:
     c, small = sd2_mlperf.get_config("64"), sd_quickstart.get_config()
-    between = 200  # Steps between evaluations.
+    between = 100  # Steps between evaluations.
     c.steps = 10 * between
 
     for group in ("unet", "vae", "text", "latents"):

@@ -42,11 +42,11 @@ def test_every_clip_score_meets_the_target_and_depends_on_image_and_caption(fold
     assert len(np.unique(scores.round(6))) == scores.size
 
 
-def test_the_config_evaluates_all_captions_every_200_steps():
+def test_the_config_evaluates_all_captions_every_100_steps():
     s = read_settings(sd2_mlperf_miniature.get_config().to_dict())
     rules.check(s)
     shapes = names.abstract_unet(s.unet, s.text.width)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert f"{parameters:,}" in str(sd2_mlperf_miniature.__doc__)
-    assert rules.steps_between(s) == 200 and s.run.steps % 200 == 0
+    assert rules.steps_between(s) == 100 and s.run.steps % 100 == 0
     assert s.evaluation.num_prompts == 290 and s.data.source == "moments"
