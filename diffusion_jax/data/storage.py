@@ -144,7 +144,10 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:
-    """Return the same as `stamps`, for local files or for remote files in one folder."""
+    """Return a string for each file that changes with its contents; "" for a missing file.
+
+    The files are all local, or are all in one remote folder.
+    """
     rows: dict[str, Any] = {}
     if is_url(paths[0]) and len(paths) > 1:
         with contextlib.suppress(Exception):  # Many web servers do not list folders.

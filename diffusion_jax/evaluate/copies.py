@@ -68,7 +68,7 @@ class Training:
 
     @functools.cached_property
     def unseen(self) -> dict[str, Nearest]:
-        """The nearest training picture of each unseen real picture, keyed by kind of features."""
+        """For each unseen real picture, its nearest training picture, keyed by kind of features."""
         return {key: self.nearest(key, rows) for key, rows in self.unseen_features.items()}
 
     def nearest(self, key: str, rows: Float[np.ndarray, "N D"]) -> Nearest:

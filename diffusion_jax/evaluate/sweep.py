@@ -165,7 +165,7 @@ def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) 
 
 
 def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
-    """Read the files of write_scored. The keys are the file names without suffix."""
+    """Return the scores that write_scored wrote, keyed by file name without suffix."""
     paths = sorted(folder.glob("*.json"))
     plain = (path for path in paths if untrusted.is_plain(path, folder.parent))
     return {path.stem: cards.read_scored(path) for path in plain}

@@ -38,7 +38,7 @@ class Shipped(NamedTuple):
     """The workdirs of super-resolution models for its pictures."""
 
     def exists(self) -> bool:
-        """Return whether the workdir exists here. It does in a checkout of the repository."""
+        """Return whether the model's workdir exists, as it does in a checkout of the repository."""
         return (pathlib.Path(self.workdir) / runs.CONFIG).is_file()
 
 

@@ -46,12 +46,12 @@ class Step(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds of a step whose communication overlaps with arithmetic as much as possible."""
+        """Seconds per step if communication overlaps with arithmetic as much as possible."""
         return max(self.arithmetic, self.communication) + self.update
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step whose communication does not overlap with arithmetic: the total."""
+        """Seconds per step if communication does not overlap with arithmetic: the total."""
         return sum(self)
 
 
