@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
         c[group] = small[group]
     c.unet.norm_groups = 16
     c.sampler.guidance = 2.0
-    c.optimizer.update(lr=4e-4, warmup=100, b2=0.99)
+    c.optimizer.update(lr=4e-4, warmup=100)
     c.data.update(path="miniature/moments", threads=1)
 
     c.evaluation.update(
