@@ -61,6 +61,12 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """No job ends because a busy machine takes long to watch it."""
+    monkeypatch.setattr(jobs, "_UNWATCHED", 1e6)
+
+
 @pytest.fixture
 def slow():
     return Slow()
