@@ -118,6 +118,13 @@ def _keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def release_freed_memory() -> None:
+    """Return the memory that glibc keeps after it was freed to the kernel."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def local_kinds() -> list[str]:
     """Return the kinds of accelerators that have a JAX plugin and that JAX_PLATFORMS allows.
 

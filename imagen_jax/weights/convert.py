@@ -1,5 +1,6 @@
 """Conversion of NeMo checkpoints to workdirs, and of workdirs to files with NeMo's names."""
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from ml_collections import ConfigDict
 
 from diffusion_jax import runs
 from diffusion_jax.diffusion import objective
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, tuning
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import TrainState, init_state
@@ -61,6 +62,7 @@ def to_workdir(
             average = read(averaged)
         state = _first_state(params, average, s)
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
+    tuning.release_freed_memory()  # Reading leaves as much as the weights take.
     with runs.writing(workdir):
         files.write_whole(unfinished, "")
         runs.claim(workdir, config.to_dict())
@@ -68,16 +70,24 @@ def to_workdir(
         checkpoints = checkpoint.Checkpointer(folder, keep_last=1)
         checkpoints.save(0, state, _Start(), config.to_dict())
         checkpoints.close()
-        del state  # The check needs its memory.
+        del state, checkpoints  # The check needs their memory.
+        tuning.release_freed_memory()
         check_written(workdir, s, weights)
         unfinished.unlink()
 
 
 def _first_state(params: Params, average: Params, s: Settings) -> TrainState:
-    """Return the state at step 0. All averages are the same arrays, to save memory."""
+    """Return the state at step 0. To save memory, equal arrays are the same array.
+
+    All averages are `average`. The optimizer's state is all zeros (tests check this), and its
+    leaves of one shape share an array.
+    """
     tx, o = optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer
     shapes = jax.eval_shape(lambda p: init_state(p, tx, o.ema_decays, o.ema_widths), params)
-    return init_state(params, tx, ())._replace(ema=dict.fromkeys(shapes.ema, average))
+    zeros = functools.cache(jnp.zeros)
+    opt_state = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), shapes.opt_state)
+    ema = dict.fromkeys(shapes.ema, average)
+    return TrainState(zeros((), jnp.int32), params, ema, opt_state, zeros((), jnp.int32))
 
 
 def check_written(
@@ -110,6 +120,8 @@ def check_written(
                     "converted: run the same command again"
                 )
             output, restored_output = compute(expected), compute(restored)
+            del restored  # The next weights need its memory.
+            tuning.release_freed_memory()
             if _bits(output) != _bits(restored_output) or not jnp.isfinite(output).all():
                 raise ValueError(
                     f"{workdir}: the outputs with the weights {name!r} changed or are not finite"
