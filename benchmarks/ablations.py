@@ -6,9 +6,9 @@
 The base is the quick start with half its steps, a constant learning rate and no weighting of the
 loss. Each variant changes one choice of the base: the objective, the loss weighting or the network
 in training, or the guidance, the sampler or the parameter average in sampling. The digits' judge (a
-classifier) scores the pictures of each variant. All variants have the same budget, which does not
-depend on the machine's load: the same number of training steps, with networks of equal cost, and
-the same number of rows of the network's input per picture (a guided evaluation takes two). The CPU
+classifier) scores the pictures of each variant. All variants have the same budget: the same number
+of training steps, with networks of equal cost, and at most 24 evaluations of the network per
+picture (a guided step counts as two). So the scores do not depend on the machine's load. The CPU
 time per step and per picture is also measured.
 
 The command prints a line of JSON per variant and seed. It stores runs and results in --workdir, so
@@ -53,17 +53,19 @@ from imagen_jax import train as imagen_train
 from imagen_jax.settings import Settings, read_settings
 
 STEPS, CHANNELS, BATCH = 600, 128, 64
-"""Training steps, channels of the network and batch size. The steps are half the quick start's; a
-third is too few to learn the digits."""
+"""Training steps, channels of the network and batch size. The quick start trains for twice as many
+steps; a third of its steps is too few to learn the digits."""
 SIDE = 16
 """Side of the quick start's pictures in pixels."""
 ROWS = 24
-"""Sampling budget: rows of the network's input per picture. The quick start takes 24, in 12 guided
-steps of two rows each."""
+"""Sampling budget: rows of input that the network processes per picture. The quick start needs 24:
+12 guided steps, each with one row with the prompt and one without."""
 LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Noise levels (sigma) of the held-out v-loss, which can be compared between all objectives."""
+"""Noise levels (sigma) at which the held-out v-loss is measured. It is comparable between
+objectives."""
 GUIDE = "the run itself, at a third of its steps"
-"""Placeholder for the guide of autoguidance: a checkpoint of the run at a third of its steps."""
+"""Placeholder for autoguidance's guide. `drawn` replaces it by the run's checkpoint at a third of
+its steps."""
 
 
 class Size(NamedTuple):
@@ -209,8 +211,8 @@ def result(
 ) -> dict[str, Any]:
     """Return the costs and scores of a variant with a seed.
 
-    They are read from the result file in the workdir `root`. If there is none, the variant is
-    trained, sampled and scored, and the file is written.
+    If the result file exists in the workdir `root`, they are read from it. Otherwise, the variant
+    is trained, sampled and scored, and the file is written.
     """
     path = root / "results" / f"{variant.key}_{seed}.json"
     if path.exists():
@@ -262,8 +264,8 @@ def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, An
     c |= {"sample_every": 0, "save_every": -(-steps // 3), "keep_every": -(-steps // 3)}
     c["data"]["heldout"], c["heldout"]["records"] = 0.01, 64
     c["diffusion"]["weight"] = "min_snr"  # diffusion.min_snr is 0, which means no weighting.
-    # Only the base needs regular snapshots, from which averages of other widths are computed. Other
-    # runs write one snapshot, at the last step.
+    # The base writes regular snapshots, from which averages of other widths are computed. Other
+    # runs need no such averages, and write one snapshot at the last step.
     every = steps if changes else 0
     # With half the steps, a constant learning rate learns more, and averages matter more.
     c["optimizer"] |= {"schedule": "constant", "warmup": steps // 12}
@@ -290,7 +292,7 @@ class Clock(Trace):
     def mean(self) -> float:
         """Return the mean CPU seconds per step, or 0 if fewer than two steps ran.
 
-        Only the mean is meaningful, because a step may start before earlier steps have ended.
+        The times of single steps mean nothing, because a step may start before earlier ones end.
         """
         return float(np.diff(self.starts).mean()) if len(self.starts) > 1 else 0.0
 
@@ -337,7 +339,7 @@ def steps_for(s: Settings) -> int:
 def rows(s: Settings, steps: int) -> int:
     """Return how many input rows the network processes to sample one picture in `steps` steps.
 
-    The rows are counted by running the sampler on zeros.
+    To count them, the function runs the sampler with a dummy network that returns zeros.
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), objectives.make(s.diffusion), []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)

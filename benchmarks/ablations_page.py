@@ -12,7 +12,9 @@ MEASURES = {
     "fd_digits": ("FD", 1.0, True),
     "v_loss": ("v-loss", 1.0, True),
 }
-"""Scores by their name in a result: (heading, factor for display, whether lower is better)."""
+"""Displayed scores, by their name in a result: (heading, factor, whether lower is better).
+
+The factor multiplies the score for display."""
 NOTES = {
     "objective": "Each row trains another prediction target with its own noise levels. For x0 and "
     "EDM, ln sigma is normal with means -0.4 and -1.2, respectively, and standard deviation 1.2; "
@@ -72,9 +74,9 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def difference(row: Row, base: Row, measure: str) -> Interval | None:
-    """Return the interval of a row's score minus the base's, paired by seed.
+    """Return the interval of the difference between a row's score and the base's, paired by seed.
 
-    The result is None if the row and the base have no seed with this score in common.
+    Returns None if no seed has this score for both the row and the base.
     """
     pairs = [
         (result[measure], base.results[seed][measure])
@@ -85,9 +87,10 @@ def difference(row: Row, base: Row, measure: str) -> Interval | None:
 
 
 def write(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
-    """Return the page as Markdown, with a section for each axis that has results.
+    """Return the page as Markdown, with a section for each axis that can be compared.
 
-    An axis needs results for the base and at least one other row. `machine` describes the computer.
+    Such an axis has results for the base and at least one other row. `machine` describes the
+    computer (see `measure.machine`).
     """
     if not any(row.results for row in rows):
         return _NOTHING
@@ -154,7 +157,10 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """Return one line per score: its best row, and the rows significantly different from row 0."""
+    """Return one line per score: its best row, and which rows differ significantly from the base.
+
+    The base is rows[0].
+    """
     base, lines = rows[0], []
     for measure, (head, factor, less) in MEASURES.items():
         apart = {row.name: difference(row, base, measure) for row in rows[1:]}

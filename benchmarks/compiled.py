@@ -12,8 +12,9 @@ libtpu (pip install libtpu). Nothing runs on a TPU.
 Compiled programs are cached, so an interrupted command continues where it stopped. --keep writes
 the rows and the compilers' versions to benchmarks/compiled.json.
 
---check compiles a few small blocks. It exits with code 1 if one needs over 5 % more cycles or
-temporary memory than benchmarks/compiled.json states. These numbers do not vary between runs.
+--check compiles a few small blocks. It exits with code 1 if a block needs over 5 % more cycles or
+temporary memory than benchmarks/compiled.json states. These numbers do not vary between runs, but
+they depend on the compilers' versions: with other versions, nothing is compared.
 """
 
 import importlib
@@ -40,7 +41,7 @@ from launch.planner.profiling import Profile
 from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)
-# Samples per device. By the planner's estimate, they fit if 16 devices share the state.
+# Samples per device. The planner estimates that they fit if 16 devices share the state.
 BATCHES = {
     "base64_500m": 16,
     "base64_2b": 8,
@@ -67,7 +68,7 @@ class Part(NamedTuple):
 
 
 def reduced() -> dict[str, Part]:
-    """Return one small block of each kind for --check. All compile within two minutes."""
+    """Return the small blocks for --check, one of each kind. All compile within two minutes."""
     dtype = jnp.bfloat16
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     image, text, emb = array(2, 16, 16, 128), array(2, 128, 64), array(2, 128)
@@ -81,7 +82,7 @@ def reduced() -> dict[str, Part]:
 
 
 def main(argv: list[str]) -> None:
-    """Print the table of estimates and save it with --keep, or run only the check of --check."""
+    """Print the table of estimates, or with --check only compare the small blocks."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     if log.version("libtpu") is None:
@@ -123,9 +124,9 @@ def main(argv: list[str]) -> None:
 def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str]:
     """Return the names of the compiler settings to use (see diffusion_jax/machine/tuning.py).
 
-    Whole programs are compiled with the settings of training runs. These concern collectives, so
-    blocks, which are compiled for one chip, need none. Raises ValueError for whole programs on
-    several kinds of accelerators, because libtpu reads its flags only once.
+    Whole programs are compiled with the settings of training runs. These settings concern
+    collectives, so blocks, which are compiled for a single chip, need none. Raises ValueError for
+    whole programs on several kinds of accelerators, because libtpu reads its flags only once.
     """
     kinds = sorted({target.name for target in targets})
     if whole and len(kinds) > 1:
@@ -150,7 +151,10 @@ def read(name: str, batch: int) -> systems.Model:
 
 
 def row(name: str, place: str, batch: int, profile: Profile) -> str:
-    """Format one row of the table of estimates."""
+    """Format a profile as one row of the Markdown table of estimates.
+
+    `batch` is the number of samples per device.
+    """
     shares = (f"{kind} {100 * n / profile.total:.0f} %" for kind, n in profile.cycles.items())
     scope = "whole" if _WHOLE.value else "blocks"
     return (

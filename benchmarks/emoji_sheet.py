@@ -1,4 +1,6 @@
-"""Draw the README's sheet of emoji for prompts held out of training, above the real pictures.
+"""Draw the README's sheet of emoji for prompts held out of training.
+
+Each row of drawn pictures is above a row of the real pictures with the same captions.
 
     python -m benchmarks.emoji_sheet --model=models/emoji32 --data=data/emoji/never_shown \\
         --out=docs/images/emoji.png
@@ -13,10 +15,10 @@ from diffusion_jax.data import sources
 from diffusion_jax.machine import sheets
 
 _MODEL = flags.DEFINE_multi_string(
-    "model", ["models/emoji32"], "Workdirs, in the order of the cascade."
+    "model", ["models/emoji32"], "Workdirs of the cascade's models, in order."
 )
 _DATA = flags.DEFINE_string(
-    "data", "data/emoji/never_shown", "The folder never_shown of `prepare emoji`."
+    "data", "data/emoji/never_shown", "The folder never_shown that `prepare emoji` writes."
 )
 _OUT = flags.DEFINE_string("out", None, "The PNG file to write.", required=True)
 _SEED = flags.DEFINE_integer(
@@ -40,7 +42,7 @@ def main(argv: list[str]) -> None:
     images, captions = [], []
     for row in np.split(np.arange(len(prompts)), _ROWS):
         images += [*drawn[row], *real[row]]
-        # The sheet shows three lines of a caption.
+        # Shortened, because the sheet shows at most three lines.
         captions += [
             text.replace(" style, on a", ",").removesuffix(" background") for text in prompts[row]
         ]

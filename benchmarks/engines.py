@@ -5,12 +5,13 @@
 The command writes tars of small pictures with different captions. It then times two stages:
 `prepare reshard`, and `precache` of the captions' embeddings. The text encoder is `hashed`, whose
 time is negligible, so the benchmark times reading, planning, writing and indexing. Each stage runs
-in one process (0 workers), and with Beam's direct runner and each given number of worker processes.
+in one process without Beam (reported as 0 workers), and then in Beam's direct runner with each
+number of worker processes in --workers.
 
 It prints a line of JSON per stage and number of workers: records/s, the peak memory of the largest
-process, whether the files equal those written without Beam, and the time for 400 million records at
-this rate. Times include the start of Beam's workers. This takes some seconds for each internal
-stage of Beam; `precache` has five.
+process, whether the files equal those written without Beam, and the hours for 400 million records
+at this rate. Times include the start of Beam's workers, which takes some seconds for each of Beam's
+internal stages; `precache` has five of them.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from diffusion_jax.data.prepare import reshard
 from diffusion_jax.precache import fill
 
 _RECORDS = flags.DEFINE_integer("records", 100_000, "Number of records.", lower_bound=1)
-_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Worker counts of Beam to measure.")
+_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of Beam workers to measure.")
 _PUBLISHED = 400_000_000
 _TAR = 10_000
 _SHARD = 2_000
@@ -63,12 +64,12 @@ def main(argv: list[str]) -> None:
 
 def _write(folder: pathlib.Path, records: int) -> None:
     folder.mkdir()
-    picture = b"\xff\xd8\xff" + bytes(997)  # Not decoded.
+    picture = b"\xff\xd8\xff" + bytes(997)  # Starts like a JPEG; nothing decodes it.
     for first in range(0, records, _TAR):
         numbers = range(first, min(first + _TAR, records))
         rows = ({tars.KEY: b"%09d" % i, "jpg": picture, "txt": b"caption %d" % i} for i in numbers)
         tars.write(folder / f"{first:09}.tar", rows)
-    sources.open_records(Data("webdataset", path=str(folder)))  # Writes the indices.
+    sources.open_records(Data("webdataset", path=str(folder)))  # This writes the tars' indices.
 
 
 def _engine(workers: int) -> engines.Engine:
@@ -94,7 +95,10 @@ def _precache(data: pathlib.Path, out: pathlib.Path, workers: int) -> None:
 def _measure(
     work: Callable[..., None], data: pathlib.Path, out: pathlib.Path, workers: int
 ) -> tuple[float, int]:
-    """Run `work` in a new process; return its seconds and the peak bytes of its largest process."""
+    """Run `work` in a new process; return (seconds, peak bytes of its largest process).
+
+    The processes compared are the new one and its descendants. Raises SystemExit if it fails.
+    """
     process = multiprocessing.get_context("spawn").Process(target=work, args=(data, out, workers))
     start = time.perf_counter()
     process.start()

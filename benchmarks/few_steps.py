@@ -1,11 +1,11 @@
-"""Compare the speed and accuracy of samplers with few steps, for a run on the coloured digits.
+"""Compare samplers with few steps by speed and accuracy, for a run on the coloured digits.
 
     python -m benchmarks.few_steps --run=runs/quickstart --steps=2,3,4,6,8,12
 
 The table shows, for each sampler and number of steps, the milliseconds per picture (CPU time on a
 CPU, wall time elsewhere) and the share of pictures in which the judge (a classifier) recognises the
-right digit, ink and paper. One picture is drawn for each prompt in the training data. All
-other settings are those of the run.
+right digit, ink and paper. One picture is drawn for each prompt in the training data. All other
+settings are those of the run.
 """
 
 import time
@@ -25,7 +25,7 @@ from imagen_jax import cascade
 _RUN = flags.DEFINE_string("run", None, "The workdir of a run on the digits.", required=True)
 _STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Step counts to compare.")
 _NAMES = flags.DEFINE_list("samplers", list(SAMPLERS), "Samplers to compare.")
-_GRID = flags.DEFINE_string("grid", None, "The grid of noise levels; default: the run's.")
+_GRID = flags.DEFINE_string("grid", None, "Name of the grid of noise levels; default: the run's.")
 
 
 def main(argv: list[str]) -> None:

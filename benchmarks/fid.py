@@ -4,9 +4,9 @@
     python -m benchmarks.fid --batch=16
 
 Both networks have the same random weights and get the same random 299x299 images. They run in
-alternation. The command prints one line of JSON: the median images/s of both, their ratio, the
-lowest and highest ratio of a round, and the largest difference between features relative to the
-largest feature.
+alternation. The command prints one line of JSON: the median images/s of both, the ratio of this
+project's to pytorch-fid's, the lowest and highest ratio of a round, and the largest difference
+between features relative to the largest feature.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from diffusion_jax import cli
 from diffusion_jax.metrics import inception, inception_weights
 
 flags.adopt_module_key_flags(measure)
-_BATCH = flags.DEFINE_integer("batch", 16, "Images at once.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", 16, "Images per call.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed calls of each network.", lower_bound=1)
 
 

@@ -4,12 +4,14 @@
     git clone https://github.com/openai/guided-diffusion
     python -m benchmarks.fid_programs --adm=guided-diffusion/evaluations/evaluator.py
 
-The programs run unmodified on the same two folders of coloured digits. Their networks get the
-weights of --weights, or random ones. clean-fid and ADM download networks in other formats, so they
-get the same network with the same weights: clean-fid as its custom_feat_extractor, ADM as a
-TensorFlow graph with the names of the public one. The command prints one line of JSON per program
-and score, with the relative difference from this project's score in the corresponding mode.
-The last line gives each program's FID, and how far the largest is above the smallest.
+The programs run unmodified on the same two folders of coloured digits. All networks get the
+weights in the file --weights or, without this flag, the same random weights. Normally, clean-fid
+and ADM download their networks in other formats. Here, clean-fid gets pytorch-fid's network as its
+custom_feat_extractor, and ADM gets a TensorFlow graph with the tensor names of the public graph.
+
+The command prints one line of JSON per program and score, with the relative difference from this
+project's score in the corresponding mode. The last line gives the FID of each program, and by what
+fraction the largest exceeds the smallest.
 """
 
 import importlib.util
@@ -36,9 +38,9 @@ from diffusion_jax.metrics import (
 from diffusion_jax.metrics.weights import Weights
 
 flags.adopt_module_key_flags(measure)
-_ADM = flags.DEFINE_string("adm", "", "ADM's evaluations/evaluator.py; if empty, ADM is left out.")
+_ADM = flags.DEFINE_string("adm", "", "Path of ADM's evaluator.py; if empty, ADM is left out.")
 _WEIGHTS = flags.DEFINE_string(
-    "weights", "", "pt_inception-2015-12-05-6726825d.pth, if you have it."
+    "weights", "", "Path of pt_inception-2015-12-05-6726825d.pth; if empty, random weights."
 )
 _PICTURES = flags.DEFINE_integer(
     "pictures", 1000, "Number of pictures, half digits and half digits with noise.", lower_bound=8
@@ -92,7 +94,10 @@ def main(argv: list[str]) -> None:
 
 
 def _pictures() -> tuple[np.ndarray, np.ndarray]:
-    """Return pictures of digits, and as many others with added noise, uint8 [N, S, S, 3] each."""
+    """Return N pictures of digits, and N others with added noise, each as uint8 [N, S, S, 3].
+
+    N is half of --pictures, and S is --size.
+    """
     half = _PICTURES.value // 2
     prompts = (pictures.seen_prompts() * (1 + _PICTURES.value // 200))[: 2 * half]
     images = judge.real_pictures(_SIZE.value, prompts)
@@ -190,7 +195,10 @@ def _network(torch: Any, state: Mapping[str, np.ndarray]) -> Any:
 
 
 def _graph(tf: Any, params: inception.Params) -> bytes:
-    """Return Inception as a serialized TensorFlow graph, with the public graph's names."""
+    """Return Inception with these parameters as a serialized TensorFlow graph.
+
+    Its tensors have the names in the public graph, by which ADM finds them.
+    """
 
     def conv(x: Any, block: str, *names: str, stride: int = 1, name: str | None = None) -> Any:
         for i, branch in enumerate(names):

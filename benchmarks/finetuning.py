@@ -1,4 +1,4 @@
-"""Measure how well fine-tuning on ten pictures teaches a new word, and how much is forgotten.
+"""Measure how well fine-tuning on ten pictures teaches a new word, and what the model forgets.
 
     python -m benchmarks.finetuning pictures --out=runs/pink
     python -m benchmarks.finetuning score --workdir=runs/quickstart --workdir=runs/pink_lora
@@ -6,8 +6,8 @@
 The first command writes ten captioned pictures of digits in pink, a colour that is not in the quick
 start's data. The second command draws with each model and scores the pictures with the quick
 start's judge, a classifier that is extended to recognise pink. A score is the share of pictures
-with the right digit, ink and paper. There are separate scores for the new word (50 prompts, 40 of
-them not in the ten pictures) and for the old words. See docs/finetuning.md.
+with the right digit, ink and paper. The new word (50 prompts, 40 of them not among the ten
+captions) and the old words have separate scores. See docs/finetuning.md.
 """
 
 import argparse
@@ -45,10 +45,10 @@ def write_pictures(out: pathlib.Path) -> None:
 
 
 def score(workdir: str, old: Sequence[str]) -> dict[str, float]:
-    """Draw with a run and return the shares of correct pictures, from 0 to 1.
+    """Draw with the run in `workdir` and return the shares of correct pictures, from 0 to 1.
 
-    "new" is the share for prompts with the new word, "new_ink" is the share of these pictures with
-    the right ink, and "old" is the share for the prompts `old`.
+    "new" is the share for prompts with the new word, and "old" the share for the prompts `old`.
+    "new_ink" is the share of pictures for the new word whose ink is right.
     """
     from imagen_jax import cascade  # Slow to import; only drawing needs it.
 

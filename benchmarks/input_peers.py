@@ -1,8 +1,8 @@
 """Read the data set of benchmarks.input_pipeline with other libraries, for comparison.
 
-Each function reads whole batches of images and captions, resized and cropped like `decoded`, and
-returns the number of images. `workers` is the number of reader processes; with 0, the
-calling process reads.
+Each function reads batches of BATCH images and captions from a folder, without an incomplete last
+batch, and returns the number of images. Images are resized and cropped to `size` x `size` pixels.
+`workers` is the number of reader processes; with 0, the calling process reads.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Measure the input pipeline's images/s for each data source, next to other libraries.
+"""Measure the input pipeline's images/s for each data source, and compare with other libraries.
 
     python -m benchmarks.input_pipeline --num=512
 
@@ -8,13 +8,15 @@ one line of JSON per source and size:
 - images_per_second_core: images per CPU second, without reader threads. Other work on the machine
   has little effect on this figure.
 - images_per_second_host: images per second of wall time, with `threads` threads.
-- peers: the same two figures for each peer, which uses `threads` processes: webdataset with torch's
-  DataLoader, grain alone, and a plain loop with tarfile (one process). All of them decode, resize
-  (bicubic) and crop with Pillow. A library that is not installed is left out.
-- ratios: the median ratio of images_per_second_core to that of each peer, measured in alternation.
+- peers: the same two figures for each peer, per CPU second without reader processes and per second
+  of wall time with `threads` processes. The peers are webdataset with torch's DataLoader, grain
+  alone, and a plain loop with tarfile (always one process). All of them decode, resize (bicubic)
+  and crop with Pillow. A library that is not installed is left out.
+- ratios: the ratio of images_per_second_core to that of each peer. Sources and peers are measured
+  in alternation.
 - cores_for_8: the number of cores, at images_per_second_core each, that supply eight accelerators
   at the rates in RATES.
-The figures are medians over rounds.
+All figures are medians over rounds.
 """
 
 import functools
@@ -70,8 +72,8 @@ RATES = {
     "sr1024_600m": Rate(1024, None, 267.9),
     "sd2_512_base": Rate(512, 149.6, 110.8),
 }
-"""Training speeds by config. sd2_512_base has the rates of training on stored latents, which this
-benchmark uses as if the model read images."""
+"""Training speeds by config. The rates of sd2_512_base are for training on stored latents; this
+benchmark treats them as if the model read images."""
 _PEERS = {
     "tarfile": ("webdataset", input_peers.tar_loop),
     "webdataset": ("webdataset", input_peers.webdataset),
@@ -101,7 +103,7 @@ def _compare(places: Mapping[str, tuple[str, str]], size: int) -> None:
         if name == "tarfile" or importlib.util.find_spec(name)
     }
     rows = [_Row({}, {}) for _ in range(_ROUNDS.value)]
-    for row in [_Row({}, {}), *rows]:  # The first one, which imports libraries, does not count.
+    for row in [_Row({}, {}), *rows]:  # The first is a warm-up, not counted.
         for name, read in {**ours, **{f"peer {n}": read for n, read in peers.items()}}.items():
             threads = 0 if name == "peer tarfile" else _THREADS.value
             row.core[name] = _rate(time.process_time, read, 0)
@@ -163,9 +165,9 @@ def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
 
 
 def _write(root: pathlib.Path, num: int, side: int) -> dict[str, tuple[str, str]]:
-    """Write the data set in every format; return each source's (path, text field).
+    """Write the data set in every format; return a dict from source to (path, text field).
 
-    `side` is the height of its pictures, in pixels.
+    The data set has `num` pictures with a height of `side` pixels.
     """
     folder = root / "folder"
     folder.mkdir(parents=True)
@@ -182,7 +184,7 @@ def _write(root: pathlib.Path, num: int, side: int) -> dict[str, tuple[str, str]
 
 
 def _write_arrow(path: pathlib.Path, records: Folder) -> None:
-    """Write the records in the format of Hugging Face's save_to_disk."""
+    """Write the records as an Arrow stream, the format of Hugging Face's save_to_disk."""
     read = records.read(range(len(records)))
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     images = pyarrow.array([{"bytes": r.image, "path": None} for r in read], kind)

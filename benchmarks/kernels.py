@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernels --batch=4 --size=32 --width=128
 
-For each implementation, the command compiles the value and the gradients, and prints the median
-milliseconds and the temporary memory. It checks that all implementations of an operation return the
-same numbers.
+For each implementation, the command compiles a program that computes the operation and its
+gradients. It prints the program's median time in milliseconds and its temporary memory in MiB, and
+checks that all implementations of an operation return the same numbers.
 """
 
 import statistics
@@ -95,7 +95,10 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
 
 
 def _updates() -> dict[str, float]:
-    """Return the seconds of an AdamW update and an average of 64 kernels, as one program or two."""
+    """Time an AdamW update and a parameter average, compiled as two programs and as one.
+
+    Returns the median seconds of each variant by name. The parameters are 64 kernels of 256 x 256.
+    """
     params = {str(i): jnp.full((256, 256), 1.0 + i) for i in range(64)}
     tx = optimizer.adamw(optimizer.warmup_constant(1e-4, 1))
     state, ema = tx.init(params), jax.tree.map(jnp.copy, params)

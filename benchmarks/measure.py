@@ -14,7 +14,7 @@ from absl import flags
 from diffusion_jax.machine import files, hardware
 
 WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder that also gets the output, as NAME.txt; launchers set this flag."
+    "workdir", None, "Folder for files and a copy of the output, NAME.txt; launchers set it."
 )
 _lines: list[str] = []
 
@@ -58,7 +58,7 @@ def say(result: Mapping[str, Any] | str) -> None:
 
 
 def write(name: str, content: bytes | str) -> None:
-    """Write a file with this name to --workdir. Creates the folder if needed."""
+    """Write a file with this name to --workdir, and create the folder if needed."""
     folder = pathlib.Path(str(WORKDIR.value))
     folder.mkdir(parents=True, exist_ok=True)
     files.write_whole(folder / name, content)

@@ -1,9 +1,9 @@
 """NVIDIA NeMo's two Imagen UNets in torch, as a baseline for timing.
 
-This file reimplements the networks of imagen_jax/unet.py and imagen_jax/efficient_unet.py, with
-fused attention and fixed sinusoidal time embeddings. The modules have NeMo's names, so they can
-load the state dict that `imagen_jax.weights.nemo.to_nemo` returns. Images are NCHW. Shapes: B
-batch, C channels, L text tokens of width D.
+This file implements the networks of imagen_jax/unet.py and imagen_jax/efficient_unet.py in torch,
+with fused attention and fixed sinusoidal time embeddings. The modules have NeMo's names, so they
+can load the state dict that `imagen_jax.weights.nemo.to_nemo` returns. Images are NCHW. Letters in
+shapes: B batch, C channels, H height, W width, L text tokens, D text width, N heads, K head width.
 """
 
 import math
@@ -18,7 +18,7 @@ nn, F = torch.nn, torch.nn.functional
 
 
 def make(unet: UNet | EfficientUNet, text_width: int) -> Any:
-    """Build the torch network that corresponds to `unet`.
+    """Build the torch network that corresponds to `unet`, for texts of width `text_width`.
 
     Raises ValueError if `unet` has options that the torch networks in this file do not implement.
     """

@@ -2,17 +2,17 @@
 
     python -m benchmarks.scaling --config=configs/base64_500m.py --workdir=runs/scaling
 
-The config's batch_size is for all nodes; fewer nodes get a proportional share of it, so that each
-device always has the same number of samples. Weights and data are random, as in
-benchmarks.train_step. One axis of the mesh must be -1. If a step needs several passes, set
-optimizer.micro_batch, not optimizer.accumulate. By default a node is one process with all its
-devices. --devices_per_node sets another number, for example to try the command with
-JAX_NUM_CPU_DEVICES=8 on one computer.
+The config's batch_size is for all nodes. Fewer nodes get a proportional share of it, so each device
+always has the same number of samples. Weights and data are random, as in benchmarks.train_step. One
+axis of the mesh must be -1. If a step needs several passes, set optimizer.micro_batch, not
+optimizer.accumulate. By default, the devices of each process count as one node. --devices_per_node
+sets another number of devices, for example to try the command with JAX_NUM_CPU_DEVICES=8 on one
+computer.
 
 The command writes the table scaling.csv and the figure scaling.png to --workdir, and updates the
-table after each number of nodes. The first row is the baseline. The table has samples/s, the
-samples/s of perfectly linear scaling, the speed-up over the baseline, and the efficiency (measured
-relative to perfectly linear samples/s).
+table after each number of nodes. The first row is the baseline. Each row has the measured
+samples/s, the samples/s of perfectly linear scaling, the speed-up over the baseline, and the
+efficiency (measured samples/s divided by perfectly linear samples/s).
 """
 
 import csv
@@ -112,10 +112,10 @@ def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int
 def row(
     nodes: int, model: Model, timing: step.Timing, devices: int, before: Sequence[Mapping]
 ) -> dict[str, Any]:
-    """Return a row of the table for one number of nodes.
+    """Return the row of the table for one number of nodes.
 
-    `before` holds the earlier rows. The first row of the table is the baseline for the speed-up and
-    the efficiency.
+    `before` holds the earlier rows. The first of them, or this row if there are none, is the
+    baseline for the speed-up and the efficiency.
     """
     batch = model.run.batch_size
     rate = batch / timing.median

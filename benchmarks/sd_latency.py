@@ -3,10 +3,11 @@
     python -m benchmarks.sd_latency --model=2
 
 The model runs on one device with guidance. Its weights are random, which does not affect the speed.
-The command prints one line of JSON per batch size (the number of images). One program encodes the
-text, samples and decodes; latency_s is its median time over rounds, without the time to compile it
-(compile_s). nemo_tensorrt_s and nemo_framework_s are NeMo's latencies on an A100 for 512x512 images
-and 50 steps of PLMS, and null if the settings differ. --tiny uses a small model, for a quick trial.
+A single compiled program encodes the text, samples and decodes. The command prints one line of JSON
+per batch size (the number of images). latency_s is the program's median time over rounds, without
+the time to compile it (compile_s). nemo_tensorrt_s and nemo_framework_s are NeMo's latencies on an
+A100 for 512x512 images and 50 steps of PLMS; they are null if the settings differ. --tiny uses a
+small model, for a quick trial.
 """
 
 import statistics
@@ -49,7 +50,7 @@ _ATTENTION = flags.DEFINE_enum(
     "attention_impl", "auto", IMPLEMENTATIONS, "Attention (see unet.attention_impl)."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed calls.", lower_bound=1)
-_TINY = flags.DEFINE_bool("tiny", False, "Use a model with a tenth of the width.")
+_TINY = flags.DEFINE_bool("tiny", False, "Use a small model, for a quick trial.")
 
 # (TensorRT, framework) latencies in seconds on an A100 80GB, by model and batch size.
 _NEMO = {
@@ -111,7 +112,7 @@ def _model() -> tuple[TextTower, Pipeline]:
 
 
 def _random(abstract: Any) -> Any:
-    """Return small random params for these shapes, with kernels in the dtype of --dtype."""
+    """Return small random parameters of these shapes: kernels in --dtype, others in float32."""
 
     def leaf(path, shape):
         key = jax.random.key(hash(jax.tree_util.keystr(path)) % 2**31)

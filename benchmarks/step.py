@@ -17,9 +17,9 @@ from launch.planner import systems
 from launch.planner.systems import Model
 
 INPUTS = ("cached", "moments", "images")
-"""Inputs of a latent diffusion step. "cached": moments and text embeddings. "moments": moments and
-texts, so the step runs the text encoder. "images": images and texts, so the step also runs the
-autoencoder."""
+"""Inputs of a latent diffusion step. "cached": moments and text embeddings, so the step runs only
+the UNet. "moments": moments and texts, so the step also runs the text encoder. "images": images and
+texts, so the step runs the autoencoder too."""
 STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
 _INPUTS = flags.DEFINE_enum(
@@ -28,7 +28,7 @@ _INPUTS = flags.DEFINE_enum(
 
 
 class Timing(NamedTuple):
-    """Measured times of a train step: the timed steps, and tracing, lowering and compiling."""
+    """Measured times in seconds: of the timed steps, and of tracing, lowering and compiling."""
 
     seconds: list[float]
     """Seconds of each timed step."""
@@ -45,7 +45,7 @@ class Timing(NamedTuple):
         return statistics.median(self.seconds)
 
     def utilization(self, devices: int) -> float | None:
-        """Return the achieved share of the peak FLOP/s of this many devices; None if unknown."""
+        """Return the achieved share of the devices' peak FLOP/s, or None if the peak is unknown."""
         kind = jax.local_devices()[0].device_kind
         return hardware.utilization(self.flops, self.median, kind, devices)
 
@@ -105,7 +105,10 @@ def run(model: Model, mesh: Mesh) -> Timing:
 
 
 def _filled(shapes: Any, shardings_of: Any) -> Any:
-    """Return arrays of these shapes, filled on the devices with cheap pseudorandom values."""
+    """Return arrays of these shapes, created on the devices with cheap pseudorandom values.
+
+    `shardings_of` maps the tree of shapes to a tree of shardings. Booleans are all True.
+    """
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if leaf.dtype == bool:
@@ -113,7 +116,7 @@ def _filled(shapes: Any, shardings_of: Any) -> Any:
         count = jax.lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             hashes = count * jnp.uint32(2654435761)  # Knuth's multiplicative hash.
-            return (hashes >> 24).astype(leaf.dtype)  # Its highest byte.
+            return (hashes >> 24).astype(leaf.dtype)  # The highest byte of the hash.
         return (0.02 * jnp.sin(count.astype(jnp.float32))).astype(leaf.dtype)
 
     return jax.jit(lambda: jax.tree.map(fill, shapes), out_shardings=shardings_of(shapes))()

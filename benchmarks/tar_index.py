@@ -2,15 +2,15 @@
 
     python -m benchmarks.tar_index --records=20_000_000
 
-The command writes one tar, and adds links to it and copies of its index until there are enough
-records. One process then writes the list of all records. Next, several processes (--processes) open
-the list at the same time, read all of it, and draw samples in the order of an epoch.
+The command writes one tar, and then makes links to it and copies of its index until there are
+enough records. One process writes the list of all records ("make"). Then --processes processes open
+the list at the same time ("open"), read all of it, and look up samples in the order of an epoch.
 
-It prints one line of JSON with times in seconds and memory in bytes per record. "memory" is the
-resident memory added by opening and reading the list, and "own" is the part of this memory that is
+The command prints one line of JSON with times in seconds and memory in bytes per record. "memory"
+is the resident memory that opening and reading the list adds, and "own" is the part of it that is
 not shared with other processes. "scan" is the time to read the headers of all tars if they have no
-index. "published" extrapolates these figures to the 676 million records on which NVIDIA trained
-Imagen.
+index, extrapolated from one tar. "published" scales the figures to the 676 million records on which
+NVIDIA trained Imagen.
 """
 
 import multiprocessing
@@ -50,9 +50,9 @@ def main(argv: list[str]) -> None:
 
 
 def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict[str, object]:
-    """Write tars with this many records to a folder, `size` per tar; return the measured figures.
+    """Write tars to a folder, open them in several processes, and return the measured figures.
 
-    The number of records is rounded up to whole tars.
+    The tars have `size` records each and `records` in total, rounded up to whole tars.
     """
     num_tars = -(-records // size)
     records = num_tars * size
@@ -89,7 +89,10 @@ def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict
 
 
 def _write(folder: pathlib.Path, num_tars: int, size: int) -> float:
-    """Write a tar and its index under `num_tars` names; return the seconds to scan one tar."""
+    """Write one tar and its index, and repeat both under other names until there are `num_tars`.
+
+    Returns the seconds to scan one tar.
+    """
     first = folder / _FIRST
     tars.write(first, ({tars.KEY: b"%09d" % i, "jpg": b"image", "txt": b"t"} for i in range(size)))
     start = time.perf_counter()
@@ -121,9 +124,10 @@ def _meet_at(barrier: Any) -> None:
 
 
 def _open(folder: pathlib.Path) -> dict[str, float]:
-    """Open the list of records in this process, read all of it and draw samples of an epoch.
+    """Open the list of records in this process, read all of it and look up samples of an epoch.
 
-    Returns the seconds to open the list and to draw, and the memory in bytes.
+    Returns the seconds to open the list ("seconds") and to look up the samples ("draw"), and the
+    added memory in bytes: in total ("memory"), unshared ("own") and at most while opening ("peak").
     """
     _wait()
     before, start = _memory(), time.perf_counter()
@@ -144,7 +148,7 @@ def _open(folder: pathlib.Path) -> dict[str, float]:
 
 
 def _memory() -> dict[str, int]:
-    """Return this process's resident memory in bytes: all, the unshared part, and the peak."""
+    """Return this process's resident memory in bytes: in total, unshared ("own"), and its peak."""
     rows = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {row.split()[0]: int(row.split()[1]) * 1024 for row in rows}
     status = pathlib.Path("/proc/self/status").read_text()

@@ -9,8 +9,9 @@ sd, encode and decode are Stable Diffusion's UNet and its VAE's encoder and deco
 diffusers. t5 (T5-small) and clip (the text tower of CLIP-L) are compared with transformers. The
 command first checks that both networks compute the same numbers. It then runs them in alternation,
 and prints a line of JSON per model and kind of work, with the median, lowest and highest ratio of
-torch's CPU time to this project's. Above 1, this project is faster. A step consists of loss,
-gradient, AdamW (fused in torch) and an average of the parameters.
+torch's CPU time to this project's. If the ratio is above 1, this project is faster. A step computes
+the loss and its gradient, clips the gradient, and updates the parameters with AdamW (fused in
+torch) and an average of the parameters.
 
 CPU time is that of the whole process on --threads cores. Other work on the machine affects it only
 through the caches. The default is one core: with more cores, CPU time includes threads that wait
@@ -49,7 +50,7 @@ _MODELS = flags.DEFINE_list(
 _WORK = flags.DEFINE_list("work", ["forward", "gradient", "step"], "Kinds of work to time.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Timed calls of each network.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", 1, "Number of cores.", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("width", 64, "Channels of the first level.", lower_bound=32)
+_WIDTH = flags.DEFINE_integer("width", 64, "Base width; t5 and clip ignore it.", lower_bound=32)
 _DECAY, _RATE = 0.9999, 1e-4
 Inputs = dict[str, np.ndarray]
 
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> None:
 
 
 def _compare(ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
-    """Time both functions in alternation; return the ratios of times and the median seconds."""
+    """Time both functions in alternation; return the ratios of times and both median times in s."""
     pairs = [(_seconds(theirs), _seconds(ours)) for _ in range(_ROUNDS.value + 2)][2:]
     ratios = sorted(a / b for a, b in pairs)
     medians = {
@@ -116,7 +117,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _difference(pair: Pair) -> float:
-    """Return the largest difference between both outputs, relative to the largest output."""
+    """Return the largest difference between both outputs, relative to torch's largest output."""
     torch = measure.library("torch")
 
     ours = np.asarray(jax.jit(pair.ours)(pair.params, pair.inputs))
@@ -320,7 +321,10 @@ def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
 
 
 def _random(shapes: Any) -> Any:
-    """Return random parameters: kernels preserve the variance, norms have scales near 1."""
+    """Return random float32 parameters of these shapes.
+
+    Kernels preserve the variance of their inputs, scales of norms are near 1, and biases near 0.
+    """
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):

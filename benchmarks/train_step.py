@@ -8,10 +8,11 @@ the step runs only the UNet; with "moments" (and texts), also CLIP; with "images
 and the VAE. No weights are needed.
 
 The command prints one line of JSON:
-- samples_per_second: from the median step after the warm-up, with the state donated as in training.
+- samples_per_second: the batch size divided by the median step time after the warm-up. As in
+  training, the state is donated.
 - tflops: TFLOP/s, with FLOPs counted by diffusion_jax/machine/flops.py, including recomputation.
-- known_tflop_per_sample: an independent count without recomputation, or null.
-- mfu: the share of the devices' peak bfloat16 rate, or null for devices that
+- known_tflop_per_sample: an independent count without recomputation; null for other models.
+- mfu: the achieved share of the devices' peak bfloat16 rate; null for devices that
   diffusion_jax/machine/hardware.py does not list.
 """
 

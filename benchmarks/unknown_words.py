@@ -4,11 +4,12 @@
     python -m benchmarks.unknown_words --model=models/emoji32 --judge=judges/emoji \\
         --out=runs/unknown_words
 
-A picture is correct if the judge finds the known caption, such as "a cat, noto style, on a white
-background" for "a kitty, noto style, on a white background", nearer than all other captions. The
-command prints one line of JSON: the shares of correct pictures for the prompts as they are, for the
-prompts with each unknown word replaced by its first suggestion, and for the known captions. --out
-receives one sheet of pictures for each.
+Each prompt, such as "a kitty, noto style, on a white background", belongs to a known caption, here
+"a cat, noto style, on a white background". A picture is correct if it is nearer to this caption
+than to all others, according to the judge. The command prints one line of JSON with three shares of
+correct pictures: for the prompts themselves ("unknown"), for the prompts with each unknown word
+replaced by its first suggestion ("suggested"), and for the captions ("known"). It also writes one
+sheet of pictures for each to --out.
 """
 
 import itertools
@@ -27,8 +28,8 @@ from diffusion_jax.machine import files, sheets
 from diffusion_jax.metrics.judges import judge as judges
 from diffusion_jax.text import vocabulary
 
-_MODEL = flags.DEFINE_string("model", "models/emoji32", "The workdir of a model of the emoji.")
-_JUDGE = flags.DEFINE_string("judge", None, "The folder of a judge of the emoji.", required=True)
+_MODEL = flags.DEFINE_string("model", "models/emoji32", "Workdir of a model that draws emoji.")
+_JUDGE = flags.DEFINE_string("judge", None, "Folder of a judge of emoji.", required=True)
 _OUT = flags.DEFINE_string("out", None, "The folder for the sheets.", required=True)
 _WORDS = pathlib.Path(__file__).with_suffix(".txt")
 _COLUMNS = 10
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> None:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Return the prompts with unknown words, each with the caption that it should equal."""
+    """Return (prompt with an unknown word, known caption of the same meaning) for each line."""
     lines = _WORDS.read_text(encoding="utf-8").splitlines()[1:]
     backgrounds = itertools.cycle(BACKGROUNDS)
 
@@ -74,7 +75,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 def suggested(known_words: vocabulary.Vocabulary, prompt: str) -> str:
-    """Replace each unknown word of a prompt by the first known word that is similar."""
+    """Replace each unknown word of a prompt by its first suggestion, if it has one."""
     for word, similar in known_words.unknown(prompt).items():
         if similar:
             prompt = re.sub(rf"\b{word}\b", similar[0], prompt, flags=re.IGNORECASE)
@@ -84,7 +85,10 @@ def suggested(known_words: vocabulary.Vocabulary, prompt: str) -> str:
 def _correct(
     model: Loaded, read: Any, texts: list[str], captions: list[str], path: pathlib.Path
 ) -> float:
-    """Draw the texts, write a sheet, and return the share of pictures that show the captions."""
+    """Draw the texts, write a sheet of the pictures to `path`, and return the correct share.
+
+    Picture i is correct if the judge finds it nearest to captions[i].
+    """
     images = model.draw(texts).images
     shown = [re.sub(" style, on an? (.*) background", r", \1", text) for text in texts]
     sheets.write_png(path, sheets.contact_sheet(images, shown, _COLUMNS))

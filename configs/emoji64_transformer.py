@@ -1,8 +1,8 @@
 """Plain transformer for 64x64 emoji in one stage, to train for hours on two CPU cores.
 
-The model has 9,132,224 parameters and takes 1.6 GFLOP per training image, about as many as
-configs/emoji32.py takes at 32x32. The objective and the noise levels are those of JiT (Li & He
-2025, arXiv 2511.13720). Before training, prepare data/emoji as configs/emoji32.py describes.
+The model has 9,132,224 parameters and takes 1.6 GFLOP per training image, about the same as
+configs/emoji32.py at 32x32. The objective and the noise levels are from JiT (Li & He 2025, arXiv
+2511.13720). Before training, prepare data/emoji as configs/emoji32.py describes.
 
 python -m imagen_jax.train --config=configs/emoji64_transformer.py \
     --workdir=runs/emoji64_transformer
@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
             "dtype": "float32",
         }
     )
-    # The network predicts the image, and its loss is that of the flow. Lognormal noise levels are
-    # the paper's logit-normal times: sigma = t / (1 - t).
+    # The network predicts the image. The loss is the error of the flow that this image implies.
+    # Lognormal noise levels equal the paper's logit-normal times t: sigma = t / (1 - t).
     c.diffusion.update(precond="x0", p_mean=0.8, p_std=0.8, weight="flow")
     c.sampler.update(steps=24, sigma_max=80.0)
     return c

@@ -1,6 +1,6 @@
-"""Quick start with MeanFlow: the digits are drawn in one step.
+"""Variant of the quick start with MeanFlow: the model draws a digit in one sampling step.
 
-A training step takes 1.4 times as long as in configs/quickstart.py, so there are fewer steps.
+A training step takes 1.4 times as long as in configs/quickstart.py, so this config has fewer steps.
 
 python -m imagen_jax.train --config=configs/quickstart_meanflow.py --workdir=runs/meanflow
 python -m imagen_jax.evaluate --workdir=runs/meanflow --guidance=1

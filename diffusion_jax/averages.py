@@ -6,14 +6,14 @@
 A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of these relative widths and
 writes snapshots of them. After training, averages of other widths can be computed from the
 snapshots: evaluate, sample and diffusion_jax.heldout do this, for example, with
---ema=0.05,0.07,0.15. This command lists the snapshots, and how accurately each width can be
-computed at a step. With --width and --out, it writes one average as the parameters of a new run.
-The commands above accept the folder of this run as --workdir.
+--ema=0.05,0.07,0.15. This command lists the snapshots and reports how accurately an average of each
+width can be computed at a step. With --width and --out, it writes one average as the parameters of
+a new run. evaluate, sample and heldout accept the folder of the new run as --workdir.
 
-"error" is the error of the average's profile (the weight that it gives to each step), relative to
-the norm of the profile. The error of the averaged parameters is about a hundredth of it. "rounding"
-is the factor by which the rounding errors of the snapshots grow. It is large for widths far below
-the stored ones.
+In the report, "error" is the error of the average's profile (the weight that it gives to each
+step), relative to the norm of the profile. The relative error of the averaged parameters is about a
+hundred times smaller. "rounding factor" is the factor by which the rounding errors of the snapshots
+grow. It is large for widths far below the stored ones.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.weights import averages, restore
 
 _TABLE = (0.02, 0.03, 0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25)
-flags.disclaim_key_flags()  # The flags are defined below, if this module runs as a command.
+flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
 
 
 def describe(workdir: str, step: int | None = None) -> str:
     """Return a report on the stored averages of a run and the accuracy of other widths.
 
-    `step` is the step of a checkpoint or snapshot; None: the newest. Raises ValueError if there is
-    no such step, or if the run stores no power-function averages.
+    `step` is the step of a checkpoint or snapshot. None selects the newest one. Raises ValueError
+    if there is no such step, or if the run stores no power-function averages.
     """
     root, sources = _sources(workdir, step)
     at = sources[-1][0]
@@ -47,13 +47,13 @@ def describe(workdir: str, step: int | None = None) -> str:
     rows = [
         ("snapshots", f"{len(snapshots)} in {root.parent / restore.SNAPSHOTS}{_span(snapshots)}"),
         ("stored", ", ".join(dict.fromkeys(name for *_, name in sources))),
-        ("at step", f"{at:,}, of {len(sources)} averages up to there:"),
+        ("at step", f"{at:,}, computed from the {len(sources)} averages stored up to this step:"),
     ]
     steps, widths = zip(*((s, averages.width_of(n) or 0.0) for s, _, n in sources), strict=True)
     for width in sorted({*_TABLE, *widths}):
         counts, error = averages.combination(steps, widths, at, width)
         times = float(np.linalg.norm(counts))
-        rows.append((f"width {width:g}", f"error {100 * error:.2g} %, rounding times {times:.2g}"))
+        rows.append((f"width {width:g}", f"error {100 * error:.2g} %, rounding factor {times:.2g}"))
     return progress.block(rows)
 
 
@@ -63,11 +63,11 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
     Args:
         workdir: The workdir of the run with the stored averages.
         which: The relative width of the average, such as "0.07".
-        step: The step of a checkpoint or snapshot; None for the newest undamaged checkpoint.
+        step: The step of a checkpoint or snapshot. None selects the newest undamaged checkpoint.
         out: The workdir of the new run.
 
     Raises:
-        ValueError: There is no such average, or `out` holds checkpoints.
+        ValueError: There is no such average or step, or `out` already holds checkpoints.
     """
     runs.load(workdir)
     root, sources = _sources(workdir, step)
@@ -86,8 +86,8 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
     """Create a run at `out` with the config and vocabulary of `workdir`, but no checkpoint yet.
 
-    This context manager yields the folder for the checkpoints. Raises ValueError if `out` holds
-    checkpoints already.
+    This context manager yields the folder for the checkpoints, and holds the lock of `out`. Raises
+    ValueError if `out` already holds checkpoints.
     """
     config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
     words = vocabulary.read(workdir)
@@ -99,7 +99,7 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
         runs.claim(out, config)
         if (
             base.is_file() and jax.process_index() == 0
-        ):  # The fingerprint of the weights that a LoRA adapts.
+        ):  # A LoRA run: copy the fingerprint of the weights that the LoRA adapts.
             files.write_whole(files.path(out) / finetune.BASE, base.read_text())
         if words and jax.process_index() == 0:
             vocabulary.write(out, words)
@@ -107,7 +107,11 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
 
 
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
-    """Return the folder of a run's checkpoints, and its power-function averages up to a step."""
+    """Return the folder of a run's checkpoints, and the averages stored up to `step`.
+
+    If `step` is None, return the averages up to the newest checkpoint or snapshot. Raises
+    ValueError if the run has no such step or no power-function averages.
+    """
     runs.load(workdir)
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     steps = {*restore.steps(root), *restore.steps(root.parent / restore.SNAPSHOTS)}
@@ -131,9 +135,9 @@ def _span(steps: list[int]) -> str:
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
-    _WIDTH = flags.DEFINE_string("width", None, "The width to write, such as 0.07.")
+    _WIDTH = flags.DEFINE_string("width", None, "Relative width of the average, such as 0.07.")
     _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A saved step; default: the newest.")
-    _OUT = flags.DEFINE_string("out", None, "The folder to write, which becomes a run.")
+    _OUT = flags.DEFINE_string("out", None, "The workdir of the new run that --width creates.")
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:

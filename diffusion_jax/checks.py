@@ -33,7 +33,7 @@ Run = Callable[..., jax.Array]
 
 
 class Check(NamedTuple):
-    """An operation to check, and the shapes of its arguments."""
+    """An operation to check. `shapes` holds the shapes of the arguments of `run`."""
 
     name: str
     run: Run
@@ -43,10 +43,12 @@ class Check(NamedTuple):
 
 
 def on(device: Any) -> list[dict[str, Any]]:
-    """Run all checks on a device. Return a row for each.
+    """Run all checks on a device, and return one dict for each check.
 
-    A row holds the name of the check, measurements such as "error" and "ms", and a verdict. The
-    verdict is "right", "wrong" or "slow: ...", or "does not run: ..." if the operation fails.
+    A dict holds the name of the check ("check"), measurements such as "error" and "ms", and a
+    "verdict". The verdict is "right", "wrong" or "slow: ...", or "does not run: ..." if the
+    operation fails. The last dicts are those of `upload` and of `collective` over all local
+    devices.
     """
     rows = []
     for check in checks(device.platform):
@@ -55,7 +57,11 @@ def on(device: Any) -> list[dict[str, Any]]:
 
 
 def checks(platform: str) -> list[Check]:
-    """Return checks of the operations that backends implement differently."""
+    """Return the checks for a platform ("cpu", "gpu" or "tpu").
+
+    They cover the operations that backends implement differently: attention, convolutions and
+    group norm.
+    """
     attention, sizes = [], [(256, 333, 64), (1024, 1152, 64), (512, 589, 128)]
     for queries, keys, width in sizes[: 1 if platform == "cpu" else None]:
         shapes = [(2, queries, 4, width), (2, keys, 4, width), (2, keys, 4, width)]
@@ -77,7 +83,7 @@ def checks(platform: str) -> list[Check]:
 
 
 def _implementations(platform: str) -> list[str]:
-    """Return the names of the attention implementations of a platform, without "auto"."""
+    """Return the names of the attention implementations that a platform supports, except "auto"."""
     others = {"cpu": ("cudnn", "splash"), "tpu": ("cudnn",), "gpu": ("splash",)}
     return [name for name in IMPLEMENTATIONS if name not in ("auto", *others.get(platform, ()))]
 
@@ -123,7 +129,7 @@ def _row(check: Check, device: Any, times: dict[str, float | None]) -> dict[str,
 
 
 def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
-    """Compute the check in float32 on the CPU, with the attention implementation "xla"."""
+    """Compute the operation and its gradients in float32 on the CPU. Attention uses "xla"."""
     run = check.run
     if isinstance(run, functools.partial):
         run = functools.partial(run.func, implementation="xla")
@@ -151,7 +157,10 @@ def _error(actual: Any, expected: Any) -> float:
 
 
 def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
-    """Return a row with the rate, in GB/s, of a copy from the host's memory to a device."""
+    """Measure the rate of copying `size` bytes from host memory to a device.
+
+    Return a dict with the rate in GB/s ("gb_per_s") and the verdict.
+    """
     array = np.zeros(size, np.uint8)
     took = seconds(lambda: jax.device_put(array, device), 0.3)
     rate = size / took
@@ -161,9 +170,10 @@ def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
 
 
 def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]]:
-    """Check the result and measure the bandwidth of an all-reduce over all devices.
+    """Check the result of an all-reduce over `devices`, and measure its bandwidth.
 
-    With one device, return no rows.
+    Each device contributes `size` float32 values. Return a list with one dict; with one device,
+    return [].
     """
     if len(devices) < 2:
         return []
@@ -188,9 +198,10 @@ def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]
 
 
 def rates(device: Any) -> dict[str, Any]:
-    """Return a row with the TFLOP/s that a matrix product and a convolution reach on a device.
+    """Return a dict with the TFLOP/s that a matrix product and a convolution reach on a device.
 
-    "peak" is the manufacturer's figure in TFLOP/s, or None if it is unknown.
+    "peak" is the manufacturer's figure in TFLOP/s, or None if it is unknown. There is a verdict
+    only if it is known.
     """
     large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
     dtype = jnp.bfloat16 if large else jnp.float32
@@ -206,16 +217,17 @@ def rates(device: Any) -> dict[str, Any]:
 
 
 def matmul(size: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """Return a function that multiplies two square matrices, and the FLOPs of one call."""
+    """Return a function that multiplies two [size, size] matrices, and the FLOPs of one call."""
     a = jnp.ones((size, size), dtype)
     multiply = jax.jit(jnp.matmul)
     return lambda: multiply(a, a), 2.0 * size**3
 
 
 def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """Return a function that convolves images, and the FLOPs of one call.
+    """Return a function that convolves a batch of images, and the FLOPs of one call.
 
-    It is a 3x3 convolution from 66x66 to 64x64 pixels.
+    The function applies a 3x3 convolution that maps 66x66 to 64x64 pixels and keeps the number of
+    channels.
     """
     x = jnp.ones((batch, 66, 66, channels), dtype)
     kernel = jnp.ones((3, 3, channels, channels), dtype)
@@ -224,6 +236,7 @@ def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array]
 
 
 def rate(run: Callable[[], jax.Array], flops: float) -> float:
+    """Return the FLOP/s that `run` reaches. `flops` is the number of FLOPs in one call."""
     return flops / seconds(run, 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Start-up shared by all commands: flags, configs, errors, processes, compilation cache."""
+"""Start-up code of all commands: flags, configs, error messages, processes, compilation cache."""
 
 import contextlib
 import difflib
@@ -28,10 +28,11 @@ def define_config(
     flag_values: flags.FlagValues = flags.FLAGS,
     argv: list[str] | None = None,
 ) -> flags.FlagHolder[ConfigDict]:
-    """Define --config=FILE[:ARGUMENT] and the overrides --config.X=Y.
+    """Define the flag --config=FILE[:ARGUMENT] and its overrides --config.X=Y.
 
     The overrides are read from `argv`, by default sys.argv. Fields that the file omits get their
-    defaults, so that overrides can set every field.
+    defaults, so that overrides can set every field. Returns the holder of the flag; its value is a
+    locked ConfigDict.
     """
     holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values, sys_argv=argv)
     flag = flag_values["config"]
@@ -53,7 +54,10 @@ class _CompleteConfig(flags.ArgumentParser):
 
 
 def _read(files: flags.ArgumentParser, argument: str) -> Any:
-    """Run a config file. Any error in it becomes a ValueError that names the file and the line."""
+    """Run a config file, and return its config.
+
+    Raises ValueError if the file does not exist or fails. The message names the file and the line.
+    """
     path = pathlib.Path(argument.partition(":")[0])
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
@@ -62,7 +66,7 @@ def _read(files: flags.ArgumentParser, argument: str) -> Any:
     try:
         config = files.parse(argument)
     except Exception as raised:  # The file is a program and may raise anything.
-        # ml_collections wraps these two, with a traceback in the text.
+        # ml_collections replaces a TypeError or ValueError by one whose text holds a traceback.
         wrapped = raised.__context__ if isinstance(raised, TypeError | ValueError) else None
         error = wrapped or raised
         frames = traceback.extract_tb(error.__traceback__)
@@ -81,13 +85,14 @@ def _same(frame: traceback.FrameSummary, path: pathlib.Path) -> bool:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run `main` as absl's app.run does, and handle bad flags and configs.
+    """Run `main` as absl's app.run does, and report bad flags and configs in one line.
 
-    For a bad flag or config, the process prints a one-line message and exits with code 2.
+    After a bad flag or config, the process exits with code 2. If the disk is full, it exits with
+    code 1.
     """
 
     def parse(argv):
-        flags.FLAGS.set_gnu_getopt()  # Flags may follow the words of a command.
+        flags.FLAGS.set_gnu_getopt()  # Flags may follow positional arguments.
         with bad_input(TypeError, flags.Error):
             if "config" in flags.FLAGS and _HELP & set(argv):
                 flags.FLAGS["config"].help += _fields_in_help(argv)
@@ -121,8 +126,8 @@ def _in_words(message: str) -> str:
 def _fields_in_help(argv: list[str]) -> str:
     """Return the part of --help that lists the config fields of a system.
 
-    This is the system of the file in --config. Without --config, it is the system that this command
-    trains. If there is none, return a hint to use --config.
+    With --config, this is the system that the config file names. Without --config, it is the system
+    that this command trains. If the command trains none, return a hint to use --config.
     """
     files = [arg.partition("=")[2] for arg in argv if re.match(r"--?config=", arg)]
     if files:
@@ -155,7 +160,8 @@ def start(*, alone: bool = False) -> None:
     sys.unraisablehook = _unraisable
     # Damaged images are counted, and Pillow's warnings would fill the log with a line per image.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # Also of a failed save.
+    # A failed save leaves coroutines of Orbax behind.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
@@ -190,8 +196,9 @@ def bad_input(
     """Turn errors that a user can fix into a one-line message and exit code `code`.
 
     This context manager catches the types in `usual` and `more`. Catch the `usual` types only
-    around checks of the input, because elsewhere they indicate bugs. For Busy and a full disk, it
-    exits with another code, which tells launchers to start the command again.
+    around checks of the input, because elsewhere they indicate bugs. For Busy the exit code is
+    exits.BUSY, and for a full disk it is 1: with these codes, launchers start the command again.
+    A lost connection between processes is raised again.
     """
     try:
         yield
@@ -211,12 +218,13 @@ def _end(error: Exception, code: int = 1) -> NoReturn:
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
-    """Return a message that names an unknown field by its full path.
+    """Return an error message that names the full path of an unknown config field in `argv`.
 
-    The message of ml_collections, `text`, names only the last part of the path.
+    `text` is the message of ml_collections, which names only the last part of the path. It is
+    returned if no unknown field is found.
     """
     matches = lambda pattern: filter(None, (re.match(pattern, arg) for arg in argv))
-    files = {m[1]: m[2] for m in matches(r"--?(config|job)=(.+)")}  # Launchers read jobs.
+    files = {m[1]: m[2] for m in matches(r"--?(config|job)=(.+)")}  # Launchers take --job=FILE.
     for flag, path in (m.groups() for m in matches(r"--?(config|job)\.([\w.]+)")):
         parser: Any = flags.FLAGS[flag].parser
         group, dot = parser.parse(files[flag]) if flag in files else None, ""
@@ -239,7 +247,7 @@ def _nearest(path: str, name: str, fields: list[str]) -> str:
 
 
 class _Printable(logging.PythonFormatter):
-    """A formatter like absl's that removes control characters from file names and captions.
+    """A log formatter like absl's that removes control characters, such as those in captions.
 
     It also leaves out tracebacks, because libraries raise the errors that they log.
     """
@@ -250,7 +258,7 @@ class _Printable(logging.PythonFormatter):
 
 
 def _unraisable(hook_args: Any) -> None:
-    # Tasks and loops of Orbax outlive a failed save, whose error is raised elsewhere.
+    # Orbax's tasks and event loops outlive a failed save. Its error is raised elsewhere.
     text, owner = str(hook_args.exc_value), getattr(hook_args.object, "__qualname__", "")
     if text != "Event loop is closed" and owner != "BaseEventLoop.__del__":
         sys.__unraisablehook__(hook_args)

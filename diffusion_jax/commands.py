@@ -37,7 +37,7 @@ def main(package: str) -> None:
 def find(package: str) -> dict[str, str]:
     """Map the name of each command, such as imagen_jax.train, to the first line of its docstring.
 
-    The files are parsed, not imported, so that this is fast and loads no library.
+    The files are parsed, not imported, because importing them would load large libraries.
     """
     commands = {}
     for path in sorted((_ROOT / package).rglob("*.py")):

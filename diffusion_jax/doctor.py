@@ -3,11 +3,13 @@
     python -m diffusion_jax.doctor
     python -m diffusion_jax.doctor --json
 
-The report has JAX's own description, package versions, devices and their memory, the environment
-variables of JAX and XLA, the settings that this project adds to them and why, a comparison of each
-operation of the models with a reference, and the measured rates of a matrix product and a
-convolution next to the manufacturer's figures (machine/hardware.py). It ends with a list of the
-checks that are wrong or slow. It takes about a minute, writes nothing and uses no network.
+The report starts with JAX's own description, the package versions, and the devices with their
+memory. It lists the environment variables of JAX and XLA, and the settings that this project adds
+to them, with reasons. It compares each operation of the models with a reference (checks.py). It
+measures the speed of a matrix product and a convolution, next to the manufacturer's figures
+(machine/hardware.py). It ends with a list of the checks that failed or are slow.
+
+The command takes about a minute, writes nothing and uses no network.
 """
 
 import json
@@ -44,9 +46,9 @@ def main(argv: list[str]) -> None:
 
 
 def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
-    """Return the report as a dict from subject to content.
+    """Run all checks, and return the report as a dict from subject to content.
 
-    `set_here` are the settings that this process added to the environment.
+    `set_here` holds the settings that this process added to the environment.
     """
     first = jax.local_devices()[0]
     return {

@@ -1,9 +1,10 @@
-"""Run the stages of a long job: in one process, in several that share a folder, or with Beam.
+"""Run the stages of a long job in one process, in several that share a folder, or with Beam.
 
 A stage writes numbered files. `write(i)` writes the file `path(i)` atomically, and its content
-depends only on i and on the other arguments of `write`. So the bytes are the same in any order, on
-any worker and after any repetition. A stage skips files that exist when it begins, so a job that
-was killed continues. `write` may return counts. A stage returns the sums of these counts.
+depends only on i and on the other arguments of `write`. So each file has the same bytes, whichever
+worker writes it, in whatever order, and however often. A stage skips files that exist when it
+begins, so a job that was killed continues. `write` may return a dict of counts. A stage returns the
+sums of these counts.
 """
 
 import collections
@@ -25,20 +26,21 @@ from absl import flags, logging
 
 from diffusion_jax.machine import files, progress
 
-flags.disclaim_key_flags()  # They belong to the command that calls `define_flags`.
+flags.disclaim_key_flags()  # --help shows the flags with the command that calls `define_flags`.
 NAMES = ("alone", "beam")
 _ATTEMPTS = 3
 _ENGINE = "Run the work in this process (alone) or with Apache Beam (beam)."
-_OPTIONS = 'Options of Beam, such as "--runner=FlinkRunner --flink_master=HOST".'
+_OPTIONS = 'Options for Beam, such as "--runner=FlinkRunner --flink_master=HOST".'
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 class Share(NamedTuple):
-    """One of several workers that share a folder, or the only worker. Indices start at 0.
+    """One of several workers that share a folder, or the only worker.
 
-    Workers do not wait for each other. Each writes its own part of the files first, then all files
-    that are still missing. So workers may die, restart, come late or leave at any time.
+    `worker` is the index of this worker, from 0 to workers - 1. Workers do not wait for each other.
+    Each writes its own part of the files first, and then all files that are still missing. So
+    workers may die, restart, join late or leave at any time.
     """
 
     worker: int = 0
@@ -55,16 +57,17 @@ class Share(NamedTuple):
         size: Callable[[int], int] = lambda item: 1,
         read: Callable[[int], Any] | None = None,
     ) -> collections.Counter[str]:
-        """Call `write(i)` for each item whose file is missing, and return the sums of its counts.
+        """Call `write(i)` for each item whose file is missing, and sum the counts it returns.
 
         Args:
             items: The indices of the stage's files.
             path: Maps an item to its file.
-            write: Writes an item's file. It may return counts.
+            write: Writes an item's file. It may return a dict of counts.
             noun: The unit in progress lines, such as "shards".
             name: The name of the stage in progress lines.
-            size: The number of units in an item, for progress lines.
-            read: Computes a second argument for `write`, while the previous item is written.
+            size: Maps an item to its number of units, for progress lines.
+            read: Maps an item to a second argument for `write`. A thread calls it while the
+                previous item is written.
         """
         done = files.present(map(path, items))
         missing = [item for turn in self.turns(len(items)) if path(item := items[turn]) not in done]
@@ -79,10 +82,10 @@ class Share(NamedTuple):
         return counts
 
     def turns(self, count: int) -> Iterator[int]:
-        """Yield 0 ... count - 1: this worker's part in order, then the others in random order.
+        """Yield the numbers from 0 to count - 1, this worker's part first.
 
-        The others are repeated in case their workers died. The random order makes it rare that two
-        workers do the same item.
+        The part comes in order. The parts of the other workers follow in random order, in case
+        those workers died. The random order makes it rare that two workers write the same item.
         """
         part = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
         others = [i for i in range(count) if i not in part]
@@ -99,10 +102,11 @@ class Beam(NamedTuple):
     """
 
     options: tuple[str, ...] = ()
-    """Options of Beam, such as --runner=FlinkRunner. The default is the direct runner."""
+    """Options for Beam, such as --runner=FlinkRunner. Without --runner, Beam runs on this machine.
+    """
 
     def fill(self, items, path, write, *, noun="shards", name="", size=lambda item: 1, read=None):
-        """Call `write(i)` with Beam for each item whose file is missing. Return the summed counts.
+        """Call `write(i)` with Beam for each item whose file is missing, and sum the counts.
 
         Some runners do not retry the items of a dead worker. Then Beam runs again with the missing
         items, up to three times in total, unless an attempt writes nothing.
@@ -110,21 +114,21 @@ class Beam(NamedTuple):
         Args:
             items: The indices of the stage's files.
             path: Maps an item to its file.
-            write: Writes an item's file. It may return counts.
+            write: Writes an item's file. It may return a dict of counts.
             noun: The unit in progress lines, such as "shards".
             name: The name of the stage in progress lines.
-            size: The number of units in an item, for progress lines.
-            read: Computes a second argument for `write`.
+            size: Maps an item to its number of units, for progress lines.
+            read: Maps an item to a second argument for `write`.
 
         Raises:
-            OSError: If Beam cannot finish.
+            OSError: If items are still missing after the last attempt.
         """
         done = files.present(map(path, items))
         missing = [i for i in items if path(i) not in done]
         _log_start(items, missing, size, noun, name)
         if not missing:
             return collections.Counter[str]()
-        # Another command may be working in the same folder.
+        # The name is unique, because another command may be working in the same folder.
         counted = path(missing[0]).parent / f".beam-{uuid.uuid4().hex}.tmp"
         counted.mkdir(parents=True)
         try:
@@ -256,7 +260,7 @@ def of(args: Any) -> Engine:
 
 
 def beam(options: str) -> Beam:
-    """Return a Beam engine. `options` is split as in a shell.
+    """Return a Beam engine. `options` is split into words as in a shell.
 
     Raises ValueError if Beam is not installed or an option is invalid.
     """
@@ -272,8 +276,8 @@ def beam(options: str) -> Beam:
 def share(worker: int | None, workers: int | None) -> Share:
     """Return the Share of a worker.
 
-    For None, `worker` is jax.process_index() and `workers` is jax.process_count(). Raises
-    ValueError if the index of the worker is too large.
+    If None, `worker` becomes jax.process_index() and `workers` becomes jax.process_count(). Raises
+    ValueError if `worker` is not below `workers`.
     """
     workers = workers or jax.process_count()
     worker = jax.process_index() if worker is None else worker
@@ -285,7 +289,10 @@ def share(worker: int | None, workers: int | None) -> Share:
 
 
 def ahead(function: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[tuple[_T, _R]]:
-    """Yield (item, function(item)). The next result is computed while the caller uses this one."""
+    """Yield (item, function(item)) for each item.
+
+    A thread computes the next result while the caller uses this one.
+    """
     running = None
     with ThreadPoolExecutor(1) as executor:
         for item in items:
@@ -302,7 +309,10 @@ _LOCK = threading.RLock()
 
 
 def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
-    """Create a Portable object again, once per process."""
+    """Return the Portable object `name`, which each process creates once: function(*args).
+
+    `function` is a string "MODULE:QUALIFIED_NAME".
+    """
     with _LOCK:
         if name not in _REMADE:
             module, _, attribute = function.partition(":")
@@ -315,7 +325,7 @@ def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
 
 
 def _counted(write, read, folder: pathlib.Path, item: int) -> None:
-    """Write the file of an item, then a file with its counts, which marks the item as done."""
+    """Write the file of an item, and then a file with its counts that marks the item as done."""
     counts = write(item, read(item)) if read else write(item)
     files.write_whole(_counts_of(folder, item), json.dumps(counts or {}))
 
@@ -325,7 +335,7 @@ def _counts_of(folder: pathlib.Path, item: int) -> pathlib.Path:
 
 
 def _log_start(items, missing, size, noun: str, name: str) -> tuple[int, int]:
-    """Log how much is done. Return the total size and the size that is done."""
+    """Log how many units of the stage are done. Return the numbers of all and of finished units."""
     total = sum(map(size, items))
     finished = total - sum(map(size, missing))
     logging.info("%s%s", f"{name}: " if name else "", f"{finished:,} of {total:,} {noun} are done")

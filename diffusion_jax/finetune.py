@@ -1,7 +1,8 @@
 """Fine-tuning: runs that start from given weights and train all of them or a LoRA (see lora).
 
-A LoRA run does not store the weights that it adapts. Its config holds their path and base.json
-holds their fingerprint, a hash of all arrays. To draw images, the same weights are read again.
+A LoRA run does not store the weights that it adapts. Its config holds their path, and base.json
+holds their fingerprint (pretrained.digest). To draw images, the weights are read from the path
+again, and their fingerprint must match.
 """
 
 import json
@@ -43,7 +44,8 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
       weights: the path in the config's `unet.weights`, or "" for none.
       read: reads `weights` as host arrays.
 
-    Raises ValueError or FileNotFoundError if there are no weights to adapt or `s` does not fit.
+    Raises FileNotFoundError if `weights` does not exist. Raises ValueError if a LoRA has no weights
+    to adapt, or if `s` does not fit their layers.
     """
     if weights and not any(files.path(p).exists() for p in (weights, at_step(weights)[0])):
         raise FileNotFoundError(
@@ -79,21 +81,25 @@ def check_wanted(base: str | None, s: Lora) -> None:
     if base and not s.rank:
         raise ValueError(
             f"--unet_weights={base} names the weights that a LoRA run adapts, but this run trains "
-            "all weights: leave it out"
+            "all weights: leave the flag out"
         )
 
 
 def keep_base(workdir: Path, base: str) -> None:
-    """Write the fingerprint of the weights that a LoRA run adapts. If it is "", write nothing."""
+    """Write `base`, the fingerprint of the weights that a LoRA run adapts, into its workdir.
+
+    If `base` is "", the run has no LoRA, and nothing is written.
+    """
     if base and jax.process_index() == 0:
         path = files.path(workdir) / BASE
         files.write_whole(path, json.dumps({"fingerprint": base}))
 
 
 def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
-    """Return a LoRA run's scale and base fingerprint for a card, the JSON saved with a picture.
+    """Return the fields "lora_scale" and "base" of a card, the JSON that is saved with a picture.
 
-    For other runs, return {}. `scale` replaces the scale in the run's config, unless it is None.
+    "base" is the fingerprint of the weights that the LoRA adapts. If `scale` is None, the scale
+    comes from the run's config. For a run without LoRA, return {}.
     """
     path = files.path(workdir) / BASE
     if not path.is_file():
@@ -103,7 +109,7 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
 
 
 def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
-    """Return the task to draw with. For a LoRA run, it adds the factors to the base weights.
+    """Return the task that draws images. For a LoRA run, it adds the factors to the base weights.
 
     `read` reads the base weights. All arrays of `task.frozen` must be on the devices already.
     Raises ValueError if the LoRA was trained on other base weights.
@@ -118,7 +124,9 @@ def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
 def network(
     workdir: Path, s: Any, abstract: Params, read: Read, which: str = "ema", step: int | None = None
 ) -> Params:
-    """Return a run's network as host arrays, with LoRA factors merged into it.
+    """Return the parameters {"params": ...} of a run's network as host arrays.
+
+    LoRA factors are merged into the weights that they adapt.
 
     Args:
       workdir: the workdir of the run.
@@ -126,7 +134,7 @@ def network(
       abstract: the shapes of the network's parameters.
       read: reads the weights that a LoRA run adapts.
       which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
-      step: the step of the checkpoint; None: the newest.
+      step: the step of the checkpoint; None: the newest undamaged one.
 
     Raises ValueError or FileNotFoundError if the run has no such weights or checkpoint.
     """
@@ -141,7 +149,10 @@ def network(
 def factors(
     workdir: Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
 ) -> Params:
-    """Return the parameters that a run saved. For a LoRA run, these are the factors."""
+    """Return the parameters that a run saved, as `network` does, but without merging.
+
+    For a LoRA run, these are the factors. A learned loss weighting is included.
+    """
     shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
     if s.lora.rank:
         shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
@@ -149,6 +160,6 @@ def factors(
 
 
 def at_step(path: Path) -> tuple[str, int | None]:
-    """Split WORKDIR@STEP into (workdir, step). Without @STEP, the step is None."""
+    """Split a path WORKDIR@STEP into (workdir, step). Without @STEP, the step is None."""
     workdir, at, step = str(path).rpartition("@")
     return (workdir, int(step)) if at and step.isdigit() else (str(path), None)

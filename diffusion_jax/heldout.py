@@ -1,4 +1,4 @@
-"""Measure the held-out loss: fixed noise, fixed noise levels, and records not used in training.
+"""Measure the loss on held-out records, with fixed noise and at fixed noise levels.
 
     python -m diffusion_jax.heldout --workdir=runs/quickstart
 
@@ -8,11 +8,12 @@ positions in tars, row numbers in tables). Every measurement uses the same noise
 same noise for each record and level. No text is dropped. Training writes the loss every
 config.heldout.every steps; this command measures any checkpoint of any run.
 
-Standard output gets a line of JSON for the raw parameters and for each average. It holds "step",
-"weights" ("raw", "ema_0.999"), "loss" (the unweighted mean over all levels), and "loss/sigma_S" at
-each level S. "v_loss" is |D - x0|^2 (1 + sigma^2) / sigma^2, whatever the network predicts. It can
-compare runs of different objectives at equal levels: --levels=0.1,0.3,1,3,10. A run without
-held-out records can be measured on a share of its training data: --share=0.01.
+Standard output gets one line of JSON for the raw parameters, and one for each average. It holds
+"step", "weights" ("raw", "ema_0.999"), "loss" (the unweighted mean over all levels), and
+"loss/sigma_S" for each level S. "v_loss" is the mean of |D - x0|^2 (1 + sigma^2) / sigma^2, where D
+is the denoised image, whatever the network predicts. With the same --levels, such as
+--levels=0.1,0.3,1,3,10, it can compare runs that have different objectives. A run without held-out
+records can be measured on a share of its training data: --share=0.01.
 """
 
 import functools
@@ -37,14 +38,14 @@ from diffusion_jax.task import Measure, Params, Task, Texts
 from diffusion_jax.weights import restore
 
 _SEED = 0  # The seed of the noise, independent of the run's seed.
-flags.disclaim_key_flags()  # The flags are defined below, if this module runs as a command.
+flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
 
 
 class Records(NamedTuple):
     """The records and noise levels of the held-out loss."""
 
     every: int
-    """The number of steps from one measurement to the next."""
+    """The number of training steps from one measurement to the next."""
     batch: Texts
     """The pictures and their tokenized texts, one row per record."""
     numbers: UInt32[np.ndarray, "R"]
@@ -78,10 +79,12 @@ def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Recor
 def make_scorer(
     task: Task, frozen: Any, mesh: Mesh, records: Records, batch_size: int
 ) -> Callable[[Params], dict[str, float]]:
-    """Return a function that computes the held-out losses, keyed by name, of a model's parameters.
+    """Return a function that maps a model's parameters to its held-out losses, keyed by name.
 
-    It processes `batch_size` rows at a time. The loss of each row is float32. The means are taken
-    in float64, in an order that does not depend on the number of devices.
+    The keys are "loss", "v_loss", "loss/sigma_S" and "v_loss/sigma_S". A row is one record at one
+    noise level. The function processes `batch_size` rows at a time and computes the loss of each
+    row in float32. The means are taken in float64, in an order that does not depend on the number
+    of devices.
     """
     where, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     assert task.measure is not None
@@ -116,7 +119,13 @@ def of_all(
 ) -> dict[str, float]:
     """Return the held-out losses of the raw parameters and of all averages.
 
-    The keys are names such as "heldout/ema_0.999/loss".
+    Args:
+      score: the result of `make_scorer`.
+      raw: the raw parameters.
+      ema: the averages, keyed by names such as "0.999".
+
+    Returns:
+      The losses, keyed by names such as "heldout/ema_0.999/loss".
     """
     weights = {"raw": raw, **{restore.EMA + name: tree for name, tree in ema.items()}}
     return {f"heldout/{w}/{k}": v for w, p in weights.items() for k, v in score(p).items()}
@@ -140,11 +149,13 @@ def measure_run(
     sigmas: Sequence[float] = (),
     base: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure the held-out losses of a run. Return one dict of losses for each kind of weights.
+    """Measure the held-out losses of a run. Return one dict for each kind of weights.
+
+    A dict holds "step", "weights" and the losses that `make_scorer` names.
 
     Args:
       workdir: the workdir of the run.
-      step: the step of the checkpoint; None: the newest.
+      step: the step of the checkpoint; None: the newest undamaged one.
       weights: "raw" and names of averages; (): all that are saved.
       share: the share of the data to measure on; None: config.data.heldout.
       records: the largest number of records; None: config.heldout.records.
@@ -207,10 +218,10 @@ if __name__ == "__main__":
     )
     _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A saved step; default: the newest.")
     _SHARE = flags.DEFINE_float(
-        "share", None, "The share of the data; default: config.data.heldout.", 1e-9, 1.0
+        "share", None, "Share of the data to measure; default: config.data.heldout.", 1e-9, 1.0
     )
     _RECORDS = flags.DEFINE_integer(
-        "records", None, "The largest number of records.", lower_bound=1
+        "records", None, "The largest number of records to measure.", lower_bound=1
     )
     _BASE = flags.DEFINE_string(
         "unet_weights", None, "The new path of the weights that a LoRA run adapts."

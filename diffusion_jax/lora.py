@@ -55,9 +55,10 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
 
 
 def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
-    """Wrap a Task's `sample` or `begin` to take LoRA factors instead of full parameters.
+    """Wrap a Task's `sample` or `begin` so that it takes LoRA factors instead of full parameters.
 
-    The adapted weights are in frozen["base"], and the task's frozen weights in frozen["task"].
+    The wrapped function expects the weights to adapt in frozen["base"], and the task's own frozen
+    weights in frozen["task"]. It multiplies the factors' product by s.scale * alpha / rank.
     """
     whole = functools.partial(_merged, scale=s.scale * s.alpha_by_rank)
 
@@ -68,9 +69,10 @@ def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
 
 
 def init(key: PRNGKeyArray, params: Params, s: Lora) -> Params:
-    """Return the initial factors for a model's layers. The learned loss weighting is copied.
+    """Return the initial factors for the layers of `params` that s.targets selects.
 
-    `down` is U(-1, 1) / sqrt(fan_in), as torch and peft initialise a linear layer. `up` is 0.
+    `down` is drawn from U(-1, 1) / sqrt(fan_in), as torch and peft initialise a linear layer. `up`
+    is 0. The learned loss weighting in `params` is returned unchanged.
     """
     factors = {}
     for number, (path, shape) in enumerate(layers(params, s).items()):
@@ -82,7 +84,10 @@ def init(key: PRNGKeyArray, params: Params, s: Lora) -> Params:
 
 
 def merge(base: Params, params: Params, s: Lora) -> Params:
-    """Return the parameters of the full network: the weights `base` plus the factors `params`."""
+    """Return the parameters of the full network: the weights `base` plus the LoRA's change.
+
+    `params` holds the factors. The change is their product, times s.scale * alpha / rank.
+    """
     return _merged(base, params, s.scale * s.alpha_by_rank)
 
 
@@ -98,7 +103,8 @@ def flat(params: Params) -> dict[str, dict[str, Any]]:
 def layers(params: Params, s: Lora) -> dict[str, Shape]:
     """Return the kernel shapes of all layers whose path matches s.targets, keyed by path.
 
-    Raises ValueError if no path matches, or the rank of a kernel is less than s.rank.
+    Raises ValueError if no path matches, or if s.rank exceeds the largest possible rank of a
+    matching kernel, min(product of the other dimensions, out).
     """
     leaves: dict[str, Any] = flatten_dict(params[_NETWORK], sep="/")
     kernels = {

@@ -1,14 +1,15 @@
-"""Pack a run's weights into a small workdir, to share, sample, evaluate or start training from.
+"""Pack a run's weights into a small workdir that can be shared, sampled, evaluated or fine-tuned.
 
     python -m diffusion_jax.pack --workdir=runs/emoji32 --out=models/emoji32
     python -m imagen_jax.sample --workdir=models/emoji32 --prompt="a red apple" --out=pictures
 
-The folder holds one average (--ema, as in sample) of a checkpoint as a .safetensors file of a
-quarter of its size, in 8-bit integers with a scale per channel. It also holds the config and the
-run's vocabulary.json, the words of its training captions, which warns of unknown words in prompts.
-If the run has none, give the captions: --captions=data/emoji/train.txt. The folder has no optimizer
-state, metrics or pictures, and none of the weights that the config names by path (vae.weights,
-text.weights, the base of a LoRA). To train from it, give it as --config.unet.weights of a new run.
+The folder holds one average of a checkpoint (--ema, as in sample) as a .safetensors file. The file
+stores 8-bit integers with a scale per channel, which takes a quarter of the space of float32. The
+folder also holds the config and the run's vocabulary.json. This file lists the words of the
+training captions, so that commands can warn of unknown words in prompts. If the run has no such
+file, name the captions: --captions=data/emoji/train.txt. The folder has no optimizer state, metrics
+or pictures, and none of the weights that the config names by path (vae.weights, text.weights, the
+base of a LoRA). To train from it, give it as --config.unet.weights of a new run.
 """
 
 import pathlib
@@ -22,13 +23,13 @@ from diffusion_jax.machine import checksums, files
 from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
 
-flags.disclaim_key_flags()  # The flags are only defined if this module runs as a command.
+flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
 
 
 def pack(
     workdir: files.Path, which: str, step: int | None, out: files.Path, captions: str = ""
 ) -> pathlib.Path:
-    """Create the workdir `out`, which holds only packed weights. Return the file of the weights.
+    """Create the workdir `out` with packed weights as its only weights, and return their file.
 
     Args:
         workdir: The workdir of the run.
@@ -39,8 +40,8 @@ def pack(
             which vocabulary.json is made; "" to copy the run's vocabulary.json.
 
     Raises:
-        ValueError: The checkpoint has no such weights, or `out` holds checkpoints, or there are no
-            captions.
+        ValueError: The checkpoint has no such weights, `out` already holds checkpoints, or
+            `captions` holds none.
         FileNotFoundError: There is no checkpoint.
     """
     runs.load(workdir)
@@ -65,9 +66,9 @@ def pack(
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _OUT = flags.DEFINE_string("out", None, "The new workdir.", required=True)
-    _EMA = flags.DEFINE_string("ema", "ema", 'An average, "ema" for the largest, or "raw".')
+    _EMA = flags.DEFINE_string("ema", "ema", 'Name of an average, "ema" for the largest, or "raw".')
     _CHECKPOINT = flags.DEFINE_integer(
-        "checkpoint", None, "The step of a checkpoint; default: the last."
+        "checkpoint", None, "The step of a checkpoint; default: the newest."
     )
     _CAPTIONS = flags.DEFINE_string(
         "captions", "", "The training captions: a file with one per line, or SOURCE:PATH::TEXT."

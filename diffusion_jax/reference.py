@@ -1,8 +1,9 @@
-"""The reference of all config fields: docs/settings.md, and the fields that --help lists.
+"""Print docs/settings.md, the reference of all config fields.
 
     python -m diffusion_jax.reference > docs/settings.md
 
-Both are generated from the annotations of the fields and the sentences below them.
+This module also generates the list of config fields in --help. Both come from the annotations of
+the fields, and from the strings that follow the fields in the code.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ _INTRODUCTION = (
     "```\npython -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/mine "
     "--config.optimizer.lr=2e-4\n```",
     "With `--help`, the training commands list the same fields. The fields of `sampler` are also "
-    "options of `sample` and `evaluate`, of the page, and of notebooks, without the name of the "
+    "options of `sample`, of `evaluate`, of the web page and of notebooks, without the name of the "
     "group: `--steps=20` sets `sampler.steps`, and `--sampler=ddim` sets `sampler.name`.",
     "Some values are names of functions. Their parameters may follow in brackets, such as "
     '`sampler.name="restart(low=0.5)"`; [Names](#names) lists them.',
@@ -72,8 +73,8 @@ def page() -> str:
 def in_help(name: str, kinds: Mapping[str, str]) -> str:
     """Return one line for each config field of a system, for --help.
 
-    `kinds` selects the network of a group, such as {"unet": "magnitude"}. For other groups, the
-    fields of the first network are shown.
+    `kinds` selects the network of a config group, such as {"unet": "magnitude"}. For a group that
+    is not in `kinds`, the fields of its first network are listed.
     """
     system = systems.find(name)
     lines = [_help_line(field.name, field) for field in fields(Run)]
@@ -85,7 +86,10 @@ def in_help(name: str, kinds: Mapping[str, str]) -> str:
 
 
 def _networks(system: System) -> dict[str, dict[str, type]]:
-    """Return the classes of each config group by kind. The kind is "" if there is only one."""
+    """Return the classes of each config group, keyed by the value of its field `kind`.
+
+    A group without this field has one class, with the key "".
+    """
     return {
         group: {name: typing.cast(type, named.resolved(network)) for name, network in kind.items()}
         if isinstance(kind, Mapping)
@@ -115,7 +119,10 @@ def _help_line(path: str, field: Field) -> str:
 
 
 def _section(heading: str, group: str, kind: type, extra: list[Field] | None = None) -> list[str]:
-    """Return a heading, a description and a table of a config group."""
+    """Return a heading, the description of a config group, and a table of its fields, as Markdown.
+
+    `kind` is the class of the group. `extra` holds fields to list before those of the class.
+    """
     rows = []
     for field in (*(extra or []), *fields(kind)):
         path, default = f"{group}.{field.name}" if group else field.name, _default(field)
@@ -131,14 +138,18 @@ def _row(*cells: str) -> str:
 
 
 def _default(field: Field) -> str:
-    """Return the default, written as in a config file; "" if configs must give a value."""
+    """Return the default of a field, written as in a config file; "" if it has no default."""
     if field.default is dataclasses.MISSING:
         return ""
     return "inf" if field.default == float("inf") else repr(field.default)
 
 
 def _names(path: str) -> str:
-    """Return a table of the names that a field allows, with the first sentence on each function."""
+    """Return a Markdown table of the names that the field `path` allows.
+
+    Each row holds a name, the first line of the function's docstring, and the function's
+    parameters.
+    """
     group, _, name = path.partition(".")
     kind = systems.find("imagen_jax").groups[group]
     hint = typing.get_type_hints(kind, include_extras=True)[name]

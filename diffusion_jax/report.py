@@ -1,10 +1,10 @@
-"""Write one HTML page about a run or several: scores, pictures, cards and training curves.
+"""Write an HTML page about one or more runs: scores, pictures, cards and training curves.
 
     python -m diffusion_jax.report runs/quickstart [runs/other ...] --out=report.html
     python -m diffusion_jax.report runs/sd2_512 --rcp
 
-The page holds the Sweeps and Training tabs of the web page (imagen_jax.web) in one file that needs
-no server and no network, with the current content of the workdirs.
+The page holds the Sweeps and Training tabs of the web page (imagen_jax.web), with the current
+content of the workdirs. It is one file that needs no server and no network.
 """
 
 import pathlib
@@ -31,7 +31,10 @@ def main(argv: list[str]) -> None:
 
 
 def _default_out(workdirs: Sequence[str]) -> pathlib.Path:
-    """Return a path in the first workdir, with the names of the other workdirs in the file name."""
+    """Return the default path of the page, in the first workdir.
+
+    The file name contains the names of the other workdirs: report_with_B.html.
+    """
     first, *others = map(files.path, workdirs)
     page = pathlib.PurePath(frozen.PAGE)
     name = "_".join([page.stem, "with", *(path.name for path in others)]) if others else page.stem
@@ -39,7 +42,7 @@ def _default_out(workdirs: Sequence[str]) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "The file; default: in the first workdir report.html, or "
-                        "report_with_B.html for the runs A and B.")  # fmt: skip
-    flags.DEFINE_bool("rcp", False, "Add MLPerf's reference runs as a band.")
+    flags.DEFINE_string("out", None, "The file to write; default: report.html in the first workdir "
+                        "(A/report_with_B.html for two runs A and B).")  # fmt: skip
+    flags.DEFINE_bool("rcp", False, "Show MLPerf's reference runs as a band in the plots.")
     cli.run(main)

@@ -35,10 +35,10 @@ _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_
 def claim(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True
 ) -> None:
-    """Write the config into a new workdir, or compare it with the config of an existing one.
+    """Write the config into a workdir. If the workdir has one already, first compare the two.
 
     Fields that do not affect what the model learns may differ, such as the number of steps or the
-    mesh. If `write` is False, only compare.
+    mesh. If `write` is False, nothing is written.
 
     Raises:
         ValueError: If the workdir has another config, or is not a folder.
@@ -69,7 +69,8 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
     All processes of a run must enter this context.
 
     Raises:
-        Busy: If another run holds the lock.
+        Busy: If another run holds the lock, or the disk is full.
+        ValueError: If the workdir is not a folder or cannot be written to.
     """
     _check_folder(workdir)
     lock, errors = writer.Writer(workdir), {Busy: "", ValueError: ""}
@@ -92,9 +93,12 @@ def release(workdir: str | os.PathLike[str]) -> None:
 
 
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a file, a path inside one, a broken link or a read-only bucket."""
+    """Raise ValueError if a workdir cannot be a folder.
+
+    This is the case for a file, a path inside a file, a broken link and a read-only bucket.
+    """
     if files.remote(workdir):
-        if jax.process_index() == 0:  # If it fails, the other processes end too.
+        if jax.process_index() == 0:  # If the check fails, the other processes end too.
             files.check_writable(workdir, "--workdir")
         return
     for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents):

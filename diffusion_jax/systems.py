@@ -36,7 +36,7 @@ class System(NamedTuple):
 
 
 def find(name: str) -> System:
-    """Return the system PACKAGE or PACKAGE.PART from the table SYSTEMS of PACKAGE.settings.
+    """Return a system by its name PACKAGE or PACKAGE.PART, from the table PACKAGE.settings.SYSTEMS.
 
     Raises:
         ValueError: If there is no such system.
@@ -70,7 +70,9 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(config: Mapping[str, Any], name: str) -> Any:
-    """Return the checked settings of a config of the system `name`. This takes milliseconds.
+    """Convert a config of the system `name` to its settings, and check them.
+
+    Returns an instance of the system's class `settings`. This takes milliseconds.
 
     Raises:
         ValueError: If the config is for another system, or the system cannot use a value.
@@ -97,7 +99,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config group with their defaults."""
+    """Map the fields of a config group to their defaults, including `kind` and `weights`."""
     kinds, fields = system.groups[name], ranges.defaults(_kind(system, name, group))
     if isinstance(kinds, Mapping):
         fields = {"kind": next(iter(kinds)), **fields}

@@ -22,12 +22,13 @@ Params = Any
 Frozen = Any
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
-# What an encoder's `tokenize` returns, and "low_res" for super-resolution; one row per image.
+# The arrays of a batch that describe the texts, as an encoder's `tokenize` returns them, and the
+# array "low_res" for super-resolution. Each has one row per image.
 Texts = Mapping[str, np.ndarray]
 LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
-LABELS = ("sigma", "loss")  # Checkpoint names of the per-image values in a loss's program.
+LABELS = ("sigma", "loss")  # Names (checkpoint_name) of the per-image values in a loss's program.
 LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the sigma ranges for reported losses.
 
 
@@ -35,7 +36,7 @@ class Measure(NamedTuple):
     """Functions that measure the held-out loss of single images at given noise levels."""
 
     levels: Callable[[int], Float[np.ndarray, "n"]]
-    """n -> n quantiles of the noise levels of training."""
+    """n -> n quantiles of the distribution of sigma in training."""
     errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Sigma, Sigma]]
     """(params, frozen, batch, one key per image, one level per image) -> the unweighted loss and
     the v-loss of each image (see Objective.errors). No text is dropped."""
@@ -47,7 +48,7 @@ class Task(NamedTuple):
     init: Callable[[PRNGKeyArray], Params]
     """key -> the initial parameters."""
     loss: LossFn
-    """(params, frozen, batch, key) -> (a scalar, metrics)."""
+    """(params, frozen, batch, key) -> (the scalar to minimise, metrics)."""
     sample: Sample
     """(params, frozen, batch of texts, one key per image, guidance) -> images in about [-1, 1].
 
@@ -89,9 +90,12 @@ def with_span(text: Float[Array, "B L D"], mask: Any, h: Sigma | None) -> tuple[
     """Append a token that encodes MeanFlow's span h to the texts and their mask.
 
     Args:
-        text: The texts.
-        mask: Which tokens are valid, [B, L]; None if all are.
+        text: The text embeddings.
+        mask: Which tokens are valid, bool [B, L]; None if all are valid.
         h: The span of each image, in [0, 1] (diffusion/meanflow.py). None appends nothing.
+
+    Returns:
+        The embeddings [B, L + 1, D] and the mask [B, L + 1], which is None if `mask` is None.
     """
     if h is None:
         return text, mask
@@ -102,7 +106,10 @@ def with_span(text: Float[Array, "B L D"], mask: Any, h: Sigma | None) -> tuple[
 
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
-    """Compute the sum and count of a batch's losses in each of five ranges of sigma."""
+    """Return the sum ("level_loss") and count ("level_count") of losses in each range of sigma.
+
+    Both have shape [5]. LEVELS holds the edges of the five ranges.
+    """
     sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
     level = jnp.searchsorted(jnp.array(LEVELS), sigma)  # [B]
     inside = level == jnp.arange(len(LEVELS) + 1)[:, None]  # [levels, B]

@@ -26,7 +26,7 @@ class SelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context=None, text_mask=None):
-        """Return x plus the output of attention. The text is ignored."""
+        """Return x plus the output of attention. `context` and `text_mask` have no effect."""
         del context, text_mask
         tokens = _tokens(x)  # [B, HW, C]
         q, k, v = _heads(self, GroupNorm(name="norm")(tokens), 3, x, "qkv")  # [B, HW, N, K] each
@@ -133,7 +133,7 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
 def _tokens(x: Array) -> Array:
     """Reshape [B, H, W, C] to [B, HW, C].
 
-    Reshape before the norm, not after it: the TPU compiler then makes fewer copies.
+    Call this before the norm, not after it, because the TPU compiler then makes fewer copies.
     """
     return x.reshape(len(x), -1, x.shape[-1])
 

@@ -57,10 +57,10 @@ def load(
     embedded: bool = False,
     strengths: Sequence[float] = (),
 ) -> tuple[Model, ...]:
-    """Open the models of a cascade.
+    """Open the models of a cascade, and return them in the order of `workdirs`.
 
     Args:
-        workdirs: The workdirs of the runs, in the order in which they draw.
+        workdirs: The workdirs of the runs, in the order in which their models draw.
         choices: A Choice for each run, from `choose`.
         embedded: Whether the models will draw from text embeddings computed elsewhere. If so,
             their text encoders are not opened.
@@ -97,7 +97,7 @@ def load_model(
 
     Args:
         workdir: The workdir of the run.
-        overrides: Values that replace values of the config, keyed by field.
+        overrides: Values that replace those of the config, such as {"sampler.steps": 20}.
         weights: The saved weights to draw with.
         guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
         embedded: Whether the model will draw from text embeddings computed elsewhere. If so,
@@ -180,7 +180,7 @@ def draw(
     low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
     pictures: Pictures | None = None,
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
-    """Draw one image for each prompt and seed. Return the images of every stage.
+    """Draw one image for each prompt and seed. Return one array of N images per stage.
 
     Each image depends only on its own prompt, seed, small image and picture.
 
@@ -214,6 +214,8 @@ def draw_batches(
 ) -> Iterator[list[Images]]:
     """Draw in batches. Yield one list per batch, with one array of images per stage.
 
+    Image values are in about [-1, 1]. Each batch holds the same images at all stages.
+
     Args:
         stages: The models, from the first to the last.
         texts: The tokens or embeddings for each stage.
@@ -245,9 +247,10 @@ def draw_batches(
 def with_pictures(
     stages: Sequence[Model], texts: Sequence[Texts], pictures: Pictures | None, num_texts: int
 ) -> list[Texts]:
-    """Return the texts of each stage with the pictures to draw over, in the stage's output size.
+    """Add the pictures to draw over to the texts of each stage, resized to its output size.
 
-    Raises ValueError for a picture of another aspect ratio than the stages draw.
+    If `pictures` is None, return the texts unchanged. Raises ValueError if a picture does not have
+    the aspect ratio of the images that the stages draw.
     """
     if pictures is None:
         return list(texts)
@@ -264,7 +267,7 @@ def with_pictures(
 
 
 def output_shapes(stages: Sequence[Model]) -> list[tuple[int, int]]:
-    """Return the height and width of the images that each stage of a cascade draws."""
+    """Return the (height, width) in pixels of the images that each stage of a cascade draws."""
     sizes, first = [stage.settings.output_size for stage in stages], stages[0].settings
     if first.super_resolution.factor > 1:
         return [(size, size) for size in sizes]
@@ -273,7 +276,7 @@ def output_shapes(stages: Sequence[Model]) -> list[tuple[int, int]]:
 
 
 def describe(stage: Model) -> dict[str, Any]:
-    """Describe a stage for a card, the JSON saved with a picture.
+    """Describe a stage for a card, the JSON saved with a picture: its weights, size and sampler.
 
     Infinite bounds are left out, because JSON has no infinity.
     """
@@ -309,9 +312,9 @@ def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless the first stage can start from images of this (height, width).
+    """Raise ValueError unless the first stage can start from images of the given size.
 
-    None means that there are no images to enlarge.
+    `size` is their (height, width) in pixels; None means that there are no images to enlarge.
     """
     s, workdir = first.settings, first.workdir
     if s.super_resolution.factor == 1:

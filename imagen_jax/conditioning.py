@@ -84,20 +84,23 @@ def condition(
 def with_low_res(
     x: Float[Array, "B H W 3"], low_res: Float[Array, "B _ _ 3"] | None
 ) -> Float[Array, "B H W 6"]:
-    """Enlarge the low-res image to the size of x and append it to the channels of x."""
+    """Enlarge the low-res image to the size of x, and append its channels to those of x."""
     low_res = required(low_res, "low_res", "low_res").astype(x.dtype)
     return jnp.concatenate([x, bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
 
 
 def required(value: Array | None, name: str, field: str) -> Array:
-    """Return an argument's value. Raise ValueError if it is None although `field` requires it."""
+    """Return the value of the argument `name`. Raise ValueError if it is None.
+
+    The message says that the UNet's `field` requires the argument.
+    """
     if value is None:
         raise ValueError(f"a UNet with {field}=True must be given {name}")
     return value
 
 
 def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
-    """Return example inputs for `unet`, all zeros, with one image and one text token."""
+    """Return example inputs for `unet`: one image and one valid text token, both all zeros."""
     image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
     inputs = {
         "x": image,
@@ -113,7 +116,7 @@ def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
 
 
 def check_conditioning(unet: Conditioned) -> None:
-    """Raise ValueError if the fields contradict each other."""
+    """Raise ValueError if the fields in Conditioned are invalid or contradict each other."""
     named.one_of("unet.text_pooling", unet.text_pooling, POOLING)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
@@ -160,8 +163,8 @@ class TimeEmbed(nn.Module):
 class AttentionPool(nn.Module):
     """Attention pooling: a learned weighted mean over the tokens of a text.
 
-    The softmax of the weights runs over all positions including padding, as in NeMo. So results
-    depend on the padded length.
+    As in NeMo, the softmax runs over all positions, including padding. So the result depends on
+    the padded length.
     """
 
     width: int

@@ -27,8 +27,8 @@ from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, che
 class EfficientUNet(Network):
     """Imagen's efficient UNet for super-resolution models (unet.kind "efficient").
 
-    The context of attention is as wide as the text. The deepest level does not halve the
-    resolution.
+    The text tokens that attention sees have the width of the text embeddings. The deepest level
+    does not halve the resolution.
     """
 
     embed_dim: Width = 128
@@ -110,7 +110,8 @@ class EfficientUNet(Network):
             h = blocks(h, level, width, "down")  # [B, h, w, width]
             skips.append(h)
 
-        # The blocks of a level output the width of the level above, so skips can be added.
+        # The blocks of a level output the width of the next shallower level, so that its skip can
+        # be added to them.
         h = blocks(skips.pop(), deepest, widths[max(deepest - 1, 0)], "up")
         for level in reversed(range(deepest)):
             h = blocks(h + skips.pop(), level, widths[max(level - 1, 0)], "up")  # [B, h, w, C]

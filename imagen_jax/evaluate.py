@@ -52,13 +52,14 @@ def open_subject(
     points: Sequence[Sequence[Values]] = (),
     weights: Sequence[Sequence[Weights]] = (),
 ) -> Subject:
-    """Open a cascade of runs to evaluate.
+    """Open a cascade of runs to evaluate. One workdir is a single model.
 
     Args:
         workdirs: The workdir of each stage.
-        points: For each point of the sweep, the values of cascade.OPTIONS of every stage.
-        weights: For each of the first stages, the weights to evaluate. Later stages use the
-            default.
+        points: For each combination of sampler settings, the values of cascade.OPTIONS of every
+            stage. () is one combination, with the values in the configs.
+        weights: Lists of the saved weights to evaluate, for the first stage, the second stage and
+            so on. Stages without a list use their newest checkpoint's average of largest decay.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.

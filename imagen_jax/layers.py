@@ -31,9 +31,9 @@ class Network(nn.Module):
     remat: bool = False
     """Whether to recompute activations in the backward pass. This saves memory and costs time."""
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With `remat`, what to store instead of recomputing it: "nothing", the outputs of "attention",
-    the outputs of attention, convolutions and linear layers ("products"), or these in host memory
-    ("offloaded")."""
+    """With `remat`, which outputs to store instead of recomputing them: none ("nothing"), those of
+    attention ("attention"), those of attention, convolutions and linear layers ("products"), or the
+    same as "products" but in host memory ("offloaded")."""
     attention_impl: Annotated[str, IMPLEMENTATIONS] = "auto"
     """The implementation of attention. All give the same numbers up to rounding; "auto" chooses the
     fastest for the device."""
@@ -44,12 +44,12 @@ class Network(nn.Module):
 class ResBlock(nn.Module):
     """Residual block: norm, SiLU and convolution, twice.
 
-    The embedding is added before the second norm, or scales and shifts its output.
+    The embedding is added to the input of the second norm, or it scales and shifts its output.
     """
 
     width: int
     resample: str = ""
-    """"up" to double or "down" to halve the resolution, between the first SiLU and convolution."""
+    """"up" doubles and "down" halves the resolution before the first convolution; "" keeps it."""
     scale_shift: bool = True
     """If True, the embedding scales and shifts the second norm's output. If False, it is added to
     the norm's input."""
@@ -116,7 +116,8 @@ def bicubic_upsample(
 ) -> Float[Array, "B H W C"]:
     """Enlarge images like torch's bicubic interpolate: a = -0.75, half-pixel centres, edge padding.
 
-    Do not shrink images with it, because it does not antialias. jax.image.resize has a = -0.5.
+    `a` is the parameter of the cubic kernel; jax.image.resize uses -0.5 instead. Do not shrink
+    images with this function, because it does not antialias.
     """
     if x.shape[1:3] == (height, width):
         return x
@@ -143,7 +144,7 @@ def check_resolutions(unet: Any) -> None:
     if unet.image_size % unit(unet):
         raise ValueError(
             f"unet.image_size is {unet.image_size}: with patches of {unet.patch} and {levels} "
-            f"levels it must be a multiple of {unit(unet)}; choose one, or use fewer levels"
+            f"levels it must be a multiple of {unit(unet)}: change it, or use fewer levels"
         )
     resolutions = [unet.image_size // unet.patch >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:

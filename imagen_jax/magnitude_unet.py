@@ -3,6 +3,7 @@
 It has neither group norm nor biases. All activations keep a magnitude near 1, because weights have
 unit length, sums and nonlinearities are scaled, and the blocks on the way down use pixel norm (see
 nn.magnitude).
+
 The pooled text replaces the paper's class label. Attention may also see the text tokens. Train it
 with precond "edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
 
@@ -130,8 +131,8 @@ class MagnitudeUNet(Network):
     def _conditions(self, time, text, text_mask, low_res_time):
         """Return the embedding [B, E], attention's context [B, L, cond_dim] and its mask [B, L].
 
-        A one is appended to each token. A dropped text is all zeros; thanks to the one, it also
-        becomes a learned vector of magnitude 1.
+        Without text attention, the context is None. A channel of ones is appended to the tokens,
+        so that a dropped text, which is all zeros, also becomes a learned vector of magnitude 1.
         """
         widths = [self.embed_dim * m for m in self.channel_mult]
         linear = lambda name: MPConv(max(widths), name=name)
@@ -187,7 +188,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
-        """Return [B, H, W, width]. `context` may be None if the block ignores the text."""
+        """Return [B, H, W, width], where H and W are those of x, doubled or halved by `resample`.
+
+        `context` may be None if the block ignores the text.
+        """
         if self.resample == "down":
             x = ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
         if self.resample == "up":
@@ -226,7 +230,7 @@ class Block(nn.Module):
         return self._out(attend(q, *text, text_mask, implementation=self.implementation), x)
 
     def _heads(self, tokens, parts, name):
-        """Map tokens [B, T, _] to `parts` arrays [B, T, N, K]. Each head vector has magnitude 1."""
+        """Map tokens [B, T, _] to `parts` arrays [B, T, N, K], normalized to magnitude 1 over K."""
         heads = self._layer(name, width=parts * self.width)(tokens)  # [B, T, parts C]
         shape = (*heads.shape[:2], parts, self.width // self.head_dim, self.head_dim)
         heads = normalize(heads.reshape(shape))  # [B, T, parts, N, K]

@@ -28,7 +28,8 @@ def load(*workdirs: str | os.PathLike[str], **values: Any) -> Loaded:
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
-        ValueError: If a value or a stage does not fit.
+        ValueError: If no workdir is given, a value is invalid, or a stage draws images of another
+            size than the next stage enlarges.
     """
     if not workdirs:
         raise ValueError('name the workdir of a run: load("runs/quickstart")')

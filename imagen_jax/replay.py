@@ -5,10 +5,13 @@
 The command continues from the nearest checkpoint before the step, or from the initial weights if
 there is none, with the run's data and noise. On the same devices with the same versions, each
 metric equals its value in metrics.jsonl to the last bit. Otherwise the report names the metrics
-that differ, and what has changed since: versions, devices, the commit or the config. If these are
-equal, the data or the initial weights have probably changed. Exit code 0: equal, or not logged; 1:
-different; 2: the step cannot be rebuilt, because the data are missing or their number has changed,
-or the checkpoints are damaged.
+that differ, and what has changed since training: versions, devices, the commit or the config. If
+none of these has changed, the data or the initial weights probably have. The exit code is
+
+- 0 if the metrics are equal, or if the step was not logged;
+- 1 if a metric differs;
+- 2 if the step cannot be rebuilt, because the data are missing or have another number of examples,
+  or because the checkpoints are damaged.
 
 The report shows the loss and noise level of each example and the gradient norm of each module. It
 is written to WORKDIR/replay/step_N.json. step_N.png shows the pictures as the network received

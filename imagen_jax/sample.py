@@ -3,29 +3,32 @@
     python -m imagen_jax.sample --workdir=runs/quickstart --prompt="a red seven on gray paper" \\
         --num_images=8 --out=pictures
 
-For a cascade, give --workdir for each model in the order in which they draw. A flag holds one value
-for all models or one for each; the default is the value in each config. Each sampler setting is a
-flag (--eta, --churn, --rho, --sigma_max, --guidance_low ...):
+For a cascade, give --workdir once per model, in the order in which the models draw. Each sampler
+setting is a flag (--eta, --churn, --rho, --sigma_max, --guidance_low ...). A flag takes one value
+for all models, or one value per model. By default, each model uses the values in its config:
 
     python -m imagen_jax.sample --workdir=runs/base64 --workdir=runs/sr256 --guidance=7.5,8 \\
         --steps=30,20 --prompts=captions.txt --out=pictures
 
-Give --prompt several times, or a file with one prompt per line as --prompts. The text encoder is
-the one that the models were trained with. Models trained on stored embeddings need the weights of
-this encoder (--text_weights=FOLDER), or embeddings that it has computed before (--embeddings=FILE,
-a .npy, .npz or .safetensors file per text). If the first model is a super-resolution model, it
-enlarges the pictures of --low_res, one for each text.
+Repeat --prompt for several prompts, or give a file with one prompt per line as --prompts. The
+models use the text encoder of their training. Models trained on stored embeddings need the weights
+of this encoder (--text_weights=FOLDER), or embeddings that it has computed before
+(--embeddings=FILE, one .npy, .npz or .safetensors file per text). If the first model is a
+super-resolution model, it enlarges the pictures of --low_res, one per text.
 
-Image-to-image: --image=photo.png --strength=0.6 takes one square picture for all texts, or one for
-each, and resizes it for each stage. The first stage draws over it in the last 0.6 of its steps, and
-the later stages enlarge the result; with --strength=0.6,0.3 they draw over the picture too.
-Inpainting: --mask=mask.png, in the picture's size, is white where the picture is redrawn; the black
-part stays the same to the last pixel, at every stage. At --strength=1 the new part starts from
-noise.
+Image-to-image: --image=photo.png --strength=0.6 draws over a picture, which must have the aspect
+ratio of the drawn images (by default, a square). Give one picture for all texts, or one per text;
+each stage resizes it. The first stage draws over the picture in the last 60 % of its steps, and the
+later stages enlarge the result. With --strength=0.6,0.3, the second stage also draws over the
+picture, in the last 30 % of its steps.
 
---out receives a PNG for each image, sheet.png with all images and their captions, and
+Inpainting: --mask=mask.png has the size of the picture. Its white part is redrawn; its black part
+keeps exactly the pixels of the picture, at every stage. With --strength=1, the redrawn part starts
+from pure noise.
+
+The folder --out receives one PNG per image, sheet.png with all images and their captions, and
 metadata.jsonl with all settings that are needed to draw an image again. Image n uses the seed
---seed + n and depends only on its seed and prompt: --seed=5 --num_images=1 draws the sixth image
+--seed + n and depends only on its seed and prompt. So --seed=5 --num_images=1 draws the sixth image
 of --seed=0.
 """
 
@@ -63,7 +66,12 @@ _BATCH = flags.DEFINE_list("batch_size", [], "Images per batch: one value, or on
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the models and the input files that the command-line flags name."""
+    """Open the models and input files that the flags name, and return them as a Session.
+
+    `prompts` are the texts of --prompt and --prompts; they are empty if --embeddings is given.
+
+    Raises ValueError if a flag is invalid, and OSError if a file is missing.
+    """
     del out
     if bool(prompts) == bool(_EMBEDDINGS.value):
         raise ValueError(
@@ -103,16 +111,16 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _strengths(num_stages: int) -> list[float]:
-    """Return the strength of each stage. If --strength has one value, only the first stage gets it.
+    """Return the strength of each stage. A single --strength is for the first stage; others get 1.
 
-    The other stages then get 1.
+    A strength is the share of a stage's steps that draw over the picture, from 0 to 1.
     """
     strengths = option_flags.each("strength", _STRENGTH.value, Share, num_stages)
     return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
 
 
 def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list[Texts]]:
-    """Return the captions, and the tokens or embeddings for each stage."""
+    """Return the captions, and for each stage the tokens or embeddings of all captions."""
     if not _EMBEDDINGS.value:
         return prompts, [stage.encoder.tokenize(prompts) for stage in stages]
     paths = [files.path(path) for path in _EMBEDDINGS.value]
@@ -121,7 +129,10 @@ def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list
 
 
 def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
-    """Return the pictures to enlarge, one for each text, in [-1, 1]."""
+    """Return the pictures of --low_res as float32 [num_texts, h, w, 3] in [-1, 1], or None.
+
+    Raises ValueError if the first stage cannot enlarge them, or there is not one per text.
+    """
     low_res = [pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
     arrays = [np.asarray(image) for image in low_res]
     if not arrays:
@@ -130,7 +141,7 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     for array in arrays:
         cascade.check_low_res(first, array.shape[:2])
     if len(arrays) != num_texts:
-        raise ValueError(f"{len(arrays)} pictures and {num_texts} texts: give one for each text")
+        raise ValueError(f"{len(arrays)} pictures and {num_texts} texts: repeat --low_res per text")
     return np.stack(arrays).astype(np.float32) / 127.5 - 1
 
 

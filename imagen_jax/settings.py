@@ -44,16 +44,15 @@ class Diffusion(NamedTuple):
 
     precond: PrecondName = "edm"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss is computed on this
-    prediction."""
+    "flow" for rectified flow), or EDM's target ("edm"). The loss measures its error."""
     sigma_data: ranges.Positive = 0.5
     """The standard deviation of the images in [-1, 1], which EDM's target and the weight "edm"
     assume."""
     noise: NoiseName = "lognormal"
-    """How noise levels are drawn in training: EDM's "lognormal", rectified flow ("logit_normal",
-    "uniform_flow"), DDPM's schedules ("cosine", "linear"), or tables of 1000 levels, Stable
-    Diffusion's ("scaled_linear") or the same with a last level of pure noise
-    ("zero_terminal_snr")."""
+    """The distribution of noise levels in training: "lognormal" (EDM), "logit_normal" or
+    "uniform_flow" (rectified flow), "cosine" or "linear" (continuous DDPM), Stable Diffusion's
+    table of 1000 levels ("scaled_linear"), or the same with pure noise as its last level
+    ("zero_terminal_snr"). "eps" cannot be predicted with "zero_terminal_snr" or rectified flow."""
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
     """The mean of the logarithm of the noise level, for the noise "lognormal"."""
     p_std: ranges.Positive = 1.2
@@ -62,17 +61,17 @@ class Diffusion(NamedTuple):
     """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
     mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", as if the
-    network predicted the flow ("flow"), or learned during training ("uncertainty")."""
+    """The weight of each noise level in the loss: "min_snr", "p2", "edm", "flow" (the loss of a
+    network that predicts the flow), or "uncertainty" (learned during training)."""
     min_snr: ranges.Scale = 0.0
-    """The largest signal-to-noise ratio that counts in the weight "min_snr" (Hang et al. 2023
+    """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
     use 5). 0 leaves the loss unweighted."""
     offset_noise: ranges.Share = 0.0
     """The strength of offset noise, one random shift of the brightness of each channel of an image.
     It helps a model to draw very dark and very bright images; 0 for none."""
     method: MethodName = "denoise"
-    """What is trained: a denoiser ("denoise"), or the mean velocity between two noise levels, which
-    draws in one step ("meanflow(omega=2)", with guidance 2; see diffusion/meanflow.py)."""
+    """What the network learns: to denoise ("denoise"), or the mean velocity between noise levels,
+    to draw in one step ("meanflow(omega=2)" also learns guidance 2; see diffusion/meanflow.py)."""
 
 
 class SuperResolution(NamedTuple):
@@ -171,22 +170,25 @@ class Settings(NamedTuple):
 
     @property
     def output_size(self) -> int:
-        """Side of the images that the model draws, which can be larger than its training crops."""
+        """Side in pixels of the images that the model draws. Training crops can be smaller."""
         return self.data.resize or self.unet.image_size
 
     @property
     def crop_sides(self) -> tuple[int, int]:
-        """Side of the training squares, and a divisor of all sides of aspect buckets, in pixels."""
+        """(size, unit) in pixels: the side of square crops, and a divisor of the sides of any crop.
+
+        Crops that are not square have the sizes in data.aspect_buckets.
+        """
         return self.unet.image_size, math.lcm(layers.unit(self.unet), self.super_resolution.factor)
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """Height and width of the images that a base model draws."""
+        """Height and width in pixels of the images that a base model draws."""
         return self.sampler.height or self.output_size, self.sampler.width or self.output_size
 
     @property
     def input_size(self) -> int:
-        """Side of the small image that a super-resolution model enlarges."""
+        """Side in pixels of the small image that a super-resolution model enlarges."""
         return self.output_size // self.super_resolution.factor
 
 
@@ -242,7 +244,7 @@ def _check_sizes(s: Settings) -> None:
     if factor > 1 and s.evaluation.every:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every}: a super-resolution model cannot draw "
-            "prompts alone, so set it to 0 and evaluate the cascade"
+            "from prompts alone, so set it to 0 and evaluate the cascade"
         )
     if resize and (resize < size or resize % factor):
         raise ValueError(

@@ -4,7 +4,8 @@
 
 PHOTOS is a folder of pictures, with captions beside them (.txt, .json), in a table (.jsonl,
 .parquet), or without captions. It may also be a folder of tars, a parquet file that holds pictures,
-a Hugging Face data set on disk, or SOURCE:PATH::TEXT with the values of a config's data group.
+a Hugging Face data set on disk, or SOURCE:PATH::TEXT, the values of data.source, data.path and
+data.text in a config.
 
 If pictures are few, tall or slow to read, the command asks what to do, unless --finetune, --tall or
 --shrink gives the answer. It reads the pictures, measures a few training steps of suitable models

@@ -15,9 +15,9 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 
 def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w C"]:
-    """Resize images with an antialiased bicubic filter (a = -0.5, as in Pillow and torch).
+    """Shrink both sides by `factor` with an antialiased bicubic filter (a = -0.5, as in Pillow).
 
-    The result is not clipped.
+    The result is not clipped, so it can slightly exceed the range of the input.
     """
     batch, height, width, channels = images.shape
     small = (batch, height // factor, width // factor, channels)
@@ -31,22 +31,25 @@ class LowRes(NamedTuple):
     time: Sigma | None = None
 
     def rows(self, rows: slice) -> "LowRes":
-        """Return the arguments for some rows of the batch."""
+        """Return a LowRes with only these rows of the batch."""
         return LowRes(*(None if array is None else array[rows] for array in self))
 
 
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
-    """Return noisy small images, c_in * (image + sigma * eps), and their time c_noise."""
+    """Return noisy small images, c_in * (image + sigma * eps), and c_noise as their time.
+
+    `scalings` gives c_in and c_noise at the noise level sigma.
+    """
     c = scalings(sigma)
     noisy = image + sigma[:, None, None, None] * eps
     return LowRes(c.c_in[:, None, None, None] * noisy, c.c_noise)
 
 
 def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Array, "B"]]:
-    """Return keys for the noise of each image, and keys for the noise of its small image.
+    """Return two keys per image: for the noise of the image, and for the noise of its small image.
 
-    All stages of a cascade get the same seed. So that their noise differs, `size`, the side of the
-    stage's images in pixels, is folded into the keys.
+    All stages of a cascade get the same keys. To give each stage its own noise, `size`, the side of
+    its images in pixels, is folded into the keys.
     """
     stage = jax.vmap(jax.random.fold_in, (0, None))(keys, size)
     return tuple(jax.vmap(jax.random.split, out_axes=1)(stage))
@@ -55,9 +58,9 @@ def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Arr
 def sampling_inputs(
     image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
 ) -> LowRes:
-    """Return the LowRes of small images, with noise of level `sigma` drawn from `keys`.
+    """Add noise of level `sigma`, drawn from `keys`, to small images, and return them as a LowRes.
 
-    If `sigma` is None, the images do not change, and their time is None.
+    If `sigma` is None, the images stay unchanged, and their time is None.
     """
     if sigma is None:
         return LowRes(image)

@@ -47,9 +47,12 @@ def make_task(
     Args:
         s: The model's settings.
         encoder: The text encoder. Its weights are the frozen weights of the Task.
-        guide: Settings of a second model that guides this one. The frozen weights are then
-            {"text", "guide"}.
+        guide: Settings of a second model that guides this one. The frozen weights are then a dict
+            with the keys "text" (the weights of the text encoder) and "guide" (those of the guide).
         strength: The share of the sampling steps that run if the model draws over a picture.
+
+    Raises:
+        ValueError: If the sampling grid needs times, but the noise defines none.
     """
     unet, objective = s.unet, objectives.make(s.diffusion)
     samplers.check_grid(objective.noise, s.sampler)
@@ -97,7 +100,7 @@ def make_task(
     def errors(params, frozen, batch, keys, sigma):
         x0, low_res = to_range(batch["image"]), LowRes()
         text, mask = encoder.encode(frozen, batch)
-        if factor > 1:  # The same small images as in sampling.
+        if factor > 1:  # Use the same small images as in sampling.
             keys, low_keys = super_resolution.own_keys(keys, len(x0[0]))
             low_res = sampling_low_res(super_resolution.shrink(x0, factor), low_keys)
 
@@ -119,7 +122,10 @@ def make_task(
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """Return the task and a training batch of one image. Both can be traced without weights."""
+    """Return the task and a training batch of one black image, for tracing without weights.
+
+    The batch holds no text; `encoder.tokenize` returns that part.
+    """
     side = s.unet.image_size
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
 
@@ -184,9 +190,9 @@ def _make_begin(
 def _denoiser_of(
     s: Settings, params: Any, sigmas: Sigmas, scalings: Precond | None = None
 ) -> Callable[[Any], Denoiser]:
-    """Return a function that maps (text, mask, small image, its time) to the denoiser D.
+    """Return a function that maps (text, mask, small image, its time) to the denoiser D(x, sigma).
 
-    `sigmas` is the sampling grid.
+    `sigmas` is the sampling grid. `scalings` is the preconditioner; None takes that of training.
     """
     objective = objectives.make(s.diffusion)
     scalings, span = scalings or objective.scalings, objective.span(sigmas)

@@ -7,8 +7,9 @@ Any value of the config can be changed on the command line: --config.optimizer.l
 
 The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
-not finite, not_finite.json reports where the first one came from. Running the same command again
-continues exactly from the last checkpoint. SIGTERM saves a checkpoint and exits with code 143.
+not finite, not_finite.json reports where the first such number came from. Running the same command
+again continues exactly from the last checkpoint. On SIGTERM, training saves a checkpoint and exits
+with code 143.
 """
 
 import functools
@@ -29,7 +30,7 @@ from imagen_jax import super_resolution
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.task import make_task
 
-_SHOWN = 8  # The number of pictures whose texts are drawn if prompts cannot be drawn.
+_SHOWN = 8  # The number of training pictures whose texts are drawn if prompts cannot be drawn.
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
@@ -53,7 +54,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
-    """Open the training data of a config. The batches hold the rows of this process."""
+    """Open the training data of a config. Each batch holds only the rows of this process."""
     shape = (s.text.max_tokens, s.text.width) if s.data.embedded else None
     pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
     return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
@@ -62,9 +63,9 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
     """Return the config's prompts as examples, or the texts of the first training pictures.
 
-    The texts of the pictures are used if prompts cannot be drawn. A super-resolution model needs
-    small images as well, so it takes those of the first pictures. Prompts also need a text encoder,
-    which a run on stored embeddings may lack.
+    The training pictures replace the prompts in two cases: a super-resolution model also needs
+    small images, which it takes from the pictures, and a run on stored embeddings may have no text
+    encoder for prompts.
     """
     factor, prompts = s.super_resolution.factor, s.run.prompts
     if factor == 1 and (not s.data.embedded or (prompts and s.text.weights)):

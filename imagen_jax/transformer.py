@@ -3,7 +3,9 @@
 A patch goes through a narrow linear layer, the bottleneck, before it becomes a token. The network
 predicts the image, because images lie near a low-dimensional manifold, and noise does not. Text and
 image are two streams of tokens that attend to each other (MMDiT, Esser et al. 2024, arXiv
-2403.03206). Train it with precond "x0", weight "flow" and noise "lognormal" (logit-normal times).
+2403.03206). Train it with precond "x0", weight "flow" and noise "lognormal", which makes the times
+t = sigma / (1 + sigma) logit-normal.
+
 Unlike the authors, we use layer norm, GELU and no rotary positions, as in MMDiT, and text instead
 of class tokens.
 
@@ -164,7 +166,7 @@ class JointBlock(nn.Module):
         return image, text
 
     def _heads(self, tokens, modulations, name):
-        """Return q, k and v of a stream; in the last block, only k and v of the text."""
+        """Return q, k and v of a stream; for the text in the last block, return only k and v."""
         shift, scale = modulations[:2]
         parts = 2 if self.last and name == "text" else 3
         layer = ToHeads(
@@ -176,7 +178,10 @@ class JointBlock(nn.Module):
         return [*(norm("q")(q) for q in queries), norm("k")(k), v]
 
     def _residuals(self, tokens, out, modulations, name):
-        """Add the output of attention [B, T, N, K], then that of the feed-forward layer."""
+        """Add the output of attention [B, T, N, K], then that of the feed-forward layer.
+
+        Return the new tokens [B, T, C].
+        """
         gate, shift, scale, mlp_gate = modulations[2:]
         width = tokens.shape[-1]
         out = FromHeads(width, dtype=self.dtype, name=f"{name}_out")(out)  # [B, T, C]
@@ -207,7 +212,11 @@ def modulated(
 
 
 def positions(rows: int, columns: int, width: int) -> Float[Array, "{rows}*{columns} {width}"]:
-    """Embed the positions of patches, row by row: sinusoids of the column, then of the row."""
+    """Embed the positions of the patches, which are ordered row by row.
+
+    The first half of an embedding holds sinusoids of the patch's column, the second half of its
+    row.
+    """
     of = lambda length: ops.sinusoid(jnp.arange(length, dtype=jnp.float32), width // 2)
     shape = (rows, columns, width // 2)
     across = jnp.broadcast_to(of(columns), shape)

@@ -63,8 +63,8 @@ class UNet(Network):
     resblock_updown: bool = False
     """Whether residual blocks change the resolution, instead of single layers."""
     conv_resample: bool = True
-    """Whether to halve the resolution by a convolution instead of average pooling. It is always
-    doubled by a convolution. With resblock_updown it has no effect."""
+    """Whether a convolution halves the resolution, instead of average pooling. A convolution always
+    doubles it. With resblock_updown, this field has no effect."""
     dropout: Decay = 0.0
     """Share of the activations in residual blocks that are set to 0 in training."""
     low_res: bool = False
@@ -128,7 +128,10 @@ class UNet(Network):
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _layers(self, train):
-        """Return functions from width and name to a residual block and to an attention block."""
+        """Return (res, attend).
+
+        res(width, name=...) builds a residual block, and attend(name=...) an attention block.
+        """
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,
@@ -166,8 +169,8 @@ def attends(unet: UNet, level: int) -> bool:
 def check(unet: UNet) -> None:
     """Raise ValueError if the fields contradict each other. Call this before compiling.
 
-    Unlike `check_layers`, it also rejects attention resolutions that no level has. NeMo ignores
-    these silently, but in a config they are a mistake.
+    Unlike `check_layers`, this function also rejects attention resolutions that no level has. NeMo
+    ignores these silently, but in a config they are a mistake.
     """
     check_layers(unet)
     check_resolutions(unet)

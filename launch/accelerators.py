@@ -45,9 +45,10 @@ class Kind(NamedTuple):
 
 
 # TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}. These pages give link bandwidths for both
-# directions together (v4: 2400 Gbit/s in one direction). Network: v5p 50 Gbit/s per chip, v5e 6.4
-# and v6e 25.6 Tbit/s per pod of 256 chips. The v4 network is not published, so the v5p value is
-# used. v7x: docs.cloud.google.com/tpu/docs/tpu7x, halved because JAX sees two devices per chip.
+# directions together, except for v4 (2400 Gbit/s in one direction). Network: v5p 50 Gbit/s per
+# chip, v5e 6.4 and v6e 25.6 Tbit/s per pod of 256 chips. The v4 network is not published, so the
+# v5p value is used. v7x: docs.cloud.google.com/tpu/docs/tpu7x, halved because JAX sees two devices
+# per chip.
 # GPUs (SXM): NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), and of the systems DGX
 # A100, H100, H200 and B200 (a network card of 200 or 400 Gbit/s per GPU; 1/8 of the system's
 # memory). They give NVLink bandwidths for both directions together. GB200: 1/72 of NVIDIA's figures
@@ -76,14 +77,14 @@ KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 # Topologies of TPU slices by number of dimensions (the pages above, and GKE's page on TPUs). With
-# three dimensions, whole cubes of 4x4x4 chips can be joined to larger slices.
+# three dimensions, larger slices consist of whole cubes of 4x4x4 chips.
 _SMALL = {
     2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
 }
 
 
-_MAX_GPUS = 2**15  # The largest number of GPUs that is modelled.
+_MAX_GPUS = 2**15  # Largest number of GPUs that a target may have.
 
 
 class Target(NamedTuple):
@@ -143,7 +144,7 @@ class Target(NamedTuple):
 def parse(text: str) -> Target:
     """Parse an accelerator name such as v5p:4x4x4, v5p:4x4x4*2 (two slices) or h100:64.
 
-    Raises ValueError if the kind or its size is invalid. The message says what is valid.
+    Raises ValueError for an unknown name or an impossible size; the message lists valid ones.
     """
     name, _, size = text.partition(":")
     one_of("accelerator", name, KINDS)

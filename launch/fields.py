@@ -27,8 +27,8 @@ def check(value: Any, field: str = "job") -> None:
     """Check a field of a job file, or all fields of a group.
 
     A string must be one line without control characters, unless it is a shell command or YAML.
-    Some names must also match a pattern, for example job.name. Other strings could change a script
-    or manifest outside their own field.
+    Some names, for example job.name, must also match a pattern. A string that breaks these rules
+    could change other parts of the script or manifest into which it is inserted.
 
     Raises:
         ValueError: A string breaks these rules.

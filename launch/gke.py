@@ -58,7 +58,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     gke = settings.read(Gke, groups["gke"], "gke")
     check(job)
     if not target.kind.pool:
-        raise ValueError(f"GKE lacks {target.name}: use launch.slurm on a cluster that has it")
+        raise ValueError(f"GKE has no {target.name}: use launch.slurm on a cluster that has it")
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),
@@ -82,9 +82,10 @@ def check(job: Job) -> None:
 
 
 def folder(job: Job, workdir: str) -> str:
-    """Return the workdir path to pass to the job's command.
+    """Return the --workdir of the job's command, for a workdir in a gs:// bucket.
 
-    This is the gs:// URL for commands that can write to buckets, else its mount under /gcs.
+    Commands that can write to buckets get the URL itself, others the path where it is mounted,
+    /gcs/BUCKET/...
     """
     accepts_url = job.command.rpartition(".")[2] in jobs.IN_BUCKETS
     return workdir if accepts_url else workdir.replace("gs://", "/gcs/", 1)

@@ -4,8 +4,8 @@ A job is a Python file in launch/jobs. Flags can change its values:
 
     python -m launch.gke --job=launch/jobs/base64_500m.py --job.accelerator=v6e:16x16 --dry_run
 
-Before a launcher submits a job, it lets the job's command parse its flags on this machine. This
-finds a misspelt config field in seconds, before the job waits in a queue.
+Before a launcher submits a job, it starts the job's command on this machine, only to parse the
+flags. This finds a misspelt config field in seconds, before the job waits in a queue.
 """
 
 import os
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     command: str
     """Module to run, such as imagen_jax.train or benchmarks.scaling."""
     config: str
-    """Config file. A colon separates an argument for the config: configs/sd2_mlperf.py:2048."""
+    """Config file; an argument may follow after a colon, as in configs/sd2_mlperf.py:2048."""
     overrides: tuple[str, ...]
     """Changes to config fields, such as "optimizer.lr=2e-4"."""
     flags: tuple[str, ...]
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """Functions that each launcher (GKE, Slurm, XManager) implements differently."""
+    """Functions of one launcher (GKE, Slurm or XManager), which the shared code calls."""
 
     render: Callable[[Run], str]
     """Render a run as the text to submit: a manifest, a script or a command line."""
@@ -158,7 +158,7 @@ def read() -> tuple[Job, Target, Groups]:
 
 
 def check(job: Job) -> None:
-    """Raise ValueError if the job's workdir or config file is invalid for every launcher."""
+    """Raise ValueError if the job has no workdir, or names a config file that does not exist."""
     if not job.workdir:
         raise ValueError("job.workdir is empty: give a folder with --job.workdir=...")
     if job.config and not os.path.exists(job.config.partition(":")[0]):
@@ -200,7 +200,7 @@ def table(rows: Sequence[Run]) -> str:
 def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
     """Return a run's environment variables, given its workdir `folder`.
 
-    These are the variables in job.env, the folder of the compilation cache, and the compiler
+    They are the variables in job.env, the folder of the compilation cache, and the compiler
     settings for the target. Raises ValueError if an entry of job.env is not NAME=VALUE.
     """
     variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
@@ -251,9 +251,9 @@ def _folder(path: str) -> str:
 def check_commands(commands: Sequence[Sequence[str]]) -> None:
     """Let the job's command parse the flags of all runs, without running the command.
 
-    Raises ValueError with the command's error message if a flag is invalid. One process parses the
-    flags of all runs, because absl parses every occurrence of a repeated flag. The absl flag
-    --only_check_args makes the command exit after parsing.
+    Raises ValueError with the command's error message if a flag is invalid. A single process checks
+    all runs: it gets the flags of all of them, and absl parses every occurrence of a repeated flag.
+    The absl flag --only_check_args makes the command exit after parsing.
     """
     arguments = dict.fromkeys(argument for argv in commands for argument in argv)
     argv = [sys.executable, "-m", *arguments, "--only_check_args"]

@@ -8,9 +8,10 @@
       python -m launch.lock < pylock.$target.toml > launch/${target%13}.txt
     done
 
-The hash is that of a wheel or, if there is no wheel, of the source archive. pip --require-hashes
-installs only files with these hashes. Run this after changing requirements.txt or one of the
-constraints.
+The command reads a lock file and prints the requirements. Each hash belongs to the wheel that pip
+would choose for Python 3.12 on Linux or, if no wheel fits, to the source archive. With
+--require-hashes, pip installs only files with these hashes. Run this after changing
+requirements.txt, constraints.txt or launch/constraints.txt.
 """
 
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 from packaging import tags
 from packaging.utils import parse_wheel_filename
 
-_GLIBC = range(5, 37)  # Minor versions up to glibc 2.36 of the base image, Debian bookworm.
+_GLIBC = range(5, 37)  # Minor versions. The base image, Debian bookworm, has glibc 2.36.
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in reversed(_GLIBC)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
@@ -42,7 +43,9 @@ def requirements(lock: Mapping[str, Any]) -> Iterator[str]:
                 best[ranks[tag]] = wheel["hashes"]["sha256"]
         if not best and "sdist" not in package:
             release = f"{package['name']} {package['version']}"
-            raise ValueError(f"{release} has no wheel for Python 3.12 on Linux")
+            raise ValueError(
+                f"{release} has no wheel for Python 3.12 on Linux: constrain another version"
+            )
         digest = best[min(best)] if best else package["sdist"]["hashes"]["sha256"]
         yield f"{package['name']}=={package['version']} --hash=sha256:{digest}"
 

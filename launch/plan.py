@@ -14,12 +14,13 @@ than a minute. Without --fast, it also compiles the train step:
 - for NVIDIA GPUs with XLA, which needs neither GPU nor driver (pip install -e ".[plan-gpu]");
 - for other targets with XLA's CPU backend, which gives only the communication.
 Compiling a big model takes many minutes on a few cores. Compiled programs are cached, so the same
-plan is fast the next time. The command audits the compiled program for copies, for matrix products
-that were split or run in float32, and for communication that does not overlap with computation.
+plan is fast the next time. The command also audits the compiled program: it reports copies, matrix
+products that were split or run in float32, and communication that does not overlap with
+computation.
 
---profile prints how a step's time on a TPU divides into kinds of work and layers. The times follow
-from the compiler's estimates of cycles, which replace --mfu; nothing runs on a TPU. The estimates
-are for the whole program or, with --fast, for the model's blocks, each compiled once.
+--profile prints how much of a step's time on a TPU each kind of work and each layer takes. These
+times come from the TPU compiler's estimates of cycles, and --mfu is ignored; nothing runs on a TPU.
+The estimates are for the whole program or, with --fast, for the model's blocks, each compiled once.
 
 The predicted time of arithmetic is the FLOPs of matrix products and convolutions divided by --mfu
 times the peak rate; benchmarks.train_step measures this utilization on one device. Communication is
@@ -49,7 +50,7 @@ _CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "Accelerators, such as v5p:4x4x4 or h100:64.")
 _FAST = flags.DEFINE_boolean("fast", False, "Only trace the program; do not compile it.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables.")
-_PROFILE = flags.DEFINE_boolean("profile", False, "Print the TPU compiler's cycles and an audit.")
+_PROFILE = flags.DEFINE_boolean("profile", False, "Print the TPU compiler's cycles, and an audit.")
 _MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/performance.md.
 _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.")
 _PICTURES = flags.DEFINE_integer(
@@ -246,7 +247,7 @@ def _advice(
 
 @contextlib.contextmanager
 def _progress(activity: str) -> Iterator[None]:
-    """Print the start, the elapsed time every 15 s, and the duration of an activity to stderr."""
+    """Report an activity on stderr: when it starts, every 15 s, and how long it took."""
     start, done = time.time(), threading.Event()
 
     def report():

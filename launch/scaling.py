@@ -25,10 +25,10 @@ _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.", 1
 
 
 class Section(NamedTuple):
-    """Texts of one model's section of the page."""
+    """Content of one model's section of the page."""
 
     cost: str
-    """TFLOP per sample and global batch size."""
+    """Sentence with the TFLOP per sample and the global batch size."""
     rows: list[tuple[int, str, list[str]]]
     """Rows of the table: (devices, samples per device, one cell per kind of accelerator)."""
     ends: str
@@ -70,7 +70,10 @@ def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
 
 
 def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
-    """Return the fastest mesh and micro batch, with the step time, for each number in DEVICES."""
+    """Return the fastest mesh and micro batch, with the step time, for each count in DEVICES.
+
+    Raises ValueError if the model does not fit.
+    """
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
 
@@ -104,7 +107,7 @@ def _cells(point: Choice, one: Choice, devices: int) -> str:
 
 
 def _linear_up_to(points: list[Choice]) -> int:
-    """Return the largest number of devices that each reach 90 % of one device's samples/s."""
+    """Return the largest device count with at least 90 % of one device's samples/s per device."""
     return max(devices for devices in DEVICES if _efficiency(points, 1, devices) >= 0.9)
 
 

@@ -11,14 +11,14 @@ A run that is preempted or nears its time limit saves a checkpoint and is requeu
 crashes or hangs, or finds its workdir in use, is requeued up to job.restarts times. The file
 WORKDIR/crashes-JOBID counts these restarts; if the workdir is in a bucket, the file is
 NAME-crashes-JOBID in the folder where sbatch was called. A run that rejected its config, flags or
-data (exit code 2) is not requeued. A training run that is preempted three times in a row without a
-new checkpoint ends; this is not checked if the workdir is in a bucket.
+data (exit code 2) is not requeued. A training run whose workdir is a folder also ends after it was
+preempted three times in a row without saving a new checkpoint.
 
 If job.image is set, commands run in this container image (with Pyxis). The workdir and all folders
 in the config, the flags and job.mounts are mounted. Otherwise commands run in the environment that
 job.slurm.setup activates. job.env lists environment variables with values (NAME=VALUE). job.secrets
 lists names of variables that must be set in the shell that submits the job. job.slurm.options lists
-more options of sbatch, such as "--reservation=NAME".
+additional sbatch options, such as "--reservation=NAME".
 """
 
 import math
@@ -59,9 +59,9 @@ class Slurm(NamedTuple):
     grace: ranges.Count
     """A run saves a checkpoint and is requeued this many seconds before its time limit."""
     setup: str
-    """Shell command that activates the Python environment."""
+    """Shell commands to run before the job's command, such as "source .venv/bin/activate"."""
     options: tuple[str, ...] = ()
-    """More options of sbatch, such as "--reservation=NAME"."""
+    """Additional sbatch options, such as "--reservation=NAME"."""
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
@@ -126,7 +126,7 @@ def seconds(time: str) -> float:
 
 
 def reading(time: str) -> str:
-    """Return a sentence that says how sbatch reads a time limit."""
+    """Describe how sbatch reads a time limit, such as "job.slurm.time=90 means 1 h 30 min 0 s"."""
     limit = seconds(time)
     if limit == math.inf:
         return "job.slurm.time sets no limit; the partition may have one"
@@ -135,13 +135,18 @@ def reading(time: str) -> str:
 
 
 def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
-    """Return the sbatch script of a run."""
+    """Return the sbatch script of a run.
+
+    Raises ValueError if a folder to mount has ":" or "," in its name, which Pyxis would split.
+    """
     image = []
     if job.image:
         workdir = [] if "://" in run.workdir else [run.workdir]
         folders = dict.fromkeys([*workdir, *jobs.folders(job, run)])
         if unclear := [folder for folder in folders if re.search("[:,]", folder)]:
-            raise ValueError(f"{unclear[0]} cannot be mounted: its name contains ':' or ','")
+            raise ValueError(
+                f"{unclear[0]} cannot be mounted: its name contains ':' or ','; rename it"
+            )
         mounts = ",".join(f"{folder}:{folder}" for folder in folders)
         image = [
             "--container-image",

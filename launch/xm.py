@@ -8,8 +8,8 @@
 
 Each run of a sweep is a work unit of an XManager experiment. On Vertex AI, XManager 0.8.5 supports
 only one of the accelerators in launch/accelerators.py: A100 GPUs with 40 GB, at most 8 on one
-machine. For TPUs, other GPUs and several hosts, use `python -m launch.gke`. Vertex AI mounts
-buckets under /gcs. job.env lists the environment variables of each run. Failed runs are not
+machine. For TPUs, for other GPUs and for more than one host, use `python -m launch.gke`. Vertex AI
+mounts buckets under /gcs. job.env lists the environment variables of each run. Failed runs are not
 restarted.
 """
 
@@ -44,10 +44,10 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 
 
 def check(job: Job, target: Target, executor: str) -> None:
-    """Raise ValueError if XManager cannot start the job on the executor "local" or "vertex"."""
+    """Raise ValueError if XManager cannot start the job; `executor` is "local" or "vertex"."""
     if job.secrets:
         raise ValueError(
-            "job.secrets are not supported by XManager: set them in the environment of the runs"
+            "job.secrets is not supported by XManager: set these variables in the runs' environment"
         )
     if executor == "local":
         if "://" in job.workdir:
@@ -62,9 +62,9 @@ def check(job: Job, target: Target, executor: str) -> None:
         if "$(" in text:
             raise ValueError(f"{text!r} holds '$(', which Vertex replaces: use launch.gke")
     if not job.image:
-        raise ValueError("job.image is empty: build and push one, see launch/Dockerfile")
+        raise ValueError("job.image is empty: build an image with launch/Dockerfile and push it")
     if not job.workdir.startswith("gs://"):
-        raise ValueError(f"job.workdir is {job.workdir!r}: choose one in a bucket, gs://BUCKET/...")
+        raise ValueError(f"job.workdir is {job.workdir!r}: use a bucket, gs://BUCKET/...")
 
 
 def _submit(job: Job, target: Target, lines: list[str]) -> None:

@@ -1,4 +1,7 @@
-"""Stable Diffusion: text-to-image in latents. `sd_jax.load` opens a trained model to draw with."""
+"""Stable Diffusion: text-to-image diffusion in the latents of an autoencoder.
+
+`sd_jax.load` opens a trained model to draw with.
+"""
 
 import importlib
 from typing import Any

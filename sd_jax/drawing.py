@@ -1,4 +1,4 @@
-"""Draw images with a Stable Diffusion model, trained here or elsewhere.
+"""Draw images with a Stable Diffusion model, trained with this library or elsewhere.
 
     from sd_jax import drawing
 
@@ -29,7 +29,7 @@ from sd_jax.weights.published import NO_FACTS, File
 OPTIONS: Options = {
     **options.SHARED,
     "vae_weights": Option(
-        "Another VAE: a file, a diffusers directory or a workdir.",
+        "A VAE to use instead of the model's own: a file, a diffusers directory or a workdir.",
         str, field="vae.weights", at_load=True,
     ),
     **options.of_group("sampler", settings.Sampler),
@@ -40,7 +40,7 @@ OPTIONS: Options = {
 def choose(**values: Any) -> Choice:
     """Convert option values, such as steps=20, to a Choice.
 
-    Its fields are the arguments `overrides`, `weights` and `guide` of `load`.
+    The fields of the Choice are the arguments `overrides`, `weights` and `guide` of `load`.
 
     Args:
         **values: Values keyed by option name, a key of OPTIONS.
@@ -66,11 +66,11 @@ def load(
         path: The run's workdir, the directory or the file.
         overrides: Values that replace those of the model's config, keyed by field, such as
             "sampler.steps"; `choose` makes them.
-        weights: For a run, the checkpoint and average to load. Otherwise, only whether to load the
-            averaged or the raw weights.
+        weights: For a run, the checkpoint and the average (EMA) to load. Other models use only
+            `weights.ema`, which chooses averaged or raw weights.
         guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
         file: Facts that a directory or a file may lack, such as what the UNet predicts.
-        strength: For image-to-image, the share of the steps to run, in (0, 1].
+        strength: For image-to-image, the share of the sampling steps to run, in (0, 1].
 
     Raises:
         FileNotFoundError: The path, or a file that the model or an argument names, does not exist.
@@ -111,8 +111,8 @@ def draw(
         The images. Image n depends only on its own prompt, seed, picture and mask.
 
     Raises:
-        ValueError: The numbers of prompts, seeds and images differ, or the model cannot draw images
-            of this size.
+        ValueError: The numbers of prompts, seeds and images differ, the masks do not have the shape
+            of the images, or the model cannot draw images of this size.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
@@ -142,9 +142,10 @@ def draw_batches(
     pictures: Mapping[str, np.ndarray] | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Images]:
-    """Yield the images of `draw` in batches, as floats in about [-1, 1].
+    """Yield the images of `draw` in batches [n, H, W, 3], as floats in about [-1, 1].
 
-    If the guidance scale has no effect, the negative prompt is not encoded.
+    If the guidance scale has no effect (1, for most kinds of guidance), the negative prompt is not
+    encoded.
 
     Args:
         model: The model.
@@ -181,7 +182,7 @@ def card(model: Model) -> dict[str, Any]:
 
 
 def describe_guidance(model: Model) -> dict[str, Any]:
-    """Return metadata on LoRA, the guiding model, and guidance settings other than the default."""
+    """Return a model's LoRA, guiding model and non-default guidance settings, as metadata."""
     s: settings.Sampler = model.settings.sampler
     is_changed = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
     is_changed |= {"guidance_high": s.guidance_high < float("inf")}
@@ -192,8 +193,8 @@ def describe_guidance(model: Model) -> dict[str, Any]:
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
     """Return the settings of the sampler's noise levels and churn, as metadata.
 
-    Settings with default values are left out. If the sampler sets its own grid of noise levels, all
-    settings of the grid are included.
+    Settings with default values are left out, with one exception: if `sampler.grid` or
+    `sampler.end` is set, all settings of the grid are included.
     """
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
     has_grid, defaults = sampler.grid or sampler.end, sampler._field_defaults
@@ -203,5 +204,5 @@ def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
 
 
 def default_batch_size(model: Model) -> int:
-    """Return how many images to draw at once by default; larger images use smaller batches."""
+    """Return the default number of images to draw at once; larger images use smaller batches."""
     return program.default_batch_size(*model.settings.output_shape)

@@ -17,7 +17,7 @@ IMAGE, MASK = "image", "mask"
 def wrapper(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
 ) -> Callable[[Sampler], Sampler]:
-    """Return a function that wraps a sampler, so that it edits the pictures in a batch.
+    """Return a function that takes a sampler and returns one that edits the pictures in a batch.
 
     Args:
         p: The model's settings; p.strength is the share of the steps to run.

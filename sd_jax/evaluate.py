@@ -12,20 +12,20 @@ all sampler settings take lists. Each combination of values is one point of the 
 --sampler=ddim,dpmpp_2m --steps=10,20,50 --eta=0,1. All points draw with the same seeds. Features
 are saved after each batch, so that the same command continues an interrupted sweep.
 
-Several models, trained here or elsewhere, can share one figure with a curve each:
+Several models, trained with this library or elsewhere, can share a figure with a curve for each:
 
     python -m sd_jax.evaluate --workdir=runs/sd1_256 --model=weights/sd-v1-5 \\
         --model=weights/sd-v2-0-base --size=256 --out=runs/comparison ...
 
-Each model draws images of its own size. A run uses the sampler of its config, and a diffusers
-directory uses its scheduler, unless --sampler, --steps or --grid is given. --size resizes the
-images before they are scored.
+Each model draws images of its own size, and --size resizes the images before they are scored. By
+default, a run uses the sampler of its config, and a diffusers directory uses its scheduler.
+--sampler, --steps and --grid override these settings for all models.
 
 The results are written to WORKDIR/evaluation/NAME. WORKDIR is --out or, by default, the workdir of
 the first run. The files are sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a
 sheet of images for each guidance scale, and scores/ with a metadata card for each score. The scores
-are also written to the run's metrics, and WORKDIR/report.html shows everything on one page (to
-compare with MLPerf's reference runs: python -m diffusion_jax.report WORKDIR --rcp).
+are also written to the run's metrics, and WORKDIR/report.html shows everything on one page. The
+command python -m diffusion_jax.report WORKDIR --rcp adds MLPerf's reference runs to that page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,11 +57,11 @@ def open_run(
     Args:
         workdir: The workdir of the run.
         points: The option values of each point of the sweep, keyed as in drawing.OPTIONS.
-        weights: The saved weights of the run to evaluate.
+        weights: The checkpoints and averages (EMA) of the run to evaluate.
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: The option values do not fit the run.
+        ValueError: The option values do not fit the run, or its images are not square.
     """
     choice = drawing.choose(**points[0])._replace(weights=weights[0])
     s, model = read_run(workdir, choice.overrides), drawing.load(workdir, *choice)
@@ -82,7 +82,8 @@ def open_model(
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: The model lacks a part, or the option values do not fit it.
+        ValueError: The model lacks a part, its images are not square, or the option values do not
+            fit it.
     """
     choice = drawing.choose(**points[0])._replace(weights=Weights(ema))
     described = {"lora": list(file.lora)} if file.lora else {}

@@ -34,7 +34,7 @@ def define() -> Callable[[], File]:
         ),
         flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE."),
         flags.DEFINE_integer(
-            "norm_groups", None, "Number of groups of the norms of --model=FILE; 16 for MLPerf's."
+            "norm_groups", None, "Number of groups in the norms of --model=FILE; 16 for MLPerf."
         ),
         flags.DEFINE_enum(
             "dtype",
@@ -45,7 +45,7 @@ def define() -> Callable[[], File]:
         flags.DEFINE_string(
             "config",
             None,
-            "LDM's yaml config of --model=FILE, for the number of heads if the file lacks it.",
+            "LDM's yaml config of --model=FILE; states the number of heads if the file does not.",
         ),
         flags.DEFINE_multi_string(
             "lora", None, "A LoRA to merge into --model, FILE or FILE:STRENGTH; may be repeated."

@@ -1,4 +1,4 @@
-"""Encode the images of a data set once, so that training reads the VAE's moments instead.
+"""Encode the images of a data set once, so that training reads VAE moments instead of images.
 
     python -m sd_jax.precache --config=configs/sd1_512_v1_5.py --config.data.path=photos \\
         --config.vae.weights=weights/sd-v1-5 --out=moments
@@ -11,11 +11,11 @@ step, training samples new latents from these moments. A manifest records the VA
 range, and training refuses moments of another VAE. To precompute text embeddings, use python -m
 diffusion_jax.precache.
 
-If the command is killed, run it again to continue. To share the work between machines or processes,
-run the command in each with --workers=N and its own --worker=0 ... N-1, on a shared folder. If a
-worker dies, the others do its work. Each worker uses all of its devices. --engine=beam runs the
-work on Apache Beam (docs/data.md). --verify compares all finished tars with their recorded
-checksums, and encodes damaged ones again.
+If the command is killed, run it again to continue. To share the work between N machines or
+processes, run the command in each of them with the same --out on a shared disk, --workers=N, and
+its own number --worker, from 0 to N-1. If a worker dies, the others do its work. Each worker uses
+all of its devices. --engine=beam runs the work on Apache Beam (docs/data.md). --verify compares all
+finished tars with their recorded checksums, and encodes damaged ones again.
 """
 
 import pathlib
@@ -44,7 +44,7 @@ def define_flags() -> None:
     cli.define_config()
     flags.DEFINE_string("out", None, "The folder to write to; created if needed.", required=True)
     flags.DEFINE_integer(
-        "shard_images", 1000, "Images per tar; a kill loses at most one tar.", lower_bound=1
+        "shard_images", 1000, "Images per tar; a killed command loses at most one.", lower_bound=1
     )
     flags.DEFINE_integer("batch", 8, "Images per device and batch.", lower_bound=1)
     flags.DEFINE_bool("verify", False, "Check all tars, and encode damaged ones again.")

@@ -6,9 +6,8 @@
     python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
     python -m sd_jax.prepare miniature --out=miniature
 
-Every command writes only complete files and (except for miniature) skips existing ones: if it is
-killed, run it again.
---dry_run prints what a command would do.
+Every command writes only complete files, and all except miniature skip existing files. If a
+command is killed, run it again. --dry_run prints what a command would do.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from sd_jax.mlperf import coco, download, laion, miniature
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name, such as mlperf or captions.
 
-    Bad input ends it with a one-line message and exit code 2.
+    Bad input ends the process with a one-line message and exit code 2.
     """
     cli.start(alone=True)
     options = _parser().parse_args(arguments)
@@ -93,7 +92,7 @@ def _images(options: argparse.Namespace) -> None:
         print(f"would squash {missing:,} of {len(captions):,} images to {coco.SIZE} pixels")
         return
     done = coco.squash_all(captions, files.local(options.images), out, options.threads)
-    print(f"{done:,} images done; {len(captions):,} are in {out}")
+    print(f"{done:,} images written; {len(captions):,} are in {out}")
 
 
 def _miniature(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from sd_jax.settings import Pipeline
 
 
 def sketched(denoise: Denoiser, preview: Preview, p: Pipeline, vae_params: Any) -> Denoiser:
-    """Return a denoiser that also sends a preview of each denoised latent to a function.
+    """Return a denoiser that also sends a preview of each denoised latent to `preview`.
 
     Args:
         denoise: The denoiser; its results do not change.

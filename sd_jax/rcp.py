@@ -4,10 +4,10 @@
 
 Each argument is a file of mllog lines, written by any program, or a folder with result.txt (a
 workdir of sd_jax.mlperf) or result_*.txt (a submission). For each run the command prints the
-samples to target, the number of training images when it met the targets. It also prints the mean
-without the fastest and slowest run, MLPerf's verdict (ruleset 5.0.0), and FID and CLIP score beside
-those of the reference runs. --out names a folder for fid.png and clip.png. The exit code is 1 if
-the verdict is FAIL.
+samples to target: the number of training images when the run met the targets. It also prints the
+mean without the fastest and slowest run, MLPerf's verdict (ruleset 5.0.0), and the FID and CLIP
+score of these runs and of the reference runs. --out names a folder for fid.png and clip.png. The
+exit code is 1 if the verdict is FAIL.
 
     python -m sd_jax.rcp runs/mlperf/* --package=submission --system=our_system.json
 
@@ -69,7 +69,10 @@ def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None
             print(f"{path}: the caches were not cleared, as the rules require (--cache_cleared)")
     if empty:
         print(f"{folder}/systems: fill in {', '.join(empty)}, or give them with --system")
-    print(f"{folder}: python -m mlperf_logging.package_checker {folder} training {rules.VERSION}")
+    print(
+        f"{folder}: check it with python -m mlperf_logging.package_checker {folder} training "
+        f"{rules.VERSION}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ from sd_jax import vae
 
 
 def decoder(s: Any) -> Decode | None:
-    """Return a function that decodes the means of a batch's moments, or None without a VAE."""
+    """Return a function from a batch of moments to images in [-1, 1], or None without a VAE.
+
+    The VAE decodes the means of the moments.
+    """
     if not getattr(s, "vae_weights", ""):
         return None
 

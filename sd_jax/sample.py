@@ -1,4 +1,4 @@
-"""Draw images with a Stable Diffusion model, trained here or elsewhere.
+"""Draw images with a Stable Diffusion model, trained with this library or elsewhere.
 
     python -m sd_jax.sample --workdir=runs/sd_quickstart --prompt="a red seven on gray paper" \\
         --num_images=8 --out=pictures
@@ -50,7 +50,7 @@ _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoi
 _OPTIONS = option_flags.define(drawing.OPTIONS)
 _FILE = file_flags.define()
 _PICTURES = pictures.define()
-_STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
+_STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps run with --image, in (0, 1].")
 _BATCH = flags.DEFINE_integer(
     "batch_size", None, "Number of images to draw at once.", lower_bound=1
 )

@@ -36,13 +36,14 @@ def make_begin(
     preview: Preview | None = None,
     guide: Settings | None = None,
 ) -> samplers.Begin:
-    """Return a function that prepares the sampler's arguments, for the field `begin` of a Task.
+    """Return a function `begin` that prepares the sampler's arguments, as a samplers.Start.
 
-    The argument `frozen` of that function holds the weights of the text encoder at "text", of the
-    VAE at "vae", and of a guiding model at "guide". Its argument `batch` holds the tokens that
-    `prompts` returns. To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3]. For
-    inpainting, it also holds "mask" [B, H, W], which is True at the pixels to redraw (see
-    diffusion.editing).
+    Its arguments are those of a Task's `sample`: (params, frozen, batch, keys, guidance).
+
+    `frozen` holds the weights of the text encoder at "text", of the VAE at "vae", and of a guiding
+    model at "guide". `batch` holds the tokens that `prompts` returns. To edit pictures, it also
+    holds "image", uint8 [B, H, W, 3], and for inpainting "mask" [B, H, W], which is True at the
+    pixels to redraw (see diffusion.editing).
 
     Args:
         p: The model's settings. When pictures are edited, p.strength is the share of the steps to

@@ -73,7 +73,7 @@ class Diffusion(NamedTuple):
 
     predicts: PrecondName = "eps"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss is computed on it."""
+    "flow" for rectified flow), or EDM's target ("edm"). The loss measures its error."""
     offset_noise: ranges.Share = 0.0
     """The strength of offset noise, one random shift of each channel of the latents. It helps a
     model to draw very dark and very bright images; 0 for none."""
@@ -81,19 +81,19 @@ class Diffusion(NamedTuple):
     """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
     use 5). 0 leaves the loss unweighted."""
     noise: NoiseName = "scaled_linear"
-    """How noise levels are drawn in training: EDM's "lognormal", rectified flow ("logit_normal",
-    "uniform_flow"), DDPM's schedules ("cosine", "linear"), or tables of 1000 levels, Stable
-    Diffusion's ("scaled_linear") or the same with a last level of pure noise
-    ("zero_terminal_snr"). With a level of pure noise, "eps" cannot be predicted."""
+    """The distribution of noise levels in training: Stable Diffusion's table of 1000 levels
+    ("scaled_linear"), the same with pure noise as its last level ("zero_terminal_snr"), "cosine" or
+    "linear" (continuous DDPM), "lognormal" (EDM), or "logit_normal" or "uniform_flow" (rectified
+    flow). "eps" cannot be predicted with "zero_terminal_snr" or rectified flow."""
     distance: DistanceName = "l2"
     """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
     mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """How strongly each noise level counts in the loss: "min_snr", "p2", "edm", as if the
-    network predicted the flow ("flow"), or learned during training ("uncertainty")."""
+    """The weight of each noise level in the loss: "min_snr", "p2", "edm", "flow" (the loss of a
+    network that predicts the flow), or "uncertainty" (learned during training)."""
     method: MethodName = "denoise"
-    """What is trained: a denoiser ("denoise"), or the mean velocity between two noise levels, which
-    draws in one step ("meanflow(omega=2)", with guidance 2; see diffusion/meanflow.py)."""
+    """What the network learns: to denoise ("denoise"), or the mean velocity between noise levels,
+    to draw in one step ("meanflow(omega=2)" also learns guidance 2; see diffusion/meanflow.py)."""
 
 
 class Sampler(NamedTuple):
@@ -157,7 +157,7 @@ class Sampler(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """All settings that drawing needs, for models trained here or elsewhere."""
+    """All settings that drawing needs, for a run or for a model that was trained elsewhere."""
 
     unet: UNet
     vae: VAE
@@ -216,7 +216,7 @@ class Settings(NamedTuple):
 
     @property
     def crop_sides(self) -> tuple[int, int]:
-        """Side of the training squares, and a divisor of all sides of aspect buckets, in pixels."""
+        """Side of the training images, and the divisor of all aspect buckets' sides, in pixels."""
         return self.latents.image_size, size_unit(self.pipeline)
 
     @property
@@ -264,7 +264,7 @@ class AutoencoderSettings(NamedTuple):
 
     @property
     def crop_sides(self) -> tuple[int, int]:
-        """Side of the training squares, and a divisor of all sides of aspect buckets, in pixels."""
+        """Side of the training images, and the divisor of all aspect buckets' sides, in pixels."""
         return self.reconstruction.image_size, vae_module.factor(self.vae)
 
 

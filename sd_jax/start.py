@@ -40,8 +40,8 @@ def candidates() -> list[Candidate]:
 def read_fields(path: str) -> Changes:
     """Return the config fields that a VAE on disk determines, such as vae.width.
 
-    `path` is a diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises
-    ValueError if it holds no VAE.
+    The result maps each field to its value and an empty comment. `path` is a diffusers directory, a
+    checkpoint file or a workdir of sd_jax.train_vae. Raises ValueError if it holds no VAE.
     """
     if (files.path(path) / runs.CHECKPOINTS).is_dir():
         fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]

@@ -83,12 +83,12 @@ def open_batches(
     shape = (side, side, 2 * s.vae.latent_channels)
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
     batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
-    batches.example()  # Raise an error for another shape before compiling.
+    batches.example()  # If the moments have another shape, raises an error before compiling.
     return batches
 
 
 def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
-    """Return the manifest of VAE moments: the settings and the VAE that they depend on.
+    """Return the manifest of VAE moments: the settings and the VAE on which the moments depend.
 
     The VAE is identified by a digest of its weights; without `vae_params` there is no digest.
     """

@@ -40,7 +40,8 @@ def read_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
 def make_task(s: AutoencoderSettings) -> Task:
     """Return a Task: the initialisation and loss of an autoencoder, and reconstruction of images.
 
-    Reconstruction takes batch["image"], float in [-1, 1], and decodes the mean of the posterior.
+    The Task's `sample` reconstructs the images batch["image"], float [B, H, W, 3] in [-1, 1]: it
+    encodes them and decodes the mean of the posterior.
     """
     size = s.reconstruction.image_size
     distance = DISTANCES[s.reconstruction.distance]

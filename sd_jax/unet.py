@@ -2,9 +2,9 @@
 
 It computes the same numbers as LDM's openaimodel (Rombach et al. 2022).
 
-Arrays are NHWC. Shapes: B batch; H W height and width of the latents, h w those at a level; C
-channels of a level; E = 4 width channels of the time embedding; L text tokens of width D; T query
-tokens; N heads of width K.
+Arrays are NHWC. Shapes: B batch; H W height and width of the latents; h w height and width at a
+level; C channels of a level; E = 4 * width, the channels of the time embedding; L text tokens of
+width D; T query tokens; N heads of width K.
 """
 
 import functools
@@ -38,8 +38,8 @@ class UNet(nn.Module):
     width: Width = 320
     """Number of channels of the first convolution; `channel_mult` multiplies this number."""
     channel_mult: Multiples = (1, 2, 4, 4)
-    """Number of channels of each level, in multiples of `width`. Each level halves the
-    resolution."""
+    """Number of channels of each level, in multiples of `width`. Each level but the deepest halves
+    the resolution."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2
     """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (0, 1, 2)
@@ -184,7 +184,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], text: Float[Array, "B L D"]):
-        """Return x plus the transformer's output. Each layer also has a residual connection."""
+        """Return x plus the transformer's output, [B, H, W, C]. Each layer is also residual."""
         c = x.shape[-1]
         heads = self.num_heads or c // self.head_dim
         attend = functools.partial(Attention, heads, self.implementation, self.dtype)

@@ -2,8 +2,9 @@
 
 It computes the same numbers as LDM's AutoencoderKL (Rombach et al. 2022).
 
-Images are NHWC in [-1, 1]. Shapes: B batch; H W height and width of the images, h w those at a
-level (at the deepest level, of the latents); C channels of a level; Z channels of the latents.
+Images are NHWC in [-1, 1]. Shapes: B batch; H W height and width of the images; h w height and
+width at a level (at the deepest level, of the latents); C channels of a level; Z channels of the
+latents.
 """
 
 import functools
@@ -35,8 +36,8 @@ class VAE(nn.Module):
     width: Width = 128
     """Number of channels of the first convolution; `channel_mult` multiplies this number."""
     channel_mult: Multiples = (1, 2, 4, 4)
-    """Number of channels of each level, in multiples of `width`. Each level halves the
-    resolution."""
+    """Number of channels of each level, in multiples of `width`. Each level but the deepest halves
+    the resolution."""
     num_res_blocks: Count = 2
     """Number of residual blocks of each level of the encoder; the decoder has one more."""
     latent_channels: Count = 4
@@ -209,9 +210,9 @@ def sample(moments: Moments, eps: Latents) -> Latents:
 def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
     """Decode latents `z` in slices of at most `at_once` images per device, to save memory.
 
-    Together with Attention.query_chunk, this decodes large images without splitting them into
-    tiles, and hence without seams. If `z` is sharded, each device must hold consecutive rows, as in
-    a batch sharded over a mesh.
+    The result is that of decode(z). Together with Attention.query_chunk, this decodes large images
+    without splitting them into tiles, and hence without seams. If `z` is sharded, each device must
+    hold consecutive rows, as in a batch sharded over a mesh.
     """
     devices = math.gcd(len(z), jax.device_count())
     per_device = len(z) // devices

@@ -4,9 +4,10 @@
 
 The command prints the address of the page. Only this machine can reach the page, unless --host
 names another address; then the page needs the token that is printed with the address. Images appear
-while they are drawn, each with a link and the command that draws it again. A grid of images
-compares the values of two settings. Sweeps and training curves are read from the runs. A --workdir
-may also be a diffusers directory. The command needs the extra [web]: pip install starlette uvicorn.
+while they are drawn. Each has a link to itself, and the command that draws it again. A grid of
+images compares the values of two settings. The page also shows the sweeps and training curves of
+the runs. A --workdir may also be a diffusers directory. The command needs the extra [web]: pip
+install starlette uvicorn.
 """
 
 from collections.abc import Sequence

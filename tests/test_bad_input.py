@@ -93,7 +93,7 @@ train --config.diffusion.p_mean=nan | diffusion.p_mean is nan: it must be finite
 train --config.sampler.sigma_max=inf | sampler.sigma_max is inf: it must be above 0 and finite
 train --config.sampler.guidance_low=5.0 --config.sampler.guidance_high=2.0 | guidance_high is 2.0
 train --config.sampler.name=huen | sampler.name is 'huen': did you mean 'heun'?
-train --config.prompts=(1,2) | prompts is (1, 2): it must be a tuple, each a string
+train --config.prompts=(1,2) | prompts is (1, 2): it must be a tuple, with each entry a string
 train --config.prompts=() | prompts is empty: give texts to draw during training
 train --config.text.encoder=t6 | text.encoder is 't6': choose from hashed, t5
 train --config.text.encoder=t5 | weights

@@ -1,9 +1,9 @@
 """Config fields that hold a name, or a function call such as "ddim(eta=0.5)".
 
 A table maps names to functions, or to strings "MODULE:FUNCTION" that are imported on use. A config
-can write keyword-only parameters of the function in brackets after the name. A parameter that is
-not written takes the value of the field of the same name in the config group: "ddim" alone uses
-sampler.eta. If the group has no such field, the parameter keeps the function's default.
+can set keyword-only parameters of the function in brackets after the name. A parameter that is not
+set takes the value of the field of the same name in the config group. For example, "ddim" alone
+uses sampler.eta. If the group has no such field, the parameter keeps the function's default.
 """
 
 import ast
@@ -19,7 +19,10 @@ Function = Callable[..., Any] | str
 
 
 class Call(NamedTuple):
-    """A parsed call: a function's name and the parameters written in brackets after it."""
+    """A parsed call: a function's name, and the values of its parameters.
+
+    `positional` holds the values without a parameter name, and `by_name` all others.
+    """
 
     name: str
     positional: tuple[Any, ...] = ()
@@ -27,10 +30,10 @@ class Call(NamedTuple):
 
 
 def one_of(field: str, value: Any, names: Iterable[str]) -> None:
-    """Check that the value of a config field is one of the names.
+    """Check that the value of the config field `field` is in `names`.
 
     Raises:
-        ValueError: The value is not a name. The message suggests the closest name and lists all.
+        ValueError: It is not. The message suggests the closest name, and lists all names.
     """
     names = list(names)
     if value not in names:
@@ -42,14 +45,14 @@ def one_of(field: str, value: Any, names: Iterable[str]) -> None:
 def choices(question: str, names: Iterable[str]) -> str:
     """Return "QUESTION Choose from NAMES" for an error message.
 
-    The question, such as "did you mean 'heun'?", may be empty.
+    `question` is a text such as "did you mean 'heun'?", or "".
     """
     listed = ", ".join(names)
     return f"{question} Choose from {listed}" if question else f"choose from {listed}"
 
 
 def closest(text: str, names: Iterable[str]) -> str:
-    """Return the name that a misspelled text most likely means; "" if none is similar.
+    """Return the name that a misspelled text most likely means, or "" if no name is similar.
 
     Names that start with the text come first: euler_a means euler_ancestral rather than euler.
     Other programs write some samplers differently, so "DPM++ 2M" is compared as dpmpp_2m.
@@ -60,9 +63,10 @@ def closest(text: str, names: Iterable[str]) -> str:
 
 
 def calls(field: str, text: str, names: Collection[str] = ()) -> list[Call]:
-    """Parse calls joined by +, such as "NAME + NAME(VALUE, PARAMETER=VALUE)".
+    """Parse one or more calls joined by +, such as "NAME + NAME(VALUE, PARAMETER=VALUE)".
 
-    Raises ValueError if the text has another form. `names` are the valid names, for the message.
+    Raises ValueError if the text has another form. The message contains `field`, the name of the
+    config field, and may list `names`, the valid names.
     """
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
@@ -89,8 +93,8 @@ def bound(
         field: The name of the config field that holds `text`, for error messages.
         text: A name, optionally with parameters in brackets.
         table: Maps names to functions.
-        group: A config group. Its fields are the values of parameters that `text` omits. With
-            None, the function's own defaults apply.
+        group: A config group. Parameters that `text` omits take the values of its fields of the
+            same names. With None, they keep the function's defaults.
 
     Raises:
         ValueError: The name or a parameter is unknown, or `text` joins several names by +.
@@ -132,7 +136,7 @@ def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.par
 
 
 def resolved(function: Function) -> Callable[..., Any]:
-    """Return the function, after importing it if it is a string "MODULE:FUNCTION"."""
+    """Return a function of a table. If it is a string "MODULE:FUNCTION", import it."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")

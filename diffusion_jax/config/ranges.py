@@ -1,4 +1,4 @@
-"""Valid values of config fields: annotations that state them, and functions that check them.
+"""Annotations that state the valid values of config fields, and functions that check values.
 
 The annotation of a field holds its type and its valid values:
 
@@ -6,7 +6,7 @@ The annotation of a field holds its type and its valid values:
 - `Annotated[str, TABLE]` allows the keys of a table.
 - `Annotated[int, "(0, inf)", (-1,)]` allows the numbers of an interval, and -1.
 - `Annotated[str, FUNCTION]` allows names of functions, with parameters such as "ddim(eta=0.5)".
-  FUNCTION(field, text) parses the text and raises ValueError if it is invalid.
+  FUNCTION(field, text) parses the text, and raises ValueError if the text is invalid.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 Count = Annotated[int, "(0, inf)"]
 Counts = Annotated[Sequence[int], "(0, inf)"]
 Side = Annotated[int, "[1, 16384]"]
-"""The side of an image in pixels."""
+"""The length of an image's side in pixels."""
 Width = Annotated[int, "[1, 65536]"]
 """A number of channels."""
 Multiples = Annotated[Sequence[int], "[1, 1024]"]
-"""The number of channels at each level of a network, as a multiple of the network's width."""
+"""The number of channels at each level of a network, as multiples of the network's width."""
 Amount = Annotated[int, "[0, inf)"]
 Positive = Annotated[float, "(0, inf)"]
 Share = Annotated[float, "[0, 1]"]
@@ -47,7 +47,8 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 def check(kind: type, values: Mapping[str, Any], name: str) -> None:
     """Check the values of a config group against the annotations of a NamedTuple or network.
 
-    The default of a field is always valid. An empty tuple is valid only if the annotation lists ().
+    The default of a field is always valid. An empty tuple is valid only if the annotation allows
+    it explicitly with ().
 
     Args:
         kind: The NamedTuple or network class that annotates the fields.
@@ -55,7 +56,8 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
         name: The group's name for error messages; "" for fields outside groups.
 
     Raises:
-        ValueError: A value is out of range. The message names the first such field.
+        ValueError: A value has the wrong type or is out of range. The message names the first such
+            field.
     """
     dot, default = f"{name}." if name else "", defaults(kind)
     for field, hint in typing.get_type_hints(kind, include_extras=True).items():
@@ -64,7 +66,10 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
 
 
 def check_value(field: str, value: Any, hint: Any) -> None:
-    """Raise ValueError if a value does not fit the annotation of its field."""
+    """Raise ValueError if a value does not fit `hint`, the annotation of its field.
+
+    `field` is the name of the field for the message.
+    """
     kind, ranges = kind_of(hint), getattr(hint, "__metadata__", ())
     if ranges and callable(ranges[0]):
         calls = ranges[0](field, value)
@@ -91,12 +96,12 @@ def check_value(field: str, value: Any, hint: Any) -> None:
 
 
 def kind_of(hint: Any) -> Any:
-    """Return the type of an annotation without its range."""
+    """Return an annotation's type without its valid values: Annotated[int, "[0, 1]"] -> int."""
     return getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
 
 
 def read_value(field: str, value: Any, hint: Any) -> Any:
-    """Convert text to the annotated type and check the value.
+    """Convert `value` as `typed` does, check the result, and return it.
 
     Raises ValueError if the value has another type or is out of range.
     """
@@ -106,9 +111,10 @@ def read_value(field: str, value: Any, hint: Any) -> Any:
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """Convert text to the number or bool that the field holds, and an int to float if needed.
+    """Convert a string to the type of the annotation `hint`, and an int to float if needed.
 
-    Values that cannot be converted are returned unchanged. `check_value` then rejects them.
+    Other values, and strings that cannot be converted, are returned unchanged. `check_value` then
+    rejects those that are invalid.
     """
     kind = kind_of(hint)
     if not isinstance(value, str):
@@ -157,7 +163,8 @@ def options(hint: Any) -> list[str]:
 def defaults(kind: type) -> dict[str, Any]:
     """Map the field names of a NamedTuple or network to their defaults.
 
-    Fields without a default map to dataclasses.MISSING.
+    A field without a default maps to dataclasses.MISSING. For a network, Flax's own fields are left
+    out.
     """
     if not dataclasses.is_dataclass(kind):
         default: Mapping[str, Any] = kind._field_defaults
@@ -168,12 +175,12 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def _misfit(value: Any, kind: Any) -> str:
-    """Describe the type that `value` should have; "" if it is right or not checked."""
+    """Describe the type that `value` should have. Return "" if the type is right or not checked."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, Sequence):
         inner = parts[0] if origin is Sequence or parts[1:] == (...,) else Any
         fits = isinstance(value, tuple) and not any(_misfit(part, inner) for part in value)
-        return "" if fits else f"a tuple, each {_misfit(None, inner) or 'a tuple'}"
+        return "" if fits else f"a tuple, with each entry {_misfit(None, inner) or 'a tuple'}"
     if origin is not None:
         each = [_misfit(value, part) for part in parts if _misfit(None, part)]
         return " or ".join(each) if all(each) else ""
@@ -191,7 +198,7 @@ def _inside(number: int | float, interval: str) -> bool:
 
 
 def _in_words(interval: str, number: int | float) -> str:
-    """Describe an interval for the error message about `number`, which lies outside."""
+    """Describe an interval in words, for the error message about a number outside it."""
     (low, high), opened = interval[1:-1].split(", "), interval[0] == "("
     if low == "-inf":
         return "finite"

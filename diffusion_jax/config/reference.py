@@ -1,6 +1,6 @@
-"""Describe config fields: the values, the default and the meaning of each field.
+"""Describe config fields: the valid values, the default and the meaning of each field.
 
-The meaning is the string that follows a field in the source of its class.
+The meaning is the string that follows the field in the source code of its class.
 """
 
 import ast
@@ -21,12 +21,12 @@ class Field(NamedTuple):
     values: str
     """The valid values in words, such as "a number above 0"."""
     default: Any
-    """The value if a config omits the field; dataclasses.MISSING if a config must set it."""
+    """The field's value in configs that omit it; dataclasses.MISSING if a config must set it."""
     meaning: str
 
 
 def fields(kind: type) -> list[Field]:
-    """Return the fields of a NamedTuple or network that configs can set."""
+    """Return the fields of a NamedTuple or network class that configs can set, in order."""
     hints, meanings = typing.get_type_hints(kind, include_extras=True), sentences(kind)
     return [
         Field(name, ranges.description(hints[name]), default, meanings.get(name, ""))
@@ -45,7 +45,10 @@ def sentences(kind: type) -> dict[str, str]:
 
 
 def _strings(tree: Any) -> dict[str, str]:
-    """Return the strings that directly follow annotated names in the body of a class."""
+    """Map each annotated name in the body of a class to the string that directly follows it.
+
+    `tree` is the parsed class. Names that no string follows are left out.
+    """
     return {
         node.target.id: " ".join(after.value.value.split())
         for node, after in zip(tree.body, tree.body[1:], strict=False)
@@ -56,7 +59,7 @@ def _strings(tree: Any) -> dict[str, str]:
 
 
 def abouts(hint: Any) -> dict[str, str]:
-    """Map the names that an annotation allows to the first sentences of their functions.
+    """Map the function names that an annotation allows to the first lines of their docstrings.
 
     Return {} if the annotation allows no names of functions.
     """
@@ -73,7 +76,8 @@ def first_sentence(function: Callable[..., Any]) -> str:
 def function_of(hint: Any, name: str) -> Callable[..., Any]:
     """Return the function that a config value names.
 
-    `hint` is the annotation of the field; its metadata is the table of names.
+    `hint` is the annotation of the field. Its first metadata is a table of functions, or a function
+    (field, text) that parses the value.
     """
     table = hint.__metadata__[0]
     if not callable(table):

@@ -1,8 +1,8 @@
-"""The config groups that all systems share, as typed tuples, and functions that read them.
+"""The config groups that all systems share, as NamedTuples, and functions that read them.
 
 Configs hold plain values and can omit fields that have a default. Only the entry points see a
-config: all other functions take these tuples or single values. The annotation of a field holds its
-valid values: an interval of numbers or a table of names.
+config: all other functions take these NamedTuples or single values. The annotation of a field holds
+its type and its valid values (see ranges.py).
 """
 
 import dataclasses
@@ -108,9 +108,9 @@ class Optimizer(NamedTuple):
     lr: Positive
     """The learning rate after the warm-up."""
     schedule: str = "constant"
-    """The learning rate after the warm-up: "constant"; "cosine", which falls to 0 at the last step;
-    "wsd", which is constant and falls to 0 over the last fifth of the steps; "inverse_sqrt", which
-    falls after `decay_from`; or "ldm", constant after LDM's warm-up."""
+    """The schedule of the learning rate after the warm-up: "constant"; "cosine", which falls to 0
+    at the last step; "wsd", which is constant and falls to 0 over the last fifth of the steps;
+    "inverse_sqrt", which falls after `decay_from`; or "ldm", constant after LDM's warm-up."""
     warmup: Amount = 10_000
     """Number of steps over which the learning rate rises from about 0 to `lr`."""
     decay_from: Count = 70_000
@@ -125,8 +125,8 @@ class Optimizer(NamedTuple):
     weight_decay: Annotated[float, "[0, inf)"] = 0.01
     """AdamW's weight decay: each update subtracts lr * weight_decay * weight from each weight."""
     clip: Annotated[float, "(0, inf]"] = 1.0
-    """The largest norm of the whole gradient. A longer gradient is scaled down to it; inf for no
-    limit."""
+    """The largest norm of the gradient of all weights together. A larger gradient is scaled down to
+    this norm; inf for no limit."""
     micro_batch: Annotated[int, "[0, 1048576]"] = 0
     """Number of images per device in one pass of a step, to save memory. The number of passes
     follows from batch_size and the mesh, and does not change the noise. With 0, `accumulate` sets
@@ -135,11 +135,11 @@ class Optimizer(NamedTuple):
     """Number of passes in which a step processes its batch, to save memory. Each pass draws its own
     noise."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
-    """Decay rates of the exponential moving averages of the weights. Images are drawn with the
-    average that has the largest rate."""
+    """Decay rates of the exponential moving averages of the weights. By default, images are drawn
+    with the average that has the largest rate."""
     ema_warmup: bool = False
-    """Whether averages start with the lower decay rate (1 + step) / (10 + step), until it reaches
-    the one in ema_decays. Short runs need it."""
+    """Whether averages start with the lower decay rate (1 + step) / (10 + step), until this rate
+    reaches the one in ema_decays. Short runs need this warm-up."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
     """Relative widths of EDM2's power-function averages, such as (0.05, 0.10). After training,
     `python -m diffusion_jax.averages` computes any other width from their snapshots."""
@@ -150,8 +150,8 @@ class Optimizer(NamedTuple):
     """The dtype of Adam's first moment. "bfloat16" saves 2 of at least 16 bytes of memory per
     weight."""
     max_skipped: Count = 100
-    """End the run after this many steps in a row whose loss or gradient is not finite. If no step
-    of the run was finite before, it ends after at most 10."""
+    """The run ends after this many steps in a row whose loss or gradient is not finite. If no step
+    of the run was finite before, it ends after at most 10 such steps."""
 
 
 class Lora(NamedTuple):
@@ -179,7 +179,7 @@ class Lora(NamedTuple):
 class MeshShape(NamedTuple):
     """The sizes of the three axes of the device mesh.
 
-    One size can be -1: this axis takes all devices that the other axes leave.
+    One size can be -1. This axis then takes all devices that the other axes leave over.
 
     Read by diffusion_jax/machine/sharding.py.
     """
@@ -191,11 +191,11 @@ class MeshShape(NamedTuple):
     """Number of devices in a group. The weights and the group's part of the batch are split over
     them."""
     tensor: Annotated[int, "(0, inf)", (-1,)] = 1
-    """Number of devices that compute the convolutions of each residual block together."""
+    """Number of devices that share the convolutions of each residual block."""
 
 
 class Evaluation(NamedTuple):
-    """Scoring during training: pictures are drawn from prompts at intervals, and scored.
+    """Scoring during training: at intervals, pictures are drawn from prompts and scored.
 
     Read by diffusion_jax/train/scoring.py.
     """
@@ -215,9 +215,9 @@ class Evaluation(NamedTuple):
     inception: str = ""
     """The weights of Inception, for the metrics of `reference`, sFID and the Inception Score."""
     inception_mode: Annotated[str, INCEPTION_MODES] = ""
-    """Inception's preprocessing. Set it only for a reference that another program wrote and that
-    does not record it: pytorch (pytorch-fid, MLPerf), tf (ADM, torch-fidelity), clean (clean-fid)
-    or nemo."""
+    """The preprocessing of pictures for Inception: pytorch (pytorch-fid, MLPerf), tf (ADM,
+    torch-fidelity), clean (clean-fid) or nemo. Set it only if another program wrote `reference`,
+    and the file does not record its preprocessing."""
     clip: str = ""
     """The weights of CLIP, for the CLIP score and CMMD."""
     clip_reference: str = ""
@@ -235,7 +235,7 @@ class Evaluation(NamedTuple):
 
 
 class Heldout(NamedTuple):
-    """The loss on records that training never uses. `data.heldout` sets their share.
+    """The loss on records that training never uses. `data.heldout` sets their share of the data.
 
     Read by diffusion_jax/heldout.py.
     """
@@ -289,10 +289,10 @@ class Data(NamedTuple):
     min_chars: Amount = 0
     """Leave out images whose captions have fewer characters than this."""
     max_broken: Share = 0.1
-    """The largest share of images that may be damaged. If there are more, the run ends."""
+    """The largest share of images that may be damaged. If more are damaged, the run ends."""
     resize: Amount = 0
-    """The length in pixels to which the shorter side is resized before the crop; 0 for the size of
-    the crop."""
+    """The length in pixels to which the shorter side of an image is resized before the crop; 0 for
+    the size of the crop."""
     aspect_buckets: tuple[tuple[int, int], ...] = ()
     """Aspect buckets: the shapes that images are cropped to, each as (height, width) in pixels.
     Every batch has one shape, and an image goes to the shape of the nearest aspect ratio. () crops
@@ -300,11 +300,11 @@ class Data(NamedTuple):
     crop: Annotated[str, CROPS] = "center"
     """Whether the crop is at the center of an image, or at a random position."""
     flip: bool = False
-    """Whether to mirror a random half of the images horizontally. Leave it off for text and other
-    pictures with a left and a right."""
+    """Whether to mirror a random half of the images horizontally. Leave it off for images that
+    mirroring would spoil, such as images of text."""
     threads: Amount = 16
-    """Number of threads that prepare batches ahead of training, one batch each; 0 prepares each
-    batch when it is needed."""
+    """Number of threads that prepare batches ahead of training. Each thread prepares one batch at a
+    time. With 0, each batch is prepared when it is needed."""
     heldout: Annotated[float, "[0, 1)"] = 0.0
     """The share of the images that training never uses. They are kept for the held-out loss."""
     prior: str = ""
@@ -323,13 +323,15 @@ class Data(NamedTuple):
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a config into its fields outside groups and its groups."""
+    """Return the fields outside groups of a config, and its groups, as two dicts."""
     groups = {key: value for key, value in config.items() if isinstance(value, Mapping)}
     return {key: value for key, value in config.items() if key not in groups}, groups
 
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
-    """Build a NamedTuple or network from a config group, with defaults for omitted fields.
+    """Build a NamedTuple or network of the class `kind` from a config group.
+
+    Omitted fields get their defaults. `name` is the group's name for error messages.
 
     Raises:
         ValueError: A field is unknown or missing, or its value is out of range.
@@ -342,7 +344,7 @@ def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
 
 
 def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Add the defaults of omitted fields to a config group.
+    """Return a config group with the defaults of its omitted fields.
 
     Args:
         fields: Maps the group's fields, in order, to their defaults. A field without a default
@@ -382,5 +384,8 @@ def check_prompts(run: Run, data: Data) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert nested lists to tuples. JSON stores tuples as lists."""
+    """Convert a list, and all lists nested in it, to tuples. JSON turns tuples into lists.
+
+    Other values are returned unchanged.
+    """
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The shapes of data.aspect_buckets: which to choose, and which a model can be trained on."""
+"""Propose shapes for data.aspect_buckets, and check whether a model can be trained on them."""
 
 import fractions
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ def up_to(size: int, unit: int, max_aspect: float = 2.0) -> tuple[Shape, ...]:
 
     Args:
         size: side of the model's square pictures in pixels.
-        unit: all sides are multiples of this number of pixels.
-        max_aspect: the largest ratio of the sides.
+        unit: all sides are multiples of this number of pixels, if `size` is one.
+        max_aspect: the largest ratio of the longer to the shorter side.
     """
     wide = []
     for width in range(size, int(size * max_aspect) + 1, unit):

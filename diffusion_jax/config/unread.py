@@ -17,9 +17,9 @@ def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str,
         names: The groups whose reads are recorded.
 
     Returns:
-        The copy, and a function without arguments. The function returns the fields that were not
-        read so far and whose values differ from their defaults, such as {"sampler.eta": 0.5}. If a
-        group is unpacked as a whole, all of its fields count as read.
+        The copy, and a function without arguments. The function returns the fields that have not
+        been read so far and whose values differ from their defaults, such as {"sampler.eta": 0.5}.
+        If a group is unpacked as a whole, all of its fields count as read.
     """
     groups = {name: getattr(s, name) for name in names if hasattr(s, name)}
     read: dict[str, set[str]] = {name: set() for name in groups}

@@ -1,4 +1,4 @@
-"""Versions of config.json, so that newer code can read the configs of older runs.
+"""Upgrade the config.json of an older run, so that newer code can read it.
 
 The config.json in a workdir holds the whole config and its version. When it is read back, fields
 that were added later take their defaults. Each renamed or removed field has an entry in CHANGES.
@@ -28,12 +28,12 @@ class Change(NamedTuple):
     learned: tuple[Any, ...] = ()
     """Values of a removed field that the present code still implements.
 
-    Any other value raises ValueError, because the weights were trained with a value that the code
-    no longer supports. () if the field does not affect what the weights mean: then any value is
-    ignored.
+    `upgrade` raises ValueError for any other value, because the weights were trained with a value
+    that the code no longer supports. With (), the field does not affect what the weights mean, and
+    any value is ignored.
     """
     values: Mapping[Any, Any] = MappingProxyType({})
-    """Maps old values to new values, for a field that keeps its name."""
+    """Maps old values to new values, for a field that keeps its name. Other values stay."""
 
 
 CHANGES: tuple[Change, ...] = (
@@ -48,6 +48,8 @@ CHANGES: tuple[Change, ...] = (
 
 def upgrade(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a config of any version to the present field names, and remove its version.
+
+    `config` may be changed in place.
 
     Raises:
         ValueError: The config has a later version than this code, or a removed field has a value

@@ -1,4 +1,4 @@
-"""Aspect buckets: batches of several shapes, so that little of each picture is cropped away.
+"""Aspect buckets: batches of different aspect ratios, so that cropping removes little of a picture.
 
 A bucket is a shape that pictures are cropped to. Each picture belongs to the bucket whose aspect
 ratio is nearest to its own, and all pictures of a batch belong to one bucket (Podell et al. 2023,
@@ -18,15 +18,15 @@ from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import progress
 
 _CHUNK = 64  # Number of pictures whose headers are read together.
-_THREADS = 16  # Disks and object stores have a latency.
+_THREADS = 16  # Reading headers is limited by the latency of disks and object stores.
 
 
 class Buckets(NamedTuple):
-    """The buckets that have pictures, and the bucket of each picture."""
+    """The non-empty buckets of a data set, and the bucket of each of its N pictures."""
 
     shapes: Sequence[Shape]
     bucket: Int[np.ndarray, "N"]
-    """The bucket of each picture, as an index of `shapes`."""
+    """The bucket of each picture, as an index into `shapes`."""
 
     @property
     def counts(self) -> list[int]:
@@ -39,10 +39,10 @@ class Buckets(NamedTuple):
 
 
 def sort(pictures: Pictures, buckets: Sequence[Shape]) -> Buckets:
-    """Read the size of every picture, and assign the pictures to buckets.
+    """Assign each picture to the bucket with the nearest aspect ratio, and return the buckets.
 
-    Buckets without pictures are left out. Unusable pictures will be replaced by pictures of the
-    same bucket.
+    This reads the header of every picture. Empty buckets are left out. From then on, `pictures`
+    replaces an unusable picture only by pictures of the same bucket.
     """
     sizes = read_sizes(pictures)
     bucket = nearest(sizes, buckets)
@@ -54,7 +54,10 @@ def sort(pictures: Pictures, buckets: Sequence[Shape]) -> Buckets:
 
 
 def read_sizes(pictures: Pictures) -> Int[np.ndarray, "N 2"]:
-    """Return height and width of all pictures, from the headers of their files."""
+    """Return height and width of each picture in pixels, read from the headers of the files.
+
+    The size of a damaged picture is (0, 0).
+    """
     starts = range(0, len(pictures), _CHUNK)
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in starts)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -64,10 +67,14 @@ def read_sizes(pictures: Pictures) -> Int[np.ndarray, "N 2"]:
 
 
 def nearest(sizes: Int[np.ndarray, "N 2"], buckets: Sequence[Shape]) -> Int[np.ndarray, "N"]:
-    """Return the bucket of the nearest aspect ratio for each picture, as an index of `buckets`.
+    """Return, for each picture, the index of the bucket with the nearest aspect ratio.
 
-    Distances are measured between the logarithms of the ratios. Damaged pictures, of size (0, 0),
-    count as squares.
+    The distance of two ratios is the difference of their logarithms. Damaged pictures, of size
+    (0, 0), count as squares.
+
+    Args:
+        sizes: height and width of each picture.
+        buckets: height and width of each bucket.
     """
     distances = np.abs(_log_aspect(sizes)[:, None] - _log_aspect(np.array(buckets)))
     return distances.argmin(1)
@@ -76,15 +83,20 @@ def nearest(sizes: Int[np.ndarray, "N 2"], buckets: Sequence[Shape]) -> Int[np.n
 def cropped_away(
     sizes: Int[np.ndarray, "N 2"], shapes: Int[np.ndarray, "N 2"]
 ) -> Float[np.ndarray, "N"]:
-    """Return the share of each picture's area that a crop with the aspect of `shapes` removes."""
+    """Return the share of each picture's area that cropping removes, from 0 to 1.
+
+    Args:
+        sizes: height and width of each picture.
+        shapes: height and width of the crop of each picture; only their ratio matters.
+    """
     return 1 - np.exp(-np.abs(_log_aspect(sizes) - _log_aspect(shapes)))
 
 
 def described(buckets: Buckets, sizes: Int[np.ndarray, "N 2"]) -> str:
-    """Return a line for the log about the buckets.
+    """Return a log line that summarises the buckets.
 
-    It lists the share of pictures in each bucket, and the share of the pictures' area that cropping
-    removes, both with these buckets and with squares.
+    It lists the share of pictures in each bucket. It also tells which share of a picture's area
+    cropping removes on average, with these buckets and with square crops.
     """
     shares = [count / max(len(sizes), 1) for count in buckets.counts]
     shapes = ", ".join(

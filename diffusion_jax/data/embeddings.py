@@ -1,7 +1,7 @@
 """Reads text embeddings that were computed before training and stored beside the images.
 
-A file (.npy, .npz or .safetensors) holds one text as a float array [tokens, width] without padding.
-Pickles are refused, because opening them can run arbitrary code.
+A file (.npy, .npz or .safetensors) holds the embeddings of one text: a float array [tokens, width]
+without padding. Pickles are refused, because opening them can run arbitrary code.
 """
 
 import io
@@ -16,7 +16,7 @@ from diffusion_jax.machine import untrusted
 
 
 def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
-    """Return the embeddings of one file as float32 [tokens, width].
+    """Return the embeddings in a file as float32 [tokens, width].
 
     If the file holds several arrays, the one named "encodings" is read. The name may have a prefix,
     as in NeMo's "embeddings_t5_xxl/encodings".
@@ -44,21 +44,24 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 
 
 def check_suffix(text: str) -> None:
-    """Check that text files with this suffix can be read: captions (txt) or embeddings (npy, ...).
+    """Check that text files with the suffix `text` can be read.
+
+    Captions have the suffix "txt", embeddings "npy", "npz" or "safetensors". A prefix is allowed,
+    such as "t5.npy".
 
     Raises:
-        ValueError: the suffix belongs to pickles or is unknown.
+        ValueError: the suffix is unknown, or is that of a pickle.
     """
     last = text.rsplit(".")[-1]
     if last in ("pickle", "pkl", "pt", "pth"):
         raise ValueError(
-            f"texts of suffix {text!r} are pickles, which can run arbitrary code when opened: "
+            f"files with suffix {text!r} are pickles, which can run arbitrary code when opened: "
             "convert them to .npy with numpy.save(file, data['embeddings_t5_xxl']['encodings']), "
             "as docs/data.md shows"
         )
     if last != "txt" and last not in EMBEDDINGS:
         raise ValueError(
-            f"the suffix of texts is {text!r}: it must end in txt (captions) or "
+            f"the suffix of text files is {text!r}: it must end in txt (captions) or "
             f"{', '.join(EMBEDDINGS)} (precomputed embeddings)"
         )
 
@@ -68,7 +71,7 @@ def _read_npz(contents: bytes) -> np.ndarray:
 
 
 def _read_safetensors(contents: bytes) -> np.ndarray:
-    import safetensors.numpy  # Few data sets need it.
+    import safetensors.numpy  # Imported here, because few data sets need it.
 
     return _choose(safetensors.numpy.load(contents))
 

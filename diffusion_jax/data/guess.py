@@ -13,22 +13,23 @@ from diffusion_jax.machine import untrusted
 
 _NAMES = ("caption", "captions", "text", "prompt", "description", "title")
 """Common names of caption fields, the likeliest first. They are preferred to other text fields."""
+# Text fields that never hold captions.
 _OTHER = ("file_name", "key", "url", "image", "status", "error_message", "sha256", "exif")
 
 
 def guess(path: str, text: str = "") -> Data:
     """Infer the data settings (source, caption field) for training on the pictures at `path`.
 
-    With these settings, pictures without a caption are left out. If no captions are found at all,
+    With these settings, pictures without a caption are left out. If there are no captions at all,
     every picture gets the caption "".
 
     Args:
         path: a file, folder, pattern or URL, or SOURCE:PATH::TEXT.
-        text: data.text; "" infers it from the files.
+        text: the value of data.text; "" infers it from the files.
 
     Raises:
-        FileNotFoundError: there is nothing at the path.
-        ValueError: no source reads the files, or they are tars without captions.
+        FileNotFoundError: `path` does not exist.
+        ValueError: no data source can read the files, or they are tars without captions.
     """
     source, _, location = path.partition(":")
     if source in sources.SOURCES and location:
@@ -46,12 +47,15 @@ def guess(path: str, text: str = "") -> Data:
 
 
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
-    """Infer the data settings for a folder of images or, if it has none, of tars or tables."""
+    """Infer the data settings for a folder.
+
+    If the folder holds no image files, the settings are for its tars, ArrayRecord files or tables.
+    """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
     stems = {f.with_suffix("") for f in files if kind(f) in records.IMAGE_SUFFIXES}
     relevant = lambda file: kind(file) not in ("txt", "json") or file.with_suffix("") in stems
-    first = {kind(f): f for f in reversed(files) if relevant(f)}  # The first file of each kind.
+    first = {kind(f): f for f in reversed(files) if relevant(f)}  # The first file of each suffix.
     if not stems:
         if "tar" in first:
             return _of_tars(path, text)
@@ -94,7 +98,11 @@ def _of_tars(path: str, text: str) -> Data:
 
 
 def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
-    """Infer the settings of Hugging Face tables that hold images (.parquet or .arrow)."""
+    """Infer the data settings for Hugging Face tables of images (.parquet or .arrow).
+
+    Raises:
+        ValueError: there is no such table.
+    """
     saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
     files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
@@ -118,14 +126,19 @@ def _data(source: str, path: str, text: str) -> Data:
 
 
 def _field(kind: str, names: Iterable[str]) -> str:
-    """Return the value of data.text for the likeliest caption field, or "" for no field."""
+    """Return the value of data.text for the likeliest caption field, or "" if there is none.
+
+    Args:
+        kind: suffix of the files with the fields; "" for the columns of a Hugging Face table.
+        names: names of the text fields.
+    """
     texts = [name for name in names if name not in _OTHER]
     likely = [name for name in _NAMES if name in texts] + texts
     return ":".join(filter(None, (kind, likely[0]))) if likely else ""
 
 
 def _fields(rows: Iterable[bytes | str]) -> list[str]:
-    """Return the text fields of the first row that is a JSON object."""
+    """Return the names of the string fields in the first row that is a JSON object."""
     for row in rows:
         value = untrusted.parse_json(row)
         if isinstance(value, dict):

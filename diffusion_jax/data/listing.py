@@ -37,7 +37,7 @@ from diffusion_jax.machine import files, progress
 
 _VERSION = 2
 _NAME = 100  # Bytes of the member's name at the start of a tar header.
-_CHUNK = 256  # Number of tars whose indices are in memory at once.
+_CHUNK = 256  # Number of tars whose indices are held in memory together.
 _LENGTH = struct.Struct("<Q")
 
 
@@ -63,8 +63,8 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
 
     Args:
         path: a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
-        images: suffixes of images.
-        text: suffix of texts.
+        images: suffixes of the image files.
+        text: suffix of the text files.
 
     Raises:
         FileNotFoundError: a tar is missing.
@@ -94,9 +94,9 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
 
 
 def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
-    """Download the shared listing to `path`, or build it.
+    """Write the listing to `path`: download it from `shared`, or else build it.
 
-    Upload a built listing if it belongs in a bucket.
+    If `shared` is a URL, a new listing is uploaded there, so that other machines can download it.
     """
     if storage.is_url(shared) and storage.exists(shared):
         return storage.download(shared, path)
@@ -117,7 +117,10 @@ def _is_writable(folder: pathlib.Path) -> bool:
 
 
 def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
-    """Memory-map a listing; return None if it is missing or damaged."""
+    """Open a listing as memory-mapped arrays. Return None if the file is missing or damaged.
+
+    `names` are the paths of the listed tars.
+    """
     try:
         with path.open("rb") as file:
             file.seek(-_LENGTH.size, os.SEEK_END)
@@ -141,7 +144,10 @@ def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
 
 
 def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib.Path) -> None:
-    """Write the listing tar by tar, so that only a few indices are in memory at once."""
+    """Write the listing of the tars `names` to `path`.
+
+    The tars are processed in small groups, because the indices of all of them would fill memory.
+    """
     facts: dict[str, Any] = {"first": [], "error": ""}
     counts, suffixes, lengths, crc = collections.Counter[str](), set[str](), [], 0
     with (
@@ -178,16 +184,16 @@ def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib
 
 
 def header(tar: str, offset: int) -> list[bytes]:
-    """Return the name field of the tar header before the contents at `offset`.
+    """Return the 100-byte name field in the header of the member whose contents start at `offset`.
 
-    The result is a list of one item, as from storage.read_ranges.
+    The result is a list with one item, as from storage.read_ranges.
     """
     first = offset - tars.BLOCK
     return storage.read_ranges([tar], [first], [first + _NAME])
 
 
 def full_name(tar: str, header: bytes) -> str:
-    """Return a record's name, "TAR/MEMBER", from its tar header.
+    """Return a record's name, "TAR/MEMBER", from the tar header of its image.
 
     Listings hold no names, because millions of them would fill memory.
     """
@@ -203,7 +209,10 @@ def _attempt(name: str) -> Index | ValueError:
 
 
 def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
-    """Return (offset, size) of the image and text of each record; -1 if there is no text."""
+    """Return (offset, size) in bytes of the image and of the text of each record.
+
+    Both are -1 if a record has no text. Records without an image are left out.
+    """
     num_records = int(index.record.max(initial=-1)) + 1
     spans = np.full((num_records, 2, 2), -1, np.int64)
     for column, suffixes in enumerate((images, (text,))):

@@ -11,7 +11,7 @@ from diffusion_jax.data.pictures import Pictures, Rows
 
 
 class Mixture(Pictures):
-    """A data set that concatenates several sources and samples them with given weights."""
+    """A concatenation of several sources. The pipeline draws from each according to its weight."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class Mixture(Pictures):
 
         Args:
             parts: the sources.
-            weights: relative frequency with which each part is drawn.
-            counts: loss weight of each part's pictures; empty if all are equal.
+            weights: relative frequency with which each source is drawn.
+            counts: loss weight of each source's pictures; empty if all are equal.
         """
         self.parts, self.lengths = parts, [len(part) for part in parts]
         self.part_counts = tuple(counts)
@@ -39,7 +39,7 @@ class Mixture(Pictures):
             part.keep_together(of_part)
 
     def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
-        """Return the size that each picture has in its source."""
+        """Return the stored height and width of each picture in pixels."""
         sizes = np.zeros((len(indices), 2), np.int64)
         for part, rows, inside in self._split(indices):
             sizes[rows] = part.sizes(inside)
@@ -52,7 +52,7 @@ class Mixture(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
-        """Return pictures and texts, reading each picture from the source that holds it."""
+        """Read each picture and its text from the source that holds it; see Pictures.read."""
         images: Any = None
         texts: list[Any] = [None] * len(indices)
         for part, rows, inside in self._split(indices):
@@ -65,7 +65,7 @@ class Mixture(Pictures):
         return images, texts
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return captions or embeddings, if possible without reading pictures."""
+        """Return each picture's caption or embeddings, without reading the image if possible."""
         texts: list[Any] = [None] * len(indices)
         for part, rows, inside in self._split(indices):
             for row, text in zip(rows.tolist(), part.texts(inside), strict=True):
@@ -83,7 +83,7 @@ class Mixture(Pictures):
         return np.concatenate(usable), np.concatenate(images or [np.zeros(0, np.uint8)]), texts
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return the key that each picture has in its source."""
+        """Return each picture's key, as defined by the source that holds the picture."""
         keys = np.zeros(len(indices), np.uint64)
         for part, rows, inside in self._split(indices):
             keys[rows] = part.keys(inside)
@@ -94,7 +94,7 @@ class Mixture(Pictures):
         return counts[self._part_numbers(indices)] if self.part_counts else None
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Return the name that each picture has in its source."""
+        """Return each picture's name, as defined by the source that holds the picture."""
         names = [""] * len(indices)
         for part, rows, inside in self._split(indices):
             for row, name in zip(rows.tolist(), part.names(inside), strict=True):

@@ -1,4 +1,4 @@
-"""Define Pictures, the decoded data sets that the pipeline batches."""
+"""Define Pictures, the interface of decoded data sets, from which the pipeline makes batches."""
 
 import abc
 import collections
@@ -20,7 +20,9 @@ Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or 
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
 _CHUNK = 64  # Number of encoded records that are read and held in memory together.
-_FEW = 100  # The share of damaged records counts at least this many records, or the whole set.
+# Until this many records were read, the share of damaged records is relative to this number (or to
+# the size of a smaller data set).
+_FEW = 100
 _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
 
@@ -49,7 +51,9 @@ class Pictures(Portable, abc.ABC):
         del groups
 
     def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
-        """Return height and width of the stored pictures, before resizing; (0, 0) if damaged.
+        """Return height and width in pixels of the stored pictures, before resizing.
+
+        The size of a damaged picture is (0, 0).
 
         Raises:
             ValueError: all pictures of the data set have the same size.
@@ -77,9 +81,13 @@ class Pictures(Portable, abc.ABC):
         """Return pictures and their texts. The same arguments always give the same result.
 
         Args:
-            indices: the pictures to read.
-            places: position (x, y) of the crop in larger pictures, each in [0, 1]; None crops the
-                centre.
+            indices: indices of the pictures to read.
+            places: where to crop each larger picture: x and y from 0 (left, top) to 1 (right,
+                bottom). None crops the centre.
+
+        Returns:
+            The pictures, uint8 RGB pixels or float VAE moments, and a caption or embeddings for
+            each.
         """
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
@@ -108,11 +116,11 @@ class Pictures(Portable, abc.ABC):
         del indices
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Return a name for each picture, such as its file, to show in messages."""
+        """Return a name for each picture, such as its file's path, for messages."""
         return [f"picture {index}" for index in indices.tolist()]
 
     def skipped(self) -> dict[str, int]:
-        """Return the number of unusable pictures found so far, by reason."""
+        """Return the number of unusable pictures found so far, keyed by reason."""
         return {}
 
 
@@ -124,14 +132,15 @@ class Shapes(NamedTuple):
     embeddings: tuple[int, int] | None = None
     """(tokens, width) if the texts are embeddings; None if they are captions."""
     moments: tuple[int, int, int] | None = None
-    """[h, w, 2 Z] if the pictures are an autoencoder's moments (float32); None if pixels."""
+    """[h, w, 2 Z] if the pictures are an autoencoder's moments (float32) with Z latent channels;
+    None if they are pixels."""
 
 
 class Decoded(Pictures):
     """A data set decoded from records of encoded images. It counts and replaces unusable records.
 
-    The replacement of a record is drawn at random, seeded with the record's index. So the order of
-    the data does not depend on the number of processes or on restarts.
+    The replacement of an unusable record is drawn at random, seeded with the record's index. So the
+    order of the data depends neither on the number of processes nor on restarts.
     """
 
     def __init__(
@@ -145,10 +154,11 @@ class Decoded(Pictures):
 
         Args:
             records: the records.
-            make: decodes a record's image, `make(image, place=(x, y))`, or raises Unusable. After
-                `cropped_to`, it is also given `shape`, the (height, width) of the crop.
-            data: the config group that sets the minimum length of captions (min_chars) and the
-                allowed share of damaged records (max_broken).
+            make: `make(image, place=(x, y))` decodes and crops a record's image, or raises
+                Unusable. In views made by `cropped_to`, the call has another keyword argument,
+                `shape`, the (height, width) of the crop.
+            data: the config's data group, which sets the minimum length of captions (min_chars) and
+                the allowed share of damaged records (max_broken).
             size_of: returns height and width of an encoded image, or (0, 0) if it is damaged.
         """
         self._size_of = size_of
@@ -166,10 +176,10 @@ class Decoded(Pictures):
         self._groups = groups
 
     def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
-        """Return height and width from the headers of the images; (0, 0) for damaged ones."""
+        """Return height and width in pixels from the images' headers; (0, 0) for damaged images."""
         heads = self._records.heads(indices.tolist())
         sizes = [self._size_of(head) for head in heads]
-        # The header of a picture with large metadata can be longer than its head.
+        # With large metadata, a header can be longer than the head: read the whole file.
         rows = [row for row, size in enumerate(sizes) if size == (0, 0)]
         records = self._records.read([int(indices[row]) for row in rows]) if rows else []
         for row, record in zip(rows, records, strict=True):
@@ -177,7 +187,7 @@ class Decoded(Pictures):
         return np.array(sizes, np.int64).reshape(-1, 2)
 
     def cropped_to(self, shape: tuple[int, int]) -> "Decoded":
-        """Return a view of the same records with another crop.
+        """Return a view of the same records that crops to (height, width) `shape`.
 
         A record that is unusable in several views is counted once.
         """
@@ -192,7 +202,9 @@ class Decoded(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
-        """Decode pictures and return them with their texts.
+        """Decode pictures and return them with their texts; see Pictures.read.
+
+        Unusable records are replaced.
 
         Raises:
             ValueError: no usable replacement was found, or too many records are damaged.
@@ -204,11 +216,11 @@ class Decoded(Pictures):
         return self._records.keys(indices)
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Return the name of each record, or of its replacement if it is unusable."""
+        """Return the name of each record; for an unusable record, the name of its replacement."""
         return [name for _, _, name in self._read(indices, None)]
 
     def _read(self, indices: np.ndarray, places: np.ndarray | None) -> list[tuple[Any, Any, str]]:
-        """Return (image, text, name) of the records or their replacements."""
+        """Return (image, text, name) of each record, or of its replacement if it is unusable."""
         rows = [transforms.CENTRE] * len(indices) if places is None else places.tolist()
         usable = []
         for first in range(0, len(indices), _CHUNK):
@@ -222,7 +234,10 @@ class Decoded(Pictures):
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return (indices, images, texts) of the usable records, and count the unusable ones."""
+        """Return (indices, images, texts) of the usable records among `indices`.
+
+        Unusable ones are added to the counts that `skipped` returns.
+        """
         usable, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
             try:
@@ -234,14 +249,17 @@ class Decoded(Pictures):
         return np.array(usable, np.int64), images, [text for _, text in pairs]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return captions or embeddings, if possible without reading images; "" if damaged."""
+        """Return the caption or embeddings of each record, or "" for a damaged text.
+
+        Images are not read if the format allows it.
+        """
         texts = self._records.texts(indices.tolist())
         return ["" if isinstance(text, transforms.Unusable) else text for text in texts]
 
     def skipped(self) -> dict[str, int]:
-        """Return the number of skipped images by reason.
+        """Return the number of skipped images, keyed by reason.
 
-        The counts include unusable images found so far, and images that the source excluded when it
+        The counts include the unusable images found so far, and what the source left out when it
         was opened.
         """
         with self._lock:
@@ -267,7 +285,7 @@ class Decoded(Pictures):
         )
 
     def _replacement(self, draw: np.random.Generator, original: int) -> int:
-        """Draw the index of a record that may replace the original one."""
+        """Draw the index of a record that may replace the record at index `original`."""
         if len(self._groups):
             return int(draw.choice(np.flatnonzero(self._groups == self._groups[original])))
         while True:
@@ -297,7 +315,7 @@ class Decoded(Pictures):
             num_read, num_broken = min(self._counts["read"], len(self)), self._counts["broken"]
         if len(self._unusable) <= _NUM_WARNINGS:
             logging.warning("skipped %s: %s", name, error)
-        # At the start, a single damaged record is a large share of the records read.
+        # At the start, one damaged record would be a large share of the records read so far.
         if num_broken > self._max_broken * max(num_read, min(_FEW, len(self))):
             raise ValueError(
                 f"{num_broken} of {num_read} records are damaged, a larger share than "

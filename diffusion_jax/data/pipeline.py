@@ -1,8 +1,8 @@
-"""Batches pictures: the order of the data, prefetching threads, and the position for resuming.
+"""Makes training batches: orders the data, prefetches in threads, and resumes at a saved position.
 
-Sample n of a run (n = step * batch size + row) is a function of (seed, n). Every epoch is a new
-permutation, and neither the number of processes nor a restart changes the order. With aspect
-buckets, the batch of a step is a function of (seed, step).
+The picture that a run draws as sample n (n = step * batch size + row) depends only on the data and
+on (seed, n). Every epoch is a new permutation, and neither the number of processes nor a restart
+changes the order. With aspect buckets, the batch of a step depends on (seed, step).
 """
 
 import json
@@ -52,7 +52,7 @@ class OtherData(ValueError):
 
 
 class Batches:
-    """An endless iterator over training batches; each process gets its own rows of a batch.
+    """An endless iterator over training batches. Each process gets its own rows of a batch.
 
     The iterator owns prefetching threads: call `close`, or use it as a context manager.
     """
@@ -76,7 +76,7 @@ class Batches:
             batch_size: number of rows of all processes together.
             seed: seed of the data order.
             num_threads: number of prefetching threads.
-            make: makes a batch of the pictures with the given indices, all of one bucket.
+            make: maps the indices of pictures, all of one bucket, to a batch.
             buckets: the bucket of each picture; None if all pictures are squares of one size.
         """
         self.pictures, self._make, self._buckets = pictures, make, buckets
@@ -126,17 +126,17 @@ class Batches:
         return [self._make(members[:1]) for members in self._buckets.members()]
 
     def get_state(self) -> bytes:
-        """Return the position after the last batch as JSON. It is the same in every process."""
+        """Return the position after the last batch as JSON bytes, the same in every process."""
         samples = self._iterator.get_state()["next_index"] * self._batch_size
         return json.dumps({"samples": samples, **self._identity}).encode()
 
     def set_state(self, state: bytes) -> None:
         """Continue at a position that `get_state` returned.
 
-        The state {"samples": 0} without further keys is the start of any data set.
+        The state {"samples": 0} without further keys means the start of any data set.
 
         Raises:
-            OtherData: the data or the seed are not the saved ones, or the batch size does not fit.
+            OtherData: the data or the seed changed, or the batch size does not divide the position.
         """
         saved = json.loads(state)
         samples = saved.pop("samples")
@@ -156,7 +156,7 @@ class Batches:
         """Return the indices of the pictures in the given rows of a recent batch.
 
         Args:
-            rows: row numbers, counted over all processes.
+            rows: row numbers in the complete batch of all processes.
             back: 0 for the last batch, 1 for the one before, and so on.
         """
         step = self._iterator.get_state()["next_index"] - 1 - back
@@ -181,7 +181,7 @@ class Batches:
 def training_batches(
     pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
 ) -> Batches:
-    """Return the iterator over a config's training batches. `name` is the batch key of pictures."""
+    """Return an iterator over a config's training batches. `name` is the batch key of pictures."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
@@ -220,7 +220,7 @@ def make_batches(
     """Return an iterator over batches of pictures.
 
     A batch holds the pictures [B, H, W, C] under `name`, loss weights under COUNTS if they differ,
-    and the arrays returned by `tokenize`. H and W are those of a bucket, if there are buckets.
+    and the arrays returned by `tokenize`. With buckets, H and W are the shape of the step's bucket.
 
     Args:
         pictures: the pictures.
@@ -237,7 +237,7 @@ def make_batches(
         buckets: the bucket of each picture; None makes squares of one size.
 
     Raises:
-        ValueError: `crop` is unknown, or the processes do not divide the batch.
+        ValueError: `crop` is unknown, or batch_size is not a multiple of process_count.
     """
     if crop not in CROPS:
         raise ValueError(f"crop is {crop!r}: choose from {', '.join(CROPS)}")
@@ -266,7 +266,7 @@ def make_batches(
         counts = pictures.counts(indices)
         return {name: images, **({} if counts is None else {COUNTS: counts}), **tokenize(texts)}
 
-    # grain takes 12 us per element, so only indices pass through it one by one; the pictures of a
+    # grain takes 12 us per element, so only indices pass through it one by one. The pictures of a
     # batch are read together.
     local = _batch_order(pictures, seed, rows, process_index, process_count, buckets)
     batches = local.map_with_index(load)
@@ -289,10 +289,10 @@ def _batch_order(
     process_count: int = 1,
     buckets: Buckets | None = None,
 ) -> grain.MapDataset[Int[np.ndarray, "B"]]:
-    """Return the indices of the pictures in a process's rows of each batch.
+    """Return a data set whose item n holds the picture indices in a process's rows of batch n.
 
-    Each bucket has its own epochs. The bucket of step n is a function of n alone, and any range of
-    steps contains the buckets in proportion to their numbers of pictures.
+    Each bucket has its own epochs. The bucket of step n depends on n alone. Any range of steps
+    draws the pictures of all buckets about equally often, apart from the weights of a mixture.
     """
     orders, weights = [], []
     for among in [None] if buckets is None else buckets.members():
@@ -305,10 +305,10 @@ def _batch_order(
 def _order(
     pictures: Pictures, seed: int, among: Int[np.ndarray, "N"] | None = None
 ) -> grain.MapDataset[int]:
-    """Return the picture index of each sample of a group; every epoch is a new permutation.
+    """Return a data set whose item n is the picture index of sample n of a group of pictures.
 
-    In a mixture, each source has its own epochs. The source of sample n is a function of n alone,
-    and any range of samples contains the sources in proportion to their weights.
+    Every epoch is a new permutation. In a mixture, each source has its own epochs, the source of
+    sample n depends on n alone, and any range of samples follows the weights of the sources.
 
     Args:
         pictures: the pictures.
@@ -329,9 +329,9 @@ def _mix(orders: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.
 
 
 def _parts(pictures: Pictures, among: Int[np.ndarray, "N"] | None) -> list[tuple[Any, float]]:
-    """Return, for each source, a group's indices and how often they are drawn.
+    """Return, for each source, (indices, weight) of the pictures of a group in that source.
 
-    The frequencies are relative to those of other groups and sources.
+    The weight is how often these pictures are drawn, relative to other sources and groups.
     """
     if not isinstance(pictures, Mixture):
         indices = range(len(pictures)) if among is None else among
@@ -348,7 +348,7 @@ def _parts(pictures: Pictures, among: Int[np.ndarray, "N"] | None) -> list[tuple
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
-    """Join the batch rows of all processes into global arrays with the given sharding."""
+    """Return global arrays with the given sharding, joined from the batch rows of all processes."""
     place = jax.make_array_from_process_local_data
     return {name: place(sharding, rows) for name, rows in batch.items()}
 
@@ -387,7 +387,7 @@ def _places(seed: int, samples: range) -> np.ndarray:
 
 
 def _flip(images: np.ndarray, seed: int, samples: range) -> np.ndarray:
-    """Return the images with about half of them mirrored. Sample n depends only on (seed, n)."""
+    """Return a copy in which each image is mirrored with probability 1/2, drawn from (seed, n)."""
     reverse, out = np.arange(images.shape[2])[::-1], np.empty_like(images)
     for n, image, row in zip(samples, images, out, strict=True):
         if np.random.default_rng((seed, n)).random() < 0.5:

@@ -17,17 +17,19 @@ _CHUNK = 256  # Number of records whose texts are read together.
 
 
 def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 2023) -> list[str]:
-    """Return the prompts of a file, or a random sample of them in the file's order.
+    """Return the prompts of a file, or a random sample of them, in the file's order.
+
+    Blank prompts are left out.
 
     Args:
-        path: a .txt with one prompt per line, a .tsv with a column `caption` in its header, a .json
-            with COCO's captions, or "SOURCE:PATH::TEXT" for the captions of a data source, such as
+        path: a .txt with one prompt per line, a .tsv with a column `caption`, a .json of COCO's
+            captions, or "SOURCE:PATH::TEXT" for the captions of a data source, such as
             tfds:coco_captions@val::captions/text.
         number: size of the sample, drawn without replacement; None returns all prompts.
         seed: seed of the sample.
 
     Raises:
-        ValueError: the file has no prompts, fewer than `number`, or another format.
+        ValueError: the file has no prompts or fewer than `number`, or its format is not supported.
     """
     try:
         prompts = [text for text in _read(path) if text.strip()]

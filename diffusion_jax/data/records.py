@@ -1,4 +1,4 @@
-"""Define records (encoded images with a caption or embeddings), and read and check their files."""
+"""Define records (encoded images with a caption or embeddings), and check the files of a source."""
 
 import abc
 import hashlib
@@ -44,14 +44,17 @@ class Records(Portable, abc.ABC):
         """Read the records with these indices. Raises OSError if their files have been removed."""
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return captions or embeddings of records, without reading images if the format allows."""
+        """Return the caption or embeddings of each record; Unusable for a damaged one.
+
+        Images are not read if the format allows it.
+        """
         return [record.text for record in self.read(indices)]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the start of each image file, from which height and width are read.
+        """Return the start of each image file, which usually contains the height and width.
 
-        It has at least HEAD bytes, or all bytes of a shorter file. The base class returns complete
-        files.
+        Each start has at least HEAD bytes, or is a complete shorter file. The base class returns
+        complete files.
         """
         return [record.image for record in self.read(indices)]
 
@@ -64,7 +67,10 @@ class Records(Portable, abc.ABC):
         return indices.astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """Return the number of images that were excluded when the source was opened, by reason."""
+        """Return counts of the images or tars that the source left out when it was opened.
+
+        The keys are the reasons, such as "no_caption".
+        """
         return {}
 
 
@@ -81,13 +87,16 @@ def path_of(data: Data) -> str:
 
 
 def split_of(path: str) -> tuple[str, str]:
-    """Split "PATH@SPLIT" into path and split name; without "@", the split name is ""."""
+    """Split "PATH@SPLIT" into path and split name. Without "@", the split name is "".
+
+    An "@" before the last slash belongs to the path.
+    """
     place, separator, split = path.rpartition("@")
     return (place, split) if separator and "/" not in split else (path, "")
 
 
 def read_text(contents: bytes, text: str) -> Any:
-    """Return the caption or embeddings in a text file, or Unusable if it has none.
+    """Return the caption or embeddings in a text file, or Unusable.
 
     The result is Unusable if the file is damaged, lacks the field, or has a caption that is not
     UTF-8.
@@ -115,7 +124,10 @@ def not_utf8() -> Unusable:
 
 
 def cell_text(cell: Any) -> str | Unusable:
-    """Return a table cell's caption (a string, bytes, or a list's first item), or Unusable."""
+    """Return the caption in a table cell, or Unusable if the cell holds no UTF-8 text.
+
+    The cell may be a string, bytes, or a list, of which the first item is used.
+    """
     while isinstance(cell, list | tuple | np.ndarray) and len(cell):
         cell = cell[0]
     if isinstance(cell, bytes):
@@ -128,10 +140,10 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
 
     Args:
         text: data.text, such as "txt", "json:caption" or "npy".
-        tables: suffixes of tables that the source reads; like "json", they need a field.
+        tables: suffixes of the tables that the source can read. Like "json", they need a field.
 
     Raises:
-        ValueError: the field is missing or superfluous, or the suffix is unknown.
+        ValueError: a field is missing, a suffix without fields has one, or the suffix is unknown.
     """
     suffix, _, field = text.partition(":")
     if suffix.rsplit(".")[-1] in ("json", *tables):
@@ -155,8 +167,12 @@ def suffix_of(name: str) -> str:
 def check_exists(paths: Sequence[str], format: str) -> None:
     """Check that the paths of a data set exist.
 
+    Args:
+        paths: local paths or URLs.
+        format: the --format of the example data set that the message suggests.
+
     Raises:
-        FileNotFoundError: a path is missing; the message shows how to make an example data set.
+        FileNotFoundError: a path is missing. The message shows how to make an example data set.
     """
     missing = [path for path in paths if not storage.exists(path)]
     if not missing:
@@ -178,12 +194,12 @@ def check_any(
 
     Args:
         num_images: number of images found.
-        place: the path that was searched.
-        suffixes: the suffixes of all files found.
+        place: the path that was searched, for the message.
+        suffixes: the suffixes of all files found, for the message.
         images: the suffixes that count as images.
 
     Raises:
-        ValueError: `num_images` is 0; the message lists the suffixes.
+        ValueError: `num_images` is 0.
     """
     if num_images == 0:
         others = _list(suffixes)
@@ -208,13 +224,13 @@ def check_captions(
         num_bare: number of images without a text.
         first: names of up to three images without a text.
         num_images: number of all images.
-        text: data.text.
-        uncaptioned: data.uncaptioned.
+        text: the value of data.text.
+        uncaptioned: the value of data.uncaptioned.
         suffixes: the suffixes of all files.
 
     Raises:
-        ValueError: images lack a text and are not dropped, all images lack one, or `uncaptioned` is
-            unknown.
+        ValueError: some images lack a text and are not dropped, all images lack one, or
+            `uncaptioned` is unknown.
     """
     if uncaptioned not in UNCAPTIONED:
         raise ValueError(
@@ -237,7 +253,7 @@ def _field(values: Any, field: str) -> str | Unusable:
 
 
 def _caption(text: str) -> str | Unusable:
-    """Return a caption without spaces at its ends, or Unusable if UTF-8 cannot encode it."""
+    """Return a caption without white space at its ends, or Unusable if UTF-8 cannot encode it."""
     try:
         text.encode()
     except UnicodeEncodeError:

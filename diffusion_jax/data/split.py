@@ -15,10 +15,11 @@ _CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     """Split pictures into (training, held out) by a hash of their keys.
 
-    About `share` of the pictures are held out. The choice is the same in every run and process. If
-    the keys are derived from names, the choice for a record does not change when other records are
-    added or removed. In a mixture, each source is split, except the pictures of data.prior, which
-    are all used for training. A held-out record never replaces an unusable record in training.
+    About `share` of the pictures, a number in [0, 1), are held out. The choice is the same in every
+    run and process. If the keys are derived from names, the choice for a record does not change
+    when other records are added or removed. A held-out record never replaces an unusable record in
+    training. In a mixture, each source is split, but all pictures of data.prior are used for
+    training.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))
@@ -42,14 +43,14 @@ class Subset(Pictures):
     def __init__(self, pictures: Pictures, indices: Int[np.ndarray, "N"], others: bool = False):
         """Select the pictures at these sorted indices, or, with `others`, all except these."""
         self._pictures, self._indices, self._others = pictures, indices, others
-        # Number of other pictures before each of `indices`.
+        # Number of pictures outside of `indices` before each of them.
         self._before = indices - np.arange(len(indices))
 
     def __len__(self) -> int:
         return len(self._pictures) - len(self._indices) if self._others else len(self._indices)
 
     def _inside(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B"]:
-        """Map indices of this subset to indices of the complete list."""
+        """Map indices of this subset to indices of the complete data set."""
         if self._others:
             return indices + np.searchsorted(self._before, indices, side="right")
         return self._indices[indices]
@@ -92,7 +93,7 @@ class Subset(Pictures):
         return self._pictures.names(self._inside(indices))
 
     def skipped(self) -> dict[str, int]:
-        """Return the number of unusable pictures found so far in the complete list, by reason."""
+        """Return the number of unusable pictures found in the complete data set, by reason."""
         return self._pictures.skipped()
 
 

@@ -28,7 +28,7 @@ _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL. URLs are opened with fsspec."""
+    """Return whether a path is a URL, which is opened with fsspec."""
     return "://" in path
 
 
@@ -43,7 +43,7 @@ def is_folder(path: str) -> bool:
 
 
 def find(folder: str, suffix: str) -> list[str]:
-    """Return all files with this suffix under a folder, sorted, as paths or URLs like `folder`."""
+    """Return the sorted paths or URLs of all files under `folder` whose names end in `suffix`."""
     if not is_url(folder):
         folders = os.walk(pathlib.Path(folder))
         return sorted(os.path.join(root, n) for root, _, names in folders for n in names
@@ -68,7 +68,7 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def stamps(paths: Sequence[str]) -> list[str]:
-    """Return a string for each file: one that changes with the contents, or "" if it is missing.
+    """Return a string for each file that changes when its contents change; "" for a missing file.
 
     Consecutive URLs in the same folder need only one request, if the server can list the folder.
     """
@@ -80,7 +80,7 @@ def stamps(paths: Sequence[str]) -> list[str]:
 
 
 def open_file(path: str) -> Any:
-    """Open a local file or URL for sequential binary reading. Seeking back is slow in a URL."""
+    """Open a local file or URL for sequential binary reading. In a URL, seeking back is slow."""
     if not is_url(path):
         return pathlib.Path(path).open("rb")
     return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
@@ -98,8 +98,8 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
     A range that exceeds the end of a file is cut off there.
 
     Raises:
-        OSError: a file is missing, or a store still fails after a few attempts. A network
-            fault is not treated as a damaged record, so it cannot change the training data.
+        OSError: a file is missing, or a store still fails after a few attempts. Network faults
+            are errors, not damaged records, so they cannot change the training data.
     """
     if not is_url(paths[0]):
         return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
@@ -144,10 +144,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:
-    """Return a string for each file that changes with its contents; "" for a missing file.
-
-    The files are all local, or are all in one remote folder.
-    """
+    """Return the same strings as `stamps`, for files that are all local or all in one folder."""
     rows: dict[str, Any] = {}
     if is_url(paths[0]) and len(paths) > 1:
         with contextlib.suppress(Exception):  # Many web servers do not list folders.

@@ -2,7 +2,7 @@
 
 Members of a tar form a record if their paths agree up to the first dot of the file name, as
 `a/0001.jpg` and `a/0001.txt` do. The index of a tar is saved beside it (`shard.tar.index.npz`), or
-in the user's cache if the folder is read-only, and rebuilt when the tar's size or time changes.
+in the user's cache if the folder is read-only. It is rebuilt when the tar's size or time changes.
 """
 
 import functools
@@ -33,18 +33,18 @@ _INDEX_VERSION = 2
 _WDINFO = ".pkl"
 _BRACES = r"\{([^{}]*)\}"
 _NUMBERS = r"(\d+)\.\.(\d+)"
-_MAX_NAMES = 1_000_000  # The most names that a pattern may mean.
+_MAX_NAMES = 1_000_000  # Largest number of names that a pattern may expand to.
 
 
 class Index(NamedTuple):
-    """An index of a tar: the record, suffix and position of each of its M files, in order."""
+    """An index of a tar: the record, suffix and position of each of its M files, in tar order."""
 
     record: Int[np.ndarray, "M"]
     """The number of the record that each file belongs to."""
     suffix: np.ndarray
     """Suffixes such as "jpg", strings [M]."""
     span: Int[np.ndarray, "M 2"]
-    """Offset of the contents in the tar, and their size, in bytes."""
+    """Offset in the tar and size of each file's contents, in bytes."""
     truncated: np.ndarray
     """Whether the tar ends in the middle of a member, bool []."""
 
@@ -54,7 +54,7 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
 
     Args:
         path: the tar, in an existing folder.
-        records: one dictionary per record. It maps each suffix to the contents of a file, and
+        records: one dictionary per record, which maps each suffix to the contents of a file, and
             "__key__" to the record's name.
     """
     with (
@@ -82,7 +82,13 @@ def load_index(tar: str) -> Index:
 
 
 def scan(path: str) -> Index:
-    """Build an index from a tar's headers. Raises ValueError if it is compressed or not a tar."""
+    """Build an index from a tar's headers.
+
+    Files that a truncated tar holds only in part are left out, with a warning.
+
+    Raises:
+        ValueError: the file is compressed or not a tar, or is truncated in its first file.
+    """
     records: dict[str, int] = {}
     rows = []
     size, truncated = storage.stamp(path)[0], False
@@ -112,7 +118,7 @@ def scan(path: str) -> Index:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Split a tar member's name: "a/1.t5.npy" gives the record key "a/1" and suffix "t5.npy".
+    """Split a tar member's name into record key and suffix: "a/1.t5.npy" gives "a/1" and "t5.npy".
 
     Hidden files, such as macOS's ._a.jpg, have the key "".
     """
@@ -122,9 +128,12 @@ def split(name: str) -> tuple[str, str]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Expand braces like a shell: "{a,b}" lists alternatives, "{08..11}" a range of numbers.
+    """Return all names that a pattern with braces stands for, as in a shell.
 
-    Raises ValueError if there are more than a million names.
+    "{a,b}" lists alternatives, "{08..11}" a range of numbers.
+
+    Raises:
+        ValueError: there are more than a million names.
     """
     if (count := math.prod(map(_count, re.findall(_BRACES, pattern)))) > _MAX_NAMES:
         raise ValueError(f"{pattern} means {count:,} files: at most {_MAX_NAMES:,} are allowed")
@@ -145,7 +154,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def _count(braces: str) -> int:
-    """Return the number of alternatives in braces."""
+    """Return the number of alternatives in the text between two braces."""
     if numbers := re.fullmatch(_NUMBERS, braces):
         return max(0, int(numbers[2]) - int(numbers[1]) + 1)
     return braces.count(",") + 1
@@ -162,7 +171,7 @@ def find(path: str) -> list[str]:
 
 
 def find_stamped(path: str) -> tuple[list[str], list[str]]:
-    """Return the same tars as `find`, and for each a string that changes with its contents."""
+    """Return the tars that `find` returns, and for each a string that changes with its contents."""
     tars = [tar for name in expand(path) for tar in _listed(name)]
     stamps = storage.stamps(tars)
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
@@ -184,7 +193,7 @@ def _listed(name: str) -> list[str]:
 
 
 def _wdinfo(path: str) -> list[str]:
-    """Return the paths of the tars in NeMo's list, which may be relative to the list's folder."""
+    """Return the paths of the tars in NeMo's list, which may hold paths relative to its folder."""
     try:
         info = _PlainUnpickler(io.BytesIO(storage.read(path))).load()
         names = [str(name) for name in info["tar_files"]]
@@ -211,7 +220,7 @@ def _load(path: str, stamp: np.ndarray) -> Index | None:
             if np.array_equal(saved["stamp"], stamp):
                 return Index(*(saved[name] for name in Index._fields))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        pass  # The index is missing or damaged, so it is built again.
+        pass  # The index is missing or damaged, so a new one is built.
     return None
 
 
@@ -238,7 +247,7 @@ def _digest(tar: str) -> str:
 
 @functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Return the folders to try, in order, if an index cannot be saved beside its tar."""
+    """Return the folders in which to save an index if its tar's folder is read-only, best first."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     name = "diffusion_jax/tar_index"
     return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

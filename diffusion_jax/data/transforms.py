@@ -30,7 +30,7 @@ def crop(
     max_aspect: float = 0.0,
     place: tuple[float, float] = CENTRE,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Decode an image, resize it until it just covers the crop, and crop it.
+    """Decode an image, resize it, and crop it to `shape`.
 
     Resizing is bicubic with antialiasing, as in NeMo's Imagen. Transparent pixels become white, and
     EXIF orientation tags are applied.
@@ -42,11 +42,12 @@ def crop(
             image until it just covers the crop.
         min_size: smallest allowed side of the encoded image in pixels.
         max_aspect: largest allowed ratio of the sides; 0 allows any.
-        place: position (x, y) of the crop, each in [0, 1].
+        place: position of the crop: x and y from 0 (left, top) to 1 (right, bottom).
 
     Raises:
-        Unusable: with reason "broken_image" if the image is incomplete, "too_small" if a side is
-            shorter than `min_size`, "too_elongated" if the sides differ by more than `max_aspect`.
+        Unusable: with reason "broken_image" if the image is damaged or does not have 8 bits per
+            channel, "too_small" if a side is shorter than `min_size`, "too_elongated" if the ratio
+            of its sides exceeds `max_aspect`.
     """
     image, smallest = _open(data), (resize, resize) if resize else shape
     if min(image.size) < min_size:
@@ -57,13 +58,13 @@ def crop(
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Return height and width of an encoded image from its header, or (0, 0) if it is damaged.
+    """Return height and width in pixels from an image's header, or (0, 0) if it is damaged.
 
     The EXIF orientation tag is applied, as in `crop`.
     """
     try:
         image = _open(data)
-        exif = image.getexif() if "exif" in image.info else {}  # Of a PNG, it may decode the image.
+        exif = image.getexif() if "exif" in image.info else {}  # Else getexif may decode a PNG.
         turned = exif.get(ExifTags.Base.Orientation, 1) >= 5
     except Exception:  # Pillow's decoders raise many types.
         return 0, 0
@@ -72,17 +73,18 @@ def size_of(data: bytes) -> tuple[int, int]:
 
 
 def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
-    """Decode an image, make it smaller, and return it as a PNG, which decodes much faster.
+    """Shrink an encoded image and return it as a PNG, which training decodes much faster.
 
-    Transparent pixels become white. Smaller images keep their size.
+    Images that are small enough keep their size. Transparent pixels become white.
 
     Args:
         data: an encoded image.
-        size: largest length of the smaller side; with `pad`, of the longer side.
+        size: largest length in pixels of the smaller side or, with `pad`, of the longer side.
         pad: whether to add white borders that make the image a square.
 
     Raises:
-        Unusable: with reason "broken_image" if the image is incomplete.
+        Unusable: with reason "broken_image" if the image is damaged or does not have 8 bits per
+            channel.
     """
     image = _decode(_open(data), size)
     scale = min(1.0, size / (max(image.size) if pad else min(image.size)))
@@ -98,7 +100,7 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
 
 
 def check_caption(text: str, min_chars: int) -> None:
-    """Raise Unusable("short_caption") if the text has fewer than `min_chars` characters."""
+    """Raise Unusable ("short_caption") if the text has fewer than `min_chars` characters."""
     if len(text) < min_chars:
         raise Unusable(
             "short_caption", f"{text!r} has {len(text)} characters, min_chars is {min_chars}"
@@ -106,7 +108,7 @@ def check_caption(text: str, min_chars: int) -> None:
 
 
 def _open(data: bytes) -> Image.Image:
-    """Open an image by reading its header, which contains the size."""
+    """Open an image by reading only its header. Raises Unusable if the header is damaged."""
     try:
         return untrusted.open_image(data)
     except Exception as error:  # Pillow's decoders raise many types.
@@ -137,10 +139,9 @@ def _resize(
     shape: tuple[int, int],
     place: tuple[float, float],
 ) -> Image.Image:
-    """Resize and crop in one step, computing only the pixels of the crop.
+    """Resize an image until it just covers `smallest`, and crop it to `shape`.
 
-    The image is resized until it just covers `smallest`, and cropped to `shape`, both (height,
-    width).
+    Both are (height, width). A single resampling step computes only the pixels of the crop.
     """
     size = (shape[1], shape[0])  # In Pillow, the width comes first.
     pairs = list(zip(reversed(smallest), image.size, strict=True))

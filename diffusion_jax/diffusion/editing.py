@@ -14,16 +14,16 @@ def wrap(
     strength: float,
     new: Bool[Array, "B H W 1"] | None = None,
 ) -> Sampler:
-    """Return a sampler that edits `image` by running only its last steps (SDEdit).
+    """Return a sampler that edits `image` by running only the last steps of `sampler` (SDEdit).
 
     Args:
-        sampler: The sampler that is wrapped.
-        image: The images to edit, in the coordinates of x0.
+        sampler: The sampler to wrap.
+        image: The images to edit, in the range of x0, or their latents.
         eps: Standard normal noise.
         strength: The share of the steps to run, from 0 to 1 (see `steps_taken`). Sampling starts
             from image + sigma * eps (SDEdit, Meng et al. 2022). At 1 it starts from pure noise.
-        new: True at the pixels to draw. At all other pixels D returns the image, so the network
-            sees the noisy image there and the result equals the image (as in Lugmayr et al. 2022,
+        new: True at the pixels to draw. At all other pixels D returns the image. There, the network
+            sees the noisy image, and the result equals the image (as in Lugmayr et al. 2022,
             equation 8). None draws all pixels.
     """
 

@@ -4,7 +4,7 @@ A grid of n steps has n + 1 levels: one at the start of each step, and the end o
 which is 0 or the smallest level. Any grid works with any model, with one exception: grids by time
 choose n times of the model's noise schedule, so they need a schedule with times. Grids by level
 space the levels between sigma_max and sigma_min. The names leading, trailing and linspace are from
-Lin et al. 2024, Table 2. They round the times of discrete schedules as diffusers does.
+Lin et al. 2024, Table 2. These grids round the times of discrete schedules as diffusers does.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
 
 
 def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at evenly spaced times from 0 to one step below the largest time.
+    """Compute the levels at evenly spaced times, from one spacing below the largest time to 0.
 
     On a discrete schedule, s.offset is added to each time.
     """
@@ -113,7 +113,7 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
 
 
 def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at n evenly spaced times from the largest to 0. The n steps start there.
+    """Compute the levels at n evenly spaced times, from the largest to 0. Steps start at them.
 
     If placement.includes_end is True, or if the noise is continuous and its default end is "zero",
     the steps start at the first n of n + 1 such times, and the last step ends at time 0.
@@ -204,8 +204,8 @@ def _has_end(noise: Noise, placement: Placement) -> bool:
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:
     """Return the levels at the first s.steps times, and these times (see Spacing).
 
-    On a continuous schedule, the second value is None. On a discrete schedule, levels are clipped
-    to s.sigma_max, if that is not 0.
+    On a continuous schedule, the second value is None. On a discrete schedule, levels above
+    s.sigma_max are lowered to it, unless it is 0.
     """
     times = times[: s.steps].astype(np.float32)
     sigmas = _level(noise)(jnp.asarray(times))

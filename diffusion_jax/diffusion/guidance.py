@@ -1,8 +1,9 @@
 """Guidance and thresholds: functions that build the denoiser D that samplers call.
 
-D(x, sigma) is the estimate of the clean image. A network computes it for the text, for the negative
-text and, for some kinds of guidance, for the empty text. Autoguidance (Karras et al. 2024) uses a
-second network instead of the negative text. A Guide combines these estimates into one (guides.py).
+D(x, sigma) is the estimate of the clean image. A network computes it with the text, with the
+negative text and, for some kinds of guidance, with the empty text. Autoguidance (Karras et al.
+2024) uses a second network instead of the negative text. A Guide combines these estimates into one
+(guides.py).
 A function in GUIDANCE takes a Guide and returns a new one. A function in THRESHOLDS takes a
 denoiser and returns a new one.
 """
@@ -24,7 +25,7 @@ from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
-"""A function from (x, sigma, condition names) to D(x, sigma) under each of these conditions."""
+"""Maps (x, sigma, condition names) to a dict that holds D(x, sigma) for each of these names."""
 
 
 def make_denoiser(
@@ -40,13 +41,16 @@ def make_denoiser(
     Args:
         s: The `sampler` group.
         model: The properties of the guided model.
-        guidance: One number, or one number per image. With None there is no guidance: the result is
-            D under the text.
-        denoiser_of: Takes a condition and returns the network's D under it.
+        guidance: The guidance scale, as one number or one number per image. None means no guidance:
+            the result is D with the text alone.
+        denoiser_of: Maps a condition to the network's D with this condition.
         conditions: Maps each condition's name to a function without arguments. The function
-            computes the condition, one row per image.
+            computes the condition, one row per image. It is called only if guidance needs it.
         guide_of: The same as `denoiser_of`, for the second network in autoguidance. This network
             gets the same text as the first. None without autoguidance.
+
+    Raises:
+        ValueError: A kind of guidance is unknown or does not fit the others (see `make`).
     """
     guide = make(s, model, GUIDE if guide_of else NEGATIVE)
     names = (COND,) if guidance is None else guide.needs
@@ -56,7 +60,11 @@ def make_denoiser(
 
 
 def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoiser:
-    """Return the guided denoiser D(x, sigma). If `guidance` is None, return D under the text."""
+    """Return the denoiser D(x, sigma) that `guide` combines from D with several conditions.
+
+    If `guidance` is None, D with the text alone is returned. D with the text alone is also used at
+    noise levels where `guide.applies` is False. The level of the first image decides for the batch.
+    """
 
     def plain(x, sigma):
         return branches(x, sigma, (COND,))[COND]
@@ -75,7 +83,12 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
     """Build the Guide that a config's `sampler` group describes.
 
     The field `guiding` names the kinds of guidance. They apply at noise levels from guidance_low to
-    guidance_high. `other` is the condition from which guidance leads away.
+    guidance_high. `other` is the condition from which guidance leads away: NEGATIVE, or GUIDE for
+    autoguidance.
+
+    Raises:
+        ValueError: A name or a parameter is unknown, or the kinds of guidance do not fit each other
+            or the sampler.
     """
     check(s)
     guide = outward(other)
@@ -111,10 +124,10 @@ def bound(field: str, text: str) -> list[functools.partial]:
 
 
 def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
-    """Return the guidance as an array with one number per image.
+    """Repeat the guidance scale for each image, or return None if guidance has no effect.
 
-    Return None if guidance has no effect, so that D is needed under the text only. This is so at
-    guidance 1 if all kinds of guidance in `guiding` are in PLAIN_AT_1.
+    Guidance has no effect if the scale is 1 and all kinds of guidance in `guiding` are in
+    PLAIN_AT_1. The network is then evaluated with the text alone.
     """
     kinds = {call.name for call in named.calls("sampler.guiding", guiding)}
     if guidance == 1 and kinds <= {*PLAIN_AT_1}:
@@ -129,9 +142,9 @@ def conditional(
 ) -> Branches:
     """Return a function that evaluates a network under several conditions in one joined batch.
 
-    If a second denoiser `guide` is given, its D is returned too, under the name GUIDE. Each of the
-    `conditions` has one row per image. In the joined batch, the rows of an image are neighbours, so
-    that a sharded batch needs no communication.
+    Each of the `conditions` has one row per image. In the joined batch, the rows of an image are
+    neighbours, so that a sharded batch needs no communication. If there is a second denoiser
+    `guide`, it computes D for the name GUIDE.
     """
     join = lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
     joined = jax.tree.map(join, *conditions.values())  # Row n i + k: image i, condition k of n.

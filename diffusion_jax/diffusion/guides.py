@@ -1,7 +1,8 @@
 """Kinds of guidance. Each is a function that takes a Guide and the Model, and returns a new Guide.
 
-guidance.py lists them in its table GUIDANCE. Most of them change only D_other, the estimate from
-which guidance leads away, and then call the Guide that they were given.
+The table GUIDANCE in guidance.py lists these functions. D_cond is D with the text, and D_other is
+the estimate from which guidance leads away. Most kinds of guidance change only D_other, and then
+call the `combine` of the Guide that they received.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,14 +25,14 @@ _AXES = (1, 2, 3)
 
 
 class Guide(NamedTuple):
-    """A rule that combines D under several conditions into the D that samplers call."""
+    """A rule that combines D with several conditions into the D that samplers call."""
 
     combine: Callable[[Mapping[str, Images], Images, Sigma, Guidance], Images]
     """Maps (D by condition name, x, sigma, guidance) to the guided D."""
     other: str = NEGATIVE
     """The condition from which guidance leads away: NEGATIVE, or GUIDE for a second network."""
     needs: tuple[str, ...] = (COND, NEGATIVE)
-    """The conditions under which `combine` needs D."""
+    """The names of the conditions for which `combine` needs D."""
     applies: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
     """Returns whether guidance applies at a noise level. At other levels D is D_cond, computed from
     the text alone. None applies guidance at all levels."""
@@ -68,7 +69,7 @@ def cfg(guide: Guide, model: Model) -> Guide:
 def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
     """Apply guidance only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
 
-    At other levels, the network is evaluated under the text only.
+    At other levels, the network is evaluated with the text alone, at lower cost.
     """
     del model
     before = guide.applies or (lambda sigma: True)
@@ -78,9 +79,9 @@ def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = floa
 def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
     """Apply adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
 
-    The update is D_cond - D_other. First, the update of each image is clipped to the length `norm`;
-    0 means no limit. Then its part parallel to D_cond, which causes oversaturation, is multiplied
-    by `eta`. Guidance then uses the result in place of D_cond - D_other.
+    The update is D_cond - D_other. First, if an image's update is longer than `norm`, it is scaled
+    to this length; 0 means no limit. Then the part of the update parallel to D_cond, which causes
+    oversaturation, is multiplied by `eta`. Guidance uses the result in place of D_cond - D_other.
     """
     del model
     _check_order(guide, "apg")
@@ -100,9 +101,9 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
 def cfg_pp(guide: Guide, model: Model) -> Guide:
     """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance is the paper's lambda, 0 to 1.
 
-    A CFG++ step adds unconditional noise to the guided image
-    D_lambda = D_uncond + lambda (D_cond - D_uncond). For a step from sigma to sigma' and
-    r = sigma' / sigma, this is
+    CFG++ adds the noise of the unconditional estimate to the guided image
+    D_lambda = D_uncond + lambda (D_cond - D_uncond). With r = sigma' / sigma, a step from sigma to
+    sigma' is
 
         x' = D_lambda + r (x - D_uncond).
 
@@ -246,7 +247,7 @@ def _blurred(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
 
 
 def _predictions(model: Model, x: Images, sigma: Sigma):
-    """Return two functions: D -> the network's prediction F, and back. D = c_skip x + c_out F."""
+    """Return the functions D -> F and F -> D, where F is the network: D = c_skip x + c_out F."""
     c_skip, c_out, *_ = (c[:, None, None, None] for c in model.scalings(sigma))
     return lambda d: (d - c_skip * x) / c_out, lambda f: c_skip * x + c_out * f
 

@@ -23,8 +23,8 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 Times = Float[Array, "B"]
 Kept = Bool[Array, "B"]
 Network = Callable[..., Images]
-"""Maps (x, c_noise, h, kept, rows) to F. An image whose `kept` is False sees the empty text. `rows`
-is the slice of the batch that the other arguments hold."""
+"""Maps (x, c_noise, h, kept, rows) to F. Where `kept` is False, the network sees the empty text
+instead of the image's text. `rows` is the slice of the batch that the other arguments hold."""
 Velocity = Callable[..., Images]
 """Maps (z, t, h, kept, rows) to u."""
 Span = Callable[[Sigma], Times]
@@ -61,12 +61,13 @@ def make(
     """Train a network that draws in one step (Geng et al. 2025), with guidance built in.
 
     Args:
-        omega: Share of the velocity v in the target. The learned guidance is omega / (1 - kappa).
-        kappa: Share of the network's own prediction under the text.
-        low: The earliest time at which the velocity is guided.
-        high: The latest time at which the velocity is guided.
-        every: One image in `every` of a micro batch learns an interval. The others learn v.
-        norm_p: Power of the adaptive weight; 0 for none.
+        omega: Weight of the velocity v in the target. The learned guidance is omega / (1 - kappa).
+        kappa: Weight in the target of the network's own prediction with the text.
+        low: The smallest time t at which the velocity is guided.
+        high: The largest time t at which the velocity is guided.
+        every: Of every `every` images in a micro batch, one learns the mean velocity over an
+            interval. The others learn v.
+        norm_p: The exponent of the adaptive weight; 0 weights all images equally.
         norm_eps: The squared error of an image is divided by (error + norm_eps)^norm_p (equation
             22).
     """
@@ -80,7 +81,7 @@ def losses(
     """Return the weighted loss of each image, which training minimises, and its |u - v|^2.
 
     Args:
-        velocity: u, as a function with its weights and texts bound.
+        velocity: The function u, with the network's weights and texts bound.
         frozen: The same function, whose weights get no gradient from the loss. It computes the
             targets.
         x0: Images in [-1, 1].
@@ -95,8 +96,8 @@ def losses(
     z, v = _each(1 - t) * x0 + _each(t) * eps, eps - x0
     target = jnp.where(_each(kept), guided(frozen, z, v, t, s), v)
     h = jnp.where(jnp.arange(len(t)) % s.every == 0, t - r, 0)
-    # Only these rows need the derivative. The planner's batches are no multiple of `every`; they
-    # compute it for all rows, so that all sizes are proportional to the batch.
+    # Only these rows need the derivative. If the batch is no multiple of `every`, it is computed
+    # for all rows: train/memory.py traces 1009 rows, and needs sizes proportional to the batch.
     rows = slice(None, None, s.every if len(t) % s.every == 0 else 1)
 
     # The MeanFlow identity (equation 6): u = v - h du/dt along the flow.

@@ -83,8 +83,8 @@ def plms(
 def plms_v(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """Sample with PLMS on v instead of eps, as diffusers' PNDM does for models that predict v.
 
-    v = alpha * eps - sqrt(1 - alpha^2) * x0. The average of v over several times is converted to a
-    slope using the x at the start of the step.
+    v = alpha * eps - sqrt(1 - alpha^2) * x0, with alpha = 1 / sqrt(1 + sigma^2). The average of v
+    over several times is converted to a slope, using the x at the start of the step.
     """
 
     def to_v(d, x, sigma):
@@ -140,9 +140,9 @@ def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
 
         x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),
 
-    where m0 and m1 are D at the start of this step and of the previous one. The weights solve
-    equation 9 of the paper, so the step is exact if D is quadratic in -ln sigma. In the first step,
-    which has no m1, rho_0 is 0 and rho_1 is 1 / 2.
+    where m0 and m1 are D at the start of this step and of the previous one, and D is evaluated at
+    the end of this step. The weights solve equation 9 of the paper, so the step is exact if D is
+    quadratic in -ln sigma. In the first step, which has no m1, rho_0 is 0 and rho_1 is 1 / 2.
     """
     del noise  # Deterministic.
     last = len(sigmas) - 2
@@ -176,12 +176,12 @@ def deis(
 ) -> Images:
     """Sample with tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3.
 
-    N steps take N evaluations of D, and add no noise. A polynomial in u = ln(sigma / sigma_i)
-    extrapolates eps from this step and earlier ones, and is integrated exactly:
-    x' = x + sum_j c_j eps_j, where c_j is the integral of the j-th Lagrange polynomial over sigma.
-    The first steps are of lower order, and a step to 0 is of first order. `steps` is the number of
-    steps in the grid. If it is below 15, the last two steps have at most the orders 2 and 1, as in
-    diffusers.
+    N steps take N evaluations of D, and add no noise. A step from sigma_i extrapolates eps by a
+    polynomial in u = ln(sigma / sigma_i) through the values at this step and at earlier ones. The
+    polynomial is integrated exactly: x' = x + sum_j c_j eps_j, where c_j is the integral of the
+    j-th Lagrange polynomial over sigma. The first steps are of lower order, and a step to 0 is of
+    first order. `steps` is the number of steps in the grid. If it is below 15, the last two steps
+    have at most the orders 2 and 1, as in diffusers.
     """
     del noise  # Deterministic.
 

@@ -1,8 +1,8 @@
 """Noise distributions of training, and noise schedules. The table NOISES names them for configs.
 
 A schedule maps t in [0, 1] to the log-SNR ln(alpha^2 / (1 - alpha^2)), and sigma = exp(-logSNR / 2)
-is the noise level in x = x0 + sigma * eps. A discrete schedule is a table with one ln alpha per
-step; its times t in [0, N - 1] may lie between steps. The noise levels are float32.
+is the noise level in x = x0 + sigma * eps. A discrete schedule is a table with an ln alpha for each
+of its N steps. Times t in [0, N - 1] may lie between steps. The noise levels are float32.
 """
 
 import math
@@ -163,8 +163,8 @@ def discrete_noise(log_alphas: LogAlphas) -> Noise:
 def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
     """Build rectified flow: the noise level at time t is shift * t / (1 - t).
 
-    There is no signal at t = 1. A `shift` above 1 raises the noise, for larger images (SD3,
-    equation 23).
+    There is no signal at t = 1. A `shift` above 1 raises the noise levels, which suits larger
+    images (SD3, equation 23).
     """
     least = 2.0**-20  # Keeps the level of t = 1 finite, as in `zero_terminal_snr`.
     level = lambda t: shift * t / jnp.maximum(1 - t, least)
@@ -225,7 +225,7 @@ def scaled_linear(
     """Compute Stable Diffusion's table of ln alpha ("scaled linear").
 
     The square roots of the betas are evenly spaced. alpha^2 at a step is the product of 1 - beta up
-    to this step, computed in float64 with numpy.
+    to this step. Its logarithm is summed in float64.
     """
     first, last = math.sqrt(beta_first), math.sqrt(beta_last)
     log_alphas, total = [], 0.0
@@ -238,8 +238,8 @@ def scaled_linear(
 def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
     """Shift and scale a table so that the last step has no signal (Lin et al. 2024, Algorithm 1).
 
-    The last alpha is 2^-20 instead of 0, so that sigma stays finite. Rounding then removes all but
-    the last digits of x0 from x0 + sigma * eps.
+    The last alpha is 2^-20 instead of 0, so that sigma stays finite. In float32, x0 + sigma * eps
+    then keeps hardly any digits of x0.
     """
     alphas = jnp.exp(log_alphas)
     shifted = (alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])

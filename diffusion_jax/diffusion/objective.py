@@ -128,7 +128,8 @@ class Objective(NamedTuple):
 def make(d: Any) -> Objective:
     """Build the objective that a config's `diffusion` group describes.
 
-    The network's prediction is the field `precond` in Imagen, and `predicts` in Stable Diffusion.
+    The field that names the network's prediction is `precond` in Imagen, and `predicts` in Stable
+    Diffusion.
 
     Raises:
         ValueError: A name is unknown, or fields do not fit together (see `check`).
@@ -148,8 +149,9 @@ def make(d: Any) -> Objective:
 def check(d: Any) -> None:
     """Raise ValueError if fields of a config's `diffusion` group do not fit together.
 
-    This is so if the network predicts eps and the last noise level has no signal, because
-    eps-prediction is undefined there, or if MeanFlow would ignore the distance or the weighting.
+    There are two such cases. The network predicts eps, but the last noise level has no signal, so
+    that eps-prediction is undefined there. Or the method is MeanFlow, which would ignore the
+    config's distance or weighting.
     """
     predicts = _prediction_field(d)
     name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
@@ -209,9 +211,9 @@ def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
 def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
     """Build the loss of rectified flow: |D - x0|^2 has weight 1 / t^2, t = sigma / (1 + sigma).
 
-    It is the squared error of the flow that D implies: (x_t - D) / t against eps - x0. The divisor
-    t is at least `floor`, as in JiT (Li & He 2025). Otherwise the weight would be unbounded at low
-    noise levels.
+    The loss is the squared difference between (x_t - D) / t, the flow that D implies, and eps - x0.
+    The divisor t is at least `floor`, as in JiT (Li & He 2025). Otherwise the weight would be
+    unbounded at low noise levels.
     """
     return x0_weighting(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
 

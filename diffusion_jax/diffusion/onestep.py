@@ -3,7 +3,7 @@
 A sampler, here and in the other modules, is a function `sampler(denoise, x, sigmas, noise)`:
 
     denoise: D(x, sigma), which includes guidance, thresholds and conditions.
-    x: Images with variance sigmas[0]^2.
+    x: The start: noise of standard deviation sigmas[0], or a noisy image at this level.
     sigmas: The N + 1 decreasing levels of N steps.
     noise: noise(i) is the standard normal draw of step i.
 
@@ -76,7 +76,7 @@ def heun_steps(
 ) -> Images:
     """Run Heun's method (see `heun`) with churn that may differ between steps.
 
-    Step i first raises the noise level by the factor 1 + gammas[i].
+    Step i first adds noise, which raises the noise level by the factor 1 + gammas[i].
     """
     n = len(sigmas) - 1
 
@@ -109,8 +109,8 @@ def ddim(
 ) -> Images:
     """Sample with DDIM (Song et al. 2021, equation 12).
 
-    With eta = 0 it is Euler's method in sigma. `eta` in [0, 1] scales the new noise of each step.
-    With eta = 1 a step draws from DDPM's posterior.
+    `eta` in [0, 1] scales the new noise of each step. With eta = 0, DDIM is Euler's method in
+    sigma. With eta = 1, a step draws from DDPM's posterior.
     """
 
     def step(x, inputs):

@@ -33,7 +33,10 @@ Precond = Callable[[Sigma], Scalings]
 
 
 def edm(sigma_data: float = 0.5) -> Precond:
-    """Build EDM's preconditioner: inputs and targets of F have unit variance (Table 1)."""
+    """Build EDM's preconditioner: inputs and targets of F have unit variance (Table 1).
+
+    `sigma_data` is the standard deviation of the training images.
+    """
 
     def scalings(sigma):
         total = jnp.sqrt(sigma**2 + sigma_data**2)
@@ -84,7 +87,8 @@ def x0(time: Callable[[Sigma], Sigma]) -> Precond:
 def velocity(time: Callable[[Sigma], Sigma]) -> Precond:
     """Build the preconditioner of a network that predicts v (Salimans & Ho 2022, section 4).
 
-    v = alpha * eps - sqrt(1 - alpha^2) * x0. `time` maps sigma to c_noise.
+    v = alpha * eps - sqrt(1 - alpha^2) * x0, with alpha = 1 / sqrt(1 + sigma^2). `time` maps sigma
+    to c_noise.
     """
 
     def scalings(sigma):
@@ -97,8 +101,8 @@ def velocity(time: Callable[[Sigma], Sigma]) -> Precond:
 def flow(time: Callable[[Sigma], Sigma]) -> Precond:
     """Build the preconditioner of a network that predicts eps - x0 (rectified flow).
 
-    Its input is x_t = (1 - t) x0 + t eps (Liu et al. 2023; SD3, equation 13). With
-    t = sigma / (1 + sigma), this is x / (1 + sigma), and D = x_t - t F.
+    The network's input is x_t = (1 - t) x0 + t eps (Liu et al. 2023; SD3, equation 13). With
+    t = sigma / (1 + sigma), this input is x / (1 + sigma), and D = x_t - t F.
     """
 
     def scalings(sigma):
@@ -129,7 +133,7 @@ def log_snr(sigma: Sigma) -> Sigma:
 
 
 def denoiser(network: Network, precond: Precond) -> Denoiser:
-    """Build the denoiser D from F, a function with the network's weights and conditions bound.
+    """Build the denoiser D from a network F, whose weights and conditions are already bound.
 
     D returns float32 even if F computes in bfloat16, because the scalings are float32.
     """
@@ -153,7 +157,7 @@ def l1(residual: Images) -> Images:
 
 
 def huber(residual: Images) -> Images:
-    """Return the Huber loss of each value: half the squared error up to 1, and linear beyond."""
+    """Return the Huber loss of each value: r^2 / 2 for errors |r| below 1, otherwise |r| - 1/2."""
     size = jnp.abs(residual)
     return jnp.where(size < 1, size**2 / 2, size - 0.5)
 
@@ -171,7 +175,7 @@ def loss(
     sigma: Sigma,
     distance: Distance = l2,
 ) -> Float[Array, "B"]:
-    """Compute the mean distance of F from its effective target (EDM, equation 8) for each image.
+    """Compute each image's mean distance between F and its effective target (EDM, equation 8).
 
     x0 is in [-1, 1], and eps is standard normal. With the distance `l2`, the loss is
     |D - x0|^2 / c_out^2. This is EDM's weighted loss for the preconditioner `edm`, L_simple of DDPM
@@ -181,7 +185,7 @@ def loss(
 
 
 def residual(network: Network, precond: Precond, x0: Images, eps: Images, sigma: Sigma) -> Images:
-    """Compute F(x0 + sigma * eps), minus the effective target of F (EDM, equation 8)."""
+    """Compute F at x = x0 + sigma * eps, minus the effective target of F (EDM, equation 8)."""
     scalings = precond(sigma)
     c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)

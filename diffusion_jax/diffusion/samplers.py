@@ -116,10 +116,13 @@ def sampling_grid(noise: Noise, s: Any) -> Grid:
 
     The group names the grid and its end. If a name is "", the default of the noise applies. If that
     is "" too, the default of the sampler applies.
+
+    Raises:
+        ValueError: The grid is spaced in time, but the noise defines no times.
     """
     method = method_of(s)
     name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end
-    # A grid that the config names may use numpy, so compute it even while a program is traced.
+    # A grid that the config names may call numpy, which needs concrete values even during tracing.
     with jax.ensure_compile_time_eval() if s.grid else contextlib.nullcontext():
         return grids.make_grid(noise, s, name, end, method.placement)
 

@@ -24,12 +24,12 @@ _DEPTH = 16  # Halvings: the path is linear within pieces of 3.4e-4 in ln sigma.
 
 
 def brownian(noise: Draws) -> Callable[[Level], Images]:
-    """Return a function W(sigma), a Brownian path in log2 sigma.
+    """Return a function W(sigma): a Brownian path per image whose time is log2 sigma.
 
     The path does not depend on the levels at which it is evaluated. It is a binary tree, as in Li
-    et al. 2020 ("Scalable gradients for stochastic differential equations", section 4): the value
-    at the midpoint of an interval is the mean of the values at its ends plus a normal draw, indexed
-    by the tree node. Each evaluation takes 16 draws.
+    et al. 2020 ("Scalable gradients for stochastic differential equations", section 4). The value
+    at the midpoint of an interval is the mean of the values at its ends, plus a scaled normal draw.
+    The number of the tree node is the index of this draw. Each evaluation takes 16 draws.
     """
     ends = jnp.zeros_like(noise(jnp.array(0))), (_HIGH - _LOW) ** 0.5 * noise(jnp.array(0))
 
@@ -58,7 +58,7 @@ def dpmpp_2m_sde(
     """Sample with DPM-Solver++(2M) SDE, k-diffusion's midpoint variant (Lu et al. 2022, appendix).
 
     N steps take N evaluations of D. `strength` scales the new noise and is called eta in
-    k-diffusion. With 0 the sampler equals `dpmpp_2m`.
+    k-diffusion. With strength 0 and at least 15 steps, the sampler equals `dpmpp_2m`.
     """
 
     def steps(x, d, before, h, h_eta):
@@ -96,8 +96,9 @@ def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
     """Run a stochastic multistep solver. A step to sigma = 0 returns D.
 
     The function `steps` computes x at the end of a step, before noise is added. Its arguments are
-    x, D, the previous two D with their step sizes (0 before the first step), the present step size
-    h in ln sigma, and (1 + strength) h.
+    x, D, (d1, d2, (h_1, h_2)), h and (1 + strength) h. Here d1 and d2 are D of the last two steps,
+    and h_1 and h_2 are the sizes of these steps, 0 where there was no step. h is the size of the
+    present step. Step sizes are in ln sigma.
     """
     path = brownian(noise)
 

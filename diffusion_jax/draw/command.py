@@ -25,7 +25,7 @@ from diffusion_jax.text import TextEncoder, vocabulary
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 
 
-_SHOWN = 5  # For at most this many texts, the log shows the part that is cut off.
+_SHOWN = 5  # The log shows the ignored parts of at most this many texts.
 
 
 class Session(NamedTuple):
@@ -45,7 +45,7 @@ class Session(NamedTuple):
     A kind has one file for all texts, or one per text.
     """
     all_sizes: bool = False
-    """Whether to write the images of earlier stages as well."""
+    """Whether to write the images of a cascade's earlier stages as well."""
 
 
 def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
@@ -80,7 +80,7 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
-    """Log how many texts the encoder truncates, and the lost parts of the first few."""
+    """Log how many texts the encoder does not read in full, and the ignored parts of up to five."""
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
@@ -92,7 +92,7 @@ def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
 
 
 def warn_of_new_words(workdir: files.Path, encoder: TextEncoder, texts: Sequence[str]) -> None:
-    """Log one line about words of the texts that the training captions of a run do not have."""
+    """Log one line that lists the words of the texts that are in no training caption of a run."""
     if line := vocabulary.warning(vocabulary.read(workdir), texts, encoder.name):
         logging.warning("%s", line)
 
@@ -126,11 +126,10 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
 
 
 def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
-    """Trace the drawing of the first text without compiling it.
+    """Trace the drawing of the first text without compiling it, and return a report.
 
-    Return a report of the planned work.
-
-    Files are written to `folder`, which is temporary.
+    The report names the devices, the number and size of the images, and the models. The files of
+    the first text are written to `folder`, which is temporary.
     """
     start = time.time()
     with programs.rehearsal():
@@ -152,7 +151,7 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
-    """Draw all images. Process 0 writes each image as soon as it is drawn."""
+    """Draw all images. Process 0 writes the images of each batch as soon as they are drawn."""
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
     batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
@@ -165,7 +164,7 @@ def _write(
     session: Session, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
     batches: Iterable[Sequence[Images]],
 ) -> None:  # fmt: skip
-    """Write each image of the batches, then the contact sheet and metadata.jsonl."""
+    """Write each image of the batches, then metadata.jsonl and the contact sheet, on process 0."""
     lines, images = [], []
     for batch in batches:
         if jax.process_index():

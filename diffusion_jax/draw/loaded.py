@@ -46,7 +46,7 @@ It is called on the host at each evaluation of the network.
 class Cancelled(Exception):
     """The error that cancels a drawing. Raise it in `progress`; `draw` then raises it too.
 
-    On one device the drawing ends at once, on several devices at the end of the batch.
+    On one device, the drawing ends at once. On several devices, it ends after the current batch.
     """
 
 
@@ -63,9 +63,9 @@ class Enlarger(NamedTuple):
     """The first stage of a cascade that enlarges a picture."""
 
     stage: int
-    """Its place in the cascade, from 0."""
+    """The index of the stage in the cascade, from 0."""
     side: int
-    """The height and width of the pictures that it enlarges, in pixels."""
+    """The height and width of the pictures that the stage enlarges, in pixels."""
 
 
 class System(NamedTuple):
@@ -127,7 +127,7 @@ class Loaded:
     """Whether a drawing takes the shape of the picture that it draws over."""
 
     def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
-        """Keep opened stages. `values` are the option values with which each stage was opened."""
+        """Store opened stages. `values` are the option values with which each stage was opened."""
         self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
         self.vocabulary = vocabulary.read(self.stages[0].workdir)
         self._system = system
@@ -163,8 +163,8 @@ class Loaded:
             progress: Called with the images while they are drawn.
             image: The picture that all prompts draw over (image-to-image).
             mask: A picture that is white at the part of `image` to redraw (inpainting).
-            low_res: The picture that all prompts enlarge. A cascade enlarges it with its later
-                stages.
+            low_res: The picture that all prompts enlarge. A cascade skips the stages before the
+                first one that enlarges.
             strength: The share of the steps that draw over `image`, in (0, 1]: one value for the
                 first stage, or one per stage.
             **values: Values of the flags of `sample`. A list holds one value per stage.
@@ -173,6 +173,7 @@ class Loaded:
         Raises:
             ValueError: A value is out of range, a picture does not fit, or the numbers of prompts
                 and seeds differ.
+            Cancelled: `progress` raised it.
         """
         prompts, seeds = _paired(prompts, seeds)
         if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
@@ -235,7 +236,7 @@ class Loaded:
     def _size_of(self, image: Image.Image | None, values: Values) -> Values:
         """Return the height and width of the picture to draw over, as option values.
 
-        A side that the user has chosen is left out. Systems that draw squares get {}.
+        A side that the user has chosen is left out. The result is {} for systems that draw squares.
         """
         if image is None or not self.any_shape:
             return {}
@@ -243,7 +244,7 @@ class Loaded:
         return {side: getattr(image, side) for side in ("height", "width") if side not in chosen}
 
     def _strengths(self, strength: float | Sequence[float]) -> list[float | None]:
-        """Return the strength of each stage. After a single value, later stages have strength 1.
+        """Return the strength of each stage. A single value is for the first stage; others get 1.
 
         Raises:
             ValueError: A value is outside (0, 1], or there is not one value per stage.
@@ -291,7 +292,7 @@ class Loaded:
         return model._replace(ema=ema) if first.step else model
 
     def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
-        """Return (stage, average, step), which identifies the weights of a stage.
+        """Return the key (stage, average, step) that identifies these weights of stage n.
 
         The average "ema" is replaced by the name of the average with the largest decay.
         """

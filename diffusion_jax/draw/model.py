@@ -57,7 +57,7 @@ class GuidingModel(NamedTuple):
 
 
 def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str) -> Any:
-    """Return the settings of a run of `system`, with overrides.
+    """Return the settings of a run of `system`, after replacing the fields in `overrides`.
 
     Raises:
         FileNotFoundError: The workdir holds no run.
@@ -80,9 +80,9 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
 def open_encoder(
     text: Text, mesh: Mesh, rules: sharding.Rules, encoders: Encoders | None = None
 ) -> tuple[TextEncoder, Any]:
-    """Return the encoder for new texts, and its weights on the devices.
+    """Return the text encoder that can encode new texts, and its weights on the devices.
 
-    The dict `encoders` caches both. Weights in it are not copied to the devices again.
+    The dict `encoders` caches both, so that runs with the same encoder share its weights.
     """
     encoders = {} if encoders is None else encoders
     key = text._replace(drop_prob=0.0, store="")  # The other fields determine the encoder.
@@ -147,10 +147,14 @@ def load_model(
         encoder: The run's text encoder.
         task: The run's task. Its `frozen` weights must already be on the devices.
         mesh: The devices for the parameters.
-        begin_of: Maps settings to the task's `begin`.
+        begin_of: Maps (settings, preview, strength) to the task's `begin`.
         weights: The choice of saved weights to read.
         guide: The name of the run that guides this one, for metadata cards.
         lora_scale: The strength of a LoRA run, for metadata cards.
+
+    Raises:
+        FileNotFoundError: The run has no such checkpoint.
+        ValueError: The checkpoint is damaged, or has no such average.
     """
     placed = _placed_shapes(task.init, mesh, task.rules)
     programs = make_programs(begin_of, task.frozen, mesh)
@@ -161,7 +165,10 @@ def load_model(
 
 
 def with_weights(model: Model, weights: Weights) -> Model:
-    """Return the same model with other weights of its run. Compiled programs are kept."""
+    """Return the same model with other weights of its run. Compiled programs are kept.
+
+    Raises FileNotFoundError or ValueError if the run has no such checkpoint or average.
+    """
     folder = restore.absolute(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
@@ -180,9 +187,9 @@ def with_overrides(
 ) -> Model:
     """Return the same model with further overrides.
 
-    Nothing is loaded, and compiled programs are kept.
+    No weights are loaded, and compiled programs are kept.
 
-    `preview` is called on the host at each evaluation of the network, with the current images and
+    `preview` is called on the host at each evaluation of the network, with the predicted images and
     their noise level. `strength` is the share of the steps that draw over a picture; None keeps the
     share with which the model was opened. Raises ValueError if settings do not fit together.
     """
@@ -192,7 +199,7 @@ def with_overrides(
 
 
 def fingerprint(models: Sequence[Params]) -> str:
-    """Return a hash of the weights' values. It does not depend on their files or sharding."""
+    """Return 16 hexadecimal digits that identify the weights' values, however they are sharded."""
     everywhere = sharding.replicated(sharding.make_mesh())
     sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]

@@ -35,7 +35,7 @@ def define_by_stage(table: Options) -> Holders:
     holders = {}
     for name, option in table.items():
         define_flag = flags.DEFINE_multi_string if option.is_text else flags.DEFINE_list
-        more = "Repeat it for the next stage." if option.is_text else "One value, or one per stage."
+        more = "Repeat it for each stage." if option.is_text else "One value, or one per stage."
         holders[name] = define_flag(name, _defaults(option), f"{option.help} {more}")
     return holders
 
@@ -46,7 +46,7 @@ def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
         name: flags.DEFINE_multi_string(
             name,
             _defaults(option),
-            option.help if option.at_load else f"{option.help} Several values make an axis.",
+            option.help if option.at_load else f"{option.help} Several values form an axis.",
         )
         for name, option in table.items()
         if name not in without

@@ -19,13 +19,13 @@ class Option(NamedTuple):
     hint: Any
     """The type and range, annotated in the same way as a config field."""
     default: Any = None
-    """The config's default, which is valid even if it is outside the range."""
+    """The default value. It is valid even if it is outside the range."""
     field: str = ""
-    """The config field that it overrides, such as "sampler.eta"; "" if there is none."""
+    """The config field that the option overrides, such as "sampler.eta"; "" if there is none."""
     at_load: bool = False
-    """Whether the value is fixed at loading, because it determines which files are read."""
+    """Whether the value cannot change after loading, because it determines the files to read."""
     is_text: bool = False
-    """Whether its value is free text, which may contain commas."""
+    """Whether the value is free text, which may contain commas."""
 
 
 Options = Mapping[str, Option]
@@ -39,7 +39,8 @@ class Weights(NamedTuple):
     """A choice of saved weights of a run."""
 
     ema: str = "ema"
-    """The average to use: a decay such as "0.9999", a width such as "0.05", "ema" or "raw"."""
+    """The average: a decay such as "0.9999", a width such as "0.05", "ema" (the largest decay) or
+    "raw" (no average)."""
     step: int | None = None
     """The step of the checkpoint, or None for the newest undamaged one."""
 
@@ -59,7 +60,7 @@ class Choice(NamedTuple):
 def of_group(group: str, kind: type) -> dict[str, Option]:
     """Return an option for each field of a config group, keyed by the field's name.
 
-    The field `name` is an exception: its option is called like the group, so --sampler sets
+    The field `name` is an exception: its option has the name of the group, so --sampler sets
     sampler.name.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -76,11 +77,11 @@ def of_group(group: str, kind: type) -> dict[str, Option]:
 SHARED: Options = {
     "ema": Option(
         "The average of a run's weights to draw with: a decay such as 0.9999, a width such as "
-        '0.05, "ema" (the largest) or "raw".',
+        '0.05, "ema" (the largest decay) or "raw" (no average).',
         str, "ema",
     ),
     "checkpoint": Option(
-        "The saved step of a run to draw with; the last one by default.",
+        "The step of the checkpoint to draw with; by default the newest undamaged checkpoint.",
         Annotated[int, "[0, inf)"],
     ),
     "guide": Option(
@@ -162,8 +163,8 @@ def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
     for name, value in values.items():
         if isinstance(value, list | tuple) and len(value) != num_stages:
             raise ValueError(
-                f"{name} has {len(value)} values for {num_stages} stages: give one for all, or "
-                "one for each"
+                f"{name} has {len(value)} values for {num_stages} stages: give one value for all "
+                "stages, or one for each"
             )
     of_stage = lambda value, n: value[n] if isinstance(value, list | tuple) else value
     return [{name: of_stage(v, n) for name, v in values.items()} for n in range(num_stages)]

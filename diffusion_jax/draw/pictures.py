@@ -23,10 +23,10 @@ class Pictures(NamedTuple):
     """No mask, one mask for all texts, or one mask per text."""
 
     def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
-        """Return arrays IMAGE [N, H, W, 3] and, with masks, MASK [N, H, W], resized to `size`.
+        """Return uint8 pictures IMAGE [N, H, W, 3] and, if any, bool masks MASK [N, H, W].
 
-        A pixel of a resized mask is True if any part of it is white. So a pixel that is not redrawn
-        lies entirely in the black part of the mask.
+        All are resized to `size`. A pixel of a resized mask is True if any part of it is white. So
+        a pixel that is not redrawn lies entirely in the black part of the mask.
 
         Args:
             size: Width and height in pixels.
@@ -47,7 +47,7 @@ class Pictures(NamedTuple):
 def define() -> Callable[[int], Pictures | None]:
     """Define --image and --mask.
 
-    Return a function that takes the number of texts and reads the pictures.
+    Return a function that takes the number of texts and opens the pictures (see `read`).
     """
     images = flags.DEFINE_multi_string(
         "image", [], "A picture to draw over: one for all texts, or one for each."
@@ -64,7 +64,9 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     """Open the files of pictures and masks. Return None if there are none.
 
     Raises:
-        ValueError: The numbers or sizes of pictures, masks and texts do not fit together.
+        ValueError: The numbers or sizes of pictures, masks and texts do not fit together, or a
+            file is damaged.
+        OSError: A file is missing, or is not a JPEG, PNG or WebP image.
     """
     opened = [open_picture(path, "RGB", "--image") for path in images]
     white = [open_picture(path, "L", "--mask") for path in masks]
@@ -80,7 +82,12 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
 
 
 def open_picture(path: str, mode: str, flag: str) -> Image.Image:
-    """Open and decode a picture. Raise ValueError, with the file's name, if it is damaged."""
+    """Open and decode a picture, and convert it to a Pillow mode such as "RGB".
+
+    Raises:
+        ValueError: The file is damaged or has too many pixels.
+        OSError: The file is missing, or is not a JPEG, PNG or WebP image.
+    """
     image = untrusted.open_image(files.local(path))
     try:
         return image.convert(mode)

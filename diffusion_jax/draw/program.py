@@ -1,7 +1,7 @@
 """Draw images from texts, batch by batch over the mesh.
 
-An image is a function of the parameters, its text, its guidance and its seed. The batch size and
-the number of devices change only the order of floating-point sums.
+An image is a function of the parameters, the settings, its text, its guidance and its seed. The
+batch size and the number of devices change only the order of floating-point sums.
 """
 
 import collections
@@ -22,7 +22,7 @@ from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
 
-Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]; sheets.to_uint8 returns pixels.
+Images = Float[np.ndarray, "B H W 3"]  # In about [-1, 1]; sheets.to_uint8 returns pixels.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 BeginOf = Callable[[Any, Preview | None, float | None], Begin]
 """A function (settings, preview, strength) -> a task's `begin`.
@@ -78,7 +78,7 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
     """Return the sampling programs of a task.
 
     The `max_programs` most recently used programs stay compiled. Settings that differ only in
-    sampler.guidance share a program, because guidance is an argument.
+    sampler.guidance share a program, because guidance is an argument of the program.
     """
     draws: collections.OrderedDict[Any, Draw] = collections.OrderedDict()
 
@@ -97,7 +97,7 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:
-    """Return `begin` with a denoiser that also sends its x0 to `preview` on the host.
+    """Return `begin` with a denoiser that also sends each x0 it predicts to `preview` on the host.
 
     If `preview` is None, return `begin` itself.
     """

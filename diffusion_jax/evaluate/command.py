@@ -1,8 +1,9 @@
-"""The evaluation command that all systems share. It scores points and writes tables and a page.
+"""The evaluation command that all systems share: it scores a sweep, and writes tables and a page.
 
-A point is a model with one checkpoint, one average (EMA) of its weights, and fixed sampler
-settings. The command draws pictures for every point at every guidance scale, with the same prompts
-and the same noise. loop.py saves the features of the pictures batch by batch.
+A sweep consists of points. A point is a model with one checkpoint, one average (EMA) of its
+weights, and fixed sampler settings. The command draws pictures for every point at every guidance
+scale, with the same prompts and the same noise. loop.py saves the features of the pictures batch by
+batch.
 """
 
 import functools
@@ -35,7 +36,7 @@ from diffusion_jax.task import Params
 class Point(NamedTuple):
     """A point of a sweep: a model or a cascade with fixed weights and sampler settings."""
 
-    checkpoint: int
+    checkpoint: int  # The step.
     ema: str
     params: Sequence[Params]
     draw: loop.Draw
@@ -57,11 +58,11 @@ class Subject(NamedTuple):
     size: int
     """The side of the final pictures in pixels."""
     batch_size: int
-    """The default maximum batch size."""
+    """The maximum batch size if the sweep sets none."""
     points: Sequence[Callable[[], Point]]
-    """One function per point. It loads the weights and returns the Point."""
+    """One function per point. Each loads the weights of its point and returns the Point."""
     name: str = ""
-    """The label of the curve if several subjects share a figure."""
+    """The label of this subject's curve if several subjects share a figure."""
 
 
 class Sweep(NamedTuple):
@@ -73,7 +74,8 @@ class Sweep(NamedTuple):
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
-    """The folder under evaluation/. None means step_N, or the joined names of several subjects."""
+    """The folder's name under evaluation/. None means step_N, or the joined names of several
+    subjects."""
     size: int | None = None
     """The side in pixels to which pictures are resized before scoring. None does not resize."""
 
@@ -94,22 +96,25 @@ def of_models(
 ) -> Subject:
     """Return the Subject of a model or a cascade.
 
-    It has a point for each combination of weights (one per stage) and overrides.
+    The Subject has a point for each combination of weights (one per stage) and overrides.
 
     Args:
         models: The model of each stage, loaded with the first weights and the first overrides.
-        draw: Maps (models of the stages, prompts, seeds, guidance) to images.
-        describe: Returns further entries about a stage for the card of the scores.
+        draw: Maps (models of the stages, prompts, seeds, guidance) to images in about [-1, 1].
+        describe: Returns the entry of a stage in the card's list "models".
         source: The config field data.source of the training run.
         sizes: The sides in pixels of the first stage's images and of the final pictures.
-        weights: Lists of the weights to evaluate, for the first stage, the second stage and so on.
-            Stages without a list keep their loaded weights.
+        weights: A list of weights to evaluate for each stage, starting with the first one. Stages
+            without a list keep their loaded weights.
         name: The label of the subject in tables and figures.
         overrides: For each combination of sampler settings, the config overrides of every stage.
+
+    Raises:
+        ValueError: The overrides of a stage are invalid.
     """
     joined = lambda values: ", ".join(map(str, values))
     varied = options.varied(overrides)
-    for point in overrides[1:]:  # Invalid settings are errors before anything is drawn.
+    for point in overrides[1:]:  # Raise errors of invalid settings before anything is drawn.
         for model, of_stage in zip(models, point, strict=True):
             with_overrides(model, of_stage)
 
@@ -155,9 +160,9 @@ def command(
     --help prints the docstring of the main module, which calls this function.
 
     Args:
-        open_subjects: Opens the models that the command's flags name. Its argument lists the
-            weights of each stage. A ValueError or OSError becomes a one-line message and exit
-            code 2.
+        open_subjects: Opens the models that the command's flags name. Its argument holds a list of
+            weights for each stage. If it raises ValueError or OSError, the command prints a
+            one-line message and exits with code 2.
         guidance: The default guidance scales.
         write_page: Writes a web page about a run's folder and returns the path of the page.
     """
@@ -190,15 +195,15 @@ def command(
         out = evaluate(subjects, scorer, plan, training)
         if jax.process_index() == 0:
             page = write_page(subjects[0].workdir)
-            logging.info("wrote %s, and all of it as a page to %s", out, page)
+            logging.info("wrote %s, and a page with all results to %s", out, page)
 
     cli.run(main)
 
 
 def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
-    """Trace drawing and scoring of one batch without compiling, and return a summary of the sweep.
+    """Trace the drawing and scoring of one batch, and return a printable summary of the sweep.
 
-    Raise ValueError if the sweep would fail.
+    Nothing is compiled. Raise ValueError if tracing shows that the sweep would fail.
     """
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
@@ -224,10 +229,10 @@ def evaluate(
 ) -> pathlib.Path:  # fmt: skip
     """Draw and score all prompts at every point and guidance. Return the folder of the results.
 
-    If `training` is given, also find the nearest training picture of each drawn picture. The folder
-    is in the first subject's workdir. Each point and guidance adds a row to the table.
-    The process prints a message and exits with code 2 if a checkpoint or average is missing, if
-    the folder holds saved features of another sweep, or if an image is not finite.
+    The folder is in the first subject's workdir. Each point at each guidance is a row of the table.
+    If `training` is given, also find the nearest training picture of each drawn picture. The
+    process prints a message and exits with code 2 if a checkpoint or average is missing, if the
+    folder holds features of another sweep, or if an image is not finite.
     """
     out, rows, pictures, copied = pathlib.Path(), [], [], []
     several = any(len(subject.points) > 1 for subject in subjects)
@@ -282,8 +287,8 @@ def _features(
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
     """Return the judges' cards and the features of all prompts at one point and guidance.
 
-    Features that an earlier call saved are reused. If plan.save_images is set, the pictures are
-    written to the folder `images`.
+    Features that an earlier call saved are reused, and their pictures are not drawn again. If
+    plan.save_images is set, the drawn pictures are written to the folder `images`.
     """
     folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
     batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)

@@ -2,9 +2,9 @@
 
 For each drawn picture, the nearest training picture is the one with the smallest distance between
 their features. If a model copies nothing, its pictures are about as far from the training pictures
-as real pictures that it has never seen. A drawn picture counts as close if it is closer to a
-training picture than 95 % of these unseen pictures are. About 5 % of a model's pictures are
-therefore close even if it copies nothing.
+as real pictures that it has never seen (unseen pictures). A drawn picture counts as close if it is
+closer to a training picture than 95 % of the unseen pictures are. About 5 % of a model's pictures
+are therefore close even if it copies nothing.
 """
 
 import functools
@@ -48,8 +48,8 @@ class Training:
         Args:
             pictures: The training pictures, in the size of the drawn ones.
             scorer: The scorer whose judges compute the features.
-            unseen: Real pictures that the model has never seen, in the same size; None for those
-                whose features the judges hold.
+            unseen: Real pictures that the model has never seen, in the same size. If None, the
+                judges' stored features of real pictures are used.
         """
         self._pictures, self._scorer, self._unseen = pictures, scorer, unseen
 
@@ -68,17 +68,17 @@ class Training:
 
     @functools.cached_property
     def unseen(self) -> dict[str, Nearest]:
-        """For each unseen real picture, its nearest training picture, keyed by kind of features."""
+        """The nearest training picture of each unseen picture, keyed by kind of features."""
         return {key: self.nearest(key, rows) for key, rows in self.unseen_features.items()}
 
     def nearest(self, key: str, rows: Float[np.ndarray, "N D"]) -> Nearest:
-        """Find the nearest training picture of each row of features of the kind `key`."""
+        """Find the training picture nearest to each row of `rows`, features of the kind `key`."""
         return Nearest(*neighbours.nearest(rows, self._rows[key]))
 
     def describe(self, key: str, nearest: Nearest) -> dict[str, Any]:
         """Return a table row that compares drawn pictures with unseen real pictures.
 
-        `nearest` holds the distances of the drawn pictures.
+        `nearest` holds the distances of the drawn pictures, for features of the kind `key`.
         """
         unseen = self.unseen[key].distances
         close = (nearest.distances < np.quantile(unseen, CLOSE)).astype(np.float64)
@@ -91,9 +91,9 @@ class Training:
         }  # fmt: skip
 
     def sheet(self, nearest: Nearest, draw: Draw) -> UInt8[np.ndarray, "H W 3"]:
-        """Return a sheet of the closest pairs, at most 16.
+        """Return a contact sheet of the closest pairs, at most 16.
 
-        Each drawn picture is above its nearest training picture.
+        Each drawn picture is above its nearest training picture. `draw` draws these pictures again.
         """
         closest = np.argsort(nearest.distances, kind="stable")[:_PAIRS]
         real, texts = self._pictures.read(nearest.indices[closest])
@@ -109,18 +109,19 @@ class Training:
 
 
 def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training | None:
-    """Open the training pictures that --copies names, or return None if it is "".
+    """Open the training pictures that --copies names. Return None if --copies is "".
 
     Args:
-        name: The training pictures, SOURCE:PATH or SOURCE:PATH::TEXT.
-        unseen: Real pictures that training has not shown, in the same form; "" for those whose
-            features the judges hold.
+        name: The value of --copies: the training pictures, SOURCE:PATH or SOURCE:PATH::TEXT.
+        unseen: The value of --unseen: real pictures that were not in training, in the same form.
+            For "", the judges' stored features of real pictures are used.
         scorer: The scorer whose judges compute the features.
         size: The side of the pictures in pixels.
 
     Raises:
-        ValueError: A source is unknown or empty, no judge compares with real pictures, --unseen
-            has no use, or the job has several processes.
+        ValueError: A source is unknown or empty, no judge compares drawn pictures with real ones,
+            there are no unseen pictures, --unseen is set without --copies, or the job has several
+            processes.
     """
     if not name:
         if unseen:
@@ -153,10 +154,10 @@ def _open(flag: str, name: str, size: int) -> Pictures:
 def write(
     out: pathlib.Path, sheet: str, training: Training, features: Features, draw: Draw
 ) -> list[dict[str, Any]]:
-    """Write a sheet of the closest pairs per kind of features, and return a row of TABLE per kind.
+    """Write a sheet of the closest pairs and return a row of TABLE, for each kind of features.
 
     Args:
-        out: The folder.
+        out: The folder of the sheets.
         sheet: The part of a sheet's file name after "copies_KIND_".
         training: The training pictures.
         features: The features of the drawn pictures.
@@ -168,8 +169,8 @@ def write(
         rows.append(training.describe(key, nearest))
         sheets.write_png(out / f"copies_{key}_{sheet}", training.sheet(nearest, draw))
         logging.info(
-            "copies, by %s: %.3g of the drawn pictures are as close to a training picture as the "
-            "closest %g of unseen real ones (%.3g to %.3g)",
+            "copies, by %s: a share of %.3g of the drawn pictures is as close to a training "
+            "picture as the closest %g of unseen real ones (interval %.3g to %.3g)",
             key, rows[-1]["close"], CLOSE, rows[-1]["close_low"], rows[-1]["close_high"],
         )  # fmt: skip
         if rows[-1]["median_distance_of_unseen"] == 0:

@@ -12,8 +12,9 @@ from diffusion_jax.metrics import table
 def figure(result: SweepResult) -> Plot:
     """Return the figure of a sweep.
 
-    If the sweep has a distance (lower is better) and another score, plot the first distance
-    against the first other score. Otherwise, plot the first score against guidance.
+    If the sweep has a distance (lower is better) and another score, the figure shows the first
+    distance over the first other score. Otherwise, it shows the first score over guidance. Scores
+    that share an axis are shown together.
     """
     shown = {c: metric for c, metric in table.shown().items() if c in result.rows[0]}
     distances = [column for column, metric in shown.items() if metric.lower_is_better]
@@ -39,8 +40,8 @@ def figure(result: SweepResult) -> Plot:
 def _lines(result: SweepResult) -> dict[str, list[dict[str, str]]]:
     """Group rows by model, weights and settings, and sort each group by guidance.
 
-    The name of a group contains only the parts that differ between groups, or all parts if the
-    short names are ambiguous.
+    Groups are keyed by name. A name contains only the parts that differ between groups, or all
+    parts if these short names are ambiguous.
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in sorted(result.rows, key=lambda row: float(row["guidance"])):

@@ -10,9 +10,9 @@ import numpy as np
 
 _COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480", "#b3476f", "#2b8c8c")
 _DASHES = ("-", "--", ":", "-.")
-_WIDE = 76  # Number of letters that fit into a figure's width.
+_WIDE = 76  # Number of characters that fit into a figure's width.
 _GREY = "#e3e8ec"
-_SHORT = 34  # Two names of this many letters fit on one row.
+_SHORT = 34  # Two names of at most this many characters fit on one row of the legend.
 _STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
           "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
@@ -30,11 +30,11 @@ class Line(NamedTuple):
     """A text to write next to each point."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """`low` and `high` are the ends of each point's confidence interval in y."""
+    """`low` and `high` are the ends of the confidence interval of each point's y."""
 
 
 class Band(NamedTuple):
-    """A shaded region between two lines."""
+    """A shaded region between the lines (x, low) and (x, high)."""
 
     name: str
     x: Sequence[float]
@@ -52,7 +52,7 @@ class Plot(NamedTuple):
 
 
 def save(plot: Plot, format: str) -> bytes:
-    """Return the bytes of the figure as a "png", "pdf" or "svg" file.
+    """Draw a figure and return the bytes of a "png", "pdf" or "svg" file.
 
     Equal figures give equal bytes.
     """
@@ -93,7 +93,7 @@ def _wrapped(name: str) -> str:
 
 
 def _distinct(number: int) -> list[str]:
-    """Return `number` distinct colours: a fixed palette, then evenly spaced hues."""
+    """Return `number` distinct colours (#RRGGBB): a fixed palette, then evenly spaced hues."""
     extra = range(number - len(_COLOURS))
     shades = [colorsys.hls_to_rgb(i / len(extra), (0.3, 0.45, 0.6)[i % 3], 0.65) for i in extra]
     hexes = ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]

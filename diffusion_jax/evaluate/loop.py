@@ -1,8 +1,8 @@
 """The loop of all evaluations: draws images in batches and computes their features.
 
-`drawing` draws images for sweeps and for evaluation during training. MLPerf's benchmark keeps its
-images on the devices and has a separate function. Features can be saved in a folder, one shard file
-per batch. An interrupted evaluation then continues where it stopped.
+`drawing` draws images for sweeps and for evaluation during training. MLPerf's benchmark has a
+separate function, which keeps the images on the devices. Features can be saved in a folder, one
+shard file per batch. An interrupted evaluation then continues where it stopped.
 """
 
 import io
@@ -29,11 +29,11 @@ CARD = "card.json"
 KERNEL = "Pillow's bicubic"
 Features = dict[str, Shaped[np.ndarray, "N *D"]]
 Draw = Callable[[Sequence[str], Sequence[int], float], Images]
-"""Maps (prompts [B], seeds [B], guidance) to images [B, H, W, 3]."""
+"""Maps (prompts [B], seeds [B], guidance) to images [B, H, W, 3] in about [-1, 1]."""
 Compute = Callable[[Int[np.ndarray, "B"]], Features]
-"""Draws the images with the given numbers and returns their features.
+"""Draws the images with the given indices and returns their features.
 
-The entry "fine" [B] tells which images are finite."""
+The entry "fine" [B] is True for images whose pixels are all finite."""
 
 
 def collect(
@@ -56,10 +56,11 @@ def collect(
         batch_size: largest number of images per batch.
         compute: draws images and computes their features.
         name: name of the evaluation in messages.
-        folder: folder in which each batch's features are saved. Images whose features are already
-            saved are not drawn again, even if the batch size has changed. None saves nothing.
-        finite: if True, a non-finite image also ends the process, and the result has no entry
-            "fine". If False, non-finite images are only marked in the entry "fine".
+        folder: folder in which the features of each batch are saved. Images whose features are
+            already saved are not drawn again, even if the batch size has changed. With None,
+            nothing is saved.
+        finite: if True, a non-finite image also ends the process with code 2, and the result has no
+            entry "fine". If False, non-finite images are only marked in the entry "fine".
     """
     missing = np.ones(num_images, bool) if folder is None else _missing(folder, num_images)
     batches, parts = _batches(missing, batch_size), []
@@ -93,19 +94,19 @@ def drawing(
 ) -> Compute:
     """Return a function that draws images of a scorer's prompts and computes all judges' features.
 
-    The features have three additional entries. "images" holds the pictures shown on the contact
-    sheet. "seconds" holds the time of drawing and the time of computing features. "fine" tells
-    which images are finite.
+    The features have three additional entries. "images" holds those pictures of the batch that the
+    contact sheet shows. "seconds" [1, 2] holds the seconds spent on drawing and on computing
+    features. "fine" [B] is True for finite images.
 
     Args:
         scorer: the prompts and judges.
-        draw: maps (prompts, seeds, guidance) to images.
+        draw: maps (prompts, seeds, guidance) to images in about [-1, 1].
         guidance: the guidance scale.
         batch_size: number of images per batch; smaller batches are padded.
         first_seed: seed of image 0; image i has seed first_seed + i.
         size: side in pixels to which images are resized with KERNEL before scoring. None does not
             resize.
-        save: function called with the image indices and pixels of each batch.
+        save: function called with the indices and the pixels of each batch of images.
     """
     shown = np.isin(np.arange(len(scorer.prompts)), scorer.shown)
 
@@ -135,21 +136,22 @@ def resized(images: UInt8[np.ndarray, "B H W 3"], size: int | None) -> UInt8[np.
 
 
 def filled(rows: Int[np.ndarray, "B"], batch_size: int) -> Int[np.ndarray, "{batch_size}"]:
-    """Repeat `rows` until there are `batch_size`, so that all batches use one compiled program."""
+    """Repeat `rows` up to the length `batch_size`, so that all batches use one compiled program."""
     return rows[np.arange(batch_size) % len(rows)]
 
 
 def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card]:
     """Reserve a folder for the features of one point of a sweep.
 
-    The first call writes the cards to the folder. Later calls compare their cards with these.
+    The first call writes `cards_now` to the folder. Later calls compare `cards_now` with the cards
+    in the folder.
 
     Args:
         folder: the folder.
-        cards_now: the card of each extractor, keyed by its name.
+        cards_now: the card of each judge, keyed by the judge's name.
 
     Returns:
-        The cards of the first call. Only their software versions may differ from `cards_now`.
+        The cards in the folder. Only their software versions may differ from `cards_now`.
 
     Raises:
         ValueError: the folder holds features with other weights, prompts, seeds or extractors.
@@ -167,7 +169,7 @@ def _check(features: Features, rows: np.ndarray, name: str, finite: bool) -> Non
         )
     for key, values in features.items() if not bad.size else ():
         if not np.isfinite(values).all():
-            raise ValueError(f"features of {key} are not finite: its weights are damaged")
+            raise ValueError(f"features of {key} are not finite: the weights are damaged")
 
 
 def _write_shard(folder: pathlib.Path, rows: np.ndarray, features: Features) -> None:
@@ -204,8 +206,8 @@ def _ends(path: pathlib.Path) -> tuple[int, int]:
 def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
     """Return a mask that is True for images without saved features.
 
-    Process 0 computes the mask and sends it to all processes. It removes shards whose CRC-32 shows
-    that they are damaged.
+    Process 0 computes the mask and sends it to all processes. Process 0 also deletes shards that
+    are damaged, for example according to their CRC-32.
     """
     missing = np.ones(num_images, bool)
     for path in _shards(folder) if jax.process_index() == 0 else ():

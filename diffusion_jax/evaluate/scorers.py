@@ -35,7 +35,7 @@ Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[st
 A prompt without a real picture gets a picture with another caption."""
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
-"""Table columns and their values, keyed by judge."""
+"""{judge's name: {table column: value}}."""
 _OF_PROMPTS = ("reference", "inception", "inception_mode", "clip", "clip_reference", "dinov2",
                "dinov2_reference", "judge")  # fmt: skip
 _NO_FEATURES = (
@@ -47,7 +47,7 @@ _SHOWN = 42  # Number of pictures on a sheet.
 
 
 class FeatureJudge(NamedTuple):
-    """A function that computes features of pictures, and statistics of real pictures."""
+    """A judge: a function that computes features of pictures, and statistics of real pictures."""
 
     card: Card
     """A record of everything that the scores depend on, except the scored model."""
@@ -80,10 +80,11 @@ class Scorer:
             judges: the judges, keyed by name.
             metrics: keys of METRICS. By default, all metrics that the judges support, except those
                 marked by_name.
-            groups: named slices of the prompts. Metric.group names the slice that a metric scores.
+            groups: slices of the prompts, keyed by name. A metric scores the pictures of the slice
+                that Metric.group names.
             shown: indices of the prompts whose pictures are on the contact sheet.
             real: maps prompts to real pictures and captions. None if there are no real pictures.
-            guidance: the default guidance scales of a sweep. () means the system's defaults.
+            guidance: the default guidance scales of a sweep. With (), the command's defaults apply.
 
         Raises:
             ValueError: the judges do not support one of `metrics`.
@@ -101,7 +102,7 @@ class Scorer:
 
     @property
     def picture_features(self) -> list[str]:
-        """The kinds of features in which judges compare drawn pictures with real ones."""
+        """The kinds of features that judges compare between drawn and real pictures."""
         return [judge.features[0] for judge in self._judges.values() if judge.real is not None]
 
     @property
@@ -132,14 +133,20 @@ class Scorer:
         return sheets.contact_sheet(images, labels)
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """Compute all judges' features of pictures and their prompts, one row per picture."""
+        """Compute the features of all judges for pictures in 0..255 and their prompts.
+
+        The features are keyed by kind (Metric.features), with one row per picture.
+        """
         features = {}
         for judge in self._judges.values():
             features |= zip(judge.features, judge.extract(images, prompts), strict=True)
         return features
 
     def score(self, features: Features) -> Scores:
-        """Compute all scores and their intervals from the features of all pictures."""
+        """Compute all scores and their intervals from the features of all pictures.
+
+        `features` must have a row for each prompt, in the order of the prompts.
+        """
         scores: Scores = {name: {} for name in self._judges}
         # Metrics that share distances recognise equal features by their identity.
         rows_of = functools.cache(lambda name, group: features[name][self.groups[group]])
@@ -153,7 +160,7 @@ class Scorer:
         return scores
 
     def _chosen(self, names: Sequence[str]) -> dict[str, object]:
-        """Choose the metrics to compute, and map each name to its statistics of real images."""
+        """Choose the metrics to compute. Map each metric's name to the result of `_reference`."""
         chosen = {}
         prepare = functools.cache(lambda owner, reference: reference(self._judges[owner].real))
         for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
@@ -167,8 +174,8 @@ class Scorer:
     def _reference(self, name: str, prepare: Callable[[str, Callable], object]) -> object:
         """Return the prepared statistics of real images for a metric, or None if it needs none.
 
-        `prepare` maps a judge's name and Metric.reference to these statistics. Raise LookupError if
-        the scorer does not support the metric.
+        `prepare` maps (judge's name, Metric.reference) to the prepared statistics. Raise
+        LookupError if the scorer does not support the metric.
         """
         metric = METRICS.get(name)
         if metric is None:
@@ -199,7 +206,10 @@ def columns(scores: Scores) -> dict[str, float]:
 
 
 def own_scorer(source: str) -> Callable[..., Scorer] | None:
-    """Return the function `open_scorer` of a data source's module, or None if it has none."""
+    """Return the function `open_scorer` of a data source's module, or None without one.
+
+    A data source that defines `open_scorer` provides its own prompts and judge.
+    """
     return getattr(sources.own_module(source), "open_scorer", None)
 
 
@@ -208,7 +218,7 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
 
     Args:
         source: the config field data.source of the scored run.
-        size: side of the pictures.
+        size: side of the pictures in pixels.
         prompts: the prompts. If there are none, the data source must provide prompts and a judge.
         evaluation: the config's evaluation group.
 
@@ -234,8 +244,8 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
 def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
     """Raise ValueError if `settings` sets a field that needs a file of prompts.
 
-    The scorer of a data source does not use these fields. `prefix` precedes their names in the
-    message.
+    The scorer of a data source does not use these fields. In the message, `prefix` ("evaluation."
+    or "--") precedes the names of fields.
     """
     for name in _OF_PROMPTS:
         if settings[name]:
@@ -249,7 +259,7 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
     """Return the scorer of prompts from a file, with the judges that the evaluation group names.
 
     Args:
-        size: side of the pictures.
+        size: side of the pictures in pixels.
         prompts: the prompts.
         evaluation: the config's evaluation group.
 
@@ -318,7 +328,8 @@ def _against(
 ) -> FeatureJudge:
     """Return a judge that compares pictures with the statistics in the file `path`.
 
-    Pictures are preprocessed as on the card of the statistics, or by `mode` if there is no card.
+    Pictures are preprocessed as recorded on the card of the statistics, or with `mode` if the file
+    has no card. `name` is the kind of features.
     """
     real = stats_files.read(path)
     stats_files.check_mode(path, real, mode, "inception_mode")

@@ -26,13 +26,13 @@ from diffusion_jax.metrics.cards import Scored
 
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
 REAL = "real.png"
-"""File name of a contact sheet of real pictures for the sweep's prompts.
+"""File name of the contact sheet of real pictures for the sweep's prompts.
 
-Prompts without a real picture have a picture with another caption.
+For a prompt without a real picture, the sheet shows a picture with another caption.
 """
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
-_MAX_LETTERS = 60  # The largest length of a setting in a file name.
+_MAX_LETTERS = 60  # Largest number of characters of a setting's value in a file name.
 
 
 class SweepResult(NamedTuple):
@@ -41,17 +41,17 @@ class SweepResult(NamedTuple):
     folder: pathlib.Path
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
-    """Scores keyed by file name without suffix. The name contains the point and the extractor."""
+    """Scores, keyed by file name without suffix. It names the point, the guidance and the judge."""
 
 
 def read(folder: pathlib.Path) -> SweepResult:
-    """Read a sweep from its folder. The sweep may be unfinished."""
+    """Read a finished or unfinished sweep from its folder."""
     with (folder / TABLE).open() as file:
         return SweepResult(folder, list(csv.DictReader(file)), read_scored(folder / SCORED))
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
-    """Read all sweeps of a workdir, sorted by name. Links are not followed."""
+    """Read all sweeps of a workdir, sorted by folder name. Symbolic links are ignored."""
     root = files.path(workdir)
     tables = sorted((root / runs.EVALUATION).glob(f"*/{TABLE}"))
     return [read(path.parent) for path in tables if untrusted.is_plain(path, root)]
@@ -60,8 +60,8 @@ def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
 def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
     """Return the path of the contact sheet of a row, or None if there is no sheet.
 
-    Earlier code saved one sheet per guidance, and later points overwrote it. Such a sheet belongs
-    only to the last row with this guidance.
+    Earlier versions saved only one sheet per guidance, which each point overwrote. Such a sheet
+    belongs to the last row with this guidance.
     """
     same_name = lambda other: sheet_name(other) == sheet_name(row)
     last = [other for other in one.rows if same_name(other)][-1:] == [row]
@@ -71,14 +71,17 @@ def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
 
 
 def point_name(row: Row) -> str:
-    """Return a file name for a point, made of its model, checkpoint, average and settings."""
+    """Return a name for a point's files, made of its model, checkpoint, average and settings."""
     parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
     named = [_file_name(part) for part in parts if part]
     return "_".join([*named, *(_file_name(axis_label(a), _distinct(row[a])) for a in axes(row))])
 
 
 def label(row: Row) -> str:
-    """Return a label for a point, made of its model, checkpoint, average and settings."""
+    """Return a label for a point, such as "step 3000, ema, steps 20".
+
+    It consists of the model, the checkpoint, the average and the settings.
+    """
     parts = [row.get("model"), f"step {row['checkpoint']}", row["ema"]]
     parts += [f"then {row['later']}"] if row.get("later") else []
     parts += [f"{axis_label(axis)} {row[axis]}" for axis in axes(row)]
@@ -86,15 +89,15 @@ def label(row: Row) -> str:
 
 
 def axes(row: Row) -> list[str]:
-    """Return the columns that hold sampler settings, such as "sampler.steps"."""
+    """Return the names of the columns with sampler settings, such as "sampler.steps"."""
     return [column for column in row if "." in column]
 
 
 def axis_label(axis: str) -> str:
     """Return the label of a column of sampler settings.
 
-    "sampler.name" gives "sampler". Other columns give the field's name, with spaces for
-    underscores: "sampler.steps" gives "steps".
+    The label of "sampler.name" is "sampler". The label of another column is the field's name with
+    spaces instead of underscores: "steps" for "sampler.steps".
     """
     group, _, name = axis.partition(".")
     return group if name == "name" else name.replace("_", " ")
@@ -123,8 +126,9 @@ def write_metrics(
 ) -> None:
     """Write metrics.jsonl and TensorBoard event files.
 
-    TensorBoard shows each point as a run, and each score as a curve over guidance. Scores and
-    contact sheets are at step 100 x guidance. The event files also contain the figure curve.png.
+    TensorBoard shows each point as a run, and each score as a curve over guidance. Its step axis
+    shows 100 x guidance, for scores and contact sheets. The event files also contain curve.png.
+    `pictures` holds the contact sheet of each row.
     """
     lines = []
     for row in rows:
@@ -148,7 +152,7 @@ def write_metrics(
 
 
 def _is_score(column: str, value: Any) -> bool:
-    """Return whether a column holds a score, not an end of an interval or another number."""
+    """Return whether a column holds a score, and not an interval's end or another number."""
     others = ("guidance", "features_share_of_time")
     return isinstance(value, float) and column not in others and not column.endswith(_ENDS)
 
@@ -156,7 +160,7 @@ def _is_score(column: str, value: Any) -> bool:
 def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) -> None:
     """Write scores and their cards as JSON files that `metrics compare` reads.
 
-    There is one file per extractor, called NAME_EXTRACTOR.json.
+    `scored` is keyed by judge. Each judge has a file NAME_JUDGE.json.
     """
     folder.mkdir(exist_ok=True)
     for extractor, scores in scored.items():
@@ -172,7 +176,7 @@ def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
 
 
 def describe(row: Row) -> str:
-    """Return a string with the guidance and the scores of a row, one per line, with intervals."""
+    """Return a text with the guidance and the scores of a row, one per line, with intervals."""
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
         if name in row:
@@ -198,7 +202,7 @@ def _file_name(*texts: str) -> str:
 
 
 def _distinct(value: str) -> str:
-    """Return a short part of a file name for a value. Different values give different parts."""
+    """Return a short string for a value in a file name. Different values give different strings."""
     if len(value) <= _MAX_LETTERS and re.fullmatch(r"[\w.,+()=-]*", value):
         return value
     return f"{value[:_MAX_LETTERS]}-{hashlib.blake2b(value.encode(), digest_size=4).hexdigest()}"

@@ -18,7 +18,8 @@ flags.disclaim_key_flags()  # --help lists them with the command that defines th
 def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
     """Define the flags of the evaluation command and return them, keyed by name.
 
-    The caller defines the flags that name models.
+    `guidance` holds the default guidance scales, which --help shows. The caller defines the flags
+    that name models.
     """
     default = ",".join(f"{value:g}" for value in guidance)
     count = functools.partial(flags.DEFINE_integer, lower_bound=1)
@@ -27,11 +28,13 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_multi_string(
             "checkpoint",
             [],
-            "Saved steps, separated by commas; the last one by default. Repeat "
-            "it for the next stage of a cascade.",
+            "Steps of checkpoints, separated by commas; the newest by default. "
+            "Repeat the flag for the next stage of a cascade.",
         ),
         flags.DEFINE_multi_string(
-            "ema", [], 'Decays (0.9999), widths (0.05), "ema" (the largest, default) or "raw".'
+            "ema",
+            [],
+            'Averages (EMA): decays (0.9999), widths (0.05), "ema" (largest; default) or "raw".',
         ),
         count(
             "size", None, "Resize pictures to this side before they are scored; none by default."
@@ -75,31 +78,32 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "copies",
             "",
-            "The training pictures, as SOURCE:PATH::TEXT: finds the nearest one of each drawn "
+            "The training pictures, as SOURCE:PATH::TEXT. Finds the one nearest to each drawn "
             "picture, and writes copies.csv and a sheet of the closest pairs.",
         ),
         flags.DEFINE_string(
             "unseen",
             "",
-            "--copies: real pictures that training has not shown, as SOURCE:PATH::TEXT; by default "
-            "those of the reference or the judge.",
+            "--copies: real pictures that were not in training, as SOURCE:PATH::TEXT; by default "
+            "the real pictures of the reference or the judge.",
         ),
         flags.DEFINE_list(
             "metrics",
             [],
-            "Scores to compute, such as fid,kid; by default all that the files allow.",
+            "Scores to compute, such as fid,kid; by default all that the files allow, except slow "
+            "and redundant ones.",
         ),
-        count("num_seen", 1, "Quick start: images per prompt that training showed."),
-        count("num_heldout", 8, "Quick start: images per prompt that training never showed."),
+        count("num_seen", 1, "Quick start: images per prompt that was in training."),
+        count("num_heldout", 8, "Quick start: images per prompt that was held out."),
     ]
     return {holder.name: holder for holder in holders}
 
 
 def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
-    """Return the weights to evaluate for each stage, from the values of --ema and --checkpoint.
+    """Return a list of weights per stage, made from the values of --ema and --checkpoint.
 
-    The list ends with the last stage for which either flag has a value. Raise ValueError if a
-    checkpoint is not a number.
+    A stage's list combines each of its averages with each of its checkpoints. Stages after the last
+    value of either flag have no list. Raise ValueError if a checkpoint is not a whole number.
     """
     names = [text.split(",") for text in emas] or [["ema"]]
     steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]
@@ -111,5 +115,5 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
 
 
 def numbers(texts: Sequence[str], flag: str, hint: Any) -> list[Any]:
-    """Convert the values of a flag to the type `hint`. Raise ValueError if a value is invalid."""
+    """Convert the values of --`flag` to the type `hint`. Raise ValueError if a value is invalid."""
     return [ranges.read_value(f"--{flag}", text, hint) for text in texts]

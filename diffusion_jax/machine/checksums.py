@@ -1,8 +1,7 @@
 """Write and compare checksums of the files in a folder, to detect damage.
 
-Several processes share the comparison. Each process compares its own part of the files. For a
-folder in a bucket, the store computes the checksums and returns them in its listing, so no file is
-read.
+Several processes can share the comparison: each process compares its own part of the files. For a
+folder in a bucket, the checksums come from the store's own listing, so no file is read.
 """
 
 import errno
@@ -17,7 +16,7 @@ from diffusion_jax.machine import files
 FOLDER = "checksums"
 """The subfolder that holds the lists of checksums: JSON files of {path: [bytes, checksum]}.
 
-This code writes one list. Earlier versions wrote one for each process.
+`write` writes a single list. Earlier versions wrote one for each process.
 """
 COMMIT = "commit_success.txt"
 """The file that Orbax writes last in a bucket. It marks a complete checkpoint."""
@@ -26,7 +25,7 @@ METADATA = "_CHECKPOINT_METADATA"
 
 
 def write(folder: files.Path) -> None:
-    """Write the checksums of the files in a folder."""
+    """Write the sizes and checksums of all files in a folder into its subfolder FOLDER."""
     folder, look = files.path(folder), _look(folder)
     (folder / FOLDER).mkdir(exist_ok=True)
     listed = {name: look(name, True) for name in _names(folder)}
@@ -63,11 +62,11 @@ def read_back(
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """Return a message about the first file whose checksum differs or is missing, or None.
+    """Return a message about the first file that does not match its checksum or has none, or None.
 
-    If `items` names subfolders, only those are compared. The files are divided into `parts` parts,
-    and only those of part number `part` (from 0) are compared. A folder without lists of checksums
-    counts as undamaged, because earlier versions wrote none.
+    If `items` names subfolders, only their files are checked. The files with a checksum are divided
+    into `parts` parts, and only part number `part` (from 0) is compared. A folder without lists of
+    checksums counts as undamaged, because earlier versions wrote none.
     """
     if not exist(folder):
         return None
@@ -89,8 +88,8 @@ def damaged(
 ) -> Iterator[tuple[str, str]]:
     """Yield (path, difference) for each file that does not match its checksum.
 
-    If `items` names subfolders, only those are compared. The files are divided into `parts` parts,
-    and only those of part number `part` (from 0) are compared. A folder without lists of checksums
+    If `items` names subfolders, only their files are compared. The files are divided into `parts`
+    parts, and only part number `part` (from 0) is compared. A folder without lists of checksums
     yields nothing.
     """
     folder, look = files.path(folder), _look(folder)
@@ -120,7 +119,8 @@ def _lists(folder: pathlib.Path) -> tuple[dict[str, tuple[int, str]], list[str]]
 def _names(folder: pathlib.Path) -> list[str]:
     """Return the names of the files that need a checksum.
 
-    Hidden files and unfinished ones, whose names end in .tmp, need none.
+    The names are paths relative to `folder`. Hidden files and unfinished files, whose names end in
+    .tmp, need no checksum. Neither do FOLDER, COMMIT and METADATA.
     """
     if bucket := files.remote(folder):
         names = bucket.objects()
@@ -139,8 +139,8 @@ def _names(folder: pathlib.Path) -> list[str]:
 def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
     """Return a function look(name, whole) that returns a file's size in bytes and its checksum.
 
-    The checksum is a SHA-256 for a local file, and "crc32c:...", "md5:..." or "" (no checksum) in a
-    bucket. If `whole` is False, local files are not read and their checksum is "".
+    For a local file, the checksum is a SHA-256. In a bucket, it is "crc32c:...", "md5:..." or ""
+    (no checksum). If `whole` is False, local files are not read and their checksum is "".
     """
     if bucket := files.remote(folder):
         objects = bucket.objects()
@@ -162,7 +162,7 @@ def _difference(
         now, current = look(name, digest is not None)
         if now != size:
             return f"{now:,} bytes, but {size:,} were written"
-        # A folder that was copied from or to a bucket has checksums of another kind.
+        # After a copy from or to a bucket, the stored checksums are of another kind.
         kinds = {text.rpartition(":")[0] for text in (digest, current) if text}
         if digest and current and len(kinds) == 1 and digest != current:
             return "its bytes differ from those written"

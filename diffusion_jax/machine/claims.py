@@ -1,4 +1,4 @@
-"""Record the settings that a folder was started with, and refuse others later."""
+"""Record the settings that a folder was started with, and refuse different settings later."""
 
 import json
 import os
@@ -20,11 +20,11 @@ def claim(
     Args:
         path: The file. Its folder is created if missing.
         identity: The settings that determine the results, such as a config.
-        free: Prefixes of the dotted field names whose values may differ.
-        write: Whether to write a missing file. Only one process should.
+        free: Prefixes of dotted field names. Fields with such a name may differ.
+        write: Whether to write the file if it is missing. Only one process should write it.
 
     Returns:
-        The identity in the file.
+        The identity in the file, or `identity` as JSON values if there was no file.
 
     Raises:
         ValueError: The file holds another identity.
@@ -45,10 +45,10 @@ def claim(
 
 
 def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> str:
-    """Return a message that lists the fields that differ, with both values, or "" if all are equal.
+    """Return a list of the fields that differ, as text with both values, or "" if all are equal.
 
-    A field in a group has a dotted name. Fields whose names begin with a prefix in `free` are
-    ignored.
+    A field in a group has a dotted name, such as "optimizer.lr". Fields whose names begin with a
+    prefix in `free` are ignored.
     """
     one, other = flat(before), flat(now)
     return "; ".join(

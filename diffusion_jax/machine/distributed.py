@@ -5,8 +5,9 @@ A command is a single process by default. It joins other processes if --coordina
 JAX_PROCESS_ID are set, or if Slurm's srun or GKE's TPU pods started several. On a TPU VM or under
 MPI, --distributed=on lets JAX find the other processes.
 
-JAX's coordination service ends all processes when one dies. It does so at once if a collective
-operation fails or the connection to process 0 breaks, otherwise after a heartbeat timeout.
+When one process dies, JAX's coordination service ends all others. This happens at once if a
+collective operation fails or the connection to process 0 breaks, otherwise after a heartbeat
+timeout.
 """
 
 import contextlib
@@ -30,9 +31,9 @@ from diffusion_jax.machine import exits
 from diffusion_jax.machine.last_words import LastWords, exit_at_abort
 
 _HEARTBEAT = 30  # Seconds of silence after which JAX takes a process for dead.
-_GRACE = 2.0  # Seconds for other processes to report the same error before this one ends.
+_GRACE = 2.0  # Seconds that process 0 gives others to report the same error before it ends.
 _ABRUPTLY = "abruptly, usually because another process died"
-_TEXT = 500  # Largest number of bytes of a text in gather_text.
+_TEXT = 500  # gather_text cuts each text to this number of bytes.
 _BROKEN = re.compile(r"\bgloo\b|\bnccl\b|coordination.?service", re.IGNORECASE)
 _DISTRIBUTED = flags.DEFINE_enum(
     "distributed", "auto", ["auto", "on", "off"], "Whether to join other processes."
@@ -55,8 +56,9 @@ class _Farewell:
 def join() -> None:
     """Join the other processes, if there are any. Call this before anything touches a device.
 
-    Process 0 logs a table of processes and devices. After that, the other processes log warnings
-    only. If some processes have not joined after --join_timeout seconds, this one ends with code 1.
+    Process 0 logs a table of processes and devices. From then on, the other processes log only
+    warnings. If not all processes have joined after --join_timeout seconds, this process prints a
+    message and exits with code 1.
 
     Raises:
         ValueError: The flags or variables are incomplete or differ between processes.
@@ -96,7 +98,7 @@ def advise(advice: str) -> None:
 
 
 def advice() -> str:
-    """Return what `advise` set: the advice to print if another process dies or a step hangs."""
+    """Return the advice to print if another process dies or a step hangs, as set by `advise`."""
     return _Farewell.advice
 
 
@@ -111,7 +113,7 @@ def is_disconnection(error: BaseException | None) -> bool:
 
 
 def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
-    """Return a table with one line per process: its index, its host and its devices."""
+    """Return a printable table with one line per process: its index, its host and its devices."""
     rows = [("process", "host", "devices")]
     for process, host in enumerate(hosts):
         local = [device for device in devices if device.process_index == process]
@@ -122,7 +124,10 @@ def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
 
 
 def gather_text(text: str) -> list[str]:
-    """Return the texts of all processes, each cut at 500 bytes. All processes must call this."""
+    """Return the texts of all processes, in the order of their indices.
+
+    Each text is cut to 500 bytes. All processes must call this function.
+    """
     if jax.process_count() == 1:
         return [text]
     row = np.zeros(_TEXT, np.uint8)
@@ -137,9 +142,11 @@ def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[in
     """Yield stopping(step), a function that returns whether SIGTERM demands a stop at this step.
 
     Before the first call of `stopping`, there is nothing to save. So SIGTERM calls `leave` and ends
-    the process at once with code 143, even while a library compiles a program. After that call,
-    SIGTERM no longer ends the process: `stopping` returns True instead. With several processes,
-    SIGTERM never ends one at once: `stopping` returns True in all of them at the same step.
+    the process at once with code 143, even while a library compiles a program. After the first call
+    of `stopping`, SIGTERM no longer ends the process. Instead, `stopping` returns True.
+
+    With several processes, SIGTERM never ends a process at once. If one process receives it,
+    `stopping` returns True in all processes at the same step.
     """
     if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
         yield multihost_utils.reached_preemption_sync_point
@@ -184,7 +191,7 @@ def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[in
 def ending_at_disconnection() -> Iterator[None]:
     """End this process with a message if the connection to another process breaks in this context.
 
-    Without this context, a checkpoint that is being written would wait for the lost process.
+    Otherwise, the writing of a checkpoint would wait for the lost process.
     """
     try:
         yield
@@ -198,9 +205,10 @@ def ending_at_disconnection() -> Iterator[None]:
 def together() -> Iterator[None]:
     """End several processes together.
 
-    On success, every process waits for the last one. On failure, no process waits. Without this
-    context, the interpreter of a failed process would wait for the others, while they wait for it.
-    The process would then end by a signal, which hides its exit code.
+    A process that leaves this context without an error waits until all others have left it, too. A
+    process that fails ends without waiting. Without this context, the interpreter of a failed
+    process would wait for the other processes, while they wait for it. In the end, a signal would
+    kill the failed process and hide its exit code.
     """
     try:
         yield
@@ -242,9 +250,9 @@ def _farewell(how: str) -> str:
 
 
 def _check_port(identity: Mapping[str, Any]) -> None:
-    """Raise Busy in process 0 if the coordinator's port is taken.
+    """Raise Busy in process 0 if another program holds the coordinator's port.
 
-    JAX itself would end by a signal.
+    Without this check, JAX would abort the process by a signal.
     """
     if identity.get("process_id") != 0 or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         return
@@ -263,9 +271,10 @@ def _check_port(identity: Mapping[str, Any]) -> None:
 
 
 def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments of jax.distributed.initialize from flags and variables.
+    """Return the arguments of jax.distributed.initialize from flags and environment variables.
 
-    Return None for a single process, or if none are set. Raise ValueError if only some are set.
+    Return None if num_processes is 1 or no argument is set. Raise ValueError if only some arguments
+    are set, or if their values are invalid.
     """
     number = lambda name: int(environment[name]) if environment.get(name) else None
     identity = {
@@ -296,7 +305,10 @@ def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return JAX's arguments for the cluster of this environment, or None for a single process."""
+    """Return the arguments of jax.distributed.initialize for the cluster of this environment.
+
+    Return None for a single process.
+    """
     if "SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
         return {"cluster_detection_method": "slurm", "local_device_ids": _slurm_ids(environment)}
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
@@ -306,9 +318,9 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the ids of all GPUs if each node has one task.
+    """Return the ids of all GPUs of a node if Slurm runs one task per node, or None otherwise.
 
-    By default JAX uses only the first GPU.
+    Without these ids, a task's JAX would use only the first GPU of its node.
     """
     alone = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if not alone or "JAX_LOCAL_DEVICE_IDS" in environment:
@@ -318,7 +330,7 @@ def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
 
 @contextlib.contextmanager
 def _deadline(seconds: int, identity: Mapping[str, Any]) -> Iterator[None]:
-    """End the process with a message if the block takes longer than `seconds`."""
+    """End the process with a message and code 1 if this context lasts longer than `seconds`."""
 
     def give_up():
         process = f"process {identity.get('process_id', '(with no number yet)')}"

@@ -14,8 +14,8 @@ from absl import logging
 from diffusion_jax.machine import files
 
 FOLDER = "tensorboard"
-"""The subfolder of event files in a workdir."""
-_HPARAMS = "_hparams_/"  # Prefix of the hparams' tags; every start writes them again.
+"""The subfolder of a workdir that holds the event files."""
+_HPARAMS = "_hparams_/"  # Prefix of the hparams' tags. Every start of a run writes them again.
 
 
 class _Nothing:
@@ -26,7 +26,7 @@ class _Nothing:
 
 
 class _Files:
-    """A wrapper of CLU's writer that raises OSError if the disk is full."""
+    """A wrapper of CLU's writer. Its methods raise OSError if the disk is full."""
 
     def __init__(self, tf: Any, writer: Any) -> None:
         self._tf, self._writer = tf, writer
@@ -51,8 +51,9 @@ def _as_os_errors(tf: Any) -> Iterator[None]:
 def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
     """Yield a clu.metric_writers.MetricWriter for event files in `folder`, and close it at the end.
 
-    First, events of steps after `after` are removed from existing files. With 0, all events are
-    removed. Only process 0 writes. Without TensorFlow, a warning is logged and nothing is written.
+    First, events of steps after `after` are removed from existing files; with after=0, all events
+    are removed. Only process 0 writes. If TensorFlow is not installed, a warning is logged and
+    nothing is written.
     """
     writer = _Nothing() if jax.process_index() else _open(folder, after)
     try:
@@ -91,7 +92,10 @@ def _simple(value: Any) -> bool | int | float | str:
 
 
 def _drop_after(path: pathlib.Path, step: int) -> None:
-    """Remove events after `step` from an event file, and an incomplete record at its end."""
+    """Remove events of steps after `step` from an event file, and an incomplete record at its end.
+
+    Hparams are removed, too. If no event remains, the file is deleted.
+    """
     import tensorflow as tf
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,8 +5,8 @@ REFUSED = 2
 BUSY = 75
 """Another process holds the workdir or the port; a later attempt may succeed.
 
-The value is EX_TEMPFAIL of sysexits.h. Launchers count this exit as a crash, and restart the run up
-to job.restarts times.
+The value is EX_TEMPFAIL of sysexits.h. Launchers count an exit with this code as a crash, and
+restart the run at most job.restarts times.
 """
 PREEMPTED = 143
 """SIGTERM ended the run after it saved a checkpoint. A launcher should start the run again."""

@@ -21,7 +21,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def path(name: Path) -> pathlib.Path:
     """Return a name as a path: a Remote for a URL such as gs://bucket/run, else a pathlib.Path.
 
-    A pathlib.Path made from a URL has lost one "/" (gs:/bucket/run), but its scheme is recognised.
+    A pathlib.Path made from a URL has lost one "/" (gs:/bucket/run), but it also becomes a Remote.
     Local names may contain ":/", as in SOURCE:/PATH.
     """
     if isinstance(name, Remote):
@@ -32,36 +32,36 @@ def path(name: Path) -> pathlib.Path:
 
 
 def remote(name: Path) -> Remote | None:
-    """Return a path into a bucket, or None if `name` is a local path."""
+    """Return a Remote if `name` is a path into a bucket, or None if it is a local path."""
     place = path(name)
     return place if isinstance(place, Remote) else None
 
 
 def is_store(name: Path) -> bool:
-    """Return whether a path is in a kind of store that can be written to: gs:// or s3://."""
+    """Return whether a path is in a store that this package can write to: gs:// or s3://."""
     place = remote(name)
     return bool(place and place.parts[0][:-1] in SCHEMES)
 
 
 def local(name: Path) -> pathlib.Path:
-    """Return a local path. A file or folder in a bucket is copied into the user's cache first."""
+    """Return a local path for `name`. A file or folder in a bucket is copied into a cache first."""
     place = remote(name)
     return place.bring() if place else pathlib.Path(name)
 
 
 def cached(name: Path) -> pathlib.Path:
-    """Return a local path of a file that never changes.
+    """Return a local path for a file that never changes.
 
-    A file in a bucket is copied once per process.
+    A file in a bucket is copied once per process. The copy is deleted when the process ends.
     """
     place = remote(name)
     return _copy(place) if place else pathlib.Path(name)
 
 
 def present(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
-    """Return the paths that exist.
+    """Return the paths that exist, as a set.
 
-    In a bucket, this takes one request per folder, not one per file.
+    For paths in a bucket, this takes one request per folder, not one per file.
     """
     paths = set(paths)
     folders = {path.parent for path in paths if isinstance(path, Remote)}
@@ -72,14 +72,15 @@ def present(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
 def folder(name: Path, flag: str) -> pathlib.Path:
     """Return the path of a folder to write into.
 
-    Raise ValueError, with the name of the flag, if the folder cannot be created or written to.
+    Raise ValueError if the folder cannot be created or written to. The message names `flag`, the
+    flag that names the folder.
     """
     check_writable(name, flag)
     return path(name)
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Raise ValueError, with the name of the flag, if a folder cannot be created or written to."""
+    """Raise ValueError if a folder cannot be created or written to. The message names `flag`."""
     if place := remote(folder):
         try:
             return place.check_writable()
@@ -97,7 +98,7 @@ def check_writable(folder: Path, flag: str) -> None:
 def is_full(error: BaseException) -> bool:
     """Return whether an error means that a disk or quota is full.
 
-    A later attempt may then succeed.
+    If so, a later attempt may succeed.
     """
     return isinstance(error, OSError) and error.errno in _FULL
 
@@ -106,7 +107,8 @@ def is_full(error: BaseException) -> bool:
 def named(path: Path, hidden: Path = "") -> Iterator[None]:
     """Make OSErrors in this context name the file `path`.
 
-    Only errors that name no file, or that name `hidden`, such as a temporary file, are changed.
+    Errors that already name a file do not change, unless they name `hidden`, such as a temporary
+    file.
     """
     try:
         yield
@@ -126,7 +128,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def write_new(path: Path, content: bytes | str) -> None:
-    """Write a file unless it exists. If several processes try, only the first one writes."""
+    """Write a file atomically unless it exists. If several processes try, only the first writes."""
     if place := remote(path):
         try:
             place.write_bytes(content.encode() if isinstance(content, str) else content, new=True)
@@ -142,15 +144,16 @@ def write_new(path: Path, content: bytes | str) -> None:
 def whole(
     path: Path, rename: Callable[[pathlib.Path, pathlib.Path], object] = pathlib.Path.replace
 ) -> Iterator[pathlib.Path]:
-    """Yield a temporary path; a file or folder written there replaces `path` at the end.
+    """Yield a temporary path. A file or folder that is written there replaces `path` at the end.
 
-    The temporary path is in the same folder as `path`. The replacement is one atomic rename, after
-    the content has reached the disk, so that even a power cut cannot leave an empty file under the
-    final name. `rename` does this step. After an error the temporary file is deleted. Its name ends
-    in .tmp, so that it is not mistaken for a finished file. If a writer infers the format from the
-    suffix, pass it an open file instead of the path. For a bucket, the temporary path is local and
-    is uploaded at the end. When a folder is uploaded, the files at its top level are sent last,
-    because readers look for them first.
+    The temporary path is in the same folder as `path`. At the end, a file is flushed to the disk,
+    so that even a power cut cannot leave an empty file under the final name. Then `rename` moves
+    the temporary path to `path`, by default with one atomic rename. After an error, the temporary
+    file is deleted. Its name ends in .tmp, so that it is not mistaken for a finished file. If a
+    writer infers the format from the suffix, pass it an open file instead of the path.
+
+    For a bucket, the temporary path is local and is uploaded at the end. When a folder is uploaded,
+    the files at its top level are sent last, because readers look for them first.
     """
     if place := remote(path):
         with tempfile.TemporaryDirectory() as folder:
@@ -175,9 +178,9 @@ def whole(
 
 
 def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:
-    """Delete the temporary files that killed writers of these files left behind.
+    """Delete temporary files that writers of the files `paths` left behind when they were killed.
 
-    No other process may be writing these files. In a bucket there are no temporary files.
+    No other process may be writing these files. A bucket has no temporary files.
     """
     targets = {path for path in paths if not remote(path)}
     for folder in {path.parent for path in targets}:
@@ -187,7 +190,7 @@ def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a folder with its content, if it exists."""
+    """Delete a folder and its content, if it exists."""
     if place := remote(folder):
         place.rmtree()
     else:

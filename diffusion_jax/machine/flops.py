@@ -10,11 +10,12 @@ from jax.extend import core
 def count(jaxpr: core.Jaxpr) -> int:
     """Return the FLOPs of matrix products and convolutions: two operations per multiply-add.
 
-    Multiplications with padding count; multiplications with the zeros between dilated pixels do
-    not. So each of a strided convolution's two backward products costs as much as its forward
-    product, as is usual in papers. The body of a loop counts once per iteration. The body of a
-    `while` counts once, because the number of iterations is unknown. Only the costliest branch of a
-    `cond` counts. Operations that an attention kernel recomputes in its backward pass do not count.
+    Multiplications with padding count. Multiplications with the zeros between dilated pixels do
+    not, so each of the two backward convolutions of a strided convolution counts as much as the
+    forward convolution, as is usual in papers. The body of a `scan` counts once per iteration. The
+    body of a `while` counts only once, because its number of iterations is unknown. Of a `cond`,
+    only the costliest branch counts. Operations that an attention kernel recomputes in its backward
+    pass do not count.
     """
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 
@@ -38,7 +39,7 @@ def _of_equation(equation: core.JaxprEqn) -> int:
 
 
 def _times(name: str, params: Mapping[str, Any]) -> int:
-    """Return how often an equation runs its inner programs, summed over all devices."""
+    """Return how many times an equation runs its inner programs, summed over all devices."""
     if name == "scan":
         return params["length"]
     return params["mesh"].size if name == "shard_map" else 1
@@ -53,7 +54,7 @@ def _of_dot(equation: core.JaxprEqn) -> int:
 def _of_convolution(equation: core.JaxprEqn) -> int:
     kernel = _shape(equation.invars[1])
     outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    taps = math.prod(kernel) // outputs  # Per output: window times input channels.
+    taps = math.prod(kernel) // outputs  # Window size x input channels per output value.
     zeros = math.prod(equation.params["lhs_dilation"])
     return 2 * math.prod(_shape(equation.outvars[0])) * taps // zeros
 
@@ -63,7 +64,7 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 
 def subjaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """Yield the inner programs of an equation, such as jit, scan, cond or custom_vjp."""
+    """Yield the inner programs of an equation such as jit, scan, cond or custom_vjp."""
     for value in equation.params.values():
         for item in value if isinstance(value, list | tuple) else (value,):
             inner: Any = getattr(item, "jaxpr", item)  # A ClosedJaxpr has a jaxpr.

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Dense bfloat16 FLOP/s of one device from its maker's data sheet (without sparsity), by a part of
-# `device_kind`. The first match counts, so variants stand before their family.
+# Dense bfloat16 FLOP/s of one device (without sparsity), from its maker's data sheet. Each key is a
+# part of `device_kind`. The first match counts, so variants come before their family.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -40,16 +40,16 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def utilization(flops: float, seconds: float, device_kind: str, num_devices: int) -> float | None:
-    """Return the model FLOP utilization in [0, 1] of a program, or None if the peak is unknown.
+    """Return a program's model FLOP utilization, in [0, 1], or None for an unknown device kind.
 
-    All devices together execute `flops` operations in `seconds`.
+    The program executes `flops` operations in `seconds` on all devices together.
     """
     peak = peak_flops(device_kind)
     return None if peak is None else flops / (seconds * peak * num_devices)
 
 
 def memory(device: Any) -> Memory | None:
-    """Return the memory of a jax.Device, or None if its backend does not report it (the CPU)."""
+    """Return the memory of a jax.Device, or None if its backend, such as the CPU, reports none."""
     stats = device.memory_stats() or {}
     if "bytes_in_use" not in stats or "bytes_limit" not in stats:
         return None
@@ -58,9 +58,9 @@ def memory(device: Any) -> Memory | None:
 
 
 def limit(device: Any) -> int:
-    """Return the bytes available to arrays on a local jax.Device.
+    """Return the number of bytes available to arrays on a local jax.Device.
 
-    CPU devices share the host's memory.
+    Each CPU device gets an equal share of the host's memory.
     """
     stats = memory(device)
     return stats.limit if stats else host_memory() // jax.local_device_count()

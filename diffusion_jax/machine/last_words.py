@@ -1,7 +1,8 @@
 """Print a message even if the process dies outside Python.
 
-When another process has died, JAX aborts this one from C++, and no more Python code runs. So a
-small child process waits until its standard input closes, and then prints the latest message.
+When another process has died, JAX aborts this process from C++, and no more Python code runs. So
+this module starts a small child process. The child waits until its standard input closes, and then
+prints the latest message.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ _EXIT = _Handler(lambda number: os._exit(1))
 
 
 def exit_at_abort() -> None:
-    """Make this process exit with code 1, and not by SIGABRT, when a library calls abort().
+    """Make this process exit with code 1 instead of dying by SIGABRT when a library calls abort().
 
-    Python's own signal handlers run too late for this, because abort() ends the process as soon as
-    the handler of the C library returns.
+    This needs a C handler, because a Python handler runs only after the C handler has returned, and
+    abort() ends the process as soon as that happens.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, _Handler], ctypes.c_void_p
@@ -51,7 +52,7 @@ class LastWords:
     def replace(self, line: str) -> None:
         """Replace the message."""
         assert self._child.stdin
-        with contextlib.suppress(OSError):  # The child was killed: the message is lost.
+        with contextlib.suppress(OSError):  # The child was killed, so the message is lost.
             self._child.stdin.write(line.encode() + b"\n")
             self._child.stdin.flush()
 

@@ -1,4 +1,4 @@
-"""Write the metrics and the manifest of a run."""
+"""Write and read the metrics and the manifest of a run."""
 
 import contextlib
 import datetime
@@ -30,10 +30,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 class MetricWriter:
     """Writer of a run's metrics: metrics.jsonl, and TensorBoard's event files through CLU.
 
-    If the config names a project in log.wandb, Weights & Biases also gets the metrics and images.
-
-    metrics.jsonl holds one JSON object per line, with `step` first; NaN and infinities become null.
-    Only process 0 writes. Each line is flushed to the operating system at once.
+    If the config names a project in log.wandb, the metrics and images are also sent to Weights &
+    Biases. metrics.jsonl holds one JSON object per line, with `step` first. NaN and infinities
+    become null. Only process 0 writes. Each line is flushed to the operating system at once.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class MetricWriter:
             self._trackers.append(self._opened.enter_context(tracker))
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Write scalars by name."""
+        """Write the scalars of a step, keyed by name."""
         values = {name: float(value) for name, value in scalars.items()}
         if self._file:
             with files.named(self._path):
@@ -103,9 +102,9 @@ def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
 def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean loss per range of noise levels: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
 
-    For each range, metrics["level_loss"] is the sum of the loss over all steps, and
-    metrics["level_count"] is the number of samples. Ranges without samples are left out. If the
-    metrics lack these two keys, the result is {}.
+    metrics["level_loss"] holds, for each range, the sum of the losses of all samples in this range.
+    metrics["level_count"] holds the number of these samples. Ranges without samples are left out.
+    If the metrics lack these two keys, the result is {}.
     """
     if "level_loss" not in metrics:
         return {}
@@ -127,9 +126,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def read_more_metrics(
     path: str | os.PathLike[str], content: bytes, rows: list[dict[str, Any]]
 ) -> tuple[bytes, list[dict[str, Any]]]:
-    """Return the complete lines of a metrics.jsonl file, unparsed and parsed.
+    """Return the complete lines of a metrics.jsonl file, as bytes and parsed.
 
-    `content` and `rows` are the result of an earlier call, or b"" and []. If the file still starts
+    `content` and `rows` are what an earlier call returned, or b"" and []. If the file still starts
     with `content`, only the lines after it are parsed.
 
     Raises:
@@ -147,7 +146,8 @@ def read_more_metrics(
 def read_sound_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the parsed lines of a metrics.jsonl file. Damaged lines are left out with a warning.
 
-    A resumed run reads its metrics with this function: damaged ones do not affect training.
+    A resumed run reads its metrics with this function, because damaged lines do not affect
+    training.
     """
     lines, damaged = _parse(path, _whole_lines(path))
     if damaged:
@@ -192,7 +192,7 @@ def write_manifest(
 ) -> None:
     """Add an entry for this start of the run to manifest.json: {"runs": [first, ..., this one]}.
 
-    A damaged file is written again, without the entries of earlier starts.
+    A damaged file is replaced by one with only this entry. For the arguments, see `manifest_entry`.
     """
     entry = manifest_entry(config, seed, step)
     if jax.process_index() == 0:
@@ -203,9 +203,9 @@ def write_manifest(
 def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str, Any]:
     """Return the manifest entry, as JSON values, for a run that this process starts at `step`.
 
-    It holds the config, the seed, the first step, the time, the command line, package versions, the
-    git commit (None outside a checkout), the devices, and the environment variables that JAX, XLA
-    and their libraries read.
+    The entry holds the config, the seed, the first step, the time, the command line, package
+    versions, the git commit (None outside a checkout), the devices, and the environment variables
+    that JAX, XLA and their libraries read.
     """
     versions = {package: version(package) for package in _PACKAGES}
     entry = {
@@ -247,7 +247,10 @@ def version(package: str) -> str | None:
 
 
 def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
-    """Return {"commit", "dirty"} of the git checkout that tracks `file`, or None without one."""
+    """Return the commit of the git checkout that tracks `file`, or None if none does.
+
+    The result is {"commit": HASH, "dirty": whether tracked files have uncommitted changes}.
+    """
 
     def git(*args):
         command = ["git", "-C", str(file.parent), *args]
@@ -278,5 +281,5 @@ def _devices() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: numpy's numbers to Python's, dtypes and paths to text."""
+    """Convert a value for JSON: numpy's numbers to Python's, and other values to strings."""
     return value.item() if isinstance(value, np.generic) else str(value)

@@ -17,7 +17,7 @@ _rehearsals: list[bool] = []
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Trace `announced` programs in this context without compiling or running them."""
+    """Start a rehearsal: in this context, `announced` programs are traced, not compiled or run."""
     _rehearsals.append(True)
     try:
         yield
@@ -31,9 +31,9 @@ def rehearsing() -> bool:
 
 
 def on_host(function: Callable[..., None], *arrays: jax.Array) -> None:
-    """Call a host function each time the traced program runs.
+    """Make the program that is being traced call a host function with `arrays` whenever it runs.
 
-    In a rehearsal, the function is called once at tracing, with zeros.
+    In a rehearsal, the function is called once, during tracing, with zeros.
     """
     jax.debug.callback(function, *arrays)
     if rehearsing():
@@ -49,8 +49,8 @@ def watched(
 
     Args:
         denoise: The denoiser. Its results do not change.
-        preview: Called on the host with colours(x0) and the noise level. An error that it raises
-            ends the program.
+        preview: Called on the host with colours(x0) and the noise level sigma. An error in it ends
+            the program.
         colours: Converts x0 to RGB images, for example from latents.
     """
 
@@ -63,10 +63,10 @@ def watched(
 
 
 def announced(program: Any, what: str = "") -> Callable[..., Any]:
-    """Return a function that calls the jitted `program` and logs its compilations as `what`.
+    """Return a function that calls the jitted `program` and logs each of its compilations.
 
-    If `what` is "", these log lines have the level debug, which suits programs that compile
-    quickly. In a rehearsal, the function returns zeros.
+    `what` describes the program in the log. If it is "", for a program that compiles quickly, the
+    log level is debug. In a rehearsal, the program is only traced, and the function returns zeros.
     """
     compiled = {}
 

@@ -15,9 +15,9 @@ T = TypeVar("T")
 class Meter:
     """Logger of lines such as "encoding: 30/1,000 captions | 1.5 captions/s | 0:10:47 left".
 
-    A line is logged at most every `every` seconds, and at the end. Without a `total`, the line
-    shows the elapsed time instead of the time left. The count starts at `done`. The rate counts
-    only items that are added later.
+    A line is logged at most once per `every` seconds, and when the count reaches `total`. If
+    `total` is None, the line shows the elapsed time instead of the time left. The count starts at
+    `done`. The rate does not include these first items.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ def reported(
 ) -> Iterator[T]:
     """Yield the items and log progress.
 
-    An item counts as `size(item)`, and is added to the count when the caller asks for the next
-    item.
+    The arguments are those of Meter. An item adds `size(item)` to the count when the caller asks
+    for the next item.
     """
     meter = Meter(noun, total, name=name, every=every)
     for item in items:
@@ -89,7 +89,11 @@ def step_line(
     memory: hardware.Memory | None = None,
     utilization: float | None = None,
 ) -> str:
-    """Return a line such as "step 300/8,000 | 812 images/s | loss 0.1234 | 0:03:12 left | ..."."""
+    """Return a line such as "step 300/8,000 | 812 images/s | loss 0.1234 | 0:03:12 left | ...".
+
+    It ends with the memory (peak use/limit) and the model FLOP utilization, if these are given.
+    `utilization` is in [0, 1].
+    """
     parts = [
         f"step {step:,}/{steps:,}",
         _speed(images_per_second, "images"),
@@ -115,5 +119,5 @@ def _clock(seconds: float) -> str:
 
 
 def block(rows: Iterable[tuple[str, object]]) -> str:
-    """Return a string with one line per row; each line holds a name and its value."""
+    """Return a string with one line per row: the name, padded to 14 characters, and the value."""
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

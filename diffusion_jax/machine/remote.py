@@ -1,8 +1,8 @@
 """Paths into object stores (gs:// and s3://), with pathlib's methods implemented by fsspec.
 
-A store has no folders, no renames and no appending. An object appears once all of its bytes have
-arrived. A store can create an object on condition that it does not exist. Files that grow line by
-line are written to a local folder (Mirror), which is uploaded at intervals.
+A store has no folders, and its objects cannot be renamed or appended to. An object appears once all
+of its bytes have arrived. A store can create an object on condition that it does not exist. Files
+that grow line by line are written to a local folder (Mirror), which is uploaded at intervals.
 
 fsspec does the transfers. etils.epath is not used, because its `exists` returns False when access
 is denied: a run with wrong credentials would then start from the beginning.
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     import fsspec
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
-"""The URL schemes of supported stores, and the package that fsspec needs for each."""
+"""Maps the URL scheme of each supported store to the package that fsspec needs for it."""
 _DENIED = ": check that the credentials on this machine give access to it"
 _BLOCK = 8 * 2**20  # Bytes per request of a file that is read in pieces.
 _PAUSE = 10.0  # Seconds between two uploads of a growing file.
-_SMALL = 2**20  # Larger files (in bytes) are only uploaded after growing by a tenth.
+_SMALL = 2**20  # Bytes. Larger files are uploaded again only after growing by a tenth.
 
 
 def system(scheme: str) -> "fsspec.AbstractFileSystem":
@@ -58,8 +58,9 @@ def system(scheme: str) -> "fsspec.AbstractFileSystem":
 class Remote(pathlib.PosixPath):
     """A path into a bucket, such as s3://bucket/run/config.json, with pathlib's methods.
 
-    Errors of the store are OSErrors that name the URL. Functions of os and shutil raise TypeError
-    for such a path. Never wrap it in pathlib.Path(...), which would turn it into a local path.
+    Errors of the store are raised as OSErrors that name the URL. Functions of os and shutil raise
+    TypeError for a Remote. Never wrap a Remote in pathlib.Path(...), which would turn it into a
+    local path.
     """
 
     def __str__(self) -> str:
@@ -88,7 +89,7 @@ class Remote(pathlib.PosixPath):
         return self._kind() == "file"
 
     def _kind(self) -> str:
-        """Return "file", "directory", or "" if nothing exists.
+        """Return "file" or "directory", or "" if nothing exists at this path.
 
         Raise OSError if access is denied.
         """
@@ -97,7 +98,10 @@ class Remote(pathlib.PosixPath):
         return ""
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Return the size and the modification time of an object. Other fields are constants."""
+        """Return an os.stat_result with the size and the modification time of an object.
+
+        The other fields are constants.
+        """
         with self._named() as system:
             size = int(system.info(str(self))["size"])
             at = int(system.modified(str(self)).timestamp())
@@ -138,7 +142,7 @@ class Remote(pathlib.PosixPath):
     def send(self, file: pathlib.Path) -> None:
         """Upload a local file to this object, or a local folder to objects below this path.
 
-        The previous objects are replaced. Files directly in the folder are sent last, because
+        Objects of the same name are replaced. Files directly in the folder are sent last, because
         readers look for them first.
         """
         with self._named() as system:
@@ -167,18 +171,18 @@ class Remote(pathlib.PosixPath):
             system.rm(glob.escape(str(self)), recursive=True)
 
     def objects(self) -> dict[str, tuple[int, str]]:
-        """Return {relative path: (bytes, checksum)} of all objects below this path.
+        """Return {relative path: (size in bytes, checksum)} of all objects below this path.
 
-        The checksum is "crc32c:..." or "md5:..." as the store reports it. It is "" if the store has
-        none, for example for an object that was uploaded to S3 in parts.
+        The checksum is "crc32c:..." or "md5:...", as reported by the store, or "" if the store has
+        no checksum. This is the case, for example, if an object was uploaded to S3 in parts.
         """
         objects = self._find()
         return {name: (int(info["size"]), _sum(info)) for name, info in objects.items() if name}
 
     def bring(self) -> pathlib.Path:
-        """Return a local copy of the object, or of all objects below this path.
+        """Return the path of a local copy of the object, or of all objects below this path.
 
-        The copy is in the user's cache. Objects that are unchanged since an earlier call are not
+        The copy is in the user's cache. Objects that have not changed since an earlier call are not
         transferred again. fsspec's own file cache is not used, because it does not keep the tree of
         folders. Raise FileNotFoundError if nothing exists at this path.
         """
@@ -236,7 +240,7 @@ class Remote(pathlib.PosixPath):
 
     @property
     def _start(self) -> int:
-        """Return the number of characters to cut from fsspec's names to get relative paths."""
+        """The number of characters to cut from fsspec's names to get paths relative to this one."""
         return len(str(self).partition("://")[2]) + 1
 
     def _find(self) -> dict[str, dict[str, Any]]:
@@ -292,7 +296,7 @@ def _probe(folder: Remote) -> None:
 
 
 def _version(info: dict[str, Any]) -> str:
-    """Return a value that changes with an object's content: its etag, generation, time or size."""
+    """Return a string that changes with an object's content: its etag, generation, time or size."""
     names = ("etag", "ETag", "generation", "LastModified", "mtime", "size")
     return next(f"{name} {info[name]}" for name in names if info.get(name) is not None)
 
@@ -311,7 +315,10 @@ class Mirror:
     """
 
     def __init__(self, folder: pathlib.Path, *names: str) -> None:
-        """Copy the files and subfolders `names` to the local folder, and start the uploads."""
+        """Open `folder`.
+
+        If it is in a bucket, download its files and subfolders `names`, and start the uploads.
+        """
         self.local, self._folder, self._sent = folder, None, {}
         self._opened, self._lock = contextlib.ExitStack(), threading.Lock()
         if isinstance(folder, Remote):
@@ -326,11 +333,11 @@ class Mirror:
     def send(self, sparing: bool = False) -> None:
         """Block until all changes of the local files are in the bucket.
 
-        Files that end in .tmp are not sent.
+        Files whose names end in .tmp are not sent.
 
-        If `sparing` is True, large files that have grown by less than a tenth are not sent. An
-        object cannot be appended to, so each upload sends the whole file. This rule limits the
-        total upload to about ten times the file's size.
+        If `sparing` is True, large files that have grown by less than a tenth are not sent. Each
+        upload sends the whole file, because an object cannot be appended to. So this rule limits
+        the total upload to about ten times the file's size.
         """
         if not self._folder:
             return

@@ -1,4 +1,4 @@
-"""Place arrays on devices: one mesh and one list of rules, without annotations in the models."""
+"""Place arrays on devices by one mesh and one list of rules. Models need no annotations."""
 
 import functools
 import math
@@ -15,14 +15,14 @@ from jax.sharding import PartitionSpec as P
 from diffusion_jax.machine.stored import Stored
 
 AXES = ("replica", "fsdp", "tensor")
-# A rule's spec may be one of three words. FSDP splits the largest axis that divides over "fsdp".
-# OUTPUTS and INPUTS also split a layer over "tensor", by its outputs (the last axis) or its inputs
-# (the last but one). If the first of two layers is split by outputs and the second by inputs, the
-# devices exchange nothing between them.
+# A rule's spec may be one of three words. FSDP splits an array over the mesh axis "fsdp", along its
+# largest divisible axis. OUTPUTS and INPUTS also split a kernel over the mesh axis "tensor", along
+# its outputs (the last axis) or its inputs (the last but one). If the first of two layers is split
+# by outputs and the second by inputs, the devices exchange nothing between the two layers.
 FSDP, OUTPUTS, INPUTS = "fsdp", "outputs", "inputs"
 _TENSOR_AXIS = {OUTPUTS: -1, INPUTS: -2}
 Rules = Sequence[tuple[str, P | str]]
-# Rules for the networks of both systems, their text encoders and autoencoders.
+# Rules for the UNets, text encoders and autoencoders of both systems.
 RULES: Rules = [
     (r"conv1/(unit_)?kernel$", OUTPUTS),  # In residual blocks, with a group norm in between.
     (r"conv2/(unit_)?kernel$", INPUTS),
@@ -38,9 +38,10 @@ def make_mesh(
 ) -> Mesh:
     """Return a mesh with the axes replica, fsdp and tensor over `devices`, by default all devices.
 
-    One size may be -1; it becomes the number of remaining devices. Batches are split over replica
-    and fsdp. Parameters are split over fsdp and tensor. If the product of the sizes is smaller than
-    the number of devices, only the first devices are used; several processes must use all devices.
+    One size may be -1. It becomes the number of devices divided by the product of the other sizes.
+    Batches are split over replica and fsdp. Parameters are split over fsdp and tensor. If the
+    product of the sizes is smaller than the number of devices, only the first devices are used.
+    Several processes must use all devices.
     With several TPU slices, the axis replica spans the slices if its size is a multiple of the
     number of slices. Otherwise, the axis fsdp spans them.
 
@@ -66,7 +67,7 @@ def make_mesh(
 
 
 def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
-    """Return the mesh sizes with -1 replaced by the number of remaining devices.
+    """Return the mesh sizes. A size of -1 becomes num_devices / (product of the other sizes).
 
     Raise ValueError if a size is invalid, or if the product of the positive sizes does not divide
     the number of devices.
@@ -89,14 +90,14 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, *, fsdp_min_size: int = 2**16
 ) -> Any:
-    """Return a NamedSharding for each leaf: that of the first rule whose pattern matches its path.
+    """Return a tree of NamedShardings. The first rule whose pattern matches a leaf's path applies.
 
     Args:
-        tree: Arrays or shapes. A path looks like "opt_state/0/mu/params/conv1/kernel". So a rule
-            that does not start with ^ also places the averages and moments of a parameter.
+        tree: Arrays or shapes. The path of a leaf looks like "opt_state/0/mu/params/conv1/kernel".
+            So a rule that does not start with ^ also places a parameter's averages and moments.
         mesh: The mesh.
         rules: (pattern, spec) pairs: a regular expression, and a PartitionSpec or one of the words
-            FSDP, OUTPUTS and INPUTS. Scalars need no rule.
+            FSDP, OUTPUTS and INPUTS. Scalars need no rule; they are replicated.
         fsdp_min_size: FSDP does not split arrays with fewer elements than this.
 
     Raises:
@@ -123,7 +124,7 @@ def shardings(
 def placed(shapes: Any, where: Any) -> Any:
     """Return `shapes` as jax.ShapeDtypeStructs with the shardings in the tree `where`.
 
-    Restoring and compiling need such a tree.
+    Such a tree is needed to restore a checkpoint and to compile a program before arrays exist.
     """
     place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(place, shapes, where)
@@ -146,7 +147,7 @@ def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Return the sharding of batches. The mesh axes replica and fsdp split the first axis."""
+    """Return the sharding of batches: the mesh axes replica and fsdp split their first axis."""
     return NamedSharding(mesh, P(("replica", "fsdp")))
 
 
@@ -161,9 +162,9 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def place(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy a host array to the devices of all processes. The array must be equal in every process.
+    """Copy a host array to the devices of all processes. Every process must pass an equal array.
 
-    If it is a `Stored` array, each process reads only the parts that its devices need.
+    From a `Stored` array, each process reads only the parts that its devices need.
     """
     array = array if isinstance(array, Stored) else np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -181,8 +182,8 @@ def check_batch(
 
     Args:
         batch_size: Samples in the global batch.
-        accumulate: Number of micro batches per batch. If `name` is "optimizer.micro_batch", it is
-            the number of samples per device in a micro batch.
+        accumulate: Number of micro batches per batch, or, with name="optimizer.micro_batch", the
+            number of samples per device in a micro batch.
         mesh: The mesh.
         name: The name of `accumulate` in the error message.
     """
@@ -204,7 +205,10 @@ def _describe(sizes: tuple[int, ...]) -> str:
 
 
 def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the mesh sizes within a slice and over slices. Raise ValueError if no split fits."""
+    """Return the mesh sizes within a slice, and the mesh sizes over slices.
+
+    Raise ValueError if the number of slices divides neither the replica nor the fsdp axis.
+    """
     for axis in (0, 1):
         if sizes[axis] % slices == 0:
             within, between = list(sizes), [1, 1, 1]
@@ -220,8 +224,9 @@ def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple
 def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None) -> P:
     """Return a spec that splits axis number `tensor` of an array over the mesh axis "tensor".
 
-    An array with at least `min_size` elements is also split over "fsdp", along its largest other
-    axis that the mesh axis divides. Axis `tensor` stays whole if the mesh axis does not divide it.
+    If the size of the mesh axis "tensor" does not divide this array axis, the array axis stays
+    whole. An array with at least `min_size` elements is also split over "fsdp", along its largest
+    other axis that is divisible by the size of "fsdp".
     """
     spec: list[str | None] = [None] * len(shape)
     ways = mesh.shape["tensor"]

@@ -14,8 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_jax.machine import files
 
-_CELL = 128  # Approximate width of a cell in pixels; smaller images are enlarged.
-_LETTERS = 12  # Size of the letters in pixels. Smaller ones lose their spaces.
+_CELL = 128  # Approximate width of a picture in pixels; smaller images are enlarged.
+_LETTERS = 12  # Font size in pixels. In smaller fonts, the spaces between words disappear.
 _LINE = 14  # Height of a line of text.
 
 
@@ -27,10 +27,10 @@ def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3
 def contact_sheet(
     images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return one image that shows all images in rows, with a caption below each.
+    """Return one image in 0..255 that shows all images in rows of `columns`, each with its caption.
 
-    Small images are enlarged smoothly (Lanczos). Captions with letters outside ASCII are drawn with
-    a font that fontconfig finds on the machine.
+    Small images are enlarged by a whole factor with a Lanczos filter. A caption has at most three
+    lines. Captions with letters outside ASCII are drawn with a font that fontconfig finds.
     """
     columns = min(columns, len(images))
     scale = max(1, round(_CELL / images.shape[2]))
@@ -52,7 +52,7 @@ def contact_sheet(
 
 
 def _wrapped(caption: str, font: Any, width: int) -> list[str]:
-    """Return the first three lines of a caption, each at most `width` pixels or 8 letters long."""
+    """Wrap a caption to `width` pixels, but at least 8 letters, and return three lines at most."""
     lines: list[str] = []
     for letters in range(max(8, len(caption)), 7, -1):
         lines = textwrap.wrap(caption, letters)[:3]
@@ -63,9 +63,9 @@ def _wrapped(caption: str, font: Any, width: int) -> list[str]:
 
 @functools.cache
 def _font(letters: str) -> Any:
-    """Return Pillow's own font for ASCII letters, otherwise a font of this machine.
+    """Return a font for these letters: Pillow's own font for ASCII, otherwise an installed one.
 
-    Pillow's font is also returned if the machine has no font.
+    If fontconfig finds no font, return Pillow's font.
     """
     if not letters.isascii():
         codes = " ".join(f"{ord(letter):x}" for letter in letters)

@@ -1,4 +1,4 @@
-"""An array that stays in its file; each device reads only its own part."""
+"""An array that stays in its file, so that each process reads only the parts that it needs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 
 class Stored:
-    """An array that stays in its file. `stored[index]` reads one part of it, as type `dtype`."""
+    """An array that stays in its file. `stored[index]` reads a part and converts it to `dtype`."""
 
     def __init__(self, view: np.ndarray, dtype: DTypeLike) -> None:
         """Wrap `view`, a memory-mapped array, which may be transposed or sliced."""

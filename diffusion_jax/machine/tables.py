@@ -1,10 +1,10 @@
 """Store tables of rows sorted by a key, one file per table, and read ranges of keys from them.
 
-Tables join the shards of a large data set without loading all of it. Each shard writes a table, and
-a worker reads one range of keys from all tables. A key is 16 bytes of a hash, so ranges of equal
-width hold about the same number of rows. A file holds the bytes of a numpy array of rows, without a
-header. The rows have a field "key" of the type KEY. A process copies a table from a bucket as a
-whole, and only once.
+Tables join the shards of a large data set without loading all of it. Each shard has a table, and a
+worker reads one range of keys from all tables. A key is 16 bytes of a hash, so ranges of equal
+width hold about the same number of rows. A file holds the bytes of a structured numpy array,
+without a header. Its field "key" has the type KEY. A table in a bucket is copied as a whole, once
+per process.
 """
 
 import bisect
@@ -17,7 +17,7 @@ from diffusion_jax.machine import files
 
 KEY_SIZE = 16
 KEY = np.dtype(f"S{KEY_SIZE}")
-_ROWS = 2**21  # Average rows per range.
+_ROWS = 2**21  # Average number of rows per range.
 
 
 def write(path: pathlib.Path, rows: np.ndarray) -> None:
@@ -26,7 +26,7 @@ def write(path: pathlib.Path, rows: np.ndarray) -> None:
 
 
 def read(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
-    """Return the rows of a table as a memory-mapped array."""
+    """Return the rows of a table as a memory-mapped array of type `dtype`, sorted by key."""
     path = files.cached(path)
     if not path.stat().st_size:  # An empty file cannot be mapped.
         return np.zeros(0, dtype)
@@ -64,6 +64,6 @@ def first_of_each(rows: np.ndarray) -> np.ndarray:
 
 
 def _bound(number: int, count: int) -> bytes:
-    """Return the lowest key of range `number`; b"" for range 0 and for `number` == `count`."""
+    """Return the lowest key of range `number`, or b"" if `number` is 0 or `count`."""
     least = -(-number * 2**64 // count)
     return b"" if number == count else least.to_bytes(8, "big").rstrip(b"\0")

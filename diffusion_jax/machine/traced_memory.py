@@ -1,9 +1,10 @@
 """Estimate the memory of a traced program from its equations, without compiling it.
 
-The estimate models a compiler. Elementwise operations are fused into the operations that use their
-results. A result takes memory only if a matrix product, convolution or similar operation needs the
-whole array, or if it is expensive to compute and used more than once. Reshapes, transpositions and
-reversals are free. Equations run in the order of tracing. An array is freed after its last use.
+The estimate is a simple model of what the compiler does. Elementwise operations are fused into the
+operations that use their results. A result takes memory only if a matrix product, convolution or
+similar operation needs the whole array, or if it is expensive to compute and used more than once.
+Reshapes, transpositions and reversals are free. Equations run in the order of tracing. An array is
+freed after its last use.
 """
 
 import collections
@@ -34,7 +35,7 @@ _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom
 
 
 class Equation(NamedTuple):
-    """One operation of a program. Variables are numbered; constants have the number -1."""
+    """One operation of a program. Variables are numbered; literals have the number -1."""
 
     name: str
     inputs: tuple[int, ...]
@@ -43,7 +44,10 @@ class Equation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A program whose calls are all inlined, with the shape and the item size of each variable."""
+    """A program whose calls are all inlined.
+
+    `arrays` holds (shape, bytes per element) of each variable, in the order of their numbers.
+    """
 
     equations: list[Equation]
     inputs: tuple[int, ...]
@@ -66,7 +70,7 @@ class Lifetimes(NamedTuple):
 
 
 def flatten(jaxpr: core.Jaxpr) -> Program:
-    """Return the program with every call inlined, without equations whose results are not used."""
+    """Return the program with all calls inlined, without equations whose results are unused."""
     equations: list[Equation] = []
     arrays: list[tuple[tuple[int, ...], int]] = []
 
@@ -100,10 +104,10 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
 
 
 def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
-    """Return the variables that are sharded over devices, and those that are partial sums.
+    """Return the variables that are sharded over devices, and the variables that are partial sums.
 
-    `inputs` are the sharded inputs. The product of a sharded and an unsharded array is sharded. The
-    product of two sharded arrays is a partial sum on each device, as after the second of two
+    `inputs` holds the sharded inputs. The product of a sharded and an unsharded array is sharded.
+    The product of two sharded arrays is a partial sum on each device, as after the second of two
     tensor-parallel layers. Batched products, as in attention, are split along their batch axes, so
     their results are sharded.
     """
@@ -133,12 +137,12 @@ def lifetimes(
 
     Args:
         program: A program traced with a batch of `samples`.
-        samples: A prime that divides no other size in the program. So an array depends on the batch
-            size if and only if `samples` divides its number of elements.
+        samples: A prime that divides no other size in the program. So the size of an array depends
+            on the batch size if and only if `samples` divides its number of elements.
         parts: Inputs that are split over devices. They are gathered for operations that need them
-            whole. Other inputs are not counted.
-        results: Bytes of each output that stays in memory.
-        ways: For each variable that stays sharded, the number of devices that it is sharded over.
+            whole, and count from the first to the last of these. Other inputs do not count.
+        results: Maps each output that stays in memory to its bytes.
+        ways: Maps each variable that stays sharded to the number of devices that share it.
     """
     stored, reads = _schedule(program, frozenset(parts))
     written = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
@@ -186,7 +190,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equat
 def _schedule(
     program: Program, parts: Set[int]
 ) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
-    """Return the variables that take memory, and pairs (equation, variables that it reads)."""
+    """Return the variables that take memory, and pairs (equation number, variables it reads)."""
     whole, users = _needed_whole(program), _users(program)
     elements = lambda v: math.prod(program.arrays[v][0])
     sources = {v: frozenset([v]) for v in program.inputs}
@@ -223,7 +227,7 @@ def _schedule(
 def _needed_whole(program: Program) -> set[int]:
     """Return the variables that matrix products, convolutions and similar operations read in full.
 
-    They may read a variable directly or by an alias.
+    The operations may read a variable directly or through an alias.
     """
     whole: set[int] = set()
     for name, inputs, outputs in reversed(program.equations):
@@ -235,7 +239,7 @@ def _needed_whole(program: Program) -> set[int]:
 
 
 def _users(program: Program) -> Mapping[int, int]:
-    """Return the number of equations that use each variable, directly or by an alias."""
+    """Return the number of equations that use each variable, directly or through an alias."""
     count: collections.Counter[int] = collections.Counter()
     for name, inputs, outputs in reversed(program.equations):
         if name in _ALIASES:

@@ -1,10 +1,10 @@
 """Default settings of compilers and runtimes for each kind of machine. The user's settings win.
 
-Every command applies the settings of the installed JAX plugin. Every launcher puts the settings of
-the accelerators that it requests into a job's environment. A setting is listed here only if it has
-an effect in compiled programs; docs/launch.md lists the settings that were tried and left out. The
-sources are Google's recipes for Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and
-NVIDIA's for JAX (JAX-Toolbox, 2026).
+Every command applies the settings for the installed JAX plugin. Every launcher puts the settings
+for the accelerators that it requests into a job's environment. This module lists only settings that
+have an effect on compiled programs. docs/launch.md lists the settings that were tried and left out.
+The sources are Google's recipes for Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026)
+and NVIDIA's recipes for JAX (JAX-Toolbox, 2026).
 """
 
 import ctypes
@@ -17,14 +17,17 @@ from typing import NamedTuple
 
 
 class Setting(NamedTuple):
-    """An environment variable, or one --NAME=VALUE flag inside a variable such as XLA_FLAGS."""
+    """An environment variable with its value, or one flag in a variable such as XLA_FLAGS.
+
+    For a flag, `value` is "--NAME=VALUE".
+    """
 
     variable: str
     value: str
     reason: str
 
     def is_in(self, variables: Mapping[str, str]) -> bool:
-        """Return whether the variable, or this flag inside it, has any value in `variables`."""
+        """Return whether `variables` sets this variable, or this flag inside it, to any value."""
         old = self.variable.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT")  # JAX refuses both.
         now = variables.get(self.variable, variables.get(old))
         flag = re.match(r"--\w+", self.value)
@@ -80,8 +83,8 @@ _READ = (
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to set for these kinds of machines, with their new values.
 
-    Kinds are keys of SETTINGS; an unknown kind has no settings. `present` is the environment so
-    far. Its own values of these settings are kept.
+    Kinds are keys of SETTINGS; an unknown kind has no settings. `present` is the current
+    environment. Settings that it already has are kept.
     """
     added: dict[str, str] = {}
     for setting in missing(kinds, present):
@@ -92,12 +95,16 @@ def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, s
 
 
 def missing(kinds: Iterable[str], present: Mapping[str, str]) -> list[Setting]:
-    """Return the settings for these kinds of machines that the environment `present` lacks."""
+    """Return the settings for these kinds of machines that are not in the environment `present`."""
     return [s for kind in kinds for s in SETTINGS.get(kind, ()) if not s.is_in(present)]
 
 
 def apply() -> None:
-    """Set the missing settings in this process. Call this before JAX uses a device."""
+    """Set the missing settings in this process's environment. Call this before JAX uses a device.
+
+    On Linux without an accelerator, also make malloc keep freed memory, unless a variable such as
+    MALLOC_ARENA_MAX is set.
+    """
     kinds = local_kinds()
     os.environ.update(environment(kinds, os.environ))
     if not kinds and sys.platform == "linux" and not any(n.startswith(MALLOC) for n in os.environ):
@@ -107,13 +114,14 @@ def apply() -> None:
 def _keep_freed_memory() -> None:
     """Make glibc keep up to 2 GiB of freed memory.
 
-    Environment variables cannot do this after a process has started. XLA on CPUs allocates a
-    program's temporary memory anew in every call. From 32 MiB on, glibc gets this memory from the
-    kernel, which fills each page with zeros. This takes a tenth of a train step's CPU time.
+    On CPUs, XLA allocates a program's temporary memory anew in every call. From 32 MiB on, glibc
+    gets this memory from the kernel, which fills each page with zeros. Filling takes a tenth of the
+    CPU time of a train step. This function calls mallopt, because glibc reads its environment
+    variables only when a process starts.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries lack it.
     if mallopt is not None:
-        mallopt(_ARENA_MAX, 1)  # Further arenas take large blocks from the kernel.
+        mallopt(_ARENA_MAX, 1)  # One arena: other arenas take large blocks from the kernel.
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
@@ -128,8 +136,9 @@ def release_freed_memory() -> None:
 def local_kinds() -> list[str]:
     """Return the kinds of accelerators that have a JAX plugin and that JAX_PLATFORMS allows.
 
-    The generation of a TPU is included if the machine reports it. The list may name a device that
-    is absent. This does no harm, because only that device's compiler reads its settings.
+    For a TPU v5e, the list also has "v5e" if the environment reports this generation. The list may
+    name a device that is absent. This does no harm, because only that device's compiler reads its
+    settings.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu,cuda"
     has = lambda *names: any(importlib.util.find_spec(name) for name in names)
@@ -141,9 +150,8 @@ def local_kinds() -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that are set and may change how JAX runs.
+    """Return the environment variables that are set and may change how JAX runs, sorted by name.
 
-    They are those whose names start with a prefix that JAX, XLA, libtpu, CUDA, NCCL, Slurm or the C
-    library reads.
+    Their names start with a prefix that JAX, XLA, libtpu, CUDA, NCCL, Slurm or the C library uses.
     """
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ)}

@@ -23,12 +23,12 @@ from diffusion_jax.machine.remote import Remote
 _IMAGES = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not used.
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # A larger archive may unpack to this many times its own size.
-_TEXT = 2**26  # The most bytes of a text file.
-_OPERATIONS = 5_000_000  # The most operations of a pickle. One of 10,000 arrays has 500,000.
+_TEXT = 2**26  # The largest size of a text file in bytes.
+_OPERATIONS = 5_000_000  # Limit for a pickle. A pickle of 10,000 arrays has 500,000.
 
 
 def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
-    """Open a JPEG, PNG or WebP image, and read only its header.
+    """Open a JPEG, PNG or WebP image. Only its header is read; Pillow reads the pixels later.
 
     Raises:
         ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
@@ -42,11 +42,11 @@ def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """Return the content of a text file of at most 64 MiB, as UTF-8.
+    """Return the content of a UTF-8 text file of at most 64 MiB.
 
     Raises:
-        ValueError: The file is longer (a device such as /dev/zero never ends), is a pipe, or is not
-            UTF-8.
+        ValueError: The file is larger than 64 MiB (a device such as /dev/zero never ends), is a
+            pipe, or is not UTF-8.
         OSError: The file cannot be read.
     """
     refuse_pipe(path)
@@ -66,7 +66,7 @@ def refuse_pipe(path: pathlib.Path) -> None:
 def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:
     """Return whether a path is a regular file below the folder `root`, reached without links.
 
-    `root` itself may be a link. Objects in buckets are plain files.
+    `root` itself may be a link. For a path in a bucket, return whether it exists.
     """
     if isinstance(path, Remote):
         return path.exists()
@@ -78,9 +78,9 @@ def is_plain(path: pathlib.Path, root: pathlib.Path) -> bool:
 
 
 def read_plain(path: pathlib.Path) -> bytes | None:
-    """Return the content of a regular file.
+    """Return the content of a regular file, or None if the path is not a regular file.
 
-    The result is None if the path is a link, a device or a FIFO, or does not exist.
+    Links, devices, FIFOs and missing files give None.
     """
     if isinstance(path, Remote):
         return path.read_bytes() if path.exists() else None
@@ -98,8 +98,8 @@ class Unpickler(pickle.Unpickler):
 
     Subclasses override `find_class`, which decides which classes and functions a pickle may use.
 
-    A pickle of nine bytes can make Python's own unpickler allocate gigabytes: it announces a string
-    that is longer than the file, or stores an object under the number 2**27.
+    A pickle of nine bytes can make Python's own unpickler allocate gigabytes. For example, it
+    announces a string that is longer than the file, or stores an object under the number 2**27.
     """
 
     def __init__(self, file: Any) -> None:
@@ -107,7 +107,7 @@ class Unpickler(pickle.Unpickler):
         self._file = file
 
     def load(self) -> Any:
-        """Return the next object of the file. Raise ValueError if it would take too much memory."""
+        """Return the next object of the file. Raise ValueError if its pickle is too large."""
         start = self._file.tell()
         for count, (operation, argument, _) in enumerate(pickletools.genops(self._file)):
             number = argument if operation.name.endswith("PUT") else 0
@@ -118,22 +118,22 @@ class Unpickler(pickle.Unpickler):
 
 
 class Unpacked:
-    """A decompressing reader that raises ValueError beyond the size limit for archives."""
+    """A reader of a compressed file that raises ValueError if it unpacks to too many bytes."""
 
     def __init__(self, file: Any, packed: int):
-        """Wrap an open decompressing file, whose compressed size is `packed` bytes."""
+        """Wrap `file`, which is open for decompression. Its compressed size is `packed` bytes."""
         self._file, self._limit = file, _limit(packed)
 
     def tell(self) -> int:
         return self._file.tell()
 
     def seek(self, offset: int) -> int:
-        """Move to an offset from the start. Raise ValueError if it exceeds the limit."""
+        """Move to an offset, in unpacked bytes. Raise ValueError if it exceeds the limit."""
         self._check(offset)
         return self._file.seek(offset)
 
     def read(self, size: int) -> bytes:
-        """Read `size` bytes. Raise ValueError if they exceed the limit."""
+        """Read `size` unpacked bytes. Raise ValueError if they end beyond the limit."""
         self._check(self.tell() + size)
         return self._file.read(size)
 
@@ -145,10 +145,10 @@ class Unpacked:
 
 
 def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
-    """Return the arrays of an open .npz file by name.
+    """Return the arrays of an open .npz file, keyed by name.
 
-    If `only` is set, only the array of that name is read, and the result is {} if it is missing.
-    Raise ValueError if the file is a decompression bomb, or if `read_array` refuses an array.
+    If `only` is set, read only the array of that name, and return {} if it is missing. Raise
+    ValueError if the file unpacks to far more than its size, or if `read_array` refuses an array.
     """
     check_archive(file)
     arrays = {}
@@ -164,8 +164,9 @@ def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
 def read_array(file: Any, size: int) -> np.ndarray:
     """Return the array of an open .npy file of `size` bytes.
 
-    Raise ValueError if the header does not match the file's size, or if the array holds Python
-    objects. Numpy's own reader would first allocate memory for any shape that the header states.
+    Raise ValueError if the header does not match `size`, or if the array holds Python objects.
+    Numpy's own reader is not used, because it allocates memory for any shape that the header states
+    before it reads the array.
     """
     header = {(1, 0): np.lib.format.read_array_header_1_0,
               (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip

@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from diffusion_jax.machine import files
 
 ID = "wandb_id"
-"""The file in a workdir that holds the run's id, so that a resumed run continues its charts."""
+"""The file in a workdir with the id of its W&B run. With it, a resumed run continues its charts."""
 
 
 class Writer:
@@ -24,17 +24,17 @@ class Writer:
         self._run, self._image = run, image
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write scalars by name."""
+        """Write the scalars of a step, keyed by name."""
         self._run.log(dict(scalars), step=step)
 
     def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
-        """Write images by name."""
+        """Write the images of a step, keyed by name."""
         pictures = {name: [self._image(one) for one in batch] for name, batch in images.items()}
         self._run.log(pictures, step=step)
 
 
 def check(project: str) -> None:
-    """Raise ValueError if a project is named, but wandb is not installed."""
+    """Raise ValueError if log.wandb names a `project`, but wandb is not installed."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"log.wandb is {project!r}, but wandb is not installed: pip install "
@@ -48,14 +48,14 @@ def writing(
 ) -> Iterator[Writer]:
     """Yield a writer for a workdir's W&B run, and finish the run at the end.
 
-    The W&B run has the workdir's name. The user must have logged in with `wandb login` or set
+    The W&B run has the name of the workdir. The user must have logged in with `wandb login` or set
     WANDB_API_KEY. With WANDB_MODE=offline, the files stay in FOLDER/wandb, and `wandb sync` uploads
-    them later. If a resumed run repeats steps, Weights & Biases ignores the repeated ones.
+    them later. If a resumed run repeats steps, Weights & Biases ignores the repetitions.
 
     Args:
-        project: The name of the project.
-        workdir: The run's workdir, which keeps the run's id.
-        folder: The folder for wandb's files.
+        project: The name of the project at Weights & Biases.
+        workdir: The run's workdir, which holds the file ID.
+        folder: A local folder, in which wandb creates its subfolder wandb.
         config: The run's config.
     """
     import wandb  # pyright: ignore[reportMissingImports]

@@ -1,12 +1,13 @@
 """Lock a folder on any shared file system for one writer, with a heartbeat.
 
 The lock is a file writer-N.json. If there are several, the one with the highest N is valid. The
-file is created atomically, names the process that wrote it, and is rewritten every few seconds. A
-process that replaces a dead writer creates N + 1, which only one process can do. A writer on this
-machine is dead if its process has ended. A writer on another machine is dead if no heartbeat
-arrives while a process watches for a minute, so clocks of different machines are never compared. A
-writer that was replaced while it was suspended notices this at its next heartbeat, and ends its
-process, even if its successor has already ended and removed all locks.
+file is created atomically and names the process that wrote it. The writer rewrites the file every
+few seconds (the heartbeat). A process that replaces a dead writer creates the file number N + 1,
+which only one process can do. A writer on this machine is dead if its process has ended. A writer
+on another machine is dead if another process watches its file for a minute and sees no heartbeat.
+So the clocks of different machines are never compared. If a writer was suspended and replaced, it
+notices this at its next heartbeat and ends its process, even if its successor has already ended and
+removed all locks.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ class Writer:
     """A context manager that lets only this process write into a folder."""
 
     def __init__(self, folder: files.Path, beat: float = BEAT, stale: float = STALE) -> None:
+        """Prepare to lock `folder`. `beat` and `stale` are in seconds; see BEAT and STALE."""
         self._folder, self._beat, self._stale = files.path(folder), beat, stale
         self._identity = {
             "host": socket.gethostname(),
@@ -68,7 +70,7 @@ class Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Release the folder."""
+        """Stop the heartbeat and remove the lock."""
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(OSError):  # A lock left behind is stale once this process ends.
@@ -78,7 +80,7 @@ class Writer:
     def _is_gone(self, number: int, holder: dict[str, Any]) -> bool:
         """Return whether a writer is dead.
 
-        For another machine, this takes up to `stale` seconds.
+        If the writer is on another machine, this waits up to `stale` seconds for a heartbeat.
         """
         if holder.get("machine") == self._identity["machine"]:
             return _has_ended(holder)
@@ -99,7 +101,10 @@ class Writer:
         return True
 
     def _keep(self) -> None:
-        """Write heartbeats. The first one comes soon, in case two processes started at once."""
+        """Write heartbeats until the lock is released. End this process if the lock is lost.
+
+        The first heartbeat comes early, in case two processes started at the same time.
+        """
         beats, missing, soon = 0, 0, min(1, self._beat)
         pause = soon
         while not self._ended.wait(pause):
@@ -132,7 +137,7 @@ class Writer:
 
 
 def release(folder: files.Path) -> None:
-    """Release a folder that this process holds.
+    """Remove the lock of a folder if this process holds it.
 
     Call this before os._exit, which does not leave the Writer's context.
     """
@@ -145,7 +150,7 @@ def release(folder: files.Path) -> None:
 def refusal(folder: files.Path) -> str | None:
     """Return the error message for a second writer, or None if the folder is not locked.
 
-    A writer on another machine counts as alive. This function does not wait for its heartbeat.
+    A writer on another machine counts as alive, because this function waits for no heartbeat.
     """
     folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
@@ -192,9 +197,9 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return an identifier of this machine's boot and PID namespace; the host name if not on Linux.
+    """Return a string that identifies this machine's boot and the PID namespace of this process.
 
-    Process ids are unique within a PID namespace.
+    Process ids are unique within a PID namespace. Outside Linux, the string is the host name.
     """
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -204,7 +209,10 @@ def _machine() -> str:
 
 
 def _started(pid: Any) -> str | None:
-    """Return a value that identifies a process's start on this machine, or None if it has ended."""
+    """Return a string that identifies a process's start on this machine, or None if it has ended.
+
+    Outside Linux, the string is "" for every running process.
+    """
     try:
         state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]

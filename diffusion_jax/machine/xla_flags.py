@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-# Flags that every jaxlib from 0.10 to 0.12 knows; other flags are tried in a child process.
+# Every jaxlib from 0.10 to 0.12 knows these flags. Other flags are tried in a child process.
 KNOWN = (
     "xla_backend_optimization_level",
     "xla_dump_hlo_as_text",
@@ -30,5 +30,5 @@ def check() -> None:
     if unknown := re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", trial.stderr):
         raise ValueError(
             f"XLA_FLAGS holds {unknown[1].strip()}, which this jaxlib does not know: remove it "
-            f"from XLA_FLAGS={flags!r}, or install the jaxlib that it is for"
+            f"from XLA_FLAGS={flags!r}, or install a jaxlib that knows it"
         )

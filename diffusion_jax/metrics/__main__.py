@@ -3,7 +3,7 @@
     python -m diffusion_jax.metrics stats --images=DIR --out=FILE.npz
 
 computes statistics of a folder of images or of webdataset tars ("data/{000..099}.tar"). For CMMD,
-use a CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features; for FD-DINOv2, use
+use CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features; for FD-DINOv2, use
 --dinov2=FOLDER. After an interruption, the same command continues. Several processes share the work
 with --workers=N and --worker=0 ... N-1, or Apache Beam distributes it with --engine=beam (see
 docs/data.md). --dry_run prints the remaining work.
@@ -81,7 +81,7 @@ _MODE = flags.DEFINE_enum(
     "needs it with a file from another program.",
 )  # fmt: skip
 _DIMS = flags.DEFINE_enum("dims", "2048", [*inception.LEVELS], "Level of Inception's features.")
-_SIZE = flags.DEFINE_integer("size", 0, "Side to resize to; 0 does not resize.", lower_bound=0)
+_SIZE = flags.DEFINE_integer("size", 0, "Image side in pixels; 0 does not resize.", lower_bound=0)
 _FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How to resize images to --size.")
 _BATCH = flags.DEFINE_integer("batch_size", 50, "Images per batch.", lower_bound=1)
 _SPATIAL = flags.DEFINE_bool(
@@ -91,7 +91,7 @@ _KEEP = flags.DEFINE_bool("keep_features", False, "stats: also save the features
 _ALL = flags.DEFINE_bool("all", False, "Print all scores, with confidence intervals.")
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", lower_bound=2)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of KID's subsets and the intervals.", lower_bound=0)
-_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file; .txt has one prompt per line.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file of prompts; in .txt, one per line.")
 _CLIP = flags.DEFINE_string("clip", None, "clip, stats: folder or Hub name of a CLIP.")
 _CLIP_MODE = flags.DEFINE_enum(
     "clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP."
@@ -106,8 +106,8 @@ _SEEN = flags.DEFINE_integer(
 _OTHER = flags.DEFINE_string("other", "", "train_judge: pictures with the same captions in another "
                              "style, as one more test.")  # fmt: skip
 _SHARD = flags.DEFINE_integer(
-    "shard_images", reference.Work().shard, "stats: images per shard, the most work that an "
-    "interruption loses.", lower_bound=1,
+    "shard_images", reference.Work().shard, "stats: images per shard. An interruption loses at "
+    "most the work on one shard.", lower_bound=1,
 )  # fmt: skip
 engines.define_flags()
 _SHARED = ("shard_images", "worker", "workers", "engine", "beam_options", "dry_run")
@@ -118,7 +118,7 @@ _ONLY_FOR: Mapping[str, Collection[str]] = {
     "train_judge": ("data", "out", "other"),
 }
 """Maps each command to the flags that it reads, without the flags that all commands accept."""
-_FEW = 4  # Below this number of images per dimension, a distance mostly depends on the number.
+_FEW = 4  # With fewer images per dimension, a distance mostly depends on the number of images.
 
 
 def main(argv: list[str]) -> None:
@@ -244,9 +244,10 @@ def _scores(
     real: stats_files.Stats | None,
     column: Callable[[str], str],
 ) -> dict[str, float]:
-    """Compute the named metrics; return their table columns, with intervals if --all is set.
+    """Compute the named metrics and return their table columns, with intervals if --all is set.
 
-    `rows` maps the values of Metric.features to the features of the generated images.
+    `rows` holds the features of the generated images, keyed by kind (Metric.features). `real` holds
+    the statistics of the real images. `column` maps a metric's name to its column's name.
     """
     seed = {"seed": _SEED.value}
     options = {"kid": {"size": _SUBSET.value, **seed}, "fid_infinity": seed}
@@ -265,7 +266,7 @@ def _scores(
 def _network(more_levels: str = "") -> Callable[[], extractors.Extractor]:
     """Return a picklable function that loads the extractor chosen by the flags.
 
-    `more_levels` is appended to the level of Inception.
+    `more_levels`, such as "+spatial", is appended to the name of Inception's level.
     """
     if _DINOV2.value:
         return functools.partial(dinov2.load, _DINOV2.value)

@@ -1,7 +1,8 @@
 """Accuracy: the share of images that a judge finds to match their captions.
 
-The array `right` has a row for each image and a column for each part of its caption, such as an
-object and its colour. An entry is 1 if the judge recognises the part in the image, and 0 otherwise.
+The array `right` has a row for each image and a column for each part of a caption, such as an
+object and its colour. An entry is 1 if the judge recognises this part of the image's caption in the
+image, and 0 otherwise.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from diffusion_jax.metrics.bootstrap import Score
 
 
 def all_right(right: Float[np.ndarray, "N P"]) -> Score:
-    """Return the share of images that match every part of their caption."""
+    """Return the share of images (0 to 1) that match every part of their caption, as a score."""
     return bootstrap.mean(right.min(axis=1))._replace(decimals=4)
 
 
 def part_right(part: int) -> Callable[[Float[np.ndarray, "N P"]], Score]:
-    """Return a metric function that computes the share of images matching caption part `part`."""
+    """Return a metric function: the share of images whose caption part number `part` is right."""
     return lambda right: Score(float(right[:, part].mean()), decimals=4)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 
 class Score(NamedTuple):
-    """The score of a set of images, with the data for its interval and its table columns."""
+    """The score of a set of images, with the data for its confidence interval and table columns."""
 
     value: float
     each: Float[np.ndarray, "N"] | None = None
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 def mean(values: Float[np.ndarray, "N"]) -> Score:
-    """Return the mean of one value per image as a score."""
+    """Return the mean of `values`, one per image, as a score."""
     return Score(float(values.mean()), values)
 
 
@@ -40,11 +40,11 @@ def interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Return a percentile bootstrap interval of a score, to first order.
+    """Return the percentile bootstrap interval of a score, to first order.
 
-    Each replicate resamples the images' contributions with replacement. The deviation of its mean
-    from the original mean is added to the score. The interval ignores the score's bias, which
-    depends on the number of images. frechet.extrapolated removes this bias from FID.
+    Each replicate resamples the images' contributions with replacement. The difference between its
+    mean and the original mean is added to the score. The interval ignores the score's bias, which
+    depends on the number of images. For FID, frechet.extrapolated removes this bias.
 
     Args:
         each: first-order contribution of each image, for example from frechet.influence.
@@ -52,6 +52,9 @@ def interval(
         replicates: number of resamplings.
         confidence: probability covered by the interval.
         seed: seed of the resampling.
+
+    Raises:
+        ValueError: there are fewer than 2 replicates, or the confidence is not between 0 and 1.
     """
     if replicates < 2 or not 0 < confidence < 1:
         raise ValueError(

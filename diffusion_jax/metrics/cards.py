@@ -1,4 +1,4 @@
-"""Cards record how scores were computed, and thus show which scores are comparable."""
+"""Cards record how scores were computed. Comparing cards shows which scores are comparable."""
 
 import json
 import os
@@ -45,11 +45,11 @@ class Scored(NamedTuple):
 
 
 def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fields: Any) -> Card:
-    """Return the card for scores computed with an extractor. Fields that are not given are None.
+    """Return the card for scores computed with an extractor. Fields without a value are None.
 
     Args:
         extractor: the extractor or judge.
-        image_size: height and width in pixels.
+        image_size: height and width of the images in pixels.
         n: number of images.
         **fields: values of other fields listed in ALIKE or FREE.
 
@@ -85,7 +85,10 @@ def versions() -> dict[str, str]:
 
 
 def reference_name(path: str, n: int | None) -> str:
-    """Return a name for a set of real images, made of its file or folder name and image count."""
+    """Return a name for a set of real images, such as "coco.npz, n 30000".
+
+    It consists of the last part of `path` and the number of images, or "unknown" for None.
+    """
     return f"{pathlib.Path(path).name}, n {'unknown' if n is None else n}"
 
 
@@ -99,7 +102,7 @@ def read_scored(path: str | os.PathLike[str]) -> Scored:
 
 
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the fields whose values differ between the cards, with the value in each card."""
+    """Return {field: values} for the fields that differ, with one value per card."""
     values = {field: [card.get(field) for card in cards] for field in fields}
     return {field: each for field, each in values.items() if any(v != each[0] for v in each)}
 
@@ -107,15 +110,15 @@ def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[An
 def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return one table row per set of scores.
 
-    A row holds the name of the set, the fields that differ between the sets, and the scores that
-    all sets have.
+    A row holds the name of the set, the scores that all sets have, and the fields in FREE and
+    `allow` that differ between the sets.
 
     Args:
-        scored: scores by name.
+        scored: sets of scores, keyed by name.
         allow: fields of ALIKE that may differ in this table.
 
     Raises:
-        ValueError: any other field in ALIKE differs, or the sets have no score in common.
+        ValueError: another field of ALIKE differs, or the sets have no score in common.
     """
     cards = [item.card for item in scored.values()]
     strict = [field for field in ALIKE if field not in allow]
@@ -127,7 +130,9 @@ def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[di
         )
     common = set.intersection(*(set(item.scores) for item in scored.values()))
     if not common:
-        raise ValueError(f"{', '.join(scored)} have no score in common")
+        raise ValueError(
+            f"{', '.join(scored)} have no score in common: compare files of the same metric"
+        )
     shown = [*differing(cards, allow), *differing(cards, FREE)]
     return [
         {"name": name}

@@ -12,7 +12,7 @@ from diffusion_jax.metrics.features import Rows
 
 
 def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
-    """Return the mean of the cosines of all image-text pairs as a score."""
+    """Return the mean cosine of all image-text pairs, from -1 to 1, as a score."""
     return bootstrap.mean(cosines[:, 0])
 
 

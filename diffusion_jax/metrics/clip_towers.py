@@ -34,13 +34,13 @@ def load(
 
     Args:
         weights: a folder, or the name of a Hugging Face Hub repository.
-        name: name of the model. Score tables show "clip_NAME". The default is the last part of
-            `weights`.
+        name: name of the model, shown in score tables as "clip_NAME". The default is the last part
+            of `weights`.
         preprocessing: "open_clip", used by MLPerf and NeMo, or "squash", used by CMMD.
 
     Raises:
-        FileNotFoundError: weights, config or tokenizer are missing.
-        ValueError: the weights are not a complete CLIP.
+        FileNotFoundError: the weights, the config or the tokenizer are missing.
+        ValueError: `preprocessing` is unknown, or the weights are not a complete CLIP.
     """
     if preprocessing not in PREPROCESSING:
         raise ValueError(
@@ -93,7 +93,7 @@ def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 
 def _digest(folder: pathlib.Path) -> str:
-    """Return the SHA-256 of the folder's weight files: safetensors, or pickles if it has none."""
+    """Return the SHA-256 of the folder's safetensors files, or of its .bin files if it has none."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         with path.open("rb") as file:

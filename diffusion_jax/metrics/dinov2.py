@@ -1,7 +1,9 @@
-"""The vision transformers of DINOv2 (Oquab et al. 2023), also with registers (Darcet et al. 2023).
+"""The vision transformers of DINOv2 (Oquab et al. 2023), with or without registers.
 
-FD-DINOv2 (Stein et al. 2023) is the Fréchet distance between normalised class tokens of ViT-L/14 on
-224-pixel pictures. It agrees better with human judgement than FID, which uses Inception's features.
+Darcet et al. (2023) introduced the registers. FD-DINOv2 (Stein et al. 2023) is the Fréchet distance
+between sets of class tokens, taken after the final layer norm of ViT-L/14 on 224-pixel pictures. It
+agrees better with human judgement than FID, which uses Inception's features.
+
 Shape letters: B is the batch, P the number of tokens (class, registers, patches), D the width.
 """
 
@@ -28,7 +30,7 @@ _EPS = 1e-6
 
 
 class DinoV2(nn.Module):
-    """A float32 vision transformer that maps normalised 224-pixel pictures to the class token."""
+    """A float32 vision transformer that maps a normalised 224-pixel picture to its class token."""
 
     width: int
     mlp_width: int
@@ -41,8 +43,8 @@ class DinoV2(nn.Module):
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B D"]:
         """Return the class token [B, D] after the final norm.
 
-        The token order is class token, registers, patches row by row. All tokens except the
-        registers have position embeddings.
+        The tokens are the class token, the registers, and the patches row by row, in this order.
+        All tokens except the registers have position embeddings.
         """
         b, p, d, side = len(images), self.patch, self.width, SIZE // self.patch
         param = lambda name, *shape: self.param(name, nn.initializers.normal(0.02), shape)
@@ -84,8 +86,8 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 
     Args:
         weights: a Hugging Face folder or repository name, or a .pth file published by the authors.
-        name: name of the model. Score tables show "dinov2_NAME". The default is the last part of
-            `weights` without its suffix.
+        name: name of the model, shown in score tables as "dinov2_NAME". The default is the last
+            part of `weights` without its suffix.
 
     Raises:
         FileNotFoundError: the weights are missing.
@@ -122,10 +124,10 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 
 
 def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, StateDict]:
-    """Return the network that fits a state dict, and the arrays under this module's names.
+    """Return the network that fits a state dict, and the state dict with this module's names.
 
-    Position embeddings are interpolated to 224 pixels. By default, each attention head has 64
-    channels.
+    Position embeddings are interpolated to pictures of 224 pixels. By default, the number of heads
+    is such that each attention head has 64 channels.
 
     Raises:
         ValueError: the weights are not DINOv2's, or have gated MLPs.
@@ -151,7 +153,7 @@ def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, St
 
 
 def abstract_params(network: DinoV2) -> Any:
-    """Return the parameters' shapes and types without allocating them."""
+    """Return the parameters as jax.ShapeDtypeStructs, without allocating memory for them."""
     image = jax.ShapeDtypeStruct((1, SIZE, SIZE, 3), jnp.float32)
     return jax.eval_shape(lambda x: network.init(jax.random.key(0), x), image)
 
@@ -184,7 +186,7 @@ _NAMES = (
 
 
 def _renamed(state: StateDict) -> dict[str, np.ndarray]:
-    """Rename arrays, split the fused q, k and v, and drop the mask token, which is unused."""
+    """Rename arrays, split fused q, k and v into three, and drop the unused mask token."""
     arrays = {}
     for name, array in state.items():
         for pattern, ours in _NAMES:
@@ -201,8 +203,8 @@ def _renamed(state: StateDict) -> dict[str, np.ndarray]:
 def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
     """Interpolate position embeddings to [1, 1 + side^2, D] with torch's bicubic kernels.
 
-    As in the authors' code, models with registers use antialiasing. Models without registers add
-    0.1 to the size, which shifts the grid by up to a tenth of a patch.
+    As in the authors' code, models with registers use antialiasing. For models without registers,
+    0.1 is added to the grid's size, which shifts the grid by up to a tenth of a patch.
     """
     grid = np.asarray(positions, np.float32)[:, 1:]
     trained = round(grid.shape[1] ** 0.5)

@@ -1,9 +1,9 @@
 """Computes features of images or token ids in batches that are sharded over the mesh.
 
-An extractor consists of two pure functions and weights. `program` runs it on the devices. It has
-three users: `extract` reads images from files, `on_host` takes arrays on the host, and the MLPerf
-benchmark passes images that stay on the devices. The batch size and the number of devices and
-processes change the features by no more than float32 rounding.
+An extractor consists of two pure functions and weights. `program` runs an extractor on the devices.
+It has three callers: `extract` reads images from a source, `on_host` takes arrays on the host, and
+the MLPerf benchmark passes images that stay on the devices. The batch size and the number of
+devices and processes change the features by no more than float32 rounding.
 """
 
 import functools
@@ -43,9 +43,9 @@ class Extractor(NamedTuple):
     apply: Callable[[Any, Array], Float[Array, "B D"]]
     """The network in float32. It is compiled once for all image sizes."""
     parts: Mapping[str, int] = {}
-    """Maps the names of the kinds of features to their widths, in the order of the columns.
+    """Maps each kind of features to its number of columns, in the order of the columns.
 
-    {} if there is only one kind."""
+    It is {} if there is only one kind."""
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
-        """Return the rows at `indices`, and a status per row.
+        """Return the rows at `indices` [B, ...], and a status for each row.
 
         Status 0 marks a usable row. `reason` explains any other status.
         """
@@ -125,15 +125,16 @@ def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2
 def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Extractor:
     """Load the FID Inception from a weight file and return it as a feature extractor.
 
-    If `path` is "", the public weights are downloaded.
+    If `path` is "", the public weights are downloaded. For errors, see weights.load and
+    inception_extractor.
     """
     return inception_extractor(weights.load(path), mode, level)
 
 
 def split(extractor: Extractor, rows: Rows) -> dict[str, Rows]:
-    """Return the columns of each part of the features, keyed by the names in extractor.parts.
+    """Split the features [N, D] of an extractor into its parts, keyed as in extractor.parts.
 
-    An extractor without parts gives one entry under its own name.
+    For an extractor without parts, the result has one entry under the extractor's name.
     """
     if not extractor.parts:
         return {extractor.name: rows}
@@ -152,8 +153,9 @@ def extract(
 ) -> Extracted:
     """Compute the features of all usable rows of a source.
 
-    Every process receives all features, in the order of the rows. With keep=False, only sums for
-    the mean and covariance are stored. `progress` is called with the number of rows done so far.
+    Every process receives all features, in the order of the rows. With keep=False, the features are
+    not stored, only the sums that give their mean and covariance. `progress` is called with the
+    number of rows done so far.
     """
     run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
     return run(source, range(len(source)), progress)
@@ -164,8 +166,9 @@ def make_extract(
 ) -> Callable[..., Extracted]:
     """Return a function extract(source, rows, progress) that computes features of a row range.
 
-    Programs are compiled once. Each process reads only the rows that its local devices need. It
-    reads the next batch while the devices compute.
+    The programs are compiled only once, even if the returned function is called several times. Each
+    process reads only the rows that its local devices need. It reads the next batch while the
+    devices compute.
     """
     run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
     rows_sharding = batch_sharding(mesh)
@@ -205,13 +208,13 @@ def make_extract(
 def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
     """Return a function run(params, images) that maps sharded images to replicated features [B, D].
 
-    The caller must place the extractor's `params` on the devices. The features of an image with
+    The caller passes the extractor's params, placed on the devices. The features of an image with
     non-finite pixels are NaN.
     """
     rows_sharding = batch_sharding(mesh)
 
     def prepare(images):
-        # Checked before the network, whose maxima might hide a NaN.
+        # Check the input, because the network's maximum operations might hide a NaN.
         return extractor.prepare(images), jnp.isfinite(images.reshape(len(images), -1)).all(1)
 
     prepare = announced(jax.jit(prepare, out_shardings=(rows_sharding, rows_sharding)))

@@ -1,7 +1,7 @@
 """Collects the features of many images, or accumulates their sums, in float64 on the host.
 
-Sums are computed over blocks of a fixed number of rows. For equal features they are therefore
-bit-identical for every batch size. The sums of several streams can be merged.
+Sums are computed over blocks of a fixed number of rows. The sums of equal features are therefore
+bit-identical for all batch sizes. The sums of several streams can be merged.
 """
 
 from typing import NamedTuple
@@ -23,9 +23,9 @@ class Gaussian(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over feature vectors, from which the mean and covariance are computed.
+    """The number, mean and scatter of a set of feature vectors, which give its covariance.
 
-    The function `merged` combines the sums of two sets.
+    The function `merged` combines the Sums of two sets.
     """
 
     n: int
@@ -50,7 +50,8 @@ def merged(one: Sums, other: Sums) -> Sums:
     """Return the sums over the rows of both arguments.
 
     The order of several merges affects the last digits. The update of Chan, Golub & LeVeque (1979)
-    avoids sums of squares, which cancel if the mean is large compared with the spread.
+    avoids differences of sums of squares, which lose digits if the mean is large compared with the
+    spread.
     """
     if not other.n:
         return one
@@ -62,7 +63,7 @@ def merged(one: Sums, other: Sums) -> Sums:
 
 
 class Stream:
-    """An accumulator of feature batches. It skips rows that are not finite, and counts them."""
+    """An accumulator of feature batches. It skips and counts rows with NaN or infinity."""
 
     def __init__(self, width: int, *, keep: bool = True):
         """Start with no rows. With keep=False, store only sums, which take constant memory."""
@@ -73,10 +74,13 @@ class Stream:
         self.n = 0
         """Number of finite rows added."""
         self.not_finite = 0
-        """Number of rows skipped because the image has a NaN or float32 overflowed."""
+        """Number of rows skipped because they hold NaN or infinity."""
 
     def add(self, rows: Rows) -> None:
-        """Add the features of the next images, one row per image."""
+        """Add the features of the next images, one row per image.
+
+        Raise ValueError if the rows have another width than the stream.
+        """
         if rows.ndim != 2 or rows.shape[1] != self._width:
             raise ValueError(f"features have shape {rows.shape}, not [N, {self._width}]")
         mask = finite(rows)
@@ -111,7 +115,10 @@ class Stream:
         return self._sums
 
     def gaussian(self) -> Gaussian:
-        """Return the mean and covariance so far. Raise ValueError for fewer than two rows."""
+        """Return the mean and covariance of the rows so far.
+
+        Raise ValueError for fewer than two rows.
+        """
         try:
             return self.sums().gaussian()
         except ValueError as error:
@@ -120,7 +127,7 @@ class Stream:
 
 
 def finite(rows: Rows) -> Bool[np.ndarray, "N"]:
-    """Return a boolean mask that is True for rows without NaN or infinity."""
+    """Return a mask [N] that is True for rows without NaN or infinity."""
     return np.asarray(np.isfinite(rows).all(1))
 
 

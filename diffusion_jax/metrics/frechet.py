@@ -19,7 +19,8 @@ from diffusion_jax.metrics.features import Gaussian, Rows, gaussian
 Sample = Rows | Gaussian
 """Features, or their mean and covariance.
 
-With fewer images than dimensions, features give a more exact distance."""
+With fewer images than dimensions, the distance from features is more exact than the distance from
+the covariance."""
 
 
 class Reference(NamedTuple):
@@ -31,10 +32,11 @@ class Reference(NamedTuple):
 
 
 def score(sample: Sample, reference: Reference) -> Score:
-    """Return the distance as a score. The score has no interval if `sample` is a Gaussian.
+    """Return the distance to the reference as a score.
 
-    With at least as many images as dimensions, the distance and its interval share one matrix
-    decomposition.
+    The score has no interval if `sample` is a Gaussian. With at least as many images as dimensions,
+    the distance and its interval share one matrix decomposition. Raise ValueError if `sample` and
+    `reference` have different dimensions.
     """
     if isinstance(sample, Gaussian):
         return Score(distance(sample, reference))
@@ -50,7 +52,8 @@ def score(sample: Sample, reference: Reference) -> Score:
 def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) -> Score:
     """Return FID extrapolated to infinitely many images as a score.
 
-    Raise ValueError if `sample` is a Gaussian, because the fit needs features.
+    The score's extra column "residual" is the root-mean-square residual of the fit; see
+    `extrapolated`. Raise ValueError if `sample` is a Gaussian, because the fit needs features.
     """
     if isinstance(sample, Gaussian):
         raise ValueError(
@@ -63,8 +66,8 @@ def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) ->
 def frechet(a: Sample, b: Sample) -> float:
     """Return the Frechet distance between `a` and `b`.
 
-    If both are the same set with fewer images than dimensions, rounding errors can make the result
-    negative, down to -1e-3.
+    If `a` and `b` are the same set with fewer images than dimensions, rounding errors can make the
+    result negative, down to -1e-3.
     """
     return distance(a, reference(b))
 
@@ -72,7 +75,8 @@ def frechet(a: Sample, b: Sample) -> float:
 def reference(sample: Sample) -> Reference:
     """Prepare the reference set: return its mean and a factor of its covariance.
 
-    With fewer images than dimensions, the factor is the scaled, centred features.
+    With fewer images than dimensions, the factor consists of the centred features, scaled by
+    (n - 1)^(-1/2).
     """
     if _is_few(sample):
         return Reference(*_centred(sample))
@@ -105,8 +109,9 @@ def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
 
     The standard error of the contributions' mean estimates the standard deviation of the distance
     over sets of n images (the infinitesimal jackknife, Efron 1982). With fewer images than
-    dimensions, this estimate is within a factor of 1.5. In that case, the estimate of a bootstrap
-    would be several times too large, and each replicate would need a matrix decomposition.
+    dimensions, this estimate is within a factor of 1.5 of the true value. In that case, a bootstrap
+    would give an estimate several times too large, and each of its replicates would need a matrix
+    decomposition.
     """
     mean, rows = _centred(features)
     shares, _ = _row_shares(rows @ reference.factor.T)
@@ -149,9 +154,9 @@ def _influence(
 
 
 def _row_shares(rows: Float[np.ndarray, "N R"]) -> tuple[Float[np.ndarray, "N"], float]:
-    """Return each row's contribution to the sum of the singular values, and this sum.
+    """Return each row's contribution to the sum of the singular values of `rows`, and this sum.
 
-    The contributions are the diagonal of USU'.
+    With the singular value decomposition rows = USV', the contributions are the diagonal of USU'.
     """
     if len(rows) < rows.shape[1]:
         squares, left = np.linalg.eigh(rows @ rows.T)
@@ -185,7 +190,7 @@ def _moments(sample: Sample) -> Gaussian:
 
 
 def _centred(features: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean, and scaled centred features E such that E'E is the covariance."""
+    """Return the mean, and the features E, centred and scaled so that E'E is the covariance."""
     x = np.asarray(features, np.float64)
     if len(x) < 2:
         raise ValueError(f"a covariance needs at least 2 images, but there are {len(x)}")

@@ -24,18 +24,18 @@ class Files(NamedTuple):
 
     number: int
     read: Callable[[int], tuple[bytes, str]]
-    """Maps an image's number to the contents of its file and its name for messages."""
+    """Maps an image's index to (the bytes of its file, its name for messages)."""
     left_out: Callable[[], dict[str, int]]
     """Returns the number of records without a usable image, keyed by reason."""
     stamps: Callable[[], Sequence[str]] = tuple
-    """Returns one text per file that contains its name and size, or () if sizes are unknown."""
+    """Returns a string with the name and size of each file, or () if the sizes are unknown."""
 
 
 def open_files(path: str) -> Files:
     """Open a set of image files.
 
-    `path` is a folder, a tar or several tars ("a.tar", "{a,b}.tar"), or a captioned data source
-    "SOURCE:PATH::TEXT".
+    `path` is a folder, one or several tars ("a.tar", "{a,b}.tar"), or a captioned data source
+    ("SOURCE:PATH::TEXT").
     """
     if (named := sources.open_named(path)) is not None:
         return record_files(named)
@@ -74,10 +74,10 @@ def record_files(records: Records) -> Files:
 
 
 class Decoded:
-    """Image files decoded to arrays of equal size, as a Source for extractors.extract.
+    """A Source for extractors.extract that decodes image files to arrays of equal size.
 
     Images are converted to RGB as in pytorch-fid. Incomplete images, and images with more than 8
-    bits per channel, are counted as broken.
+    bits per channel, count as broken.
     """
 
     dtype = np.uint8
@@ -87,14 +87,14 @@ class Decoded:
 
         Args:
             files: the files.
-            size: height and width of the images in pixels. With fit="exact" it must be 0.
-            fit: "exact" does not resize, and all images must have the size of the first readable
-                one. "squash" resizes to a square and ignores the aspect ratio, as for MLPerf's
+            size: height and width of the decoded images in pixels. With fit="exact" it must be 0.
+            fit: "exact" does not resize; all images must have the size of the first readable one.
+                "squash" resizes to a square and ignores the aspect ratio, as for MLPerf's
                 reference. "crop" resizes the shorter side and crops the centre, as in NeMo.
-                Resizing uses Pillow's bicubic filter.
+                Images are resized with Pillow's bicubic filter.
 
         Raises:
-            ValueError: `size` and `fit` do not match, or no image is readable.
+            ValueError: `size` and `fit` do not match, or fit="exact" and no image is readable.
         """
         if fit not in FITS or (fit == "exact") != (size == 0):
             raise ValueError(
@@ -113,7 +113,7 @@ class Decoded:
     def read(
         self, indices: np.ndarray
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B"]]:
-        """Return the images, and a status for each image, which is 0 if the image is usable.
+        """Return the images at `indices`, and a status for each image: 0 if it is usable.
 
         All pixels of unusable images are 0.
         """

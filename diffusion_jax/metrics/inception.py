@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 Conv = Mapping[str, Any]
 """A convolution {"kernel": [h, w, C, D], "bias": [D]} of numpy or jax arrays."""
 Params = Mapping[str, Mapping[str, Conv]]
-"""Convolutions keyed by block and branch, with the names of the public weights.
+"""Convolutions keyed by block, then by branch, as these are named in the public weight file.
 
 "stem" holds the first five convolutions. "fc" holds the classifier as a 1x1 convolution."""
 
@@ -29,7 +29,10 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Outputs(NamedTuple):
-    """Spatial means at four depths, and the logits. Under jit, unused fields are never computed."""
+    """Features of all levels. The first four fields are spatial means at increasing depth.
+
+    Under jit, unused fields are never computed.
+    """
 
     first_pool: Float[Array, "B 64"]
     second_pool: Float[Array, "B 192"]
@@ -38,13 +41,13 @@ class Outputs(NamedTuple):
     """The features used by FID."""
     logits: Float[Array, "B 1008"]
     spatial: Float[Array, "B 2023"]
-    """Seven channels of Mixed_6d at 17x17 positions, the features used by ADM's sFID."""
+    """Seven channels of Mixed_6d's output at 17x17 positions: the features used by ADM's sFID."""
     unbiased: Float[Array, "B 1008"]
     """The logits without the classifier's bias, used by the Inception Score."""
 
 
 def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
-    """Run the network and return the features of all levels."""
+    """Run the network on images in about [-1, 1] and return the features of all levels."""
     stem = params["stem"]
     x = _conv(stem["Conv2d_1a_3x3"], x, stride=2, padding="VALID")
     x = _inner(_conv(stem["Conv2d_2a_3x3"], x))
@@ -121,17 +124,18 @@ def _block_7(p: Mapping[str, Conv], x: Array, *, max_pool: bool) -> Array:
 
 
 def _heads(p: Mapping[str, Conv], x: Array, names: Sequence[str]) -> list[Array]:
-    """Compute all 1x1 convolutions of a block, including the pooling branch, as one product.
+    """Compute all 1x1 convolutions of a block's input as one matrix product.
 
-    The paper pools before the 1x1 convolution. Both operations are linear and commute. Pooling
-    afterwards is cheaper, because there are fewer channels.
+    The result has one array for each of `names`, then one for the pooling branch. The paper pools
+    before this branch's 1x1 convolution. Both operations are linear and commute. Pooling after the
+    convolution is cheaper, because its output has fewer channels.
     """
     *heads, pooled = _side_by_side([p[name] for name in (*names, "branch_pool")], x)
     return [*map(jax.nn.relu, heads), jax.nn.relu(_average_pool(pooled))]
 
 
 def _side_by_side(convs: Sequence[Conv], x: Array) -> list[Array]:
-    """Apply several 1x1 convolutions to the same input, without ReLU."""
+    """Apply several 1x1 convolutions to the same input, without ReLU. Return one array for each."""
     kernel = jnp.concatenate([conv["kernel"][0, 0] for conv in convs], 1)
     bias = jnp.concatenate([conv["bias"] for conv in convs])
     y = jnp.matmul(x, kernel, precision=_EXACT) + bias
@@ -151,10 +155,11 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
 
 
 def _inner(x: Array) -> Array:
-    """Crop the output of a padded 3x3 convolution to that of the unpadded one.
+    """Crop the output of a padded 3x3 convolution to the output of the unpadded convolution.
 
-    Two layers are computed with padding and cropped, because XLA's fast convolution on CPUs
-    requires padding. Without it, these layers took half of the network's time.
+    Two layers of the network have no padding. They are computed with padding and then cropped,
+    because XLA's fast convolution on CPUs requires padding. Computed without padding, these two
+    layers took half of the network's time.
     """
     return x[:, 1:-1, 1:-1]
 

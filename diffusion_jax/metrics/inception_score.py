@@ -10,10 +10,10 @@ _PART = 5000  # Images per part, as in ADM's evaluator.
 
 
 def score(logits: Rows) -> Score:
-    """Return exp(mean KL(p(class | image) || p(class))), averaged over parts of 5,000 images.
+    """Return the Inception Score: exp(mean KL(p(class | image) || p(class))).
 
-    The caller passes logits without the classifier's bias, as in the original TensorFlow code and
-    in ADM's evaluator.
+    The images are split into parts of 5,000, and the score is the mean over the parts. `logits` are
+    those without the classifier's bias, as in the original TensorFlow code and in ADM's evaluator.
     """
     parts = [_part(logits[start : start + _PART]) for start in range(0, len(logits), _PART)]
     value = np.mean([value for value, _ in parts])

@@ -31,8 +31,8 @@ def to_params(state: torch_weights.StateDict) -> inception.Params:
     """Return the network's params (float32, numpy) from a state dict with the public names.
 
     Raises:
-        ValueError: arrays are missing, unexpected or of another shape. This includes torchvision's
-            Inception, which has another classifier and an auxiliary head.
+        ValueError: arrays are missing, unexpected or of another shape. Torchvision's Inception, for
+            example, has another classifier and an auxiliary head.
     """
     counters = ".num_batches_tracked"
     state = {name: array for name, array in state.items() if not name.endswith(counters)}
@@ -46,7 +46,10 @@ def to_params(state: torch_weights.StateDict) -> inception.Params:
 
 
 def digest(state: torch_weights.StateDict) -> str:
-    """Return the SHA-256 of array names and float32 values. It is the same in any file format."""
+    """Return the SHA-256 of array names and float32 values, in hexadecimal.
+
+    It does not depend on the format of the weight file.
+    """
     result = hashlib.sha256()
     for name in sorted(state):
         if not name.endswith(".num_batches_tracked"):
@@ -82,7 +85,8 @@ def blocks() -> dict[str, Sizes]:
 def random_state() -> dict[str, np.ndarray]:
     """Return random weights that keep the scale of activations, keyed by the public names.
 
-    Networks with these weights show that programs agree, but their scores have no meaning.
+    Use them to check that two programs compute the same features. Scores of a network with these
+    weights have no meaning.
     """
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)

@@ -23,10 +23,11 @@ _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int = 0) -> Score:
-    """Return KID as a score.
+    """Return the KID between generated and real features, averaged over 100 pairs of subsets.
 
-    `size` is the number of images per subset. The default is 1000, or the size of the smaller set
-    if it has fewer images.
+    The score's extra column "deviation" is the standard deviation over the pairs. `size` is the
+    number of images per subset. The default is 1000, or the size of the smaller set if that is
+    less. `seed` chooses the subsets. Raise ValueError if a set has fewer than `size` images.
     """
     size = size or min(_SUBSET, len(generated), len(real))
     result = kid(real, generated, size=size, seed=seed)
@@ -34,7 +35,7 @@ def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int
 
 
 def score_cmmd(generated: Rows, real: Rows) -> Score:
-    """Normalise CLIP image embeddings and return their CMMD as a score."""
+    """Scale CLIP image embeddings to norm 1 and return the CMMD between both sets as a score."""
     generated, real = normalised(generated), normalised(real)
     kernel = lambda a, b: _SCALE * _gaussian(a, b, _SIGMA)
     return Score(cmmd(real, generated), _influence(kernel, generated, real))
@@ -48,18 +49,19 @@ class Kid(NamedTuple):
     deviation: float
     """Standard deviation over pairs of random subsets."""
     influence: Float[np.ndarray, "N"]
-    """First-order contribution of each image of the second set to the KID of all images."""
+    """First-order contribution of each image of the second set to the KID between the full sets."""
 
 
 def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Kid:
-    """Return the mean and standard deviation of KID over pairs of random subsets.
+    """Return the mean and deviation of KID over pairs of random subsets, and its influence.
 
     KID (Binkowski et al. 2018) is the unbiased squared MMD for the kernel (x.y / D + 1)^3, so it
-    may be negative. A subset's sum over pairs is w'Kw, where w is 1 for its images and 0 elsewhere.
+    may be negative. The sum of the kernel matrix K over all pairs of images in a subset is w'Kw,
+    where w is 1 for images in the subset and 0 for other images.
 
     Args:
-        x: features of the first set.
-        y: features of the second set.
+        x: features of the first set, [N, D].
+        y: features of the second set, [M, D].
         subsets: number of pairs of subsets.
         size: number of images per subset, at least 2.
         seed: random seed for choosing the subsets.
@@ -99,7 +101,7 @@ def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0
 def cmmd(x: Rows, y: Rows) -> float:
     """Return CMMD (Jayasumana et al. 2024): 1000 times the biased MMD^2 with a Gaussian kernel.
 
-    `x` and `y` are CLIP image embeddings with L2 norm 1.
+    `x` and `y` are CLIP image embeddings, one row per image, scaled to L2 norm 1.
     """
     kernel = lambda a, b: _gaussian(a, b, _SIGMA)
     within = _total(kernel, x, x) / len(x) ** 2 + _total(kernel, y, y) / len(y) ** 2

@@ -2,9 +2,9 @@
 
 Precision and recall are defined by Kynkaanniemi et al. (2019), density and coverage by Naeem et al.
 (2020). Each image has a k-NN sphere in feature space. The sphere is centred at the image, and its
-radius is the distance to the image's k-th nearest neighbour in the same set. `k` is 3 for precision
-and recall, 5 for density and coverage. All four scores share the same distances, which are computed
-in float32 on one device, for 2048 rows at a time to save memory.
+radius is the distance to the image's k-th nearest neighbour in the same set. For precision and
+recall, k is 3. For density and coverage, k is 5. All four scores share the same distances. One
+device computes them in float32, for 2048 rows at a time to save memory.
 """
 
 from collections.abc import Iterator
@@ -24,25 +24,28 @@ _FEW, _MANY = 3, 5  # k of precision and recall, and of density and coverage.
 
 
 class Compared(NamedTuple):
-    """Which k-NN spheres of generated and real images contain images of the other set."""
+    """The result of comparing two sets: which images are in k-NN spheres of the other set."""
 
     n: tuple[int, int]
     """Number of real images, and number of generated images."""
     precise: Bool[np.ndarray, "N"]
-    """Whether each generated image is in a real image's sphere with k = 3."""
+    """For each generated image, whether it is in any real image's sphere with k = 3."""
     recalled: Bool[np.ndarray, "M"]
-    """Whether each real image is in a generated image's sphere with k = 3."""
+    """For each real image, whether it is in any generated image's sphere with k = 3."""
     spheres: Int[np.ndarray, "N"]
     """For each generated image, the number of real images' spheres with k = 5 that contain it."""
     covered: Bool[np.ndarray, "M"]
-    """Whether each real image's sphere with k = 5 contains a generated image."""
+    """For each real image, whether its sphere with k = 5 contains a generated image."""
 
 
 class Real:
-    """Features of real images and the radii of their spheres, for comparisons with many sets."""
+    """Features of real images with the radii of their k-NN spheres.
+
+    They are computed once and then compared with any number of generated sets.
+    """
 
     def __init__(self, rows: Rows):
-        """Compute the radii of the k-NN spheres around the features [M, D]."""
+        """Compute the radii of the k-NN spheres around `rows`, the features [M, D]."""
         self._centre = rows.mean(0, dtype=np.float64)
         self._rows = self._centred(rows)
         self._few, self._many = _radii(self._rows)
@@ -51,7 +54,7 @@ class Real:
     def compared(self, generated: Rows) -> Compared:
         """Compare the real features with those of generated images [N, D].
 
-        The result is cached, because four metrics call this with the same array.
+        The latest result is cached, because four metrics call this with the same array.
         """
         if self._last is None or self._last[0] is not generated:
             self._last = generated, self._compare(self._centred(generated))
@@ -80,9 +83,9 @@ class Real:
 
 
 def precision(generated: Rows, real: Real) -> Score:
-    """Return precision: the share of generated images in the k-NN sphere of a real image.
+    """Return precision: the share of generated images that are in a real image's k-NN sphere.
 
-    Precision measures fidelity. k is 3.
+    Precision measures fidelity. It is between 0 and 1. k is 3.
 
     Raises:
         ValueError: a set has no more than 3 images.
@@ -91,9 +94,10 @@ def precision(generated: Rows, real: Real) -> Score:
 
 
 def recall(generated: Rows, real: Real) -> Score:
-    """Return recall: the share of real images in the k-NN sphere of a generated image.
+    """Return recall: the share of real images that are in a generated image's k-NN sphere.
 
-    Recall measures variety. k is 3. The confidence interval resamples the real images.
+    Recall measures variety. It is between 0 and 1. k is 3. The confidence interval resamples the
+    real images.
 
     Raises:
         ValueError: a set has no more than 3 images.
@@ -104,9 +108,9 @@ def recall(generated: Rows, real: Real) -> Score:
 def density(generated: Rows, real: Real) -> Score:
     """Return density: the number of real k-NN spheres that contain a generated image, divided by k.
 
-    The score is the mean over the generated images. k is 5. Density measures fidelity and is robust
-    to outliers among the real images. It is 0 or more, and about 1 if both sets have the same
-    distribution.
+    The score is the mean of this number over the generated images. k is 5. Density measures
+    fidelity and is robust to outliers among the real images. It is at least 0, and about 1 if both
+    sets have the same distribution.
 
     Raises:
         ValueError: a set has no more than 5 images.
@@ -117,7 +121,8 @@ def density(generated: Rows, real: Real) -> Score:
 def coverage(generated: Rows, real: Real) -> Score:
     """Return coverage: the share of real images whose k-NN sphere contains a generated image.
 
-    Coverage measures variety. k is 5. The confidence interval resamples the real images.
+    Coverage measures variety. It is between 0 and 1. k is 5. The confidence interval resamples the
+    real images.
 
     Raises:
         ValueError: a set has no more than 5 images.
@@ -126,7 +131,10 @@ def coverage(generated: Rows, real: Real) -> Score:
 
 
 def nearest(rows: Rows, among: Rows) -> tuple[Float[np.ndarray, "N"], Int[np.ndarray, "N"]]:
-    """Return the distance of each row to the nearest row of another set, and that row's index."""
+    """Find the row of `among` that is nearest to each of `rows`.
+
+    Return the Euclidean distances [N], and the indices [N] of the nearest rows in `among`.
+    """
     centre = among.mean(0, dtype=np.float64)
     centred = lambda part: jnp.asarray((part - centre).astype(np.float32))
     blocks = [(part.start, centred(among[part])) for part in _parts(among)]
@@ -158,8 +166,8 @@ def _share(true: Bool[np.ndarray, "N"]) -> Score:
 def _enough(compared: Compared, k: int) -> Compared:
     if min(compared.n) <= k:
         raise ValueError(
-            f"the {k} nearest neighbours need more than {k} images on both sides, but there are "
-            f"{compared.n[0]} and {compared.n[1]}"
+            f"the {k} nearest neighbours need more than {k} images in each set, but the real and "
+            f"generated sets have {compared.n[0]} and {compared.n[1]}"
         )
     return compared
 
@@ -169,9 +177,9 @@ def _parts(rows: Float[Array, "N D"] | Rows) -> Iterator[slice]:
 
 
 def _radii(rows: Float[Array, "N D"]) -> Float[Array, "2 N"]:
-    """Return the squared distances of each row to its third and its fifth nearest neighbour.
+    """Return the squared distances [2, N] of each row to its third and fifth nearest neighbour.
 
-    The distance to the fifth (third) neighbour is infinite if there are fewer than 5 (3) others.
+    With fewer than three (five) other rows, the distance to the third (fifth) is infinite.
     """
     return jnp.concatenate([_radii_of(rows[part], rows, part.start) for part in _parts(rows)], 1)
 
@@ -180,7 +188,7 @@ def _radii(rows: Float[Array, "N D"]) -> Float[Array, "2 N"]:
 def _radii_of(
     part: Float[Array, "B D"], rows: Float[Array, "N D"], start: Int[Array, ""]
 ) -> Float[Array, "2 B"]:
-    """Return the `_radii` of one block: `part` holds the rows from index `start`."""
+    """Compute `_radii` for one block of rows. The block `part` begins at row `start`."""
     index = jnp.arange(len(part))
     squares = _squares(part, rows).at[index, start + index].set(jnp.inf)  # Not its own neighbour.
     missing = max(0, _MANY - len(rows))
@@ -194,10 +202,11 @@ def _inside(
     generated: Float[Array, "B D"], radii: Float[Array, "B"], real: Float[Array, "M D"],
     few: Float[Array, "M"], many: Float[Array, "M"],
 ) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "M"], Bool[Array, "M"]]:  # fmt: skip
-    """Return how many real spheres with k = 3 and with k = 5 contain each generated image.
+    """Compare a block of generated images with all real images. All radii are squared.
 
-    Also return which real images are in a generated sphere, and which real images have a generated
-    image in their own sphere with k = 5.
+    Return four arrays: for each generated image, the number of real spheres with k = 3, and with
+    k = 5, that contain it; for each real image, whether it is in a sphere (k = 3) of the generated
+    images, and whether its own sphere with k = 5 contains a generated image.
     """
     squares = _squares(generated, real)
     in_few, in_many = squares <= few, squares <= many

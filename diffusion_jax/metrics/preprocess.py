@@ -1,7 +1,8 @@
 """Image preprocessing for feature extractors. Scores depend on the exact resize kernels.
 
 Kernels are separable and linear, so resizing is a product with one matrix for the rows and one for
-the columns. Images are [B, H, W, 3] in 0..255, either uint8 or float32 that is not rounded.
+the columns. Images are [B, H, W, 3] in 0..255, either uint8 or float32. Float images need not be
+rounded.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialias.
+    """Preprocess like pytorch-fid and MLPerf.
 
-    The output range is [-1, 1].
+    The resize is bilinear with half-pixel centres, without antialiasing. The output range is
+    [-1, 1].
     """
     return _to_inception(images, _bilinear_centres) * (2 / 255) - 1
 
@@ -37,19 +39,20 @@ def tf(images: Images) -> Float[Array, "B 299 299 3"]:
 
 
 def clean(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like clean-fid 0.1.35: Pillow's antialiased bicubic on floats.
+    """Preprocess like clean-fid 0.1.35: resize with Pillow's antialiased bicubic on floats.
 
-    Values are clipped to 0..255 but not rounded. The output (x - 128) / 128 has the range
-    [-1, 0.992]. Source: Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising subtleties in
-    GAN evaluation".
+    The resized values are clipped to 0..255 but not rounded. The output (x - 128) / 128 has the
+    range [-1, 0.992]. Source: Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising
+    subtleties in GAN evaluation".
     """
     return (jnp.clip(_to_inception(images, _pillow_bicubic), 0, 255) - 128) / 128
 
 
 def nemo(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like NeMo: torch's bicubic with aligned corners, no antialias.
+    """Preprocess like NeMo.
 
-    The output range is [-1, 1].
+    The resize is torch's bicubic with aligned corners, without antialiasing. The output is
+    2 x / 255 - 1. It is not clipped, so it may exceed [-1, 1] a little next to sharp edges.
     """
     return _to_inception(images, _bicubic_corners) * (2 / 255) - 1
 
@@ -62,7 +65,8 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def open_clip(size: int) -> Prepare:
     """Return OpenCLIP's preprocessing: resize the shorter side to `size`, then crop the centre.
 
-    The resize is Pillow's 8-bit bicubic.
+    The resize is Pillow's 8-bit bicubic. The output is normalised with CLIP's mean and standard
+    deviation.
     """
 
     def prepare(images: Images) -> Float[Array, "B S S 3"]:
@@ -77,7 +81,10 @@ def open_clip(size: int) -> Prepare:
 
 
 def squash(size: int) -> Prepare:
-    """Return CMMD's preprocessing: antialiased bicubic resize to a square, without rounding."""
+    """Return CMMD's preprocessing: an antialiased bicubic resize to a square, without rounding.
+
+    The output is normalised with CLIP's mean and standard deviation.
+    """
 
     return lambda images: _normalise_clip(bicubic_square(size)(images))
 
@@ -85,7 +92,8 @@ def squash(size: int) -> Prepare:
 def bicubic_square(size: int) -> Prepare:
     """Return a function that resizes to a square with Pillow's antialiased bicubic on floats.
 
-    Input and output values are in 0..255.
+    The input is in 0..255. The output is neither rounded nor clipped, so it may exceed 0..255 a
+    little next to sharp edges.
     """
 
     def prepare(images: Images) -> Float[Array, "B S S 3"]:
@@ -98,7 +106,8 @@ def bicubic_square(size: int) -> Prepare:
 def dgm_eval(images: Images) -> Float[Array, "B 224 224 3"]:
     """Preprocess for DINOv2 like dgm-eval (Stein et al. 2023).
 
-    The resize is Pillow's 8-bit bicubic to a square.
+    The resize is Pillow's 8-bit bicubic to a square. The output is normalised with ImageNet's mean
+    and standard deviation.
     """
     x = _pillow_8_bits(images, 224, 224) / 255
     return (x - jnp.array(_IMAGENET_MEAN)) / jnp.array(_IMAGENET_STD)
@@ -194,9 +203,10 @@ def _gather(
     taps: Sequence[int],
     kernel: Callable[[np.ndarray], np.ndarray],
 ) -> Float[np.ndarray, "O I"]:
-    """Return the resize matrix that weights the pixels at floor(centre) + tap with the kernel.
+    """Return a resize matrix. Output pixel o is a weighted sum of input pixels near centres[o].
 
-    Pixels at the border are repeated.
+    The input pixel at floor(centre) + tap has the weight kernel(distance to the centre). Outside
+    the image, the pixels at the border are repeated.
     """
     first = np.floor(centres).astype(int)
     weights = np.zeros((len(centres), size_in))
@@ -209,8 +219,8 @@ def _gather(
 def _pillow_bicubic(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
     """Return the matrix [O, I] of Pillow's bicubic resize.
 
-    The kernel widens if the image shrinks. Its weights are normalised over the pixels inside the
-    image.
+    If the image shrinks, the kernel is wider by the same factor, which avoids aliasing. The weights
+    of each output pixel are normalised over the pixels inside the image.
     """
     if size_in == size_out:
         return np.eye(size_in)

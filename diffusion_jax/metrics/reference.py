@@ -1,9 +1,9 @@
 """Computes statistics of many images in shards, for the command `metrics stats`.
 
-With N images per shard, shard i consists of images i * N to (i + 1) * N - 1 of a source. Its file
-holds the sums of these images' features. All shards are merged in order, so the result is
-bit-identical, no matter which process computes which shard. At most one shard is in memory at a
-time, unless the features are saved, too.
+With N images per shard, shard i consists of images i * N to (i + 1) * N - 1 of a source. Each shard
+has a file with the sums of its images' features. All shards are merged in order, so the result is
+bit-identical, no matter which process computes which shard. Only one shard is in memory at a time.
+If the features of each image are saved, too, the merge holds all of them in memory.
 """
 
 import functools
@@ -24,7 +24,7 @@ from diffusion_jax.machine import files, progress, sharding
 from diffusion_jax.metrics import cards, extractors, features, images, stats_files
 from diffusion_jax.metrics.features import Gaussian
 
-_SAMPLED = 16  # Number of files whose contents identify a set of images.
+_SAMPLED = 16  # `digest` reads at most this many files.
 
 
 class Images(engines.Portable):
@@ -33,8 +33,13 @@ class Images(engines.Portable):
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
         """Open the images at `path`: a folder, tars, or a data source "SOURCE:PATH::TEXT".
 
-        Images are resized to `size` pixels with the method `fit`: "squash" to a square, or "crop".
-        With size 0, `fit` must be "exact", and all images must have the same size.
+        Each image becomes a square with sides of `size` pixels. With fit="squash", it is resized
+        and its aspect ratio changes. With fit="crop", its shorter side is resized and its centre is
+        cropped. With size 0, `fit` must be "exact", and all images must have the same size.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+            ValueError: `size` and `fit` do not match, or no image is found or readable.
         """
         self.path, self.extractor = path, extractor
         self._files, self._fit = images.open_files(path), f"{fit} {size}" if size else None
@@ -47,16 +52,16 @@ class Images(engines.Portable):
         return len(self.source)
 
     def card(self, n: int, skipped: dict[str, int]) -> cards.Card:
-        """Return the card for features of `n` images. `skipped` counts skipped images by reason."""
+        """Return the card for features of `n` images. `skipped` maps reasons to image counts."""
         shape = self.source.shape[:2]
         card = cards.make_card(self.extractor, image_size=shape, n=n, fit=self._fit)
         return card | {"images": self.path, "skipped": {**self._files.left_out(), **skipped}}
 
     def digest(self) -> str:
-        """Return a hash that identifies the images.
+        """Return a hash of 16 hexadecimal digits that identifies the images.
 
-        It covers the number of images, the names and sizes of the files if known, and the contents
-        of up to 16 files.
+        The hash covers the number of images, the names and sizes of the files if they are known,
+        and the contents of up to 16 files.
         """
         digest = hashlib.blake2b(f"{len(self)} ".encode(), digest_size=8)
         for stamp in self._files.stamps():
@@ -75,8 +80,8 @@ def open_images(
 ) -> Images:
     """Open images with the extractor that `extractor()` loads.
 
-    The other arguments are those of `Images`. The result can be pickled for Beam's workers.
-    Unpickling calls this function again.
+    The other arguments are those of `Images`. Beam can pickle the result and send it to its
+    workers. Unpickling calls this function again, so each worker loads its own extractor.
     """
     opened = Images(path, extractor(), size, fit)
     return engines.made_by(opened, open_images, path, extractor, size, fit)
@@ -97,12 +102,12 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
     """Compute the statistics of images and write them to `out`.
 
     Finished shards are stored in a temporary folder next to `out`. After an interruption, the same
-    call computes only the missing shards. If several workers share the work, a worker that finds
-    `out` finished does nothing.
+    call computes only the missing shards. If several workers share the work and one of them has
+    already written `out`, the others do nothing.
 
     Raises:
-        ValueError: the statistics of these images cannot be computed.
-        OSError: the engine failed.
+        ValueError: the images differ in size, or fewer than two of them are usable.
+        OSError: a file cannot be read or written, or the engine failed.
     """
     shards = shards_of(opened, out, work)
     shared = isinstance(engine, engines.Share) and engine.workers > 1
@@ -150,7 +155,7 @@ class Shards(NamedTuple):
     def card(self, n: int = 0, **skipped: int) -> cards.Card:
         """Return the card for statistics of `n` images.
 
-        `skipped` counts skipped images by reason.
+        `skipped` maps reasons to numbers of skipped images.
         """
         return self.images.card(n, skipped) | {"digest": self.digest}
 
@@ -168,7 +173,7 @@ class Shards(NamedTuple):
         files.write_whole(self.path(shard), buffer.getvalue())
 
     def merged(self) -> stats_files.Stats:
-        """Merge the statistics of all shards. Raise ValueError for fewer than two images."""
+        """Merge all shards into one Stats. Raise ValueError for fewer than two usable images."""
         sums, skipped, parts = features.no_sums(self.images.extractor.width), Counter[str](), []
         for shard in self.numbers:
             with np.load(io.BytesIO(self.path(shard).read_bytes())) as arrays:
@@ -195,7 +200,7 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
     """Return the shards for the statistics file `out`.
 
     The shards are in a folder next to `out`. The folder's name contains a hash of the card and the
-    settings.
+    settings, so shards of another data set or other settings are never reused.
     """
     shards = Shards(opened, work, opened.digest(), files.path(out))
     settings = [shards.card(), work, opened.extractor.width]
@@ -206,7 +211,7 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
 def _is_of(out: files.Path, card: cards.Card, work: Work, extractor: extractors.Extractor) -> bool:
     """Return whether `out` holds statistics with this card and all requested arrays.
 
-    The number of images and of skipped images may differ.
+    The card's fields "n" and "skipped" are not compared.
     """
     if not files.path(out).is_file():
         return False

@@ -1,8 +1,9 @@
 """Reads and writes statistics of features in .npz files.
 
-The keys `mu` and `sigma` hold the mean and covariance, as in the files of other FID programs. Those
-programs ignore the additional keys `n`, `card` (JSON) and, optionally, `features`. As in ADM's
-files, `mu_s` and `sigma_s` optionally hold the statistics of Inception's spatial features.
+The keys `mu` and `sigma` hold the mean and covariance, as in the files of other FID programs. The
+additional keys `n` (number of images), `card` (JSON) and, optionally, `features` are ignored by
+those programs. As in ADM's files, `mu_s` and `sigma_s` optionally hold the statistics of
+Inception's spatial features.
 """
 
 import io
@@ -23,13 +24,13 @@ class Stats(NamedTuple):
     """Statistics of one set of images: mean, covariance, and optionally features and a card."""
 
     gaussian: Gaussian
-    features: Rows | None
+    features: Rows | None  # [n, D]
     card: Card | None
-    """A record of how the features were computed. None in files of other programs."""
+    """A record of how the features were computed. It is None for a file of another program."""
     spatial: Rows | Gaussian | None = None
     """Inception's spatial features, or their mean and covariance, for sFID."""
     more: Mapping[str, Rows] = {}
-    """Other features of each image, keyed by Metric.features. They are not written to files."""
+    """Other kinds of features, keyed by kind (Metric.features). They are not written to files."""
 
 
 def write(path: str | os.PathLike[str], stats: Stats) -> None:
@@ -49,7 +50,7 @@ def write(path: str | os.PathLike[str], stats: Stats) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Stats:
-    """Read statistics from a file, without unpickling anything.
+    """Read statistics from a file. No code in the file is executed.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -73,7 +74,7 @@ def read(path: str | os.PathLike[str]) -> Stats:
 def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> None:
     """Check that the statistics from the file `path` were computed with this extractor.
 
-    Statistics without a card are checked only for their number of features.
+    If the statistics have no card, only their number of features is compared.
 
     Raises:
         ValueError: the statistics were computed with another extractor.
@@ -96,7 +97,8 @@ def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> N
 def check_mode(path: str | os.PathLike[str], stats: Stats, mode: str, setting: str) -> None:
     """Raise ValueError if neither the card of the statistics nor `mode` names the preprocessing.
 
-    The message names `path`, and `setting`, the flag or config field from which `mode` comes.
+    `path` is the file of the statistics. `setting` is the flag or config field that sets `mode`.
+    The message names both.
     """
     if stats.card is None and not mode:
         raise ValueError(

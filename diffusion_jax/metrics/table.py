@@ -1,7 +1,7 @@
 """Defines METRICS, the table of all scores. To add a score, write a function and add a line here.
 
 Sweeps, evaluation during training and the metrics command look up their scores in METRICS. Tables,
-figures and pages use its names and its order.
+figures and pages show the scores under the names and in the order of METRICS.
 """
 
 from collections.abc import Callable
@@ -25,17 +25,18 @@ class Metric(NamedTuple):
     """A score: the function that computes it, and settings for tables and figures."""
 
     label: str
-    """Name of the metric in tables and figures. If it is "", they do not show the metric."""
+    """Name of the metric in figures and pages. If it is "", they do not show the metric."""
     features: str
     """Name of the features that `score` takes.
 
     "inception", "inception_spatial", "inception_unbiased", "dinov2" and "clip_image" are image
     features. "clip" is the cosine between image and prompt. A trained judge gives "judge" (its
-    features) and "nearest" (whether the own caption is the nearest one). The judge of the coloured
-    digits gives "digits" (its features) and "right" (whether digit, ink and paper are right)."""
+    image vectors) and "nearest" (whether an image is nearest to its own caption). The judge of the
+    coloured digits gives "digits" (its features) and "right" (whether digit, ink and paper are
+    right)."""
     score: Callable[..., Score]
-    """Maps features of generated images to the score. If `reference` is set, its result is the
-    second argument."""
+    """Maps features of generated images to the score. If `reference` is set, the second argument is
+    what `reference` returned for the real images."""
     reference: Callable[[Stats], Any] | None = None
     """Prepares statistics of real images for `score`.
 
@@ -43,14 +44,14 @@ class Metric(NamedTuple):
     `score` needs no real images."""
     lower_is_better: bool = False
     axis: str = ""
-    """Label of the figure axis. Metrics with the same axis share a figure. "" means the label."""
+    """Label of the figure axis. Metrics with the same axis share a figure. "" means `label`."""
     group: str = ""
-    """Name of the group of prompts whose pictures are scored. "" scores all pictures."""
+    """Name of the group of prompts whose pictures are scored. "" means all prompts."""
     least: int = 1
     """Smallest number of images that the metric needs."""
     public_weights: bool = False
     """Whether the public weights are part of the metric's definition. With other weights, the
-    extractor is part of the column name."""
+    column's name contains the extractor's name."""
     by_name: bool = False
     """Whether sweeps compute the metric only on request, because it is slow or redundant."""
 
@@ -134,9 +135,9 @@ METRICS: dict[str, Metric] = {
 def column(name: str, card: Card) -> str:
     """Return the name of a metric's column.
 
-    If a metric is defined by the public weights but was computed with others, "fid" becomes
-    "fd_EXTRACTOR", and any other NAME becomes "NAME_EXTRACTOR". Columns with the same name are
-    therefore comparable.
+    This is the metric's name, except if the metric is defined by the public weights but was
+    computed with others. In that case, "fid" becomes "fd_EXTRACTOR", and any other NAME becomes
+    "NAME_EXTRACTOR". So scores with other weights do not share a column with the official ones.
     """
     if card["official"] or not METRICS[name].public_weights:
         return name
@@ -146,7 +147,12 @@ def column(name: str, card: Card) -> str:
 
 
 def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) -> dict[str, float]:
-    """Return the columns of a score: its value, the ends of its interval, and Score.more."""
+    """Return the table columns of a score, keyed by column name.
+
+    The value has the key NAME. The ends of its interval have the keys NAME_low and NAME_high; they
+    are left out if `interval` is False or the score has no interval. An entry KEY of Score.more has
+    the key NAME_KEY. `seed` is the seed of the bootstrap.
+    """
     row = {name: score.value}
     if interval and score.each is not None:
         low, high = bootstrap.interval(score.each, score.value, seed=seed)
@@ -158,7 +164,8 @@ def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) ->
 def shown() -> dict[str, Metric]:
     """Return the metrics that figures show, keyed by column.
 
-    Metrics that need the public Inception weights have a second column and label for other weights.
+    A metric that is defined by the public Inception weights also has a second column and label, for
+    scores that were computed with other weights.
     """
     standin = {"official": False, "extractor": "inception"}
     metrics = {}

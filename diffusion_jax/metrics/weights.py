@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
     params: inception.Params
     digest: str
-    """SHA-256 of array names and values, which is the same in any file format."""
+    """SHA-256 of array names and values. It does not depend on the file format."""
     official: bool
     """Whether the weights come from the public file that defines FID."""
 
@@ -43,7 +43,7 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
 
     Raises:
         FileNotFoundError: the file does not exist, or the download failed.
-        ValueError: the file is damaged or holds other weights.
+        ValueError: the file is damaged or holds the weights of another network.
     """
     path = files.local(path).expanduser() if path else _download()
     state = torch_files.read_state_dict(path)
@@ -52,10 +52,10 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
 
 
 def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weights:
-    """Convert weights to a .safetensors file, and return them.
+    """Convert a weight file to the .safetensors file `out`, and return the weights.
 
-    The file records whether the weights come from the public file. Raise ValueError if the name
-    `out` does not end in .safetensors.
+    `out` records whether the weights come from the public file. Raise ValueError if the name `out`
+    does not end in .safetensors.
     """
     if pathlib.Path(out).suffix != ".safetensors":
         raise ValueError(f"cannot write {out}: the name must end in .safetensors")
@@ -71,7 +71,7 @@ def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weight
 
 
 def _is_official(path: pathlib.Path, digest: str) -> bool:
-    """Return whether a file is the public one, or whether `convert` converted it from that file."""
+    """Return whether a file is the public file, or was converted from it by `convert`."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, "numpy") as file:

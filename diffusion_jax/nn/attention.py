@@ -22,7 +22,7 @@ ATTENTION = "attention"
 _LANES = 128  # Vector lanes of a TPU: splash's block sizes are multiples of it.
 _BLOCK = 512  # Maximum number of queries, or of keys, in a block of scores.
 _RESIDENT = 2048  # Maximum number of keys that splash holds in a TPU's vector memory.
-_RESIDENT_LITE = 4096  # The same on v5e and v6e, for which the compiled kernels need less of it.
+_RESIDENT_LITE = 4096  # The same on v5e and v6e, where compiled kernels need less vector memory.
 _MASKED = -1e30  # Score of a masked key: finite, so that rows without keys have finite gradients.
 _BLOCKWISE_SCORES = 2**14  # From this many scores per head, a CPU is faster with blocks of them.
 
@@ -38,7 +38,7 @@ def attend(
     """Compute softmax(q k^T / sqrt(K)) v, with logits and softmax in float32.
 
     `mask` is True at the valid keys among the last L keys; the keys before these are always valid.
-    A row without any valid key gives 0. The implementations agree up to rounding:
+    The result is 0 in rows without any valid key. The implementations agree up to rounding:
 
     - "xla": computes all scores at once, on any device.
     - "blockwise": goes through the keys block by block (Rabe & Staats 2021; Dao 2022), on any
@@ -112,9 +112,9 @@ def _xla(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     """Attend to the first n keys of each row, where n is the number of valid keys, at least one.
 
-    Odd sequence lengths are padded, because jax refuses their gradients. Lengths are always passed,
-    also without a mask: otherwise cuDNN's gradients can be NaN if S is not a multiple of its tile
-    size (NVIDIA/cudnn-frontend issue 160).
+    Odd sequence lengths are padded, because JAX computes no gradients for them. The number of keys
+    is passed even without a mask: otherwise cuDNN's gradients can be NaN if S is not a multiple of
+    its tile size (NVIDIA/cudnn-frontend issue 160).
     """
     lengths = jnp.full(len(q), k.shape[1]) if valid is None else valid.sum(1)
     even = lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
@@ -128,9 +128,8 @@ def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     """Run JAX's splash kernel on the shards of all devices.
 
-    The compiler cannot partition a kernel. So each device calls it on its share of the batch, and
-    of the heads if the mesh's tensor axis divides them. Masked keys get a segment that no query
-    belongs to.
+    The compiler cannot partition a kernel. So each device calls the kernel on its share of the
+    batch, and on its share of the heads if the mesh's tensor axis divides them.
     """
     queries, keys = q.shape[1], k.shape[1]
     if valid is None and keys % _LANES:
@@ -154,7 +153,7 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     """Run JAX's splash kernel on one device.
 
     The arguments are q [B, T, N, K], already scaled, k and v [B, S, N, K], and valid [B, S] or
-    None. T and S are multiples of 128.
+    None. T and S are multiples of 128. Masked keys get a segment that no query belongs to.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -214,7 +213,7 @@ def _in_blocks(q: Array, k: Array, v: Array, valid: Array) -> Array:
         out = einsum("bnts,bnsk->bntk", weights, v) / sum(weights)
 
     Here the maximum and both sums are accumulated over the blocks. Whenever a block raises the
-    maximum, the sums so far shrink by exp(old maximum - new maximum).
+    maximum, the sums so far are multiplied by exp(old maximum - new maximum).
     """
     return _in_blocks_forward(q, k, v, valid)[0]
 

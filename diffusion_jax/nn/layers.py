@@ -32,9 +32,9 @@ KEEPS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 """Policies of nn.remat: the values that a block stores for the backward pass besides its inputs.
 
-"nothing" stores no other values. "attention" stores attention outputs. "products" also stores the
+"nothing" stores no further values. "attention" stores attention outputs. "products" also stores the
 outputs of convolutions and linear layers, so that only norms and activations are recomputed.
-"offloaded" stores the same values as "products", in host memory.
+"offloaded" stores the same values as "products", but in host memory.
 """
 
 
@@ -91,7 +91,7 @@ def dense(
 
 
 class ToHeads(nn.Module):
-    """Linear layer to `parts` arrays of attention heads, such as q, k and v.
+    """Linear layer that returns `parts` arrays of attention heads, such as q, k and v.
 
     In the usual form:
 

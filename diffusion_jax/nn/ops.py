@@ -67,8 +67,8 @@ def add_broadcast(x: Float[Array, "*B C"], row: Float[Array, "*_ C"]) -> Float[A
 def tensordot(x: Array, kernel: Array, axes: int = 1) -> Array:
     """Compute jnp.tensordot(x, kernel, axes).
 
-    On CPUs the arrays are reshaped to matrices: with more axes, XLA copies an operand of the
-    kernel's gradient, which then takes 1.2 to 3 times as long.
+    On CPUs the arrays are reshaped to matrices. With more axes, XLA would copy an operand to
+    compute the kernel's gradient, which would take 1.2 to 3 times as long.
     """
     if platform() != "cpu":
         return jnp.tensordot(x, kernel, axes)
@@ -82,9 +82,10 @@ def linear(
 ) -> Float[Array, "*B D"]:
     """Compute x @ kernel + bias.
 
-    On TPUs, the gradient of the bias is a row of the kernel's: x gets a channel of ones, which the
-    matrix unit sums in float32. A separate sum would read the output's gradient, which may be eight
-    times as wide as x, once more.
+    On TPUs, if D > C, one product computes the gradients of kernel and bias. For this, x gets an
+    extra channel of ones, so that the last row of the product is the gradient of the bias, summed
+    in float32. A separate sum would read the output's gradient, which may be eight times as wide as
+    x, once more.
     """
     if bias is None:
         return tensordot(x, kernel)
@@ -160,9 +161,9 @@ def conv_transpose_4x4(
     TPUs compute it directly, other devices by four 2x2 convolutions.
 
     Output pixels with row parity i and column parity j depend on 2x2 input pixels through every
-    other tap of the kernel: one convolution without stride or dilation for each (i, j). The result
-    is the same, and the gradients have this form too. Padding is a separate operation, because
-    XLA's CPU backend computes the gradients of padded convolutions 20 times slower.
+    other tap of the kernel. So one convolution without stride or dilation computes all outputs of
+    each (i, j). The gradients have this form too. Padding is a separate operation, because XLA's
+    CPU backend computes the gradients of padded convolutions 20 times slower.
     """
     if platform() == "tpu":  # The direct form: a TPU's compiler skips zeros between dilated pixels.
         return add_broadcast(_convolve(x, kernel[::-1, ::-1], (1, 1), ((2, 2),) * 2, (2, 2)), bias)
@@ -246,7 +247,7 @@ def _normalize_backward(groups, _, silu, residuals, cotangent):
     d_offset = gradient.sum(axes)  # [B, C]
     if platform() != "gpu":
         d_factor = (gradient * normal).sum(axes)  # [B, C]
-    else:  # The same without `normal`, which XLA would store as an image.
+    else:  # The same without `normal`, which XLA would store as an array of x's size.
         origin, mean, inverse = statistics
         moment = (gradient * (x.astype(jnp.float32) - row(origin))).sum(axes)
         d_factor = (moment - mean * d_offset) * inverse
@@ -269,11 +270,11 @@ def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array,
 
     Each is [B, C], with equal values for all channels of a group.
 
-    Both moments come from one pass over x, by var = E[x^2] - E[x]^2. This is inaccurate if the mean
-    is large, so x is first shifted by an origin, the mean of the group's first pixel; the result
-    does not depend on the choice of the origin. On TPUs and GPUs, 16-bit arrays are not shifted: if
-    their mean were large enough for float32 sums to be inaccurate, rounding to 16 bits would have
-    erased the deviations from it already.
+    Mean and variance come from one pass over x, by var = E[x^2] - E[x]^2. This is inaccurate if the
+    mean is large. So the origin, the mean of the group's first pixel, is first subtracted from x.
+    In exact arithmetic, its choice does not matter. On TPUs and GPUs, the origin of 16-bit arrays
+    is 0: if their mean were large enough for float32 sums to be inaccurate, rounding to 16 bits
+    would already have erased the deviations from the mean.
     """
     first, axes = (slice(None), *[0] * (x.ndim - 2)), tuple(range(1, x.ndim - 1))
     origin = _group_mean(x[first].astype(jnp.float32), groups)

@@ -1,4 +1,4 @@
-"""Encode the captions of a data set once, so that training looks embeddings up.
+"""Encode the captions of a data set once, so that training can look up their embeddings.
 
     python -m diffusion_jax.precache --config=configs/base64_500m_online.py \\
         --config.data.path=photos --config.text.weights=weights/t5-11b-encoder \\
@@ -8,14 +8,15 @@
 
 The config and its overrides are those of training: its `data` group locates the captions, its
 `text` group names the text encoder, and text.store is the folder of the store. The config's prompts
-are encoded too. Each distinct caption is stored once, without padding, in 8 bits per channel.
+are encoded too. Each distinct caption is stored once, without padding, by default in 8 bits per
+channel.
 
 First the command prints an estimate of the store's size; --dry_run ends there. After a kill, the
-same command continues; on a finished store it encodes only new captions. To share the work between
-machines or processes, run the command in each with --workers=N and its own --worker=0 ... N-1 (with
-jax.distributed these are set already), on a folder that all of them share; workers may start, die
-and restart at any time. --engine=beam hands the work to Apache Beam's workers (docs/data.md).
---verify reads the whole store, and encodes damaged shards again.
+same command continues. On a finished store it encodes only new captions. To share the work between
+machines or processes, run the command in each, on a folder that all of them share, with --workers=N
+and its own --worker from 0 to N-1. With jax.distributed these flags are set already. Workers may
+start, die and restart at any time. --engine=beam hands the work to Apache Beam's workers
+(docs/data.md). --verify reads the whole store, and encodes damaged shards again.
 """
 
 from absl import app, flags, logging
@@ -32,7 +33,7 @@ _FORMAT = flags.DEFINE_enum(
     "How embeddings are stored; int8 has an error of less than 1 %.",
 )
 _CAPTIONS = flags.DEFINE_string(
-    "captions", None, "A file with one caption per line, instead of config.data."
+    "captions", None, "A file with one caption per line, which replaces config.data."
 )
 _SHARD = flags.DEFINE_integer(
     "shard_captions",
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
         return
     with cli.bad_input():
         shards.start(path, job.identity, work.format)
-    with cli.bad_input(usual=(OSError,), code=1):  # Mostly a full disk.
+    with cli.bad_input(usual=(OSError,), code=1):  # Usually a full disk.
         manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error %.2f %% on average, %.2f %% "

@@ -1,4 +1,4 @@
-"""Encode many texts in batches of similar length, as rows for a store of embeddings."""
+"""Encode many texts in batches of similar length, and return rows for a store of embeddings."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,13 @@ def make_encode(
 ) -> Callable[[Sequence[str]], shards.Rows]:
     """Return a function encode(texts) that computes embeddings in a store's format.
 
-    If the encoder allows it, texts of similar length are encoded together with little padding,
-    because most captions are far shorter than max_tokens. The result is the same.
+    If the encoder allows it (TextEncoder.cut), texts of similar length are encoded together with
+    little padding, because most captions are far shorter than max_tokens. This does not change the
+    embeddings.
 
     Args:
         encoder: The text encoder.
-        frozen: encoder.frozen on the devices of `mesh`.
+        frozen: The encoder's weights, encoder.frozen, placed on the devices of `mesh`.
         mesh: The devices.
         format: A key of store.FORMATS.
         batch_tokens: Tokens per batch, including padding.
@@ -58,9 +59,9 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return the function of `make_encode`, run on the devices of this process only.
+    """Return the function that `make_encode` returns, for the devices of this process only.
 
-    So no process waits for another. `batch_tokens` is the number of tokens per device.
+    So no process waits for another. `batch_tokens` is the number of tokens per device and batch.
     """
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     frozen = sharding.place_all(encoder.frozen, mesh, [("", sharding.FSDP)])
@@ -68,13 +69,21 @@ def on_own_devices(
 
 
 def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:
-    """Return the number of rows (tokens) in the embedding of each text."""
+    """Return the number of tokens of each text, at most max_tokens.
+
+    If encoder.cut is False, the padding is counted too.
+    """
     lengths = _lengths(encoder, encoder.tokenize(texts))
     return np.minimum(lengths, encoder.max_tokens)
 
 
 def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
-    """Compute a batch's rows in the store's format, its token counts and quantisation errors."""
+    """Encode a batch [B, L] of texts.
+
+    Returns:
+        "values" [B, L, D] in the store's format, "errors" [B, L, 2] of quantisation, "tokens" [B]
+        (token counts), and for int8 "scales" [B, L, G].
+    """
     text, mask = encoder.encode(frozen, batch)
     text = text.astype(jnp.float32)
     if format == "int8":
@@ -97,10 +106,11 @@ def _lengths(encoder: TextEncoder, tokens: Batch) -> Int[np.ndarray, "N"]:
 def _batches(
     lengths: Int[np.ndarray, "N"], batch_tokens: int, ways: int
 ) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
-    """Yield (indices of texts, length) for batches whose size is a multiple of `ways` devices.
+    """Yield batches of texts as (indices of texts, padded length in tokens).
 
-    The last batch of a length is padded with copies of its first text. Each length is compiled
-    once. Lengths are multiples of 8 up to 64, of 16 up to 128, of 32 up to 256 and so on.
+    The size of a batch is a multiple of `ways`, the number of devices. The last batch of a length
+    is filled with copies of its first text. The encoder is compiled once per length. So that there
+    are few lengths, they are multiples of 8 up to 64, of 16 up to 128, of 32 up to 256 and so on.
     """
     order = np.argsort(lengths, kind="stable")
     octave = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
@@ -115,7 +125,10 @@ def _batches(
 
 
 def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Array]) -> None:
-    """Copy an encoded batch into `rows`, at the indices of its texts, and cut off the padding."""
+    """Store each text of an encoded batch as (tokens, arrays without padding) in `rows`.
+
+    `part` holds the positions of the texts in `rows`.
+    """
     encoded = jax.device_get(encoded)
     for i, text in enumerate(part.tolist()):
         tokens = int(encoded["tokens"][i])

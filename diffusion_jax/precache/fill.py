@@ -1,4 +1,4 @@
-"""Fill a store with the embeddings of a data set's captions, for the command precache."""
+"""Fill a store with the embeddings of a data set's captions. The command precache calls this."""
 
 import functools
 import pathlib
@@ -18,7 +18,7 @@ from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, index, lookup, plan, shards, store
 from diffusion_jax.text import TextEncoder, registry
 
-_SAMPLE = 1024  # Captions in the sample of the estimate.
+_SAMPLE = 1024  # Captions whose lengths are measured for the estimate.
 
 
 class Job(engines.Portable):
@@ -27,16 +27,23 @@ class Job(engines.Portable):
     def __init__(
         self, text: Text, encoder: TextEncoder, captions: plan.Captions, source: dict[str, Any]
     ):
-        """Prepare to encode the captions, which come from the data that `source` identifies."""
+        """Prepare to encode captions.
+
+        Args:
+            text: The config's text group.
+            encoder: The text encoder.
+            captions: The captions.
+            source: Values that identify where the captions come from.
+        """
         self.text, self.encoder, self.captions = text, encoder, captions
         self.identity = lookup.identity(text, encoder)
         self.source = {**source, "captions": len(captions)}
         self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
-        """encode(format, batch_tokens) returns the encoding function for this process's devices."""
+        """encode(format, batch_tokens) returns the function of encode.on_own_devices."""
 
 
 class Work(NamedTuple):
-    """Options of an encoding run, with the names of the flags of diffusion_jax.precache."""
+    """Options of an encoding run, named like the flags of the command diffusion_jax.precache."""
 
     format: str = "int8"
     shard_captions: int = 16384
@@ -46,7 +53,17 @@ class Work(NamedTuple):
 
 
 def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
-    """Open a config's text encoder and captions. Raises ValueError or OSError if this fails."""
+    """Open a config's text encoder and captions.
+
+    Args:
+        config: The config as nested dictionaries.
+        captions_file: A file with one caption per line, which replaces the data group; None for
+            the captions of the data group.
+
+    Raises:
+        ValueError: The config is invalid, or the captions cannot be read.
+        OSError: A file is missing.
+    """
     text = settings.read(Text, config["text"], "text")
     data = settings.read(Data, config["data"], "data")
     registry.check(text)
@@ -60,11 +77,15 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
 
 
 def estimate(job: Job, format: str) -> str:
-    """Return a line with the number of captions and the estimated size of the store."""
+    """Return a line with the number of captions and the estimated size of the store.
+
+    Raises:
+        ValueError: A caption is not a string.
+    """
     total = len(job.captions)
     sample = np.unique(np.linspace(0, total - 1, min(total, _SAMPLE)).astype(np.int64))
     texts = job.captions.read(sample)
-    store.keys_of(texts, job.identity)  # Raises ValueError for a caption that is not a string.
+    store.keys_of(texts, job.identity)  # Checks that they are strings.
     lengths = encode.lengths_of(job.encoder, texts)
     size = total * store.bytes_per_caption(lengths.mean(), job.encoder.width, format)
     free = plan.free_bytes(files.path(job.text.store))
@@ -84,7 +105,7 @@ def run(job: Job, work: Work) -> dict[str, Any]:
     path = files.path(job.text.store)
     manifest = shards.start(path, job.identity, work.format)
     file = path / store.MANIFEST
-    # Includes the time, because a worker may write the same content again.
+    # The state includes the time, because a worker may write the same content again.
     state = lambda: (file.read_bytes(), file.stat().st_mtime)
     written = state()
     try:
@@ -99,12 +120,15 @@ def run(job: Job, work: Work) -> dict[str, Any]:
 
 
 def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[str, Any]:
-    """Run all stages (read, compare, encode, index); each ends before the next begins."""
+    """Run all stages in order (read, compare, encode, index), and return the store's manifest.
+
+    `listed` names the shards in the manifest of an earlier run.
+    """
     kind = work.shard_captions, work.verify, listed
     folder = plan.open_plan(path, job.source, job.identity, *kind)
     before = index.listed(path, folder, listed)
     names = index.whole(before, work.engine, verify=work.verify)
-    # The plan depends on which shards are undamaged.
+    # The folder of the plan's files depends on which shards are undamaged.
     remaining = plan.open_plan(path, job.source, job.identity, *kind, names)
     p = plan.Plan(remaining, len(job.captions), work.shard_captions)
     if len(names) < len(listed):
@@ -132,7 +156,7 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
 
 
 class _Stages(NamedTuple):
-    """The functions that the engine runs for each chunk, range of keys, or shard."""
+    """The functions that the engine calls for each chunk, range of keys, or shard."""
 
     job: Job
     work: Work
@@ -160,10 +184,10 @@ class _Stages(NamedTuple):
 
 
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
-    """Return the prompts that training with a config samples and scores.
+    """Return the prompts that training with a config draws and scores.
 
-    They include the negative prompt. In configs with a `conditioning` group, where the empty prompt
-    may replace dropped texts, they include it too.
+    They include the negative prompt. If the config has a `conditioning` group, they include the
+    empty prompt, which may replace dropped captions.
     """
     negative = config.get("sampler", {}).get("negative_prompt", "")
     empty = ("",) if "conditioning" in config else ()
@@ -177,7 +201,7 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):
-    """Return the captions, and values that identify their source."""
+    """Return the captions, starting with the prompts, and values that identify their source."""
     if file is not None:
         try:
             lines = files.path(file).read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Finish a store of embeddings: write its manifest, and its index of the positions of all keys.
+"""Finish a store of embeddings: write its index, which locates each key, and its manifest.
 
 The keys of each shard are written to a sorted table. Each range of keys, from all tables, becomes a
 part of the index, and the parts are joined (see machine/tables.py).
@@ -20,13 +20,14 @@ from diffusion_jax.weights import pretrained
 _PLACE = [("first", np.int64), ("tokens", np.int32), ("check", np.int64)]
 ROW = np.dtype([("key", tables.KEY), *_PLACE])
 _ENTRY = np.dtype([("key", tables.KEY), ("shard", np.int32), *_PLACE])
-_TYPES = {"i8": "I64", "i4": "I32"}  # Type names in numpy: in safetensors.
+_TYPES = {"i8": "I64", "i4": "I32"}  # From numpy's names of types to those of safetensors.
 
 
 class Listed(NamedTuple):
-    """Some shards of the store at `path`; their names are the lines of a file in `folder`.
+    """A list of shards of the store at `path`: their names are the lines of the file folder/file.
 
-    Workers receive the file's name, because there may be tens of thousands of shards.
+    Workers receive the file's name instead of the list, because there may be tens of thousands of
+    shards.
     """
 
     path: pathlib.Path
@@ -40,11 +41,11 @@ class Listed(NamedTuple):
 
     @property
     def tables(self) -> list[pathlib.Path]:
-        """Return the path of each shard's table of keys. The file may not exist yet."""
+        """Return the path of each shard's table of keys. The tables may not exist yet."""
         return [self.folder / f"table-{name}" for name in self.names]
 
     def part(self, number: int) -> pathlib.Path:
-        """Return the path of one range of the index."""
+        """Return the path of the part of the index that holds key range `number`."""
         return self.folder / f"{self.file}-{number:08}"
 
 
@@ -56,8 +57,16 @@ def finish(
 ) -> dict[str, Any]:
     """Write the index and the manifest for the shards `names`, and delete all other shards.
 
-    `folder` is for temporary files. Only one range of keys, about 300 MB, is in memory.
-    Returns the manifest.
+    Only one range of keys, about 300 MB, is in memory at once.
+
+    Args:
+        path: The folder of the store.
+        names: The file names of the shards.
+        folder: A folder for temporary files; None for the folder `plan` in the store.
+        engine: Distributes the work.
+
+    Returns:
+        The manifest.
     """
     folder = folder or path / "plan"
     folder.mkdir(exist_ok=True)
@@ -80,7 +89,7 @@ def finish(
 
 
 def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Listed:
-    """Write the shards' names to a file in `folder` and return them as Listed.
+    """Write a list of shards to a file in `folder`, and return it as Listed.
 
     The file's name contains a hash of the shards' names.
     """
@@ -91,7 +100,11 @@ def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Li
 
 
 def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
-    """Write a table of keys for each undamaged shard, and return these shards' names."""
+    """Write a table of keys for each undamaged shard, and return these shards' names.
+
+    Damaged shards are deleted. `verify` compares the checksum of every row; otherwise only sizes
+    are compared.
+    """
     pairs = list(zip(before.names, before.tables, strict=True))
     present = files.present(before.tables)
     for name, table in pairs:
@@ -129,7 +142,12 @@ class _Tables(NamedTuple):
 
 
 def write_index(shard_list: Listed, engine: Engine) -> tuple[int, str, int, int]:
-    """Write the index file; return (bytes, SHA-256, number of texts, number of tokens)."""
+    """Write the index file from the tables of keys.
+
+    Returns:
+        The size of the file in bytes, its SHA-256 in hexadecimal, and the numbers of texts and of
+        tokens in the store.
+    """
     total = sum(path.stat().st_size for path in shard_list.tables) // ROW.itemsize
     ranges = range(tables.num_ranges(total))
     engine.fill(ranges, shard_list.part, _Parts(shard_list, len(ranges)), name="index")
@@ -152,7 +170,7 @@ class _Parts(NamedTuple):
     ranges: int
 
     def __call__(self, number: int) -> None:
-        """Write one range of keys in order. A key in several shards refers to the first shard."""
+        """Write one key range in order. If several shards hold a key, its entry names the first."""
         cut = lambda path: tables.read_range([path], ROW, number, self.ranges)
         parts = []
         for shard, path in enumerate(self.listed.tables):
@@ -167,7 +185,10 @@ class _Parts(NamedTuple):
 
 
 def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
-    """Return the quantisation errors of a store, for its manifest."""
+    """Return a store's quantisation errors for its manifest, combined over all shards.
+
+    The mean is weighted by the number of tokens.
+    """
     errors, weights = [], []
     for name in names:
         shard = pretrained.open_safetensors(path / name)
@@ -182,7 +203,7 @@ def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
 
 
 def _columns() -> list[str]:
-    """Return the index's fields, sorted as in safetensors by type (widest first), then by name."""
+    """Return the index's fields in safetensors' order: widest type first, then by name."""
     width = lambda name: 1 if name == "key" else _ENTRY[name].itemsize
     return sorted(_ENTRY.names or (), key=lambda name: (-width(name), name))
 

@@ -19,8 +19,12 @@ _CHECKED = 256  # Prompts per lookup when checking that a store holds them.
 def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
     """Return the text encoder for training. Its weights are opened and checked, but not read.
 
-    If embeddings come with the data (`embedded`) or from text.store, weights are not needed. If
+    If embeddings come with the data or from text.store, the encoder needs no weights. If
     text.weights is a folder nevertheless, the store must have been made with these weights.
+
+    Args:
+        text: The config's text group.
+        embedded: Whether the data set holds embeddings instead of captions.
 
     Raises:
         ValueError: The encoder or the store does not fit the config.
@@ -38,10 +42,11 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
 
 
 def open_online(text: Text) -> TextEncoder:
-    """Return the text encoder with its weights, for new texts such as sampling prompts.
+    """Return the text encoder with its weights, for texts without embeddings, such as prompts.
 
     Raises:
-        ValueError: text.weights is empty, or text.store was written by another encoder.
+        ValueError: The encoder needs weights and text.weights is empty, or text.store was made with
+            another encoder.
         FileNotFoundError: The weights are missing.
     """
     kind = registry.ENCODERS[text.encoder]
@@ -64,9 +69,9 @@ def open_online(text: Text) -> TextEncoder:
 def open_prompts(
     text: Text, encoder: TextEncoder, embedded: bool, prompts: Sequence[str]
 ) -> Tokenize:
-    """Return a function that maps any of these prompts to the inputs of the text encoder.
+    """Return a function that maps a list of these prompts to the inputs of the text encoder.
 
-    If embeddings come with the data (`embedded`), the prompts are encoded now, so that the weights
+    If the data set holds embeddings (`embedded`), the prompts are encoded now, so that the weights
     of the text encoder take no memory during training.
 
     Raises:
@@ -84,7 +89,7 @@ def open_prompts(
 
 
 def identity(text: Text, encoder: TextEncoder) -> store.Identity:
-    """Return the settings and the hashes of weights and tokens that determine an embedding."""
+    """Return all that determines an embedding: config fields, and hashes of weights and tokens."""
     return {**rule(text), **store.fingerprint(encoder)}
 
 

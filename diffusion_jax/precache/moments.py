@@ -1,7 +1,7 @@
 """Encode images as tars of VAE moments (means and log variances of latents), shard by shard.
 
-Shard i holds the usable records among i * N to (i + 1) * N - 1 of the source, so shards can be
-written in any order, by several workers, and again after an interruption.
+Shard i holds the usable records among records i * N to (i + 1) * N - 1 of the source. So shards can
+be written in any order, by several workers, and again after an interruption.
 """
 
 import functools
@@ -26,10 +26,10 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
 class Work(NamedTuple):
-    """Options of an encoding run: the images per shard and per batch, and how to run.
+    """Options of an encoding run.
 
-    `verify` finds damaged shards by their checksums and encodes them again. `dry_run` encodes
-    nothing, and prints how many shards are missing.
+    `shard` and `batch` are numbers of images. `dry_run` encodes nothing, and prints how many shards
+    are missing. `verify` finds damaged shards by their checksums and encodes them again.
     """
 
     shard: int
@@ -44,7 +44,7 @@ class Work(NamedTuple):
 def run(
     source: Pictures, encode: Encode, out: pathlib.Path, identity: Mapping[str, Any], work: Work
 ) -> int:
-    """Encode the shards that are missing in `out`, and return the number of shards in `out`.
+    """Encode the shards that are missing in `out`, and return the number of shards that exist then.
 
     Other workers may write shards at the same time.
 
@@ -52,7 +52,8 @@ def run(
         source: The images.
         encode: Maps a batch of images to moments.
         out: The folder of the tars.
-        identity: Describes the encoder and its input, for comparison with an existing folder.
+        identity: Describes the encoder and its input. It is saved in `out`, and compared when the
+            command runs again.
         work: Options of the run.
 
     Raises:
@@ -107,7 +108,7 @@ def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shar
 
 
 def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
-    """Split the records of a shard into batches of one shape."""
+    """Yield the record indices of each batch of a shard. A batch has images of one shape only."""
     groups = [np.arange(rows.start, rows.stop)]
     if work.buckets:
         bucket = work.buckets.bucket[rows.start : rows.stop]
@@ -120,7 +121,10 @@ def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
 def _encoded(
     source: Pictures, encode: Encode, rows: range, work: Work
 ) -> Iterator[dict[str, bytes]]:
-    """Yield the files of each usable record. The next batch is read while one is encoded."""
+    """Yield the files of each usable record, keyed by suffix, for tars.write.
+
+    The next batch is read while a batch is encoded.
+    """
     buckets, batch = work.buckets, work.batch
     views = [source.cropped_to(shape) for shape in buckets.shapes] if buckets else [source]
     read = lambda part: views[buckets.bucket[part[0]] if buckets else 0].usable(part)
@@ -134,7 +138,8 @@ def _encoded(
         ):
             if not isinstance(text, str):
                 raise ValueError(
-                    f"the caption of record {index} is {type(text).__name__}, not text"
+                    f"the caption of record {index} is {type(text).__name__}, not text: "
+                    "set data.text to captions, such as txt"
                 )
             key = f"{index:09}".encode()
             yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}

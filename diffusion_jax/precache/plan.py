@@ -22,7 +22,11 @@ _READ = 256  # Captions that a thread reads at a time.
 
 
 class Captions(NamedTuple):
-    """A list of captions: first prompts and lines of a file, then the captions of a data set."""
+    """A list of captions: first prompts and the lines of a file, then the captions of a data set.
+
+    `num_data` is the number of captions to take from `data`, and `threads` the number of threads
+    that read them.
+    """
 
     prompts: Sequence[str]
     data: Pictures | None
@@ -34,13 +38,13 @@ class Captions(NamedTuple):
         return len(self.prompts) + self.num_data
 
     def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        """Return the captions with these indices, read by several threads."""
+        """Return the captions with these sorted indices. Several threads read them."""
         with ThreadPoolExecutor(max(1, self.threads)) as threads:
             parts = [numbers[i : i + _READ] for i in range(0, len(numbers), _READ)]
             return [text for part in threads.map(self._read, parts) for text in part]
 
     def _read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        first = len(self.prompts)  # The data set's first number.
+        first = len(self.prompts)  # Index of the data set's first caption.
         texts = [self.prompts[i] for i in numbers[numbers < first].tolist()]
         if self.data is None or (numbers < first).all():
             return texts
@@ -51,9 +55,9 @@ class Plan(NamedTuple):
     """The temporary files that divide the captions to encode into shards.
 
     A shard of the store holds the next N captions that do not repeat an earlier caption and are not
-    in the store yet. No process needs all keys at once: the captions of each chunk become a table
-    of keys (hashes), each range of keys is compared across all tables (see machine/tables.py), and
-    the remaining captions are divided into shards.
+    in the store yet. No process needs all keys at once. First, the captions of each chunk become a
+    table of keys (hashes). Then each range of keys is compared across all tables (see
+    machine/tables.py). Finally the remaining captions are divided into shards.
     """
 
     folder: pathlib.Path
@@ -68,12 +72,12 @@ class Plan(NamedTuple):
 
     @property
     def ranges(self) -> range:
-        """Return the indices of all key ranges; keys are hashes of captions."""
+        """Return the indices of all ranges of keys; keys are hashes of captions."""
         return range(tables.num_ranges(self.captions))
 
     @property
     def counts(self) -> Int[np.ndarray, "_"]:
-        """Return the number of captions to encode before each chunk, followed by the total."""
+        """Return how many captions to encode precede each chunk, followed by the total number."""
         return tables.read(self.folder / "counts", _NUMBER)
 
     def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
@@ -92,12 +96,15 @@ class Plan(NamedTuple):
         return self.folder / f"new-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:
-        """Return the path of a file that holds the file name of an encoded shard."""
+        """Return the path of a file that holds the name of an encoded shard in the store."""
         return self.folder / f"name-{shard:08}"
 
 
 def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
-    """Write the table of the keys in a chunk, each with the index of its first caption."""
+    """Write the table of the distinct keys in a chunk, each with the index of its first caption.
+
+    `keys` holds the key of each caption in the chunk, in order.
+    """
     rows = np.zeros(len(keys), _ROW)
     rows["key"], rows["number"] = keys, plan.numbers(chunk)
     tables.write(plan.keys(chunk), tables.first_of_each(rows))
@@ -106,8 +113,8 @@ def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
 def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
     """Write the indices of the captions to encode in one key range, as sorted int64.
 
-    These are the first captions of all keys that are not in the shards `held`. Memory holds only
-    one range of keys, about 300 MB.
+    For each key that is not in the shards `held`, this is the first caption. Only one range of
+    keys, about 300 MB, is in memory.
     """
     ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
     first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
@@ -117,7 +124,7 @@ def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
 
 
 def write_counts(plan: Plan) -> int:
-    """Count the captions to encode, write the file that Plan.counts reads, return the total."""
+    """Write the file that Plan.counts reads, and return the total number of captions to encode."""
     counts = np.zeros(len(plan.chunks), np.int64)
     for part in plan.ranges:
         numbers = tables.read(plan.new_captions(part), _NUMBER)
@@ -139,9 +146,10 @@ def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
 def open_plan(
     path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity, *more: Any
 ) -> pathlib.Path:
-    """Create and return the folder of temporary files for a data source and a text encoder.
+    """Create and return the folder of a plan's temporary files.
 
-    It is a subfolder of `path`, named by a hash of the other arguments.
+    It is path/plan/HASH, where HASH is a hash of the other arguments: the data source, the text
+    encoder and any other values that determine the plan.
     """
     text = json.dumps([source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -150,14 +158,17 @@ def open_plan(
 
 
 def remove(path: pathlib.Path) -> None:
-    """Delete all temporary files of a finished store."""
+    """Delete all temporary files of the store at `path`."""
     files.remove_tree(path / "plan")
     for file in path.glob(".shard-*.tmp"):  # Left by workers that were killed.
         file.unlink(missing_ok=True)
 
 
 def free_bytes(path: pathlib.Path) -> int | None:
-    """Return the free bytes on the disk of a folder (which may not exist), or None for a bucket."""
+    """Return the free bytes on the disk of a folder, or None for a bucket.
+
+    The folder need not exist.
+    """
     if files.remote(path):
         return None
     path = path.absolute()

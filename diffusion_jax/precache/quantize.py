@@ -1,9 +1,10 @@
-"""Store embeddings in 8 bits: one scale per group of channels, and steps that grow with the value.
+"""Quantise embeddings to 8 bits: one scale per group of channels, steps that grow with the value.
 
-A value is a * q |q| / 127^2, where a is the largest magnitude of its group and q an int8. Uniform
-steps (a * q / 127 with one scale per token) have an error of more than 1 % if one channel is an
-outlier, as in T5: a channel 30 times larger than the others gives 5 %. Here an outlier affects only
-its own group, and small values have small steps. Letters: D width, G groups.
+A value is stored as an int8 q and restored as a * q |q| / 127^2, where the scale a is the largest
+magnitude of its group of channels. Uniform steps (a * q / 127 with one scale per token) have an
+error of more than 1 % if one channel is an outlier, as in T5: a channel 30 times larger than the
+others gives 5 %. Here an outlier affects only its own group, and small values have small steps.
+Letters: D width, G groups.
 """
 
 import math
@@ -16,7 +17,7 @@ _GROUP = 64
 
 
 def num_groups(width: int) -> int:
-    """Return the number of channel groups that have one scale each.
+    """Return G, the number of channel groups of an embedding with `width` channels.
 
     A group has 64 channels, or the largest power of two that divides the width if that is smaller.
     """
@@ -26,7 +27,7 @@ def num_groups(width: int) -> int:
 def quantize(
     x: Float[Array, "*B D"],
 ) -> tuple[Int8[Array, "*B D"], Float[Array, "*B G"]]:
-    """Quantise x to (q, scale): int8 values, and one bfloat16 scale per group of channels."""
+    """Quantise x to (q, scale): int8 values, and one bfloat16 scale for each group of channels."""
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups(x.shape[-1]), -1)
     scale = jnp.abs(grouped).max(-1).astype(jnp.bfloat16)
     largest = scale.astype(jnp.float32)[..., None]
@@ -37,7 +38,7 @@ def quantize(
 
 
 def dequantize(q: Int8[Array, "*B D"], scale: Float[Array, "*B G"]) -> Float[Array, "*B D"]:
-    """Return float32 values from int8 values q and scales, the output of `quantize`."""
+    """Restore float32 values from the output (q, scale) of `quantize`."""
     grouped = jnp.asarray(q, jnp.float32).reshape(*scale.shape, -1)
     step = jnp.asarray(scale, jnp.float32)[..., None] / 127**2
     return (grouped * jnp.abs(grouped) * step).reshape(q.shape)
@@ -48,7 +49,7 @@ def errors(
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
     """Return the relative error |x_hat - x| / |x| and the cosine similarity of each token.
 
-    They are 0 and 1 if x and x_hat are both 0.
+    For a token whose x and x_hat are both 0, they are 0 and 1.
     """
     norm = jnp.linalg.norm(x, axis=-1)
     norm_hat = jnp.linalg.norm(x_hat, axis=-1)

@@ -20,13 +20,16 @@ from diffusion_jax.weights import pretrained
 
 
 class Rows(NamedTuple):
-    """The embeddings of some texts, one after the other, in the format of a store."""
+    """The embeddings of N texts, one after the other, in the format of a store.
+
+    T is the number of tokens of all texts, D the width, and G the number of scales per token.
+    """
 
     tokens: Int[np.ndarray, "N"]
     values: Shaped[np.ndarray, "T D"]
     scales: Shaped[np.ndarray, "T G"] | None
     errors: Float[np.ndarray, "T 2"]
-    """The relative error of each row, and its cosine similarity to the text encoder's output."""
+    """Each row's relative error, and its cosine similarity to the text encoder's output."""
 
 
 def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str, Any]:
@@ -55,7 +58,13 @@ def shard_name(keys: Shaped[np.ndarray, "N"]) -> str:
 
 
 def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -> pathlib.Path:
-    """Write a shard of a store atomically, unless it exists already, and return its path."""
+    """Write a shard atomically unless it exists, and return its path.
+
+    Args:
+        path: The folder of the store.
+        keys: The keys of the N texts.
+        rows: Their embeddings.
+    """
     first = np.concatenate([[0], np.cumsum(rows.tokens)]).astype(np.int64)
     raw = keys.view(np.uint8).reshape(-1, store.KEY_SIZE)
     check = _checks(raw, first, rows.values, rows.scales)
@@ -83,7 +92,7 @@ def usable(file: pathlib.Path, verify: bool) -> bool:
         if np.array_equal(checks, shard["check"]):
             return True
     except (ValueError, KeyError):
-        pass  # Truncated, or with a damaged header.
+        pass  # The file is truncated, or its header is damaged.
     file.unlink(missing_ok=True)
     return False
 

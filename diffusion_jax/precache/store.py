@@ -1,13 +1,14 @@
-"""Read a store of text embeddings: each distinct text once, without padding, found by a hash.
+"""Read a store of text embeddings, which holds each distinct text once and looks it up by a hash.
 
-A store is a folder. Its shards are safetensors files with these arrays: `keys` uint8 [N, 16];
-`first` int64 [N + 1], the first row of each text; `check` int64 [N], a CRC-32 of a text's key and
-rows; `values` [T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors`
-float64 [3], a summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the
-position of their rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of
-the index. It is completed last: a store whose manifest lists no shards is unfinished.
+A store is a folder. Its shards are safetensors files. A shard with N texts, whose embeddings have T
+rows (tokens) of width D without padding, has these arrays: `keys` uint8 [N, 16]; `first` int64
+[N + 1], the first row of each text; `check` int64 [N], a CRC-32 of a text's key and rows; `values`
+[T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors` float64 [3], a
+summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the position of their
+rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of the index. It is
+completed last: a store whose manifest lists no shards is unfinished.
 
-The format is not ArrayRecord, because that has no lookup by key; with our index, reading the rows
+The format is not ArrayRecord, because that has no lookup by key. With our index, reading the rows
 of a text is a single copy from the mapped file. The key is a hash of the text and of everything
 that determines its rows: encoder, weights, tokenizer, maximum length, dtype.
 """
@@ -37,7 +38,7 @@ FORMATS = {"int8": np.int8, "bfloat16": jnp.bfloat16, "float32": np.float32}
 Identity = Mapping[str, Any]
 VERSION = 1
 _OPEN_SHARDS = 4096  # Shards that are mapped at once; Linux allows 65,530 maps per process.
-_SHARD_BYTES, _INDEX_BYTES = 32, 40  # Per text, beside its rows.
+_SHARD_BYTES, _INDEX_BYTES = 32, 40  # Bytes per text, in addition to its rows.
 _PROBES = (
     "", "A photo of a corgi riding a bike in Times Square.", "naïve café — 東京 ½ 🙂 &amp; İ\tß",
     "don't; 3.14159 (x) [y] {z} <extra_id_0> </s> #@!?%$^*~`|\\/", "word " * 700,
@@ -45,11 +46,11 @@ _PROBES = (
 
 
 def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:
-    """Return the bytes of a store per caption, including its index.
+    """Return the mean number of bytes per caption in a store, including the index.
 
     Args:
-        tokens: The mean number of rows of a caption.
-        width: The width of a row.
+        tokens: The mean number of tokens of a caption.
+        width: The width of the embeddings.
         format: A key of FORMATS.
     """
     row = np.dtype(FORMATS[format]).itemsize * width
@@ -65,7 +66,10 @@ def command(path: str | os.PathLike[str], *more: str) -> str:
 
 
 def fingerprint(encoder: TextEncoder) -> dict[str, str]:
-    """Return hashes of a text encoder's weights, and of the token ids of some texts."""
+    """Return {"weights": hash, "tokenizer": hash} of a text encoder.
+
+    The second hash covers the token ids of a few fixed texts.
+    """
     tokens = hashlib.blake2b(digest_size=16)
     for name, array in sorted(encoder.tokenize(_PROBES).items()):
         tokens.update(f"{name} {array.shape}".encode() + array.tobytes())
@@ -84,7 +88,11 @@ def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Ident
 
 
 def keys_of(texts: Sequence[Any], identity: Identity) -> Shaped[np.ndarray, "N"]:
-    """Return a 16-byte key for each text. Raises ValueError if an item is not a string."""
+    """Return a 16-byte key for each text: a hash of the text and of the store's identity.
+
+    Raises:
+        ValueError: An item is not a string.
+    """
     salt = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=32).digest()
     digests = bytearray()
     for text in texts:
@@ -105,7 +113,7 @@ class Store:
         """Open a store, and check the size of each shard and the SHA-256 of the index.
 
         Raises:
-            FileNotFoundError: A file is missing. The message has the command that creates it.
+            FileNotFoundError: A file is missing. The message shows the command that creates it.
             ValueError: A file is damaged, or the store is unfinished.
         """
         self.path = pathlib.Path(path)
@@ -132,10 +140,11 @@ class Store:
         return np.where(self._keys[at] == keys, at, -1)
 
     def read(self, texts: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Look up the embeddings of texts, in the stored format, padded with 0 to L = max_tokens.
+        """Look up the embeddings of B texts, padded with 0 to L = max_tokens.
 
         Returns:
-            "text_values" [B, L, D], "text_mask" [B, L], and for int8 "text_scales" [B, L, G].
+            "text_values" [B, L, D] in the stored format, "text_mask" bool [B, L], which is False
+            for padding, and for int8 "text_scales" [B, L, G].
 
         Raises:
             ValueError: A text is not in the store, or its rows are damaged.
@@ -158,10 +167,10 @@ class Store:
         return batch
 
     def _rows(self, at: int, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the embeddings at position `at` of the index, and their scales.
+        """Return the values [L, D] and scales [L, G] of the text at position `at` of the index.
 
-        The scales are None unless the format is int8. Raises ValueError, which quotes `text`, if
-        the checksum is wrong.
+        L is the text's number of tokens. The scales are None unless the format is int8. Raises
+        ValueError, which quotes `text`, if the checksum is wrong.
         """
         number, first, tokens, check = (
             int(self._index[name][at]) for name in ("shard", "first", "tokens", "check")
@@ -191,10 +200,10 @@ class Store:
 
 
 def encoder(opened: Store) -> TextEncoder:
-    """Return a TextEncoder that looks embeddings up in a store and converts them to floats."""
+    """Return a TextEncoder that looks up embeddings in a store and converts them to float32."""
 
     def encode(frozen: tuple[()], batch: Batch):
-        del frozen  # The encoder that made the rows is not needed.
+        del frozen  # The weights that made the embeddings are not needed.
         values, mask = jnp.asarray(batch["text_values"]), jnp.asarray(batch["text_mask"])
         if "text_scales" in batch:
             return quantize.dequantize(values, jnp.asarray(batch["text_scales"])), mask
@@ -227,7 +236,12 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
 
 
 def check_size(path: pathlib.Path, size: int) -> None:
-    """Raise ValueError or FileNotFoundError unless the file has this size."""
+    """Check the size in bytes of a file of a store.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file has another size.
+    """
     actual = path.stat().st_size if path.is_file() else None
     if actual != size:
         state = "is missing" if actual is None else f"has {actual} of {size} bytes"

@@ -39,7 +39,7 @@ def prompts(records: Records) -> tuple[str, ...]:
     of_rarest: dict[str, str] = {}
     for text in sorted(set(texts), key=lambda text: (len(text), text)):
         rarest = min(hashed.words(text), key=lambda word: (counts[word], word))
-        of_rarest.setdefault(rarest, text)  # The shortest caption.
+        of_rarest.setdefault(rarest, text)  # Keeps the first caption, which is the shortest.
     ranked = sorted(of_rarest, key=lambda word: (-counts[word], word))
     return tuple(of_rarest[word] for word in ranked[:_PROMPTS]) or ("",) * _PROMPTS
 
@@ -92,7 +92,10 @@ def of_data(
 
 
 def _encoder(weights: str, words: int) -> Changes:
-    """Return config changes for a folder of T5 or CLIP weights. Raises ValueError for others."""
+    """Return config changes for the text encoder in `weights`, a folder of T5 or CLIP weights.
+
+    `words` is the length of the longest caption in words. Raises ValueError for other encoders.
+    """
     config = pretrained.read_json(pretrained.locate(weights) / "config.json")
     config |= config.get("text_config") or {}
     kind = next((k for k in _ENCODERS if k in str(config.get("model_type"))), "")

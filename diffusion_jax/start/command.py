@@ -24,17 +24,17 @@ from diffusion_jax.train.out_of_memory import OutOfMemory
 
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 _SHOWN = 32  # Pictures on the sheet.
-_SMALLEST = 32  # Pixels, if the pictures are smaller than every model's.
+_SMALLEST = 32  # The side of shrunk pictures in pixels, if no model draws pictures this small.
 _WAITING = 0.2  # If training waits for a larger share of the time, reading is the bottleneck.
-_JUDGED = 100  # The smallest number of different captions for training a judge.
+_JUDGED = 100  # The smallest number of different captions with which a judge can be trained.
 
 
 def command(
     package: str, candidates: Callable[[], Sequence[Candidate]], shipped: Shipped | None = None
 ) -> None:
-    """Run `python -m PACKAGE.start --data=PHOTOS`.
+    """Implement the command `python -m PACKAGE.start --data=PHOTOS`.
 
-    The docstring of the calling module is the --help text.
+    Its --help shows the docstring of the calling module.
 
     Args:
         package: the package of the command.
@@ -46,7 +46,7 @@ def command(
         "data", None, "The pictures to train on: a path, or SOURCE:PATH::TEXT.", required=True
     )
     where = text("text", "", "Where the captions are (data.text); default: guessed from the files.")
-    hours = flags.DEFINE_float("hours", 2.0, "Hours that all training may take.")
+    hours = flags.DEFINE_float("hours", 2.0, "Total training time of all stages, in hours.")
     out = text("out", "configs/mine.py", "The config to write; other stages get files beside it.")
     weights = text("text_weights", "", "A folder of T5 or CLIP to encode the captions with.")
     tall, shrink, finetune = map(_define, (questions.TALL, questions.SHRINK, questions.FINETUNE))
@@ -120,9 +120,10 @@ def _measure(
     hours: float,
     name: str,
 ) -> list[Measured]:
-    """Choose a model for the data; return its stages with their speed on this machine.
+    """Choose a model for the data, and return its stages with their speed on this machine.
 
-    `of_data` maps a stage to config changes for the data set and this machine.
+    `of_data` maps a stage to config changes for the data set and this machine. `name` names the
+    temporary workdirs.
     """
     measured_stages: dict[str, Measured] = {}
     opened_stages: dict[str, Opened] = {}
@@ -152,7 +153,7 @@ def _write(
     package: str, path: pathlib.Path, photos: PictureSet, measured: Sequence[Measured],
     hours: float, enlargers: Sequence[str],
 ) -> None:  # fmt: skip
-    """Write a config per stage and a sheet of pictures; print the commands to run next."""
+    """Write a config per stage and a sheet of pictures, and print the commands to run next."""
     texts, rows, commands, total = {}, [], [], 0.0
     count = len(photos.records)
     device = f"{jax.device_count()} x {jax.local_devices()[0].device_kind}"
@@ -232,7 +233,7 @@ def _after(
     package: str, path: pathlib.Path, photos: PictureSet, measured: Sequence[Measured], size: int,
     enlargers: Sequence[str],
 ) -> list[str]:  # fmt: skip
-    """Return the commands that sample from the trained model and score the samples."""
+    """Return the commands to run after training: draw pictures with the model, and score it."""
     name, prompt = path.stem, measured[-1].opened.settings.run.prompts[0]
     drawn = [one.opened.stage for one in measured if one.opened.stage.command.endswith(".train")]
     workdirs = [*(f"runs/{name}{stage.suffix}" for stage in drawn), *enlargers]

@@ -1,4 +1,4 @@
-"""Define the candidate that fine-tunes a model that comes with the project."""
+"""Build the Candidate that fine-tunes a trained model of this repository on a few pictures."""
 
 import pathlib
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from diffusion_jax.start.written import Changes
 
 NO, LORA, FULL = "no", "lora", "full"
 """How to train: NO trains a new model, LORA a LoRA on the shipped model, FULL all its weights."""
-# The settings of docs/finetuning.md. It trains a LoRA for 150 steps, and all weights for 100 steps,
-# of 20 pictures out of ten.
+# The settings of docs/finetuning.md. From ten pictures, in batches of 20, it trains a LoRA for 150
+# steps (300 epochs) and all weights for 100 steps (200 epochs).
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     LORA: {
         "lora": {"rank": 8, "targets": "_attn/|text_embed/|text_to_cond"},
@@ -24,7 +24,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 _BATCH_SIZE = 20
 _MAX_EPOCHS = {LORA: 300.0, FULL: 200.0}
-_GROUPS = ("unet", "text", "diffusion", "sampler")  # They must suit the weights.
+_GROUPS = ("unet", "text", "diffusion", "sampler")  # Config groups that must match the weights.
 
 
 class Shipped(NamedTuple):
@@ -56,7 +56,10 @@ def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
 
 
 def _changes(shipped: Shipped, method: str) -> Changes:
-    """Return changes to the config shipped.base: the shipped model's values and the method's."""
+    """Return changes to the config shipped.base.
+
+    They set the values of the shipped model's own config and the settings of the method.
+    """
     base, own = written.config(shipped.base, {}), runs.load(shipped.workdir)
     values = {
         f"{group}.{field}": value

@@ -12,7 +12,7 @@ from diffusion_jax.data.prepare import reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.machine import untrusted
 
-_FIRST, _LOOKED = 32, 2_000  # The smallest and largest number of records to read.
+_FIRST, _LOOKED = 32, 2_000  # The smallest and largest numbers of records to read.
 _SECONDS = 60  # About how long reading may take.
 _PER_TAR = 1_000
 _TALL = 1.5  # A set is tall if the sides of a twentieth of its pictures differ by this factor.
@@ -45,9 +45,10 @@ class PictureSet(NamedTuple):
 
 
 def read(data: Data) -> PictureSet:
-    """Read up to 2,000 random pictures of a data set in about a minute, and report on them.
+    """Open a data set, and report on as many random pictures as can be read in about a minute.
 
-    Raises ValueError if the texts are embeddings, or if no picture can be used.
+    It reads at least 32 and at most 2,000 pictures. Raises ValueError if the texts are embeddings,
+    or if no picture can be used.
     """
     if data.embedded:
         raise ValueError(
@@ -72,7 +73,7 @@ def read(data: Data) -> PictureSet:
 
 
 def described(pictures: PictureSet) -> list[tuple[str, str]]:
-    """Return (label, text) pairs that describe the data set."""
+    """Return (label, text) pairs that describe the data set, for printing."""
     data, report = pictures.data, pictures.report
     side, aspect, words = (report[name] for name in ("smaller_side", "aspect", "text_words"))
     read = "" if report["read"] == report["records"] else f", {report['read']:,} of them read"
@@ -98,13 +99,13 @@ def described(pictures: PictureSet) -> list[tuple[str, str]]:
 
 
 def shrink(pictures: PictureSet, size: int, folder: pathlib.Path, *, pad: bool) -> PictureSet:
-    """Return the data set with its pictures shrunk to PNGs, which are stored as tars in `folder`.
+    """Write small copies of the pictures as PNGs in tars, and return the new data set.
 
     Tars that exist already are not written again.
 
     Args:
         pictures: the data set.
-        size: the largest shorter side in pixels; with `pad`, the largest longer side.
+        size: the maximum of the shorter side in pixels; with `pad`, that of the longer side.
         folder: the folder of the tars.
         pad: whether to pad the pictures to squares.
     """

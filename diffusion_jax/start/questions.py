@@ -11,15 +11,15 @@ from diffusion_jax.start.pictures import PictureSet
 ASK = "ask"
 """The flag value that makes the command ask the user."""
 _SLOW = 50  # Pictures per second. Two CPU cores train the smallest model on about as many.
-_FEW = 1_000  # A model that is trained from scratch mostly memorises fewer pictures.
+_FEW = 1_000  # With fewer pictures, a model that is trained from scratch mostly memorises them.
 
 
 class Question(NamedTuple):
-    """A question that a flag answers."""
+    """A question about how to train, which the user answers by a flag or in the terminal."""
 
     flag: str
     about: str
-    """What the answers are about, for --help."""
+    """The subject of the question, at the start of the flag's --help."""
     answers: Mapping[str, str]
     """The meaning of each answer; the default comes first."""
 
@@ -78,11 +78,12 @@ def answer(question: Question, value: str, reason: str) -> str:
 
 
 def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
-    """Return how to train: finetuned.NO, or a method of fine-tuning the shipped model.
+    """Return how to train: finetuned.NO, finetuned.LORA or finetuned.FULL.
 
-    ASK asks the user only if a shipped model exists, and if the pictures have captions and are
-    fewer than 1,000. Otherwise, it means finetuned.NO. Raises ValueError if `value` is a
-    fine-tuning method, but no model can be fine-tuned.
+    `value` is the value of --finetune. ASK asks the user only if there is a shipped model, the
+    pictures have captions, and there are fewer than 1,000 pictures. Otherwise, it means
+    finetuned.NO. Raises ValueError if `value` is LORA or FULL, but there is no shipped model or no
+    caption.
     """
     count = len(photos.records)
     if not shipped or not shipped.exists() or not photos.report["words"]:
@@ -102,9 +103,10 @@ def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
 
 
 def tall(value: str, photos: PictureSet) -> str:
-    """Return what to do with tall and wide pictures: an answer to TALL.
+    """Return what to do with tall and wide pictures: "crop", "pad" or "keep".
 
-    ASK asks the user only if many pictures are tall or wide. Otherwise, it means "crop".
+    `value` is the value of --tall. ASK asks the user only if many pictures are tall or wide.
+    Otherwise, it means "crop".
     """
     if value == ASK and not photos.is_tall:
         return next(iter(TALL.answers))
@@ -116,10 +118,10 @@ def tall(value: str, photos: PictureSet) -> str:
 
 
 def shrink(value: str, photos: PictureSet, size: int) -> bool:
-    """Return whether to shrink the pictures to `size` pixels.
+    """Return whether to write copies of the pictures whose shorter side has `size` pixels.
 
-    ASK asks the user only if most pictures are larger than `size` and reading them is slow.
-    Otherwise, it means "no".
+    `value` is the value of --shrink. ASK asks the user only if most pictures are larger than `size`
+    and reading them is slow. Otherwise, it means "no".
     """
     if value == ASK and (photos.speed > _SLOW or photos.side <= size):
         return False

@@ -21,7 +21,7 @@ _TIMES, _PERIOD = 10, 300
 """A run draws and saves at least _TIMES times, and at least about every _PERIOD seconds."""
 _STEPS, _LEFT_OUT = 6, 2  # A measurement takes 6 steps, of which the first 2 do not count.
 _LEAST = 20  # The smallest number of steps worth training.
-_LEAST_SECONDS = 180  # Compiling training and sampling alone takes a small model about as long.
+_LEAST_SECONDS = 180  # About the time to compile training and sampling of a small model.
 
 
 class Stage(NamedTuple):
@@ -34,11 +34,11 @@ class Stage(NamedTuple):
     command: str
     """The module that trains this stage, run with `python -m`."""
     prepare: Callable[[Any, Mesh], loop.Inputs]
-    """prepare(settings, mesh) opens the task and the batches of a training run."""
+    """A function (settings, mesh) that opens the task and the batches of a training run."""
     share: float = 1.0
-    """Fraction of the total training time that this stage gets."""
+    """Share of the total training time that this stage gets, from 0 to 1."""
     changes: Callable[[str], Changes] = lambda workdir: {}
-    """changes(workdir) returns config changes; `workdir` is that of the stage with suffix ""."""
+    """A function that maps the workdir of the stage with suffix "" to config changes."""
     max_epochs: float = math.inf
     """Maximum number of passes over the data. More passes would only memorise a small data set."""
 
@@ -72,9 +72,9 @@ class Measured(NamedTuple):
     opened: Opened
     images_per_second: float
     overhead: float
-    """Seconds for opening, compiling and saving."""
+    """Seconds that opening, compiling and saving took, in addition to the training steps."""
     waiting: float = 0.0
-    """The share of the time in which training waited for pictures, from 0 to 1."""
+    """The share of the training time that was spent waiting for pictures, from 0 to 1."""
 
     @property
     def seconds(self) -> float:
@@ -98,9 +98,10 @@ def check_time(smallest: Candidate, hours: float) -> None:
 
 
 def open_stage(stage: Stage, changes: Changes) -> Opened:
-    """Open a stage and trace its training step, with the largest micro-batch that fits.
+    """Open a stage and trace its training step, without compiling or running it.
 
-    Raises ValueError or OSError if its config, data or weights cannot be used.
+    If a whole batch does not fit in memory, set optimizer.micro_batch to the largest size that
+    fits. Raises ValueError or OSError if the config, data or weights cannot be used.
     """
     config = written.config(stage.base, changes)
     s = systems.read(config, config["system"])
@@ -124,7 +125,10 @@ def open_stage(stage: Stage, changes: Changes) -> Opened:
 
 
 def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
-    """Measure the speed of a stage by training it for some steps in a temporary workdir."""
+    """Measure the speed of a stage by training it for a few steps in `workdir`, a temporary folder.
+
+    Raises ValueError or OSError if the config, data or weights cannot be used.
+    """
     start, opened = time.time(), open_stage(stage, changes)
     s, mesh = opened.settings, opened.mesh
     runs.claim(workdir, opened.config)
@@ -149,8 +153,8 @@ def choose(
 ) -> Candidate:  # fmt: skip
     """Return the largest model that the picture size, memory and training time allow.
 
-    The smallest model is always allowed. Only the speed of its first stage is measured. Other
-    stages are assumed to reach the same FLOP/s.
+    The smallest model is always allowed. Only its first stage is measured; all other stages are
+    assumed to reach the same FLOP/s.
 
     Args:
         candidates: single models or cascades, from the smallest to the largest.
@@ -171,28 +175,29 @@ def choose(
         num_images = rate / opened(base).traced.flops * seconds * base.share
         if num_images < candidate.min_images:
             return False
-        # Tracing the other stages takes seconds, so it comes last.
+        # Tracing the other stages takes seconds, so this check comes last.
         return all(opened(stage).fits for stage in candidate.stages)
 
     return [candidates[0], *filter(allowed, candidates[1:])][-1]
 
 
 def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes, float]:
-    """Return (changes, expected): config changes that make training take about `seconds`.
+    """Return (config changes that make training take about `seconds`, the expected seconds).
 
-    `expected` is the expected time in seconds, including compilation and drawing. The changes set
-    the number of steps and the intervals that depend on this number. Fine-tuning may take less than
-    `seconds`. Raises ValueError if the time suffices for fewer than 20 steps.
+    Both times include compilation and drawing. The changes set the number of steps and the fields
+    that depend on it, such as the intervals of logging and saving. Fine-tuning may take less time,
+    because stage.max_epochs limits its steps. Raises ValueError if there is time for fewer than 20
+    steps.
 
     Args:
         measured: a stage and its speed.
         seconds: the time for training, with compilation and drawing.
-        num_images: the number of training pictures, which limits the steps of fine-tuning.
+        num_images: the number of training pictures.
     """
     s, stage = measured.opened.settings, measured.opened.stage
     period = min(_PERIOD, seconds / _TIMES)
     drawing = 0.0
-    if hasattr(s, "sampler"):  # An evaluation with guidance is two thirds of a training step.
+    if hasattr(s, "sampler"):  # A network evaluation takes a third of a training step.
         images = len(s.run.prompts) * s.sampler.steps * (1 + (s.sampler.guidance != 1))
         drawing = seconds / period * images / (3 * measured.images_per_second)
     overhead = 2 * measured.overhead + drawing  # Twice, because the sampler is compiled too.
@@ -204,7 +209,7 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
             f"on this machine, the time allows only {max(0, steps)} steps of {stage.base}: "
             f"give --hours={hours:.2g} or more"
         )
-    note = f"Fills the time at {measured.images_per_second:.3g} images/s, measured."
+    note = f"Fills the time at the measured {measured.images_per_second:.3g} images/s."
     most = stage.max_epochs * num_images / s.run.batch_size
     if most < steps:
         steps = max(_LEAST, round(most))

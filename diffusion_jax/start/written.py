@@ -37,7 +37,7 @@ def source(base: str, changes: Changes, about: str) -> str:
 
 
 def config(base: str, changes: Changes) -> dict[str, Any]:
-    """Return the config in configs/BASE.py with `changes`, and defaults for omitted fields.
+    """Return the complete config: configs/BASE.py, `changes`, and defaults for all other fields.
 
     Raises ValueError if configs/ cannot be imported.
     """
@@ -52,7 +52,11 @@ def config(base: str, changes: Changes) -> dict[str, Any]:
 
 
 def _literal(value: Any) -> str:
-    """Format a value as Python's formatters do: double quotes, one text per line."""
+    """Format a value as Python source in this project's style.
+
+    Strings get double quotes, a tuple of strings gets one line per string, and large integers get
+    underscores.
+    """
     if isinstance(value, dict):
         return f"dict({', '.join(f'{name}={_literal(each)}' for name, each in value.items())})"
     if isinstance(value, str):

@@ -2,9 +2,9 @@
 
     python -m diffusion_jax.text convert FOLDER OUT
 
-converts a text encoder's pickles (pytorch_model*.bin) in FOLDER to safetensors, without torch and
-without executing any code in them. The tokenizer and config are copied. The encoders of this
-project read pickles directly, so the command is useful for other programs only.
+converts a text encoder's pickles (*.bin) in FOLDER to safetensors files in OUT, without torch and
+without executing any code in the pickles. The tokenizer and config are copied. The encoders of this
+project read pickles directly, so only other programs need the conversion.
 """
 
 import sys

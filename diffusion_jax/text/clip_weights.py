@@ -91,7 +91,7 @@ def is_open_clip(state: StateDict) -> bool:
 
 
 def table(params: Any, tower: str) -> list[Entry]:
-    """Return the table of parameter names of a TextTower or ImageTower.
+    """Return the conversion table of the parameters of a TextTower or an ImageTower.
 
     Args:
         params: the tower's params, which may be abstract.
@@ -111,9 +111,9 @@ def num_layers(names: Iterable[str], tower: str) -> int:
 
 
 def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """Return the arrays of one tower, without the layers after the last layer in `table`.
+    """Return the arrays of the tower in `table`, without layers after the last layer in `table`.
 
-    The result includes arrays that are not in `table`, so that loading reports them as superfluous.
+    The result includes other arrays of the tower, so that loading reports them as superfluous.
     """
     names = {e.torch for e in table}
     tower = next(tower for tower in (TEXT, VISION) if any(n.startswith(tower) for n in names))
@@ -183,7 +183,7 @@ def _tower(name: str, state: StateDict, config: Mapping[str, Any], from_open_cli
     if config.get("quick_gelu"):
         activation = "quick_gelu"
     end_id = None if from_open_clip else first("eos_token_id", "eos")
-    # Hugging Face's older configs hold a wrong 2, for which transformers takes the largest id.
+    # Older Hugging Face configs have the wrong end id 2; transformers then uses the largest id.
     end_id = None if end_id == 2 else end_id
     return Tower(heads, activation, first("layer_norm_eps", "eps") or 1e-5, end_id)
 
@@ -209,7 +209,7 @@ def _from_hugging_face(state: StateDict) -> dict[str, np.ndarray]:
     return arrays
 
 
-_OPEN_CLIP = (  # OpenCLIP's and Hugging Face's names, as they follow the tower's name.
+_OPEN_CLIP = (  # Pairs of OpenCLIP's and Hugging Face's names. A dot precedes each in array names.
     ("token_embedding.", "embeddings.token_embedding."),
     ("positional_embedding", "embeddings.position_embedding.weight"),
     ("class_embedding", "embeddings.class_embedding"),

@@ -39,10 +39,11 @@ class TextEncoder(NamedTuple):
     encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
     """Maps (frozen, batch) to embeddings and a mask. It runs on the devices.
 
-    Padding comes at the end. Its embeddings are 0, and the mask is False there.
+    Padding comes at the end. Its embeddings are 0, and the mask is False there. Only CLIP encodes
+    padding like other tokens; its mask is True everywhere.
     """
     cut: bool = False
-    """True if a batch's arrays [B, L] can be cut to the longest text without changing results."""
+    """True if a batch's arrays [B, L] can be cut to its longest text without any other effect."""
     cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
     """Returns the part of each text that the encoder ignores: unknown symbols, followed by the
     truncated end. It returns "" if nothing is ignored, or if the encoder cannot determine this."""
@@ -78,6 +79,6 @@ def check_fits(
 def embed(
     encoder: TextEncoder, texts: Sequence[Any]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """Compute the embeddings and the mask of texts."""
+    """Tokenize texts, and compute their embeddings and mask in one jitted call."""
     frozen = jax.tree.map(jnp.asarray, encoder.frozen)
     return jax.jit(encoder.encode)(frozen, encoder.tokenize(texts))

@@ -43,8 +43,8 @@ def words(text: str) -> list[str]:
 def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
     """Split texts into lower-case words and return {"text_ids", "text_mask"}, both [B, L].
 
-    The id of a word is its 32-bit hash, which is the same on every machine; padded positions have
-    id 0.
+    The id of a word is its 32-bit hash, which is the same on every machine. The mask is True at
+    words. Padding has id 0.
     """
     ids = np.zeros((len(texts), max_tokens), np.uint32)
     mask = np.zeros((len(texts), max_tokens), bool)
@@ -58,7 +58,8 @@ def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
 def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
     """Return the part of each text that the encoder ignores.
 
-    These are all symbols such as emoji, followed by the text after the first `max_tokens` words.
+    The ignored part is all symbols such as emoji, followed by the text after the first `max_tokens`
+    words.
     """
     ignored = []
     for text in texts:
@@ -93,7 +94,7 @@ def _hashes(text: str) -> tuple[int, ...]:
 
 
 def _signs(key: jax.Array, ids: UInt32[Array, "N"], width: int) -> Float[Array, "N D"]:
-    """Compute a row of random signs, +1 and -1, for each id. It depends on the id alone."""
+    """Compute a row of random signs, +1 and -1, for each id. A row depends on key and id alone."""
     # Each random 32-bit integer yields 32 signs.
     draw = lambda i: jax.random.bits(jax.random.fold_in(key, i), (-(-width // 32),), jnp.uint32)
     bits = jax.vmap(draw)(ids)  # [N, D/32]

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from diffusion_jax.text import bert
 
 LARGEST = 5_000
-"""The largest number of phrases. Their vectors take some milliseconds each on a CPU."""
+"""Callers compare a word with at most this many phrases: a CPU takes milliseconds per phrase."""
 _LOCK = threading.Lock()  # While one thread computes the vectors, the others wait for them.
-_LEAST = 0.45  # The smallest cosine of the vectors of similar phrases.
+_LEAST = 0.45  # Phrases whose vectors have a smaller cosine differ too much in meaning.
 _BATCH, _WIDTH, _MAX_TOKENS = 32, 384, 8
 
 

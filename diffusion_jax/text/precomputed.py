@@ -1,4 +1,4 @@
-"""A TextEncoder for embeddings that were computed before training and that batches contain."""
+"""A TextEncoder for batches that already contain embeddings, computed before training."""
 
 import functools
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.nd
     """Batch embeddings, cutting or zero-padding each to `max_tokens`.
 
     Args:
-        texts: one array [tokens, D] per example, as data/embeddings.py reads them.
+        texts: one array [tokens, D] per example, from data/embeddings.py.
         width: D.
         max_tokens: L.
 

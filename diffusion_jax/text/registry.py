@@ -11,12 +11,12 @@ from diffusion_jax.text.encoder import TextEncoder
 
 
 class Kind(NamedTuple):
-    """A kind of text encoder, made by the function `encoder` of a module in this package."""
+    """A kind of text encoder. The function `encoder` of a module in this package builds it."""
 
     module: str
     fields: tuple[str, ...]
-    """The fields of `Text` that are passed to the function `encoder`. The encoder's output depends
-    only on them and on the weights."""
+    """The config fields, of the group `Text`, that are passed to the function `encoder`. The output
+    depends only on them, on `options` and on the weights."""
     options: Mapping[str, str] = MappingProxyType({})
     """Further arguments of the function `encoder`."""
     packaged: bool = False
@@ -42,7 +42,7 @@ def check(text: Text) -> None:
     """Check a config's text settings without opening weights or stores.
 
     Raises:
-        ValueError: text.encoder is not in the table.
+        ValueError: text.encoder is not a key of ENCODERS.
     """
     if text.encoder == "precomputed":
         raise ValueError(

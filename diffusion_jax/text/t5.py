@@ -1,7 +1,7 @@
 """T5's encoder (Raffel et al. 2020): v1.0 with ReLU, v1.1 with a gated GELU.
 
-Blocks are pre-norm with RMS norms and without biases. Attention logits are not scaled; a learned
-bias for each head and distance bucket, shared by all layers, is added to them.
+Blocks are pre-norm with RMS norms and without biases. Attention logits are not scaled. A learned
+bias for each head and distance bucket is added to the logits; all layers share it.
 Letters: B batch, L tokens, D width, N heads, K head width.
 """
 
@@ -47,7 +47,7 @@ class T5Encoder(nn.Module):
     def __call__(self, ids: Int[Array, "B L"], mask: Array) -> Float[Array, "B L D"]:
         """Return the last layer after the final norm, in float32.
 
-        `mask` [B, L] is nonzero at valid tokens. The other tokens do not affect them.
+        `mask` [B, L] is nonzero at valid tokens. Tokens with mask 0 do not affect valid tokens.
         """
         return self.hidden_states(ids, mask)[-1]
 
@@ -62,7 +62,7 @@ class T5Encoder(nn.Module):
         table = self.param("token_embedding", init, (self.vocab_size, self.width))
         relative = self.param("relative_bias", init, (self.num_buckets, self.num_heads))
         buckets = distance_buckets(length, self.num_buckets, self.max_distance)
-        # The distance key - query of each pair, shifted so that it starts at 0.
+        # The distance key - query of each pair, plus L - 1 so that it is an index into `by_offset`.
         offsets = jnp.arange(length)[None] - jnp.arange(length)[:, None] + length - 1  # [L, L]
         by_offset = relative.astype(jnp.float32)[buckets]  # [2 L - 1, N]
         bias = by_offset[offsets].transpose(2, 0, 1)[None]  # [1, N, L, L]
@@ -92,11 +92,11 @@ def encoder(
     read_tokens: int = 512,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
-    """Return the T5 encoder as NeMo's Imagen uses it.
+    """Open a T5 text encoder that works as in NeMo's Imagen.
 
-    Texts are cut or padded to `read_tokens` and encoded; then the first `max_tokens` embeddings are
-    returned, with 0 at padding. The embeddings of a text longer than `max_tokens` have therefore
-    attended to its end.
+    Texts are cut or padded to `read_tokens` tokens and encoded. Only the first `max_tokens`
+    embeddings are returned, with 0 at padding. So if a text has more than `max_tokens` tokens, the
+    returned embeddings have also attended to its later tokens.
 
     Args:
         weights: a folder or a Hub name.
@@ -142,10 +142,10 @@ def encoder(
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[T5Encoder, list[Entry]]:
-    """Return the network for a Hugging Face state dict, and the table of its parameter names.
+    """Return the network for a Hugging Face state dict, and its parameters' conversion table.
 
-    Sizes are read from the arrays' shapes. The config supplies the rest: the activation, the
-    largest distance, and epsilon.
+    Sizes are read from the arrays' shapes. The config supplies the activation, the largest distance
+    of the buckets, and epsilon.
 
     Raises:
         ValueError: the weights are not T5's, or disagree with the config.
@@ -191,13 +191,13 @@ def from_state(
 
 
 def t5_table(model: T5Encoder) -> list[Entry]:
-    """Return the table of Hugging Face's parameter names."""
+    """Return the conversion table between the network's parameters and Hugging Face's arrays."""
     name_of = lambda path: torch_weights.rename(path, _RULES)
     return torch_weights.table(abstract_params(model), name_of)
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the arrays of T5's encoder, with the embedding under one of its two names only."""
+    """Return the arrays of T5's encoder. The embedding has the name "shared.weight" only."""
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):
         if name in state:
@@ -214,14 +214,16 @@ def abstract_params(model: T5Encoder) -> Any:
 def distance_buckets(length: int, num_buckets: int, max_distance: int) -> Int[np.ndarray, "_"]:
     """Return the bucket of each distance key - query, from -(length - 1) to length - 1.
 
-    Half of the buckets are for keys after the query. In each half, the first half of the buckets
-    holds one distance each; the others are log-spaced up to `max_distance`.
+    The upper half of the buckets is for keys after the query. In each half, the first half of the
+    buckets holds one distance each. The other buckets are log-spaced up to `max_distance`, and the
+    last one also holds all larger distances.
     """
     half = num_buckets // 2
     exact = half // 2
     offset = np.arange(-(length - 1), length)
     distance = np.abs(offset)
-    # Powers of two fall on bucket edges: only float32 in this order rounds like the reference.
+    # Distances that are powers of two lie on bucket edges, so rounding decides their bucket. These
+    # float32 operations, in this order, round like the reference.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
     spaced = ratio / np.float32(math.log(max_distance / exact)) * np.float32(half - exact)
     bucket = np.where(distance < exact, distance, np.minimum(exact + spaced.astype(int), half - 1))
@@ -294,7 +296,10 @@ def _mlp_in(i: int, name: str) -> str:
 
 
 def _activation(config: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the activation's name and whether it is gated. "gated-gelu" is the tanh variant."""
+    """Return the activation's name, and whether the feed-forward layer is gated.
+
+    The name "gated-gelu" means GELU's tanh approximation.
+    """
     name = config.get("feed_forward_proj", "relu")
     gated, act = name.startswith("gated-"), name.removeprefix("gated-")
     act = "gelu_new" if name == "gated-gelu" else act

@@ -1,7 +1,7 @@
 """Map texts to token ids with the tokenizers of transformers, read from local files.
 
-Padding and truncation are done here: in transformers they are mutable state of the tokenizer, which
-is not safe to use from several threads of the input pipeline.
+This module pads and truncates the ids itself. In transformers, padding and truncation are mutable
+state of the tokenizer, which the threads of the input pipeline cannot share safely.
 """
 
 import gzip
@@ -56,7 +56,7 @@ class Tokenize:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id in the output."""
+        """One more than the largest id that a text can get."""
         ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
         return max(*ids, self.end, self.pad, self.begin or 0) + 1
 
@@ -98,6 +98,10 @@ def t5(path: str | os.PathLike[str]) -> Tokenize:
 
     Texts end with </s>, id 1. With spiece.model, control tokens in a caption such as "</s>" are
     plain text, as in sentencepiece.
+
+    Raises:
+        FileNotFoundError: the folder has no tokenizer.
+        ValueError: the tokenizer is damaged or not T5's.
     """
     folder = pathlib.Path(path)
     if (folder / "spiece.model").is_file():
@@ -123,8 +127,12 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
 
     Args:
         path: the folder.
-        open_clip: pad with 0 and clean texts with ftfy, as open_clip does, rather than pad with the
-            end token, as transformers' CLIPTokenizer does.
+        open_clip: if True, clean texts with ftfy and pad with id 0, as open_clip does. If False,
+            pad with the end token, as transformers' CLIPTokenizer does.
+
+    Raises:
+        FileNotFoundError: the folder has no tokenizer.
+        ValueError: the tokenizer is damaged or not CLIP's.
     """
     folder = pathlib.Path(path)
     if (folder / "tokenizer.json").is_file():
@@ -151,6 +159,10 @@ def bert(path: str | os.PathLike[str]) -> Tokenize:
     """Return BERT's WordPiece tokenizer from tokenizer.json in a folder.
 
     A text becomes [CLS] ... [SEP].
+
+    Raises:
+        FileNotFoundError: the folder has no tokenizer.
+        ValueError: the tokenizer is damaged or not BERT's.
     """
     folder = pathlib.Path(path)
     if not (folder / "tokenizer.json").is_file():
@@ -226,7 +238,7 @@ def _mend(text: str) -> str:
     """Fix wrong decodings, curly quotes, HTML entities and repeated spaces, as open_clip does."""
     import ftfy  # Only OpenCLIP needs it.
 
-    # For "&amp;amp;...", ftfy takes time quadratic in the length of the pieces that it fixes.
+    # For texts like "&amp;amp;...", ftfy takes quadratic time in the length of the pieces it fixes.
     fixed = ftfy.fix_text(text, max_decode_length=_PIECE)
     return " ".join(html.unescape(html.unescape(fixed)).split())
 

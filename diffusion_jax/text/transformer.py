@@ -1,8 +1,8 @@
 """A linear layer and attention for the frozen networks of text encoders.
 
 The residual stream, norms and softmax are float32 for every compute type, and bf16 matrix products
-accumulate in float32: T5's residual stream reaches tens of thousands, where bf16 values are 256
-apart and float16 overflows.
+accumulate in float32. This is necessary because T5's residual stream has values of tens of
+thousands. There, neighbouring bf16 values are up to 256 apart, and float16 overflows.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nn.Module):
-    """x @ kernel (+ bias), computed in `dtype` with float32 accumulation; the output is float32."""
+    """Linear layer, computed in `dtype` with float32 accumulation. The output is float32."""
 
     features: int
     bias: bool
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B {self.features}"]:
-        """Apply the layer; parameters may be float32 while `dtype` is bf16."""
+        """Return x @ kernel, plus the bias if there is one. The kernel is cast to `dtype`."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
         y = jnp.einsum(
             "...i,io->...o",
@@ -55,7 +55,7 @@ def attend(
     scale: float,
     dtype: DTypeLike,
 ) -> Float[Array, "B T N*K"]:
-    """Return softmax(scale q k + bias) v, with the heads concatenated."""
+    """Return softmax(scale * q k^T + bias) v, with the heads concatenated."""
     b, t, n, head = q.shape
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     logits = jnp.einsum("btnk,bsnk->bnts", q, k, preferred_element_type=jnp.float32) * scale

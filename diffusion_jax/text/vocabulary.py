@@ -5,8 +5,8 @@ Training and `diffusion_jax.pack` write it into a workdir as vocabulary.json:
     {"captions": 3711, "words": ["a", "apple", ...], "examples": ["a red apple, noto style", ...]}
 
 `sample`, notebooks and the page use it to warn about words that the model never saw, and the page
-lists the examples. Runs that start from given weights have none, because these weights may know
-more words than the captions of the run.
+lists the examples. A run that starts from given weights has no vocabulary, because these weights
+may know more words than the captions of the run.
 """
 
 import collections
@@ -23,7 +23,7 @@ from diffusion_jax.text import hashed
 FILE = "vocabulary.json"
 _WORDS = 50_000  # The largest number of words in a vocabulary. Rarer words are left out.
 _EXAMPLES = 1_000
-_LENGTH = 200  # Longer captions are no examples.
+_LENGTH = 200  # The largest number of characters of an example.
 _SIMILAR = 3  # The largest number of similar phrases for an unknown word.
 _PHRASE = 3  # The largest number of words of such a phrase.
 _ARTICLE = re.compile(r"^(an?|the) ")
@@ -35,16 +35,17 @@ class Vocabulary(NamedTuple):
     num_captions: int
     """The number of captions that were read."""
     words: frozenset[str]
-    """Words in lower case, as the encoder "hashed" splits captions."""
+    """The words in lower case. Captions are split as by the encoder "hashed"."""
     examples: tuple[str, ...]
     """Captions with different beginnings. A beginning ends at the first comma."""
 
     def unknown(self, text: str) -> dict[str, list[str]]:
         """Map each word of a text that is in no caption to at most three similar phrases.
 
-        These are known words with a similar spelling. If the package with MiniLM's weights is
-        installed (the extra [words]), phrases with a similar meaning follow, such as "police
-        officer". A word that is frequent in English is no typing error, so only its meaning counts.
+        These are words of the vocabulary with a similar spelling. If the package with MiniLM's
+        weights is installed (the extra [words]), phrases with a similar meaning follow, such as
+        "police officer". A word that is frequent in English is no typing error, so it gets only
+        phrases with a similar meaning.
         """
         new = [word for word in dict.fromkeys(hashed.words(text)) if word not in self.words]
         return {word: self._similar(word) for word in new}
@@ -63,7 +64,7 @@ class Vocabulary(NamedTuple):
         return list(dict.fromkeys([*typed, *meanings.nearest(word, _SIMILAR)]))[:_SIMILAR]
 
     def _phrases(self) -> frozenset[str]:
-        """Return the short beginnings of captions, and the words that occur outside of them."""
+        """Return the short phrases that begin examples, and words that occur outside of them."""
         short, outside = set[str](), set[str]()
         for example in self.examples:
             beginning, _, rest = " ".join(example.lower().split()).partition(",")
@@ -78,7 +79,7 @@ class Vocabulary(NamedTuple):
 
 
 def of(captions: Iterable[str]) -> Vocabulary:
-    """Collect the vocabulary of captions."""
+    """Collect the most frequent words of captions, and at most 1,000 captions as examples."""
     counts, num_captions = collections.Counter[str](), 0
     by_beginning: dict[str, str] = {}
     for caption in captions:
@@ -87,7 +88,7 @@ def of(captions: Iterable[str]) -> Vocabulary:
         text = " ".join(caption.split())
         beginning = text.partition(",")[0].lower()
         if beginning and len(text) <= _LENGTH:
-            # Of captions with the same beginning, any one; a hash prefers no word to another.
+            # Keep one caption per beginning. Choosing it by a hash favours no words.
             by_beginning[beginning] = min(by_beginning.get(beginning, text), text, key=_hash)
     examples = [by_beginning[beginning] for beginning in sorted(by_beginning)]
     spread = examples[:: -(-len(examples) // _EXAMPLES)] if examples else []
@@ -144,8 +145,8 @@ def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -
         return ""
     hint = lambda similar: f" (similar: {', '.join(similar)})" if similar else ""
     listed = ", ".join(f"{word!r}{hint(similar)}" for word, similar in new.items())
-    line = f"in none of the {vocabulary.num_captions:,} training captions: {listed}"
-    return f"the model does not know these words, {line}" if encoder == "hashed" else line
+    line = f"none of the {vocabulary.num_captions:,} training captions contains {listed}"
+    return f"the model does not know some words: {line}" if encoder == "hashed" else line
 
 
 def _hash(text: str) -> bytes:

@@ -60,7 +60,7 @@ class NotSaved(RuntimeError):
 class Checkpointer:
     """The checkpoints of one run under `directory`. Call `close` before the process ends.
 
-    It keeps the newest `keep_last` checkpoints (None: all) and every checkpoint whose step is a
+    A run keeps the newest `keep_last` checkpoints (None: all) and every checkpoint whose step is a
     multiple of `keep_every` (0: no others). A checkpoint counts as saved when all its files are on
     the disk.
     """
@@ -98,7 +98,7 @@ class Checkpointer:
         self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
-        self._last = self.latest_step()  # Listing the folder again takes threads, and so memory.
+        self._last = self.latest_step()  # Kept, because listing the folder again takes memory.
         self._limit = SaveLimit()
 
     def save(
@@ -137,9 +137,9 @@ class Checkpointer:
         *,
         read_back: bool = True,
     ) -> None:
-        """Save each tree as one item of a checkpoint, together with other items.
+        """Save each tree as one item of a checkpoint, together with the items in `others`.
 
-        Like `save`, it writes in the background and first waits for the previous save.
+        Like `save`, it first waits for the previous save, and raises NotSaved if that failed.
         """
         if not read_back:
             self._hurried.set()
@@ -174,9 +174,9 @@ class Checkpointer:
     def restore(
         self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
     ) -> TrainState:
-        """Wait until the last save is complete, then return what `restore_state` returns.
+        """Wait for the last save, then read the state of `step` (None: the newest).
 
-        `step` is the step to read; None: the newest.
+        The result is that of `restore_state`. Raises NotSaved if the last save failed.
         """
         self.wait()
         return restore_state(self._directory, abstract_state, data_iterator, step)
@@ -220,7 +220,7 @@ class Checkpointer:
         return "There is no other checkpoint" if has_none else last
 
     def _write_checksums(self) -> None:
-        """Write the checksums of the step that is being saved."""
+        """Write the checksum file of the step that is being saved."""
         folders = self._directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
         # In a bucket, an unfinished checkpoint has its final name.
         for folder in list(folders) or [self._directory / str(self._saving)]:
@@ -228,7 +228,7 @@ class Checkpointer:
 
     def _finish(self, step: int) -> None:
         """Wait until a step is written, then read its files back."""
-        self._manager.wait_until_finished()  # `wait` reports its error.
+        self._manager.wait_until_finished()  # `wait` reports an error of this save.
         self._limit.stop()
         if step in restore.steps(self._directory):
             self._last = step
@@ -295,8 +295,8 @@ def _delete(folder: epath.Path) -> None:
 class Snapshots:
     """Snapshots of a run's power-function averages, one folder each. Old ones are kept.
 
-    Training waits until a snapshot is complete. So whichever checkpoint a run continues from, all
-    snapshots before it exist. Snapshots after it are deleted and written again.
+    Training waits until a snapshot is complete. So all snapshots before a checkpoint exist when a
+    run continues from it. Snapshots after it are deleted and written again.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int) -> None:
@@ -327,9 +327,9 @@ def restore_state(
 ) -> TrainState:
     """Return the state of `step` (None: the newest), and move `data_iterator` to its position.
 
-    `abstract_state` holds a jax.ShapeDtypeStruct with a sharding for each leaf. The sharding may
-    differ from the one at saving. This writes nothing. Raises ValueError if the saved parameters
-    have other names or shapes. Raises FileNotFoundError if there is no checkpoint.
+    `abstract_state` holds a jax.ShapeDtypeStruct with a sharding for each leaf. The saved state may
+    have had other shardings. Nothing is written. Raises ValueError if the saved parameters have
+    other names or shapes, and FileNotFoundError if there is no checkpoint.
     """
     root = restore.absolute(directory)
     restore.check_exists(root, step)
@@ -348,9 +348,9 @@ def powers(state: TrainState) -> dict[str, Params]:
 
 
 def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:
-    """Raise ValueError unless a checkpoint has the same names and shapes as a state.
+    """Raise ValueError unless the arrays of a checkpoint have the names and shapes of a state's.
 
-    This reads no arrays.
+    No array is read.
     """
     root = restore.absolute(directory) / str(step)
     restore.check_averages(root, list(state.ema))

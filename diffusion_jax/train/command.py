@@ -1,4 +1,4 @@
-"""The training command of every system. It reads the flags, checks the run and starts the loop."""
+"""The training command of all systems. It reads the flags, checks the run and starts the loop."""
 
 import contextlib
 import pathlib
@@ -35,7 +35,7 @@ _PATHS = ("path", "weights", "store")
 _CAPTIONS, _CHUNK = (
     20_000,
     256,
-)  # The captions of a run's vocabulary, and how many are read at once.
+)  # The largest number of captions in a run's vocabulary, and how many are read at once.
 _SECONDS = 15
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
@@ -47,11 +47,11 @@ def command(
 
     The docstring of the calling module is the --help text. If `read` or `prepare` raises ValueError
     or OSError, the command prints one line and exits with code 2. On SIGTERM it saves a checkpoint
-    and exits with code 143.
+    and exits with code 143. It exits with code 1 if a checkpoint cannot be saved.
 
     Args:
       read: converts a config to settings, which include `run`, `optimizer` and `mesh`.
-      prepare: opens the task, the data and the examples. It returns a loop.Inputs.
+      prepare: (settings, mesh) -> a loop.Inputs. It opens the task, the data and the examples.
     """
     config = cli.define_config()
     workdir_flag = flags.DEFINE_string(
@@ -59,7 +59,7 @@ def command(
     )
     alone = flags.DEFINE_bool("rehearse", False, "Describe the run and exit without training.")
     device_memory = flags.DEFINE_float(
-        "device_memory", None, "Bytes of a device's memory for --rehearse; default: this machine's."
+        "device_memory", None, "Device memory in bytes for --rehearse; default: this machine's."
     )
     ignore_memory = flags.DEFINE_bool(
         "ignore_memory", False, "Train even if a step seems to need more memory than a device has."
@@ -96,7 +96,7 @@ def command(
                     records = heldout.open_records(s.heldout, inputs.batches, measure)
                     inputs = inputs._replace(records=records)
 
-                # Check that the workdir belongs to this run, and trace everything it will compute.
+                # Check that the workdir belongs to this run. Trace everything the run will compute.
                 runs.claim(workdir, values, write=False)
                 finetune.check_base(workdir, inputs.base)
                 report = rehearse(
@@ -115,8 +115,8 @@ def command(
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
 
-            # Train. Known failures become one-line messages. Code 1 makes launchers start again; it
-            # is for failures that the next start may not meet.
+            # Train. Known failures become one-line messages. Exit code 1 makes launchers start the
+            # command again. It is for failures that may not occur at the next start.
             distributed.advise(how_to_go_on(workdir))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
@@ -132,7 +132,7 @@ def command(
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
     """Open the scoring that the config's `evaluation` group describes.
 
-    Returns None if the group requests no scoring, or if the system does not draw from prompts.
+    Returns None if `evaluation.every` is 0, or if the system does not draw from prompts.
     """
     if open_prompts is None or not s.evaluation.every:
         return None
@@ -143,9 +143,10 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
 
 
 def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
-    """Write the words of a new run's captions into its workdir, unless it starts from weights.
+    """Write the words of the training captions into the workdir of a new run.
 
-    At most _CAPTIONS captions are read, evenly spread over the data, for at most _SECONDS.
+    Nothing is written if the run starts from given weights, or if the workdir has the file already.
+    At most _CAPTIONS captions are read, evenly spread over the data, for at most _SECONDS seconds.
     """
     exists = (workdir / vocabulary.FILE).exists()
     if jax.process_index() or exists or inputs.start or not inputs.open_prompts:
@@ -163,9 +164,10 @@ def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
 
 
 def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Print a rehearsal's report, and warn about each field that the run does not read.
+    """Print the report of a rehearsal, and warn about each config field that the run does not read.
 
-    Raises ValueError if an unread field is a path that was set on the command line.
+    `unread` maps such fields to their values, and `overrides` holds the fields that the command
+    line sets. Raises ValueError if an unread field is a path that the command line sets.
     """
     for field, value in unread.items():
         if field in overrides and field.rpartition(".")[2] in _PATHS:

@@ -56,7 +56,10 @@ OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
 
 
 class Examples(NamedTuple):
-    """The prompts of the example pictures that training draws, always from the same seeds."""
+    """The prompts of the example pictures that training draws, always from the same seeds.
+
+    `batch` holds the tokenized prompts, and `captions` their texts.
+    """
 
     batch: Texts
     captions: tuple[str, ...]
@@ -64,13 +67,16 @@ class Examples(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Scores computed during training: after every `every` images, and at the end."""
+    """The scores that training computes whenever `every` more images were seen, and at the end.
+
+    `score` maps the drawing function and the parameters to scores, keyed by name.
+    """
 
     every: int
     score: Callable[[Draw, Params], Mapping[str, float]]
     rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
-    """Draws one batch and computes the features for its scores. During a rehearsal, both are only
-    traced."""
+    """Draws one batch and computes its features for the scores. A rehearsal calls this function, so
+    both are only traced."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
         """Return whether this step reached or passed a multiple of `every` images."""
@@ -134,12 +140,13 @@ def train(
       NothingLearned: too many steps in a row were skipped (settings.max_skipped, or 10 before the
           first finite step). No checkpoint of the last step is saved.
       OutOfMemory: the step does not fit in the memory of a device.
+      NotSaved: a checkpoint or snapshot cannot be written.
     """
     task, batches = inputs.task, inputs.batches
     evaluation, records = inputs.evaluation, inputs.records
     with contextlib.ExitStack() as stack:
-        # From the first step until the last save, SIGTERM only sets a flag. Before, it ends the
-        # process, because there is nothing to save. A hung step ends the process, too.
+        # From the first step until the last save, SIGTERM only sets a flag. Before the first step,
+        # it ends the process, because there is nothing to save. The watchdog ends a hung step.
         release = functools.partial(runs.release, workdir)
         stopping = stack.enter_context(distributed.sigterm(release))
         watchdog = Watchdog(run.step_timeout, distributed.advice)
@@ -204,7 +211,7 @@ def train(
             skipped = skips.failed(step, batch, metrics, last)
             if step % run.log_every == 0 or last:
                 progress.report(step)
-            if skipped:  # Only the first one: run its batch again to find the module at fault.
+            if skipped:  # The first skipped step: run its batch again to find the module at fault.
                 skipped_step, skipped_batch = skipped
                 keys = micro_keys(
                     key, skipped_step - 1, settings.accumulate, settings.micro_batch > 0
@@ -278,9 +285,9 @@ def make_step(
 def warm_up(
     task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
 ) -> Program:
-    """Compile the step and run it once on an artificial batch. Its results are discarded.
+    """Compile the training step, run it once on `batch`, and return the compiled step.
 
-    `batch` holds the rows of this process.
+    The results of the step are discarded. `batch` holds this process's rows of an artificial batch.
     """
     tx, key, create, layout = plan(task, run, settings, mesh)
     state = jax.jit(create, out_shardings=layout)(key)
@@ -292,7 +299,10 @@ def warm_up(
 
 
 def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
-    """Return the optimizer, the random key, a function key -> state, and the state's shardings."""
+    """Return the optimizer, the run's random key, a function key -> state, and its shardings.
+
+    The function creates the state at step 0. The shardings have the structure of the state.
+    """
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
@@ -327,7 +337,10 @@ def shapes_of(batch: Mapping[str, Any]) -> Shapes:
 
 
 def compiled(step: Any, arguments: tuple[Any, ...]) -> Program:
-    """Compile a training step for (state, frozen, batch, key), and log how long it takes."""
+    """Compile a training step for the arguments (state, frozen, batch, key), and log the time.
+
+    All processes wait until each of them has compiled the step.
+    """
     logging.info("compiling the step ...")
     times = [time.time()]
     traced = step.trace(*arguments)
@@ -350,7 +363,7 @@ def first_state(
     workdir: pathlib.Path, step: int | None, create: Callable[[Any], TrainState], key: Any,
     layout: Any, batches: Batches, start: Callable[[], Params] | None,
 ) -> TrainState:  # fmt: skip
-    """Return the state of the checkpoint of `step`, and move `batches` to its position.
+    """Return the state in the checkpoint of `step`, and move `batches` to its position in the data.
 
     If `step` is None, return a new state. Its parameters and averages come from `start`, or from
     `create` if `start` is None. `plan` returns `create`, `key` and `layout`.
@@ -370,7 +383,7 @@ def first_state(
 
 
 def _draw_examples(draw, params, examples, seed):
-    """Draw the examples from fixed seeds. Return one picture of all of them, uint8 [H, W, 3]."""
+    """Draw the examples from fixed seeds. Return a contact sheet of them, uint8 [H, W, 3]."""
     seeds = [seed + i for i in range(len(examples.captions))]
     guidance = np.full(len(seeds), examples.guidance, np.float32)
     images = sheets.to_uint8(draw(params, examples.batch, seeds, guidance))

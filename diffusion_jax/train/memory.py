@@ -24,7 +24,7 @@ _COPIES = 1.18  # Factor for layout copies, reversed kernels and gaps, fitted to
 
 
 class Bytes(NamedTuple):
-    """Memory in bytes that a step needs on one device, by kind."""
+    """The bytes of memory that a training step needs on one device, by purpose."""
 
     parameters: int
     optimizer: int
@@ -52,7 +52,10 @@ class Traced(NamedTuple):
 
 
 def trace(task: Task, state: TrainState, example: Any) -> Traced:
-    """Trace loss and gradient once. The result is valid for all batch sizes and meshes."""
+    """Trace the loss of a task and its gradient. The result is valid for any batch size and mesh.
+
+    `state` holds the shapes of a training state. `example` is a batch with any number of rows.
+    """
     gradient = jax.value_and_grad(task.loss, has_aux=True)
     arguments = (state.params, shapes(task.frozen), batch_of(example, SAMPLES), abstract_key())
     closed = jax.make_jaxpr(gradient)(*arguments)
@@ -61,9 +64,9 @@ def trace(task: Task, state: TrainState, example: Any) -> Traced:
 
 
 def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, passes: int) -> Bytes:
-    """Estimate the memory of a step on one device.
+    """Estimate the memory of a training step on one device.
 
-    The step has `passes` micro batches. Each has `samples` samples per device.
+    The step has `passes` micro batches, each with `samples` samples per device.
     """
     on_device = lambda tree: bytes_on_device(traced.task, tree, mesh)
     parameters = on_device(traced.state.params)
@@ -80,7 +83,7 @@ def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, pa
 
 
 class Disk(NamedTuple):
-    """Bytes per checkpoint and per snapshot, and how many of each a run keeps."""
+    """The disk space of a run: bytes per checkpoint and snapshot, and how many of each it keeps."""
 
     checkpoint: int
     checkpoints: int
@@ -104,12 +107,12 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:
-    """Return the peak of temporary bytes on a device that has `samples` rows of a micro batch."""
+    """Return the peak of a step's temporary bytes on a device, for `samples` samples per pass."""
     return int(_COPIES * traced_memory.peak(arrays, samples))
 
 
 def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
-    """Return the lifetime in device memory of each array of the step."""
+    """Return the lifetimes and per-device sizes of the arrays in a traced step on `mesh`."""
     params, program = traced.state.params, traced.program
     weights = (params, shapes(traced.task.frozen))
     leaves, places = (
@@ -128,7 +131,7 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
 def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
     """Return the variable numbers of the program's inputs that are sharded over a mesh axis.
 
-    `places` are the shardings of its first inputs, in order. Later inputs are ignored.
+    `places` holds the shardings of the program's first inputs, in order. Later inputs are ignored.
     """
     over = lambda names: axis in ((names,) if isinstance(names, str) else names or ())
     pairs = zip(program.inputs, places, strict=False)
@@ -136,18 +139,18 @@ def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
 
 
 def bytes_on_device(task: Task, tree: Any, mesh: Mesh | AbstractMesh) -> int:
-    """Return the bytes of a tree on one device, if it is sharded by the task's rules."""
+    """Return the bytes that a tree takes on one device if task.rules determine its shardings."""
     layout = sharding.shardings(tree, mesh, task.rules)
     return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, tree, layout)))
 
 
 def shapes(tree: Any) -> Any:
-    """Return the shapes of the arrays in a tree, without reading the arrays."""
+    """Replace each array of a tree by its jax.ShapeDtypeStruct, without reading the array."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def batch_of(example: Any, size: int) -> Any:
-    """Return the shapes of a batch with `size` rows."""
+    """Return the shapes of a batch like `example`, but with `size` rows."""
     rows = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
     return jax.tree.map(rows, dict(example))
 

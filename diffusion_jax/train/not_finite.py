@@ -33,17 +33,18 @@ _OUTSIDE = "the loss, outside of its modules"
 _AT_START = 10  # Steps in a row that may be skipped before the first finite one.
 _LISTED = 16  # The largest number of samples and modules in a report.
 Names = Callable[[Sequence[int]], list[str]]
-"""Maps row numbers of the batch to the names of their pictures."""
+"""Maps row numbers of the batch to the names of the pictures in these rows."""
 
 
 class Lookout:
     """A detector of skipped steps. A step is skipped if its loss or gradient is not finite."""
 
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
-        """Start at step `step`. Before it, `skipped` steps were skipped.
+        """Create a detector for a run at step `step` that has skipped `skipped` steps so far.
 
-        A step is checked `lag` steps later, so that the host does not wait for it. The run ends
-        after `most` skipped steps in a row. Before the first finite step, it ends after at most 10.
+        A step is checked `lag` steps later, so that the host does not wait for it. `failed` ends
+        the run after `most` skipped steps in a row. Before the first finite step, it ends the run
+        after at most 10.
         """
         self._skipped, self._lag, self._most = skipped, lag, most
         self._learned = skipped < step
@@ -54,11 +55,11 @@ class Lookout:
     def failed(
         self, step: int, batch: Batch, metrics: Metrics, last: bool
     ) -> tuple[int, Batch] | None:
-        """Add a step, and check the step `lag` steps before it.
+        """Add a step, and check the step that came `lag` steps earlier.
 
-        Return (step, batch) if this finds the first skipped step since the start, otherwise None.
-        If `last` is True, no step follows, and all pending steps are checked. Raises NothingLearned
-        after too many skipped steps in a row.
+        Return the number and the batch of the checked step if it is the first that was skipped
+        since this process started. Otherwise, return None. If `last` is True, no step follows, and
+        all pending steps are checked. Raises NothingLearned after too many skipped steps in a row.
         """
         first = None
         self._under_way.append((step, {} if self._over else batch, metrics))
@@ -94,17 +95,17 @@ class Observed(NamedTuple):
     """The result of running one micro batch of B samples again, as host arrays."""
 
     part: int
-    """Index of the micro batch: the first one with a non-finite value, or the last one of the batch
-    if all values are finite."""
+    """Index of the micro batch: the first with a non-finite value, or the last if there is none."""
     modules: Sequence[str]
     """Module names in the order in which the modules finished, one entry per call."""
     bad: np.ndarray
-    """[modules]: whether any value of the module's output is not finite."""
+    """bool [modules]: whether any value of the module's output is not finite."""
     rows: np.ndarray
-    """[modules, B]: the samples with a non-finite output, if the output has a row per sample."""
+    """bool [modules, B]: which samples have a non-finite output. All are False if the output does
+    not have one row per sample."""
     inputs: Mapping[str, np.ndarray]
-    """Whether each input has a non-finite value, keyed by its path: one bool per parameter, [], and
-    one bool per row, [B], of each array of the batch."""
+    """Which inputs have a non-finite value, keyed by their paths: a bool [] for each parameter, and
+    a bool [B] for each array of the batch."""
     labels: Mapping[str, np.ndarray]
     """The "sigma" and "loss" of each sample, [B], if the task's loss labels these arrays."""
 
@@ -115,9 +116,10 @@ def investigate(
 ) -> None:  # fmt: skip
     """Run the batch of `step` again and write a report on it to `path`.
 
-    Every process must call this with the same arguments. `params` are the parameters of step `now`.
-    `keys` has a key for each micro batch of `step`. `everywhere` is the replicated sharding. If the
-    batch cannot run again, usually for lack of memory, a warning replaces the report.
+    Every process must call this with the same arguments. `params` holds the parameters after step
+    `now`. `keys` holds a key for each micro batch of `step`. `everywhere` is the replicated
+    sharding. If the batch cannot run again, usually for lack of memory, no report is written, and a
+    warning is logged.
     """
     logging.warning(
         "the loss or gradient of step %d is not finite: running its batch again to find the module "
@@ -139,7 +141,11 @@ def investigate(
 def explain(
     path: pathlib.Path, step: int, now: int, observed: Observed, accumulate: int, names: Names
 ) -> None:
-    """Write and log the report on `step`, which ran again with the parameters of step `now`."""
+    """Write the report on `step` to `path` as JSON, and log a summary.
+
+    The step ran again with the parameters after step `now`. Its batch consists of `accumulate`
+    micro batches. `names` maps row numbers of the batch to the names of their pictures.
+    """
     modules = list(dict.fromkeys(np.array(observed.modules)[observed.bad].tolist()))
     inside = [module for module in modules if module != _OUTSIDE]
     rows = _bad_rows(observed)
@@ -179,9 +185,9 @@ def watch(
 ) -> Observed:  # fmt: skip
     """Run a step's loss and gradient again, and check the output of each module.
 
-    The micro batches run in order, up to the first with a non-finite value. `keys` holds the key of
-    each micro batch. This needs about as much memory and compile time as a training step. Every
-    process must call it with the same arguments.
+    The micro batches run in order, up to the first with a non-finite value. The result describes
+    the last one that ran. `keys` holds the key of each micro batch. This needs about as much memory
+    and compile time as a training step. Every process must call it with the same arguments.
     """
     parts = jax.jit(split, static_argnums=1)(batch, len(keys))
     part = lambda index: jax.tree.map(lambda x: x[index], parts)
@@ -251,7 +257,7 @@ class _Walk:
         return list(map(read, program.outvars))
 
     def look(self) -> None:
-        """Record whether the last outputs of the current module are finite."""
+        """Record whether the current module's last outputs are finite."""
         if self._last is not None:
             scope, outputs = self._last
             self.modules.append(module_of(scope))
@@ -259,7 +265,10 @@ class _Walk:
             self.rows.append(jnp.stack([self.rows_of(x) for x in outputs]).any(0))
 
     def rows_of(self, x: Any) -> Any:
-        """Return which rows of x are not finite, bool [B]: none if x is not a float [B, ...]."""
+        """Return which rows of x are not finite, bool [B].
+
+        If x is not a floating-point array [B, ...], all are False.
+        """
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x.shape[:1] != (self._batch_size,):
             return jnp.zeros(self._batch_size, bool)
         return ~jnp.isfinite(x).reshape(self._batch_size, -1).all(1)
@@ -283,7 +292,7 @@ class _Walk:
 
 
 def module_of(scope: str) -> str:
-    """Return the module of a scope: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
+    """Convert a named scope to a module: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
     inner = scope.rpartition("/jvp(")  # Rematerialised operations repeat the scope.
     plain = re.sub(r"\w+\(|\)", "", "".join(inner[1:]))
     parts = [p for p in plain.split("/") if p not in ("", "checkpoint", "rematted_computation")]

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ScheduleState(NamedTuple):
-    """The number of updates so far, and the learning rate of the last one."""
+    """The number of updates so far, and the learning rate of the last update (0 before any)."""
 
     updates: Int[Array, ""]
     learning_rate: Float[Array, ""]
@@ -45,7 +45,10 @@ def warmup_ldm(lr: float, warmup: int) -> Schedule:
 
 
 def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
-    """Return a schedule: NeMo's warm-up, then half a cosine from lr at `warmup` to 0 at `steps`."""
+    """Return a schedule: NeMo's warm-up, then half a cosine from lr at `warmup` to 0 at `steps`.
+
+    Raises ValueError unless `steps` is larger than `warmup`.
+    """
     if steps <= warmup:
         raise ValueError(
             f"a cosine schedule of {steps} steps has no room after {warmup} steps of warm-up: "
@@ -64,7 +67,8 @@ def warmup_stable_decay(lr: float, warmup: int, steps: int) -> Schedule:
     """Return a schedule: NeMo's warm-up, then lr, then a fall to 0 over the last fifth of `steps`.
 
     After a share s of the last fifth, the rate is lr (1 - sqrt(s)) (Hägele et al. 2024, arXiv
-    2405.18392). To train for longer, continue from a checkpoint before the fall.
+    2405.18392). To train for longer, continue from a checkpoint before the fall. Raises ValueError
+    if the fall begins before the warm-up ends.
     """
     start = steps - steps // 5
     if start <= warmup:
@@ -82,7 +86,10 @@ def warmup_stable_decay(lr: float, warmup: int, steps: int) -> Schedule:
 
 
 def inverse_sqrt(lr: float, warmup: int, decay_from: int) -> Schedule:
-    """Return a schedule: NeMo's warm-up / sqrt(max(step / decay_from, 1)) (Karras et al. 2024)."""
+    """Return a schedule: NeMo's warm-up, divided by sqrt(max(step / decay_from, 1)) (EDM2).
+
+    See Karras et al. 2024, Analyzing and Improving the Training Dynamics of Diffusion Models.
+    """
     warm = warmup_constant(lr, warmup)
 
     def schedule(step):
@@ -101,7 +108,11 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
 
 
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of a config. `settings.schedule` is a key of SCHEDULES."""
+    """Return the AdamW optimizer of a config, for a run of `steps` steps.
+
+    `settings.schedule` is a key of SCHEDULES. Raises ValueError if the schedule does not fit into
+    `steps`.
+    """
     return adamw(
         SCHEDULES[settings.schedule](settings, steps),
         b1=settings.b1,
@@ -113,7 +124,7 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 
 
 def check(settings: Optimizer, steps: int) -> None:
-    """Raise ValueError if values conflict or the schedule does not fit into `steps`."""
+    """Raise ValueError if settings conflict, or if the schedule does not fit into `steps`."""
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
     if settings.micro_batch and settings.accumulate > 1:
         raise ValueError(
@@ -124,9 +135,9 @@ def check(settings: Optimizer, steps: int) -> None:
 
 
 def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) -> Optimizer:
-    """Return the settings, with `accumulate` computed from `micro_batch` if that is set.
+    """Return the settings, with `accumulate` computed from `micro_batch` if `micro_batch` is set.
 
-    Raises ValueError if the batch cannot be divided into micro batches over the mesh's devices.
+    Raises ValueError if the batch cannot be divided into equal micro batches over the devices.
     """
     if not settings.micro_batch:
         sharding.check_batch(batch_size, settings.accumulate, mesh)
@@ -137,7 +148,10 @@ def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) ->
 
 
 def snapshot_every(settings: Optimizer, steps: int) -> int:
-    """Return the number of steps between snapshots of the power-function averages; 0: never."""
+    """Return the number of steps between two snapshots of the power-function averages.
+
+    Return 0 if the run has no such averages.
+    """
     return (settings.snapshot_every or -(-steps // 32)) if settings.ema_widths else 0
 
 
@@ -161,7 +175,8 @@ def adamw(
 
     Biases decay too, as in NeMo's Imagen. The first moment is stored in `moment_dtype`. The state
     holds the learning rate of the last update, which `learning_rate` reads. `update` takes a bool
-    `finite`. If it is False, the state does not change, and the caller must not apply the updates.
+    `finite`, True by default. If it is False, the state does not change, and the caller must not
+    apply the updates.
     """
     return optax.chain(
         _scale_by_adam(b1, b2, eps, moment_dtype),
@@ -188,7 +203,7 @@ def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
 def _scale_by_adam(
     b1: float, b2: float, eps: float, moment_dtype: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Return optax.scale_by_adam with one change: its state changes only if `finite`."""
+    """Return optax.scale_by_adam with one change: the state is updated only if `finite` is True."""
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype)
 
     def update(updates, state, params=None, *, finite=True, **_):
@@ -207,7 +222,7 @@ def _scale_by_adam(
 
 
 def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation update -> -lr * update. Its state holds lr."""
+    """Return the transformation update -> -lr * update, whose state is a ScheduleState."""
 
     def init(params):
         del params

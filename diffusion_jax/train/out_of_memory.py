@@ -1,4 +1,4 @@
-"""The error for a device that runs out of memory. It lists the largest arrays and remedies."""
+"""The error for a device that runs out of memory. It lists the largest arrays, and remedies."""
 
 import contextlib
 import math
@@ -11,7 +11,7 @@ import jax
 from diffusion_jax.machine import files, hardware
 
 PROFILE = "memory.prof"
-_MANY = 3  # The number of largest parts that the message names.
+_MANY = 3  # The error message names this many of the largest parts.
 
 
 class OutOfMemory(RuntimeError):
@@ -30,7 +30,8 @@ def explained(
 ) -> Iterator[dict[str, int]]:
     """Turn XLA's RESOURCE_EXHAUSTED in this context into OutOfMemory.
 
-    It first writes a profile of the device's memory to `memory.prof`, which pprof can read.
+    Before it raises the error, it writes a profile of the device's memory to `memory.prof`, which
+    pprof can read.
 
     Args:
       workdir: the folder for `memory.prof`.
@@ -60,7 +61,7 @@ def _message(sizes: Mapping[str, int], samples: int, reason: str) -> str:
     fewer = f"--config.optimizer.micro_batch={samples // 2}" if samples > 1 else "a smaller model"
     return (
         f"out of memory on a device{of}; the largest parts are: {named}. Each pass processes "
-        f"{samples} samples per device: take {fewer}, or shard with --config.mesh.fsdp=-1, or "
+        f"{samples} samples per device: try {fewer}, or shard with --config.mesh.fsdp=-1, or "
         f"recompute with --config.unet.remat; `python -m launch.plan` shows what fits. {PROFILE} "
         f"in the workdir lists all arrays. XLA's error: {reason.splitlines()[0][:200]}"
     )

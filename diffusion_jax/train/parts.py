@@ -28,7 +28,10 @@ def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyAr
 
 @functools.cache
 def _implementation(parts: int, whole: Hashable) -> Any:
-    """Return a variant of the random generator `whole` whose keys also hold the index of a part."""
+    """Return a variant of the random generator `whole` whose keys also hold a part's index.
+
+    A part is one of `parts` micro batches.
+    """
     size = jax.random.key_data(jax.random.key(0, impl=whole)).size
 
     def key(data: Array) -> PRNGKeyArray:

@@ -21,9 +21,10 @@ IN_FLIGHT = 2
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each metric over steps, in the form of a line of metrics.jsonl.
+    """Return the mean of each metric over steps, keyed as in metrics.jsonl.
 
-    The metrics must be host arrays. "skipped" is a running total, so its last value is returned.
+    `metrics` holds one dict of host arrays per step. "skipped" is a running total, so its last
+    value is returned instead of the mean.
     """
     total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
     means = {name: value / len(metrics) for name, value in total.items() if np.ndim(value) == 0}
@@ -43,7 +44,7 @@ class Progress:
         self._since, self._waited = time.time(), 0.0
 
     def add(self, metrics: Metrics, flops: float) -> None:
-        """Add a step's metrics, and its number of floating-point operations.
+        """Add a step's metrics, and the number of its floating-point operations.
 
         Then wait until the devices have computed the step that came IN_FLIGHT steps earlier.
         """
@@ -53,7 +54,7 @@ class Progress:
             jax.block_until_ready(self._metrics[-1 - IN_FLIGHT])
 
     def report(self, step: int) -> None:
-        """Write the mean metrics since the last report, and log the progress line."""
+        """Write the mean metrics since the last report, and log a progress line."""
         metrics = jax.device_get(self._metrics)
         seconds = (time.time() - self._since) / len(metrics)
         scalars = mean_metrics(metrics)

@@ -45,11 +45,11 @@ def rehearse(
     inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     alone: bool = True, device_memory: float | None = None, ignore_memory: bool = False,
 ) -> str:  # fmt: skip
-    """Trace the whole run and return a report on it, as lines of text.
+    """Trace everything that a run will compute, and return a report on the run as lines of text.
 
     Args:
       inputs: the opened run.
-      run: its steps, batch size and intervals.
+      run: the run's steps, batch size and intervals.
       settings: the optimizer. `accumulate` is the number of micro batches per step.
       mesh: the devices of the run.
       workdir: the folder of the run. If it holds checkpoints, the newest one is compared with this
@@ -60,7 +60,8 @@ def rehearse(
       ignore_memory: whether to warn, instead of failing, if a step needs more memory than a device
           has.
 
-    Raises ValueError if the run would fail. Other errors get a note that names the traced part.
+    Raises ValueError if the run would fail. All errors while tracing get a note that names the
+    traced part.
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
@@ -104,7 +105,7 @@ def rehearse(
 def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
     """Trace the sampler for the examples, with and without guidance, and for a scored batch.
 
-    Returns the report's text on what is drawn during training.
+    Returns a phrase for the report: the pictures and scores that training will produce.
     """
     examples, evaluation, line = inputs.examples, inputs.evaluation, "nothing during training"
     with programs.rehearsal():
@@ -130,7 +131,7 @@ def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...
 
 
 class _named:
-    """A context manager that adds the note "while rehearsing WHAT" to errors raised inside it."""
+    """A context manager that adds a note to errors raised inside it: "while rehearsing `what`"."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -154,7 +155,7 @@ def _count(tree: Any) -> int:
 
 
 def _shapes_of(example: dict[str, np.ndarray]) -> str:
-    """Describe the arrays of one row, and how many of its tokens are not padding."""
+    """Describe the shapes of a batch's rows, and the range of text lengths in tokens."""
     shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}" for k, x in example.items()]
     masks = [x for name, x in example.items() if name.endswith("mask")]
     lengths = [int(n) for mask in masks for n in mask.sum(1)]
@@ -163,12 +164,12 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
 
 
 def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
-    """Describe the memory of a step. Warn if it may not fit.
+    """Describe the memory that a step needs, and warn if it may not fit into a device's memory.
 
-    Raises ValueError if it exceeds a device's memory by more than the estimate's margin.
+    Raises ValueError if it certainly does not fit, unless `ignore` is True.
     """
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
-    line = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
+    line = f"{need.total / 1e9:.2f} of {limit / 1e9:.1f} GB per device, estimated: {parts}"
     advice = "lower optimizer.micro_batch or batch_size, or set unet.remat=True"
     if need.total > limit / memory.USABLE and not ignore:
         raise ValueError(
@@ -190,9 +191,10 @@ def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
 def _workdir(
     workdir: pathlib.Path, run: Run, usage: memory.Disk, state: TrainState, alone: bool
 ) -> Rows:
-    """Describe the workdir's state and the run's disk use.
+    """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
-    Raises ValueError if the run cannot use the workdir.
+    `usage` is the disk space of the finished run. Raises ValueError if the run cannot use the
+    workdir.
     """
     if jax.process_index() == 0 or not files.remote(workdir):
         files.check_writable(workdir, "--workdir")
@@ -220,7 +222,7 @@ def _workdir(
 
 
 def _free(workdir: pathlib.Path) -> int | float:
-    """Return the free bytes of a workdir's disk. Return inf for a bucket."""
+    """Return the number of free bytes on the disk of a workdir; inf for a bucket."""
     if files.remote(workdir):
         return math.inf
     existing = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())

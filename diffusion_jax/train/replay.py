@@ -2,8 +2,9 @@
 
 A step depends only on the config, the data and the step number. So training again from a checkpoint
 before a step repeats the step to the last bit, on the same machine with the same versions. The
-compiled training step computes the metrics. A second program computes what training does not
-report: the loss of each example and the gradient norm of each module. Its rounding may differ.
+compiled training step computes the metrics. A second program computes the loss of each example and
+the gradient norm of each module, which training does not report. Its rounding may differ from that
+of the training step.
 """
 
 import functools
@@ -43,7 +44,10 @@ class Window(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The comparison of a line of metrics.jsonl with a replay of its steps, as in `Window`."""
+    """The comparison of a line of metrics.jsonl with a replay of its steps.
+
+    The line covers the steps `first` + 1 to `last`.
+    """
 
     first: int
     last: int
@@ -66,11 +70,11 @@ class Replayed(NamedTuple):
     modules: Mapping[str, float]
     """The gradient norm of each module before clipping."""
     examples: Sequence[Mapping[str, Any]]
-    """A dict for each example of the batch, with row, name, text, sigma and loss. Both sigma and
-    loss are missing if the task's loss does not label them."""
+    """A dict for each example of the batch, with the keys row, name, text, sigma and loss. If the
+    task's loss does not label sigma and loss, these two are missing."""
     pictures: UInt8[np.ndarray, "B H W 3"] | None
-    """The pictures of the batch, as the network saw them or decoded. None if the batch has none and
-    cannot be decoded."""
+    """The pictures of the batch, either as the network saw them or decoded from the batch. None if
+    neither is possible."""
 
 
 def replay(
@@ -83,16 +87,16 @@ def replay(
 
     Args:
       inputs: the opened run.
-      run: its steps, batch size and seed.
-      settings: its optimizer. `accumulate` is the number of micro batches per step.
-      mesh: its devices.
+      run: the run's steps, batch size and seed.
+      settings: the run's optimizer. `accumulate` is the number of micro batches per step.
+      mesh: the devices of the replay.
       workdir: the folder with the checkpoints, metrics.jsonl and manifest.json.
       step: the step, from 1 to run.steps.
       decode: converts a batch without pictures, such as a batch of latents, to pictures. None: the
           result has no pictures for such a batch.
 
     Raises:
-      ValueError: the step is out of range, or the data are not those of the checkpoint.
+      ValueError: the step is out of range, or the data differ from the checkpoint's data.
       restore.Damaged: all checkpoints before the step are damaged.
     """
     if not 1 <= step <= run.steps:
@@ -159,8 +163,8 @@ def windows(workdir: pathlib.Path) -> list[Window]:
 def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
     """Describe how this process differs from the process that last trained a step of the run.
 
-    The comparison covers versions, devices, commit, environment variables and config. Returns "" if
-    all are equal, or if the run has no manifest.
+    The comparison covers versions, devices, commit, environment variables and `config`, the run's
+    config now. Returns "" if all are equal, or if the manifest has no entry for the step.
     """
     entries = [run for run in log.read_manifest(workdir) if run["first_step"] < step]
     if not entries:
@@ -179,7 +183,11 @@ def _nearest(folder: pathlib.Path, step: int) -> int | None:
 
 
 def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, decode):
-    """Return the gradient norm of each module, the labels of each example, and the pictures."""
+    """Return the gradient norm of each module, the labels of each example, and the pictures.
+
+    The labels are arrays [B], keyed by "sigma" and "loss". The pictures are None or uint8
+    [B, H, W, 3].
+    """
     everywhere = sharding.replicated(mesh)
     gradient = sharding.ambient(mesh, jax.value_and_grad(task.loss, has_aux=True))
 
@@ -205,11 +213,10 @@ def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, d
 
 
 def module_norms(total: Params, parts: int = 1) -> dict[str, jax.Array]:
-    """Return the norm of each module's gradient, the mean over `parts` micro batches.
+    """Return the norm of each module's mean gradient over `parts` micro batches, keyed by module.
 
-    `total` is the sum of the gradients of the micro batches.
-    A module is a child of the network. Its name is the first one after "params" in the paths of its
-    parameters.
+    `total` is the sum of the micro batches' gradients. A module is a child of the network. Its name
+    follows "params" in the paths of its parameters.
     """
     squares: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(total):
@@ -228,7 +235,10 @@ def _pictures(frozen, batch, decode, everywhere) -> np.ndarray | None:
 
 
 def _examples(batches: Batches, batch_size: int, labels: Mapping[str, np.ndarray]):
-    """Return a dict of row, name, text and labels for each row of the last batch."""
+    """Return a dict for each row of the last batch, with the keys row, name, text and the labels.
+
+    `labels` holds an array [batch_size] for each label.
+    """
     indices = batches.indices(range(batch_size))
     names, (_, texts) = batches.pictures.names(indices), batches.pictures.read(indices)
     rows = []
@@ -249,6 +259,6 @@ def _compare(window: Window, metrics: Mapping[int, Any]) -> Compared:
 
 
 def _written(step: int, scalars: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return metrics as they are read back from metrics.jsonl, where NaN is null."""
+    """Return metrics as they would be read back from metrics.jsonl, where NaN becomes None."""
     line = log.metrics_line(step, {name: float(value) for name, value in scalars.items()})
     return {name: value for name, value in json.loads(line).items() if name != "step"}

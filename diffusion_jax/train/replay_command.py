@@ -1,4 +1,4 @@
-"""The replay command, shared by all systems: its flags, its report and its contact sheet."""
+"""The replay command of all systems: its flags, its report and its contact sheet."""
 
 import importlib
 import json
@@ -18,8 +18,8 @@ from diffusion_jax.train import optimizer
 from diffusion_jax.train.replay import Compared, Decode, Replayed, changes, replay
 
 FOLDER = "replay"
-_LISTED = 16  # Examples in the printed report, by their loss.
-_SHOWN = 64  # Pictures on the sheet.
+_LISTED = 16  # The printed report lists this many examples, those with the largest losses.
+_SHOWN = 64  # The contact sheet shows this many pictures, those with the largest losses.
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
 
@@ -62,7 +62,7 @@ def run(
 ) -> tuple[Replayed, str]:  # fmt: skip
     """Open the run in `workdir` and replay a step. Return the result and the text of `changes`.
 
-    `package` and `decoder` are the arguments of `command`. `base` is the value of --unet_weights.
+    `package` and `decoder` are the same as for `command`. `base` is the value of --unet_weights.
     Raises ValueError or OSError if the step cannot be rebuilt.
     """
     config = runs.load(workdir)
@@ -88,7 +88,7 @@ def run(
 def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tuple[str, str]]:
     """Return the rows of the printed report: metrics, the comparison, modules and examples.
 
-    `different` is the text that `changes` returns.
+    A row is a pair (label, text). `different` is the text that `changes` returns.
     """
     origin = "the initial weights"
     if result.checkpoint is not None:
@@ -104,7 +104,7 @@ def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tupl
     rows.append(("modules", "the gradient norm of each, before clipping"))
     rows += [(f"  {name}", f"{norm:.6g}") for name, norm in result.modules.items()]
     examples = _by_loss(result)
-    rows.append(("examples", f"{min(_LISTED, len(examples))} of {len(examples)}, by their loss"))
+    rows.append(("examples", f"{min(_LISTED, len(examples))} of {len(examples)}, largest losses"))
     rows += [(f"  row {x['row']}", f"{_numbers(x)}{x['name']}: {x['text']}") for x in
              examples[:_LISTED]]  # fmt: skip
     pictures = "" if result.pictures is None else f" and {_name(result.step)}.png"
@@ -113,7 +113,7 @@ def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tupl
 
 
 def write(folder: pathlib.Path, result: Replayed) -> None:
-    """Write all numbers as JSON, and the pictures with the largest losses as a contact sheet."""
+    """Write all numbers into `folder` as JSON, and a contact sheet of the largest losses as PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {**result._asdict(), "compared": [line._asdict() for line in result.compared]}
     del values["pictures"]

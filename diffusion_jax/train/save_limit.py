@@ -12,16 +12,16 @@ import time
 _STDERR = 2
 FLOOR = 120.0
 """The shortest time limit of a save, in seconds. A network file system may stall for a while."""
-_RATE = 10e6  # Bytes per second that a first save writes at least.
+_RATE = 10e6  # The first save must write at least this many bytes per second.
 _TIMES = 10  # A later save may take this many times as long as the longest one before it.
 
 
 class SaveLimit:
     """A timer that ends this process with code 1 if a save takes too long. Call `close` when done.
 
-    The limit of the first save depends on its size, and that of later saves on the longest save so
-    far. The thread that watches the time starts early, because a process that has run out of memory
-    cannot start threads.
+    The limit of the first save depends on its size. The limit of a later save depends on the
+    longest save so far. The thread that watches the time starts with the timer, because a process
+    that has run out of memory cannot start threads.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class SaveLimit:
     def start(self, size: int, name: str, last: str) -> None:
         """Start the clock of a save of `size` bytes.
 
-        If the save exceeds the limit, the error message contains `name`, the checkpoint's name, and
-        `last`, a sentence about the last complete checkpoint.
+        If the save takes longer than its limit, the process prints an error and ends. The error
+        names the checkpoint `name`, and ends with `last`, a sentence about the last complete one.
         """
         self.seconds = FLOOR + (_TIMES * self._longest or size / _RATE)
         self._message = (
@@ -64,7 +64,10 @@ class SaveLimit:
 
 
 def advice(reason: str) -> str:
-    """Return a question about the likely cause of a failed save. `reason` is the error message."""
+    """Return a question that names the likely cause of a failed save.
+
+    `reason` is the error message of the save.
+    """
     if "Too many open files" in reason:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"are {allowed} open files enough (ulimit -n)?"

@@ -1,4 +1,4 @@
-"""Compute the scores of the evaluation command during training, for the metrics of the run."""
+"""Compute the scores of the evaluation command during training, and add them to the metrics."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,11 @@ def open_scoring(
     """Open the prompts and the metrics of a config's `evaluation` group.
 
     Args:
-      evaluation: the group.
+      evaluation: the config group.
       source: the config's data.source. The source's own scorer is used if the group names no file
           of prompts.
       size: the side in pixels of the pictures that the model draws.
-      open_prompts: takes all prompts and returns the tokenizer for them.
+      open_prompts: maps all prompts to a function that tokenizes a batch of them.
 
     Raises:
       ValueError or FileNotFoundError: the prompts, a reference or an extractor cannot be read.
@@ -61,7 +61,7 @@ def score_now(
     """Draw and score all prompts at each guidance scale, `batch_size` images at a time.
 
     Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images of a guidance scale
-    are not finite, the result has no scores of this scale, only the number of these images:
+    are not finite, the scale gets no scores. Then the result holds the number of these images:
     {"evaluation/guidance_2/images_not_finite": 3}.
     """
     scores = {}

@@ -34,12 +34,16 @@ def ema_name(decay: float) -> str:
 
 
 def averaged(state: TrainState) -> Params:
-    """Return the average with the largest decay, or the parameters if there is no average."""
+    """Return the average that images are drawn with, or the parameters if there is no average.
+
+    This is the exponential average with the largest decay. If there are only power-function
+    averages, it is the one with the largest width.
+    """
     return state.ema[max(state.ema, key=order)] if state.ema else state.params
 
 
 def constant_decay(decay: float, step: Int[Array, ""]) -> float:
-    """Return the same decay at every step, as NeMo does."""
+    """Return `decay`, whatever the step, as NeMo does."""
     del step
     return decay
 
@@ -62,7 +66,7 @@ def init_state(
 ) -> TrainState:
     """Return the state at step 0, in which every average equals `params`.
 
-    Raises ValueError for decays outside [0, 1).
+    Raises ValueError if a decay is outside [0, 1).
     """
     check_decays(ema_decays)
     # The averages are copies: the step donates its input, and no two leaves may share a buffer.
@@ -85,14 +89,15 @@ def make_train_step(
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
     """Return train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
 
-    `key` is the run's key. The step folds its number and the index of the micro batch into it, so
+    `key` is the run's key. The step folds state.step and the index of the micro batch into it, so
     that a resumed run draws the same noise. `metrics` holds loss, grad_norm (before clipping), lr,
-    skipped, param_norm and the metrics of `loss_fn`, averaged over the micro batches.
+    skipped (the number of skipped steps so far), param_norm and the metrics of `loss_fn`. The loss
+    and the metrics of `loss_fn` are means over the micro batches.
 
     If the loss or the gradient norm is not finite, the step is skipped. Then only `step`, `skipped`
-    and the averages of `ema_widths` change: these averages include the unchanged parameters again.
+    and the averages of `ema_widths` change. These averages include the unchanged parameters again.
 
-    Donate `state` to the compiled step, but never `frozen`.
+    The compiled step may donate `state`, but never `frozen`.
 
     Args:
       loss_fn: (params, frozen, batch, key) -> (loss, metrics).
@@ -102,7 +107,7 @@ def make_train_step(
       accumulate: the number of micro batches. It must divide the batch size.
       one_noise: whether each row gets the same noise as if the batch were not divided.
       clip: the largest global norm of the mean gradient; inf: no clipping.
-      decay_at: maps (a decay of `ema_decays`, the step) to the decay to use at this step.
+      decay_at: (a decay in `ema_decays`, state.step) -> the decay to use at this step.
     """
 
     gradient = _mean_gradient(loss_fn, accumulate, one_noise)
@@ -143,11 +148,14 @@ def make_train_step(
 
 
 def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
-    """Return value_and_grad of the mean loss over micro batches. Each has its own random key."""
+    """Return value_and_grad of the mean loss over micro batches, each with its own random key.
+
+    The returned function maps (params, frozen, batch, key) to ((loss, metrics), gradients).
+    """
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def mean_gradient(params, frozen, batch, key):
-        if accumulate == 1:  # A scan over one element would be a loop too: see below.
+        if accumulate == 1:  # Even a scan over one element is a loop, which is slow: see below.
             return gradient(params, frozen, batch, micro_key(key, 0, 1, one_noise))
 
         def add(total, inputs):
@@ -184,19 +192,19 @@ def micro_key(
 def micro_keys(
     key: PRNGKeyArray, step: ArrayLike, accumulate: int, one_noise: bool
 ) -> list[PRNGKeyArray]:
-    """Return the keys of all micro batches of the step that starts when state.step is `step`.
+    """Return the keys of all micro batches of a training step.
 
-    `key` is the run's key.
+    `key` is the run's key. `step` is the value of state.step before the training step.
     """
     key = jax.random.fold_in(key, step)
     return [micro_key(key, index, accumulate, one_noise) for index in range(accumulate)]
 
 
 def split(batch: Batch, accumulate: int) -> Batch:
-    """Split [B, ...] into [a, B / a, ...] with a = `accumulate`.
+    """Split the arrays [B, ...] of a batch into [a, B / a, ...] with a = `accumulate`.
 
-    Micro batch i holds rows i, i + a, i + 2 a, ... Each device then already holds its part of every
-    micro batch.
+    Micro batch i holds rows i, i + a, i + 2 a, ... So each device already holds its part of every
+    micro batch. Raises ValueError if a does not divide B.
     """
 
     def rows(x):
@@ -212,7 +220,7 @@ def split(batch: Batch, accumulate: int) -> Batch:
 
 
 def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
-    """Scale by min(1, clip / (norm + 1e-6)), as Megatron and NeMo do."""
+    """Scale the gradients by min(1, clip / (norm + 1e-6)), as Megatron and NeMo do."""
     scale = jnp.minimum(1.0, clip / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale, grads)
 

@@ -3,8 +3,8 @@
     python -m imagen_jax.train --config=... --workdir=RUN --profile_steps=100:105
     pip install xprof && xprof --logdir=RUN/profile
 
-Operations are labelled with the network's modules, the loss and the update. The host's rows show
-each step and each wait for data.
+In the trace, operations are labelled with the network's modules, the loss and the update. The rows
+of the host show each step and each wait for data.
 """
 
 import contextlib
@@ -36,7 +36,10 @@ def parse(text: str) -> range:
 
 
 class Trace:
-    """A trace of some steps, written to a folder. Call `close` even if training ends early."""
+    """A profiler trace of the steps in a range, written to a folder.
+
+    Call `close` even if training ends early.
+    """
 
     def __init__(self, folder: pathlib.Path, steps: range) -> None:
         self._folder, self._steps, self._running = folder, steps, False

@@ -13,24 +13,24 @@ _STDERR = 2
 class Watchdog:
     """A timer that ends this process with code 1 if `beat` is not called for `seconds`.
 
-    It runs outside of Python, so it also fires while a library call holds the interpreter lock. If
-    Python can still run, a line is printed shortly before the end. Use one watchdog per process,
-    and call `close` when done.
+    The timer runs outside of Python, so it also fires while a library call holds the interpreter
+    lock. It prints the stacks of all threads. If Python can still run, an error line is printed
+    shortly before. Use one watchdog per process, and call `close` when done.
     """
 
     def __init__(
         self, seconds: float | int, advice: Callable[[], str] = lambda: "Start it again."
     ) -> None:
-        """Create a watchdog. The first `beat` starts it. The printed line ends with `advice()`."""
+        """Create a watchdog. The first `beat` starts it. The error line ends with `advice()`."""
         self._seconds, self._advice = seconds, advice
-        self._before = min(2, 0.1 * seconds)  # The line is printed this long before the end.
+        self._before = min(2, 0.1 * seconds)  # Seconds from the error line to the end.
         self._due: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._speak, name="watchdog", daemon=True).start()
 
     def beat(self) -> None:
         """Restart the clock."""
-        # Use a descriptor: notebooks and tests replace sys.stderr by an object without one.
+        # Pass a file descriptor: notebooks and tests replace sys.stderr by an object without one.
         faulthandler.dump_traceback_later(self._seconds, exit=True, file=_STDERR)
         self._due = time.monotonic() + self._seconds - self._before
 

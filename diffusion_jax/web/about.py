@@ -24,10 +24,11 @@ def describe(model: Loaded) -> dict[str, Any]:
 
 
 def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
-    """Return {"words", "meaningless"} about words of the prompts that are in no training caption.
+    """Describe the words of the prompts that occur in no training caption.
 
-    "words" maps each of them to words of the captions with a similar spelling or meaning.
-    "meaningless" is true if there are such words and they mean nothing to the model's text encoder.
+    Return {"words", "meaningless"}. "words" maps each such word to words and phrases of the
+    captions with a similar spelling or meaning. "meaningless" is True if there is such a word and
+    the model's text encoder is "hashed", to which a new word means nothing.
     """
     new: dict[str, list[str]] = {}
     for prompt in prompts:
@@ -37,7 +38,7 @@ def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def needs_prompt(model: Loaded) -> bool:
-    """Return whether a model cannot draw an empty prompt, as training never dropped the text."""
+    """Return whether a model cannot draw an empty prompt, because training never dropped a text."""
     text = getattr(model.stages[0].settings, "text", None)
     return text is not None and not text.drop_prob
 

@@ -26,7 +26,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 def with_headers(application: Any) -> Any:
-    """Return an ASGI application that adds SAFE to every response, even to Starlette's own ones."""
+    """Return an ASGI application that adds SAFE to every response, even to Starlette's errors."""
     safe = [(name.lower().encode(), value.encode()) for name, value in SAFE.items()]
     names = {name for name, _ in safe}
 
@@ -56,7 +56,7 @@ def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
         in_query = request.query_params.get(_TOKEN, "")
         if token and in_query and hmac.compare_digest(in_query.encode(), token.encode()):
             welcome = RedirectResponse(request.url.path, 303)
-            # Not "strict": a link from another site must open too.
+            # With "strict", browsers would not send the cookie after a click on another site.
             welcome.set_cookie(cookie, token, httponly=True, samesite="lax")
             return welcome
         in_cookie = request.cookies.get(cookie, "")
@@ -70,7 +70,7 @@ def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
             return _error(429, str(error))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             return _error(400, str(error))
-        except Exception as error:  # A bug here: the page can show only JSON.
+        except Exception as error:  # A bug in this server. The page can show only JSON errors.
             logging.exception("a request failed")
             return _error(500, f"{type(error).__name__}: {error}")
 

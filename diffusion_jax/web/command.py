@@ -37,10 +37,10 @@ def command(
         "for further models.", required=True,
     )  # fmt: skip
     port = flags.DEFINE_integer(
-        "port", 8765, "The port to listen at.", lower_bound=0, upper_bound=65535
+        "port", 8765, "The port to listen on.", lower_bound=0, upper_bound=65535
     )
     host = flags.DEFINE_string(
-        "host", "127.0.0.1", "The address to listen at. An address that other machines can reach "
+        "host", "127.0.0.1", "The address to listen on. An address that other machines can reach "
         "needs a token, which is printed.",
     )  # fmt: skip
     holders = option_flags.define(options)
@@ -69,7 +69,7 @@ def command(
 def stages_of(text: str) -> list[str]:
     """Split a value of --workdir at commas into the workdirs of a cascade's stages.
 
-    The name of an existing folder is not split.
+    If the whole text is an existing path, it is not split, even if it contains commas.
     """
     return [text] if files.path(text).exists() else text.split(",")
 
@@ -88,5 +88,5 @@ def is_local(host: str) -> bool:
 
 
 def _is_no_cancellation(record: LogRecord) -> bool:
-    """Return False for JAX's log record about a cancelled drawing, and True for all others."""
+    """Return False for the log record that JAX writes if a drawing is cancelled, else True."""
     return "callback failed" not in str(record.msg)

@@ -18,7 +18,7 @@ _ALONE = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
 )
-_SAMPLES = 12  # Sample sheets per run.
+_SAMPLES = 12  # The number of sample sheets that the report shows per run.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
@@ -29,14 +29,14 @@ def write(workdir: str | pathlib.Path) -> pathlib.Path:
 
 
 def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> str:
-    """Return a report on runs as one self-contained HTML page.
+    """Return the text of a report on runs: one self-contained HTML page.
 
     Args:
         workdirs: The workdirs of the runs.
         bands: Shaded areas behind the curves in the plot of FID over CLIP score.
 
     Raises:
-        FileNotFoundError: A folder is not the workdir of a run.
+        FileNotFoundError: A workdir holds neither logged metrics nor sweeps.
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
@@ -53,7 +53,7 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
         "/api/sweeps": results.sweeps(sweeps, _inlined),
         "/api/training": results.training(named, _inlined, _SAMPLES),
     }
-    # Without "<" no text can end the script.
+    # Without "<", no text in the data can end the <script> element.
     data = json.dumps(untrusted.printable_json(content), allow_nan=False).replace("<", r"\u003c")
     code = "".join(_read(name) for name in ("plots.js", "results.js"))
     code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)

@@ -31,7 +31,7 @@ _UNWATCHED = 10.0  # Seconds after which a job that no tab watches ends.
 
 
 class Picture(NamedTuple):
-    """All values that determine a picture: model, prompt, seed, and choices of settings."""
+    """All values that determine a picture: model, prompt, seed, settings and uploaded picture."""
 
     model: str
     prompt: str
@@ -43,7 +43,7 @@ class Picture(NamedTuple):
 
 
 class Full(Exception):
-    """Error raised if too many jobs wait in the queue."""
+    """The error that `Queue.add` raises if too many jobs are waiting."""
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ class Job:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While in this context, count one more browser tab that watches the job."""
+        """Count one more browser tab as watching the job while this context is open."""
         self.watchers += 1
         try:
             yield
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def unwanted(self) -> bool:
-        """Return whether the job was cancelled, or no tab has watched it for some time."""
+        """Return whether the job was cancelled, or no tab has watched it for _UNWATCHED seconds."""
         alone = not self.watchers and time.monotonic() - self.left > _UNWATCHED
         return self.cancelled or alone
 
@@ -121,7 +121,7 @@ class Queue:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job: at once if it waits, otherwise at its next network evaluation."""
+        """Cancel a job: at once if it is waiting, otherwise at its next network evaluation."""
         job.cancelled = True
         with self._lock:
             self._waiting()
@@ -141,7 +141,7 @@ class Queue:
             return self._files.get(picture)
 
     def _waiting(self) -> list[Job]:
-        """Cancel unwanted jobs, and return the jobs that still wait."""
+        """Cancel waiting jobs that are unwanted, and return the other waiting jobs in order."""
         waiting = [job for job in self.jobs.values() if job.state == "waiting"]
         for job in waiting:
             if job.unwanted:
@@ -183,7 +183,11 @@ class Queue:
     def _draw_rows(
         self, job: Job, name: str, arguments: dict[str, Any], rows: Sequence[tuple[int, Picture]]
     ) -> None:
-        """Draw pictures with the same settings, except those that are still in memory."""
+        """Draw pictures that share model, settings and edit, except those still in memory.
+
+        `rows` holds the pictures with their places in the job. Raises Cancelled if nobody wants
+        the job any more.
+        """
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
         if job.unwanted:
             raise Cancelled
@@ -201,7 +205,7 @@ class Queue:
         job.change(drawn=count, looks={})
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
-        """Keep a picture in memory, and drop the least recently requested ones over the limit."""
+        """Keep a picture in memory. Over the limit, drop the least recently requested pictures."""
         with self._lock:
             before = self._files.pop(picture, ())
             self._files[picture] = files
@@ -213,8 +217,9 @@ class Queue:
 class _Looks:
     """Callback that updates a job's previews. Raises Cancelled if the job is unwanted.
 
-    A new batch of pictures begins when the size of the images changes, as between the stages of a
-    cascade. It also begins when the noise level returns to the first level of this size.
+    The callback gets images without their numbers, so it counts batches to know which pictures it
+    shows. A new batch begins if the size of the images changes, as between the stages of a cascade,
+    or if the noise level returns to the first level seen with this size.
     """
 
     def __init__(self, job: Job, numbers: Sequence[int]) -> None:

@@ -53,14 +53,17 @@ def serve(application: Any, listening: socket.socket, opened: str) -> None:
 class Bounded(H11Protocol):
     """A connection that is closed if it does not send the head of a request in time.
 
-    If there are too many connections, the oldest one that has not sent its request is closed. So
-    half-open connections cannot make the page unreachable.
+    If there are too many connections, the one that has waited longest without a request is closed.
+    So idle connections cannot make the page unreachable.
     """
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Close the oldest connection without a request if there are too many."""
+        """If there are too many connections, close the oldest one without a request.
+
+        If every other connection is being answered, close this one.
+        """
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             owing = {
@@ -102,5 +105,5 @@ class Bounded(H11Protocol):
 
 
 def most_connections() -> int:
-    """Return the largest number of connections, which leaves half of the file descriptors free."""
+    """Return the largest number of connections. It leaves half of the file descriptors free."""
     return min(_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)

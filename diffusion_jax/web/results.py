@@ -21,13 +21,13 @@ Show = Callable[[pathlib.Path], str]
 _SAMPLES = "samples"
 _MAX_POINTS = 400  # The largest number of points in a curve.
 _LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
-_CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), content).
+_CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), parsed content).
 _METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]]]] = {}
 """The content and the parsed lines of metrics files. Later requests parse only new lines."""
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the workdirs of each model's stages, keyed by a unique name.
+    """Map a unique name of each model to the workdirs of its stages.
 
     The name of a cascade joins the names of its stages, such as "base + enlarger".
     """
@@ -45,7 +45,8 @@ def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
     """Return (model name, sweep) for each evaluation sweep of these models.
 
     The workdir of a cascade's first stage holds both the sweeps of the cascade and those of the
-    first stage alone; only those that match the model are returned.
+    first stage alone. For a cascade, only its own sweeps are returned; for a single model, only
+    the sweeps of this model alone.
     """
     drawn = []
     for name, stages in workdirs.items():
@@ -55,7 +56,10 @@ def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
 
 
 def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
-    """Return the data of the page's sweep view: points with scores, settings and pictures."""
+    """Return the data of the page's sweep view: points with scores, settings and pictures.
+
+    `show` returns the URL of a picture. Sweeps without points are left out.
+    """
     filled = [(name, one) for name, one in named_sweeps if one.rows]
     metrics = {
         column: {"label": metric.label, "axis": metric.axis or metric.label,
@@ -75,8 +79,8 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
     Args:
         workdirs: The workdirs of the stages of each model, by the model's name.
         show: Returns the URL of a picture.
-        most: At most this many evenly spaced pictures per run are shown, and in any case the last
-            picture. None shows all pictures.
+        most: The number of sample sheets to show per run: at most this many, evenly spaced, and
+            always the last one. None shows all.
     """
     by_name = _runs(workdirs)
     configs = {name: claims.flat(_config(workdir)) for name, workdir in by_name.items()}
@@ -91,13 +95,13 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
 
 
 def _runs(workdirs: Workdirs) -> dict[str, str]:
-    """Return the workdirs of the stages of all models, keyed by a unique name."""
+    """Map a unique name of each stage of all models to its workdir."""
     unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
     return {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
 
 
 def _stages(one: SweepResult) -> list[str] | None:
-    """Return the folder names of the stages of the cascade in a sweep; None for single models."""
+    """Return the folder names of the stages of a sweep's cascade; None if it has a single model."""
     for scored in one.scored.values():
         models = scored.card.get("models") or ()
         if len(models) > 1:
@@ -177,6 +181,7 @@ def _card(card: Card) -> dict[str, str]:
 
 
 def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str, Any]:
+    """Return the data that the page shows about one run: progress, curves and sample sheets."""
     root = files.path(workdir)
     path = root / log.METRICS
     is_there = untrusted.is_plain(path, root)
@@ -208,7 +213,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
 
 
 def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[float, float]]:
-    """Yield means over groups of `every` neighbours, to reduce a curve to fewer points."""
+    """Yield the mean of each group of `every` neighbouring points, to draw a curve with fewer."""
     for i in range(0, len(pairs), max(1, every)):
         part = pairs[i : i + every]
         yield sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)
@@ -217,6 +222,7 @@ def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[flo
 def _seconds_left(
     rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], steps: int
 ) -> float:
+    """Estimate the seconds of `steps` more steps from the last logged speeds; 0 without speeds."""
     speeds = [row["images_per_second"] for row in rows[-20:] if row.get("images_per_second")]
     return steps * config.get("batch_size", 0) * len(speeds) / sum(speeds) if speeds else 0.0
 
@@ -249,7 +255,7 @@ def _read(read: Callable[[Any], Any], source: Any, path: pathlib.Path) -> Any:
 
 
 def _plain(value: Any) -> str:
-    """Return a value as plain text, with hashes shortened."""
+    """Format a value of a config or card as plain text. Hashes are shortened to 12 characters."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
     if isinstance(value, list):

@@ -80,7 +80,7 @@ class Site:
         return f"/api/shown/{name}.png"
 
     def open_waiting(self) -> list[dict[str, Any]]:
-        """Open models that now have checkpoints. Return the others' names, and why they wait."""
+        """Open the models that have checkpoints by now. Return {"name", "why"} of all others."""
         load, still = self._load, []
         if load is None:
             return []
@@ -90,7 +90,7 @@ class Site:
                 try:
                     if not why:
                         self.models[name] = load(name)
-                except (ValueError, OSError) as error:  # Such as a checkpoint being removed.
+                except (ValueError, OSError) as error:  # Perhaps a checkpoint was just removed.
                     why = str(error)
                 if why:
                     still.append({"name": name, "why": why})
@@ -153,7 +153,7 @@ class Site:
         words = ["python", "-m", f"{self.package}.sample"]
         words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model][stages]]
         words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
-        # The values that the page was started with, the same for all stages.
+        # The option values with which the page was started. All stages have the same ones.
         values = {
             name: value
             for name, value in model.values[0].items()
@@ -324,7 +324,7 @@ def _zip(site: Site, job: Job) -> bytes:
 
 
 async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
-    """Return the JSON of a request from the page; browsers stop other sites from sending JSON."""
+    """Return the JSON of a request. Browsers do not let other sites send JSON to this server."""
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
         raise ValueError("the content-type of the request must be application/json")
     parts, size = [], 0
@@ -354,7 +354,7 @@ def _escaped(character: str) -> str:
 
 
 def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
-    """Describe an option for the page: its name, kind, possible values and current value."""
+    """Describe an option for the page: its name, kind, possible values, help and current value."""
     group, _, field = option.field.partition(".")
     values = [getattr(getattr(stage.settings, group), field) for stage in model.stages]
     shown = [str(value) if value == float("inf") else value for value in values]

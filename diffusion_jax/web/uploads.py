@@ -37,9 +37,10 @@ class Uploads:
         self._files: collections.OrderedDict[str, bytes] = collections.OrderedDict()
 
     def add(self, request: Any) -> dict[str, Any]:
-        """Keep the picture of a request {"png": BASE64}. Return its name, width and height.
+        """Keep the picture of a request {"png": BASE64}, a PNG, JPEG or WebP file.
 
-        Raises ValueError if it is not a PNG, JPEG or WebP file, or larger than MAX_SIDE.
+        Return {"picture", "width", "height"}, where "picture" is the name of the upload. Raises
+        ValueError if the file cannot be read, or if a side is larger than MAX_SIDE.
         """
         text = request.get("png") if isinstance(request, dict) else None
         try:
@@ -60,7 +61,7 @@ class Uploads:
         return {"picture": name, "width": image.width, "height": image.height}
 
     def file(self, name: str) -> bytes:
-        """Return the content of an uploaded file. Raise ValueError if it is no longer in memory."""
+        """Return the bytes of an uploaded file. Raise ValueError if it is no longer in memory."""
         if name not in self._files:
             raise ValueError("the uploaded picture is not in memory any more: add it again")
         self._files.move_to_end(name)
@@ -85,7 +86,7 @@ class Uploads:
             raise ValueError(f"enlarge is {edit.enlarge!r}: it must be true or false")
         if not edit.image:
             return Edit()
-        if edit.enlarge:  # Nothing else counts, so equal requests are equal edits.
+        if edit.enlarge:  # Mask and strength have no effect: drop them, so that equal edits match.
             return Edit(edit.image, enlarge=True)
         return edit._replace(strength=float(edit.strength))
 
@@ -102,7 +103,10 @@ class Uploads:
 
 
 def flags(edit: Edit) -> list[str]:
-    """Return the flags of `sample` for an edit, with the names under which the page saves files."""
+    """Return the flags of `sample` for an edit.
+
+    They name image.png and mask.png, the files that the page saves.
+    """
     if not edit.image:
         return []
     if edit.enlarge:

@@ -1,11 +1,11 @@
-"""Compute with power-function averages of parameters: their names, profiles and combinations.
+"""Names, profiles and combinations of power-function averages of parameters.
 
 After t steps, the average with exponent gamma is the mean of the parameters of steps k = 1 ... t,
-weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This sequence of weights, the profile, excludes
-the initial parameters, and its width grows with the run. In contrast, the profile of a constant
-decay spans a fixed number of steps. The relative width sigma_rel is the standard deviation of the
-profile divided by t; 0.05 and 0.10 are common. See Karras et al. 2024, "Analyzing and Improving the
-Training Dynamics of Diffusion Models", section 3 and appendix C.
+weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This sequence of weights is called the profile.
+It excludes the initial parameters, and its width grows with the run. In contrast, the profile of an
+EMA with a constant decay spans a fixed number of steps. The relative width sigma_rel is the
+standard deviation of the profile divided by t; 0.05 and 0.10 are common. See Karras et al. 2024,
+"Analyzing and Improving the Training Dynamics of Diffusion Models", section 3 and appendix C.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 POWER = "power-"
-"""The prefix in the name of a power-function average. The relative width follows: "power-0.05"."""
+"""The prefix in the name of a power-function average. Its relative width follows: "power-0.05"."""
 WIDEST = 12**-0.5
 """The relative width of the plain mean over all steps (gamma = 0).
 
@@ -23,12 +23,15 @@ Every power-function average must be narrower than this.
 
 
 def power_name(width: float) -> str:
-    """Return the name of the average with a relative width: 0.10 gives "power-0.1"."""
+    """Return the name of the average with this relative width: "power-0.1" for 0.10."""
     return f"{POWER}{float(width)}"
 
 
 def width_of(name: str) -> float | None:
-    """Return the relative width in the name "power-0.05" or "0.05", or None for all other names."""
+    """Return the relative width in a name such as "power-0.05" or "0.05".
+
+    The result is None if the name holds no number between 0 and WIDEST.
+    """
     try:
         width = float(name.removeprefix(POWER))
     except ValueError:
@@ -37,7 +40,7 @@ def width_of(name: str) -> float | None:
 
 
 def canonical(name: str, stored: Sequence[str]) -> str:
-    """Convert a relative width such as "0.05" to the name "power-0.05".
+    """Return the full name of an average: "power-0.05" for the relative width "0.05".
 
     Names in `stored`, and names that are not a relative width, are returned unchanged.
     """
@@ -46,7 +49,10 @@ def canonical(name: str, stored: Sequence[str]) -> str:
 
 
 def order(name: str) -> tuple[bool, float]:
-    """Return a sort key for names of averages: power functions by width, then EMAs by decay."""
+    """Return a sort key for the names of averages.
+
+    It sorts power-function averages by width, followed by EMAs by decay.
+    """
     return not name.startswith(POWER), float(name.removeprefix(POWER))
 
 
@@ -65,8 +71,9 @@ def combination(
 ) -> tuple[Float[np.ndarray, "N"], float]:
     """Return coefficients that combine stored averages into another average, and the error.
 
-    The coefficients are a least-squares fit of the profiles (the paper's algorithm 3) under the
-    constraint that they sum to 1. So the combined profile sums to 1 even with few averages.
+    The coefficients are a least-squares fit of the target's profile by the stored profiles (the
+    paper's algorithm 3), under the constraint that they sum to 1. So the combined profile sums to 1
+    even with few averages.
 
     Args:
         steps: The step of each stored average.
@@ -75,7 +82,8 @@ def combination(
         width: The relative width of the target average.
 
     Returns:
-        The coefficients, and the norm of the profile's error relative to that of the target.
+        The coefficients, and the relative error: the norm of the difference between the combined
+        and the target profile, divided by the norm of the target profile.
     """
     if not step:  # At step 0, all averages are the initial weights.
         return np.eye(len(steps))[0], 0.0
@@ -84,7 +92,7 @@ def combination(
     inner = _products(times, gammas, times, gammas)  # [N, N]
     target = _products(times, gammas, time, gamma)  # [N, 1]
     ones = np.ones((len(times), 1))
-    bordered = np.block([[inner, ones], [ones.T, np.zeros((1, 1))]])  # A Lagrange multiplier.
+    bordered = np.block([[inner, ones], [ones.T, np.zeros((1, 1))]])  # With a Lagrange multiplier.
     solution = np.linalg.lstsq(bordered, np.append(target, [[1.0]], 0), rcond=None)[0]
     coefficients = solution[:-1, 0]
     norm = _products(time, gamma, time, gamma).item()  # Squared.
@@ -93,7 +101,7 @@ def combination(
 
 
 def _products(times_a, gammas_a, times_b, gammas_b) -> Float[np.ndarray, "A B"]:
-    """Return the inner products of two lists of profiles (the paper's equation 151)."""
+    """Return the inner product of each profile in a with each in b (the paper's equation 151)."""
     a, b = gammas_a[:, None], gammas_b[None]
     ratio, later = times_a[:, None] / times_b, np.maximum(times_a[:, None], times_b)
     power = ratio ** np.where(ratio < 1, b, -a)

@@ -1,9 +1,9 @@
 """Make Orbax and TensorStore read and write checkpoints in buckets: gs:// and s3://.
 
-Object stores have no rename. So Orbax writes a checkpoint under its final name, and writes a commit
-file last. Each process writes its parts of arrays directly from memory with TensorStore's drivers.
-TensorStore supports both stores, but Orbax 0.12 supports only Google's. So this module replaces
-four of Orbax's functions. Checkpoints in both stores have the same layout.
+Object stores cannot rename files. So Orbax writes a checkpoint under its final name, and writes a
+commit file last. Each process writes its parts of arrays directly from memory with TensorStore's
+drivers. TensorStore supports both stores, but Orbax 0.12 supports only Google's. So this module
+replaces some private functions of Orbax and etils. Checkpoints in both stores have the same layout.
 """
 
 import functools
@@ -18,7 +18,7 @@ _SCHEMES = tuple(f"{scheme}://" for scheme in remote.SCHEMES)
 
 
 def absolute(url: str) -> epath.Path:
-    """Return a bucket folder's path for Orbax, and prepare Orbax for buckets."""
+    """Return the path of a bucket's folder for Orbax, and prepare Orbax for buckets."""
     remote.system(url.partition("://")[0])  # Raises an error if the store's package is missing.
     _prepare()
     return epath.Path(url)
@@ -51,10 +51,10 @@ def _amazon(path: str) -> dict[str, Any] | None:
         "endpoint": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
         "aws_region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
     }
-    if settings["endpoint"]:  # Other stores than Amazon's cannot be asked for their region.
+    if settings["endpoint"]:  # Only Amazon's own stores report their region.
         settings["aws_region"] = settings["aws_region"] or "us-east-1"
     options: dict[str, Any] = {name: value for name, value in settings.items() if value}
-    if "AWS_ACCESS_KEY_ID" in os.environ:  # By default, missing credential files cause warnings.
+    if "AWS_ACCESS_KEY_ID" in os.environ:  # The default warns about missing credential files.
         options["aws_credentials"] = {"type": "environment"}
     return {"driver": "s3", "bucket": bucket, "path": inside, **options}
 

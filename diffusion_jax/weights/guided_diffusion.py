@@ -1,4 +1,4 @@
-"""Name UNet blocks as in OpenAI's guided-diffusion, whose names LDM and NeMo use too."""
+"""The names of UNet blocks in OpenAI's guided-diffusion, which LDM and NeMo use too."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from diffusion_jax.weights.torch_weights import Rules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
-    """Return a map from our UNet blocks to torch names: {"down_0_1_attn": "input_blocks.2.1"}.
+    """Return the torch name of each of our UNet blocks: {"down_0_1_attn": "input_blocks.2.1"}.
 
     Args:
         num_blocks: The number of blocks per level.
@@ -40,8 +40,8 @@ def layer_name(
     Args:
         path: The layer's path in our params.
         places: The torch name of each block, as returned by the function `places`.
-        ends: Rules for layers outside blocks.
-        inside: Rules for layers in blocks.
+        ends: Rules that rename layers outside of blocks.
+        inside: Rules that rename layers within a block.
         halve: The torch name of the convolution in a downsampling block.
     """
     block, _, layer = path.partition("/")

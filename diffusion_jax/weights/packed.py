@@ -1,4 +1,4 @@
-"""Pack parameters into one small .safetensors file of 8-bit integers with a scale per channel.
+"""Pack parameters into one small .safetensors file: 8-bit integers with one scale per channel.
 
 In a checkpoint's folder, such a packed file can replace the folder of parameters that Orbax wrote.
 """
@@ -15,15 +15,16 @@ from diffusion_jax.task import Params
 from diffusion_jax.weights import torch_weights
 
 FILE = "params.safetensors"
-_SCALES = ":scales"  # Suffix of the name of an array's scales.
+_SCALES = ":scales"  # An array's name with this suffix names its scales.
 _LARGEST = 127
 
 
 def write(path: pathlib.Path, params: Params) -> None:
     """Write a tree of float arrays to a packed file atomically.
 
-    Arrays with two or more axes are rounded to 8 bits, with an error of at most 1/254 of the
-    largest magnitude in a channel (the last axis). Biases and norms are stored as float32.
+    Arrays with two or more axes are rounded to 8 bits. The last axis is that of the channels, and
+    the error is at most 1/254 of the largest magnitude in the channel. Arrays with one axis (biases
+    and norms) are stored as float32.
 
     Raises:
         ValueError: An array is not finite.
@@ -40,7 +41,7 @@ def write(path: pathlib.Path, params: Params) -> None:
 
 
 def read(path: pathlib.Path, abstract: Params) -> Params:
-    """Read parameters from a packed file (8-bit integers with a scale per channel).
+    """Read parameters from a packed file, and place them on devices.
 
     `abstract` is a tree of jax.ShapeDtypeStructs that sets the types and shardings.
     """

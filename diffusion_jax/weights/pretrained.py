@@ -1,7 +1,7 @@
 """Find pretrained weights in a folder or on the Hugging Face Hub, and open them.
 
-Files are mapped into memory, and arrays stay in them as `Stored`. Each device reads only the parts
-that it needs, so a host never holds a second copy of a model.
+Files are mapped into memory, and arrays stay in their files until they are used. Each device reads
+only the parts that it needs (machine/stored.py), so a host never holds a second copy of a model.
 """
 
 import hashlib
@@ -48,10 +48,12 @@ _HUB_KINDS = {
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:
-    """Return a model's local folder, downloading "owner/model" from the Hugging Face Hub if needed.
+    """Return the local folder of a model. A name such as "owner/model" is downloaded if needed.
+
+    Models are downloaded from the Hugging Face Hub.
 
     Raises:
-        FileNotFoundError: There is no such folder, and no such model could be downloaded.
+        FileNotFoundError: There is no such folder, and the model cannot be downloaded.
         ValueError: The name is empty.
     """
     if not str(name):
@@ -105,7 +107,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Map the weights in a model's folder into memory, and return the arrays by name.
+    """Map the weights in a model's folder into memory, and return the arrays, keyed by name.
 
     All files that `save_pretrained` of transformers and diffusers writes are supported: safetensors
     or pickles (.bin), in one file or in shards with an index. Code in a pickle is never executed. A
@@ -135,7 +137,7 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Map a safetensors file into memory, and return its arrays by name.
+    """Map a safetensors file into memory, and return its arrays, keyed by name.
 
     Raises:
         ValueError: The file is damaged.
@@ -147,9 +149,12 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def open_safetensors(path: pathlib.Path) -> Mapping[str, np.ndarray]:
-    """Open a safetensors file, and return its arrays by name.
+    """Open a safetensors file, and return its arrays, keyed by name.
 
-    A local file is mapped into memory. Arrays in a bucket are read when they are accessed.
+    A local file is mapped into memory. An array in a bucket is read each time it is accessed.
+
+    Raises:
+        ValueError: The file is damaged.
     """
     remote_path = files.remote(path)
     return _Ranges(remote_path) if remote_path else map_safetensors(path)
@@ -174,7 +179,7 @@ class _Ranges(Mapping[str, np.ndarray]):
 
 
 def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
-    """Return the offset of the arrays in a safetensors file, and the header's entries by name."""
+    """Return the offset of the data in a safetensors file, and the entry of each array by name."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -199,7 +204,10 @@ def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if a size in the config differs from the size of the weights."""
+    """Raise ValueError if `config` has a different value for any name in `sizes`.
+
+    `sizes` are the sizes of the weights, keyed by the names of config fields.
+    """
     for name, size in sizes.items():
         if config.get(name, size) != size:
             raise ValueError(
@@ -211,8 +219,8 @@ def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 def digest(params: Any) -> str:
     """Return a hash that identifies weights, independently of how they are split into files.
 
-    The hash covers each array's name, shape, type and 64 evenly spaced values. This suffices to
-    distinguish models, and takes only milliseconds.
+    The hash covers the name, shape and type of each array, and 64 evenly spaced values of it. This
+    suffices to distinguish models, and takes only milliseconds.
     """
     result = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -223,7 +231,10 @@ def digest(params: Any) -> str:
 
 
 def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
-    """Return sort keys and paths of files that hold or index a model's weights, best first."""
+    """Return a sort key and the path of each file that holds or indexes weights, best first.
+
+    A row is (variant, is pickle, is no index, file name, path).
+    """
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
         (m["variant"] or m["of_shards"] or "", m["kind"] == "bin", not m["index"], path.name, path)
@@ -233,7 +244,7 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.P
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    """Return whether a file is an index of shards that are all missing."""
+    """Return whether the file is an index whose shards are all missing."""
     shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
     return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
 
@@ -268,7 +279,9 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
 def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
     """Return the only safetensors file in a folder.
 
-    Raises ValueError or FileNotFoundError, which describes the files, if there is not just one.
+    Raises:
+        ValueError: The folder holds an adapter without its base model.
+        FileNotFoundError: There is no safetensors file, or more than one.
     """
     files = sorted(path for path in folder.glob("*") if path.is_file())
     adapters = [path.name for path in files if _ADAPTER.fullmatch(path.name)]
@@ -306,7 +319,10 @@ def _check_unquantised(folder: pathlib.Path) -> None:
 
 
 def _is_sound(entry: Mapping[str, Any]) -> bool:
-    """Return whether an array's bytes in a file match its shape; True for unknown types."""
+    """Return whether an array's byte range in a file matches its shape.
+
+    For unknown types, only the order of the offsets and the signs are checked.
+    """
     (start, end), shape = entry["data_offsets"], entry["shape"]
     width = np.dtype(_DTYPES.get(entry["dtype"], np.void)).itemsize
     smallest = min((start, *shape)) if shape else start

@@ -26,10 +26,10 @@ EMA = "ema_"
 The decay ("0.9999") or the power-function name ("power-0.05") follows the prefix.
 """
 LISTED = "has_checksums"
-"""The key in a checkpoint's metadata that says that the checkpoint has a list of checksums."""
+"""A key in a checkpoint's metadata. It marks a checkpoint that has a list of checksums."""
 SNAPSHOTS = "snapshots"
 """The folder of snapshots of power-function averages, next to the folder of checkpoints."""
-_NOTHING = 1e-7  # Averages with a smaller coefficient are below float32's precision.
+_NOTHING = 1e-7  # A smaller coefficient is below float32's precision, so its average is skipped.
 _FAR = 0.05  # A larger relative error of an average's profile causes a warning.
 
 
@@ -51,12 +51,12 @@ def load_params(
 
     Args:
         directory: The folder of the checkpoints.
-        abstract_params: Shapes, types and shardings. Leaves without a sharding are placed on the
-            first device.
+        abstract_params: A tree of shapes, types and shardings. Leaves without a sharding are placed
+            on the first device.
         average: "raw" loads the raw parameters. The name of an average, such as "0.9999", loads
-            that average. "ema" loads the average with the largest decay. If there is none, it
-            loads the power-function average with the largest width, or else the raw parameters. Any
-            other number below 0.28 is the relative width of a power-function average, which is
+            that average. "ema" loads the EMA with the largest decay; without EMAs, it loads the
+            power-function average with the largest width, or else the raw parameters. Any other
+            number between 0 and 0.288 is the relative width of a power-function average, which is
             computed from the snapshots.
         step: The step of the checkpoint. For power-function averages it may also be the step of a
             snapshot. None loads the newest undamaged checkpoint.
@@ -64,7 +64,7 @@ def load_params(
     Raises:
         FileNotFoundError: There is no such checkpoint.
         Damaged: The checkpoint is damaged.
-        ValueError: There is no such average, or names or shapes differ.
+        ValueError: There is no such average, or its names or shapes differ from abstract_params.
     """
     return load_params_and_step(directory, abstract_params, average, step)[0]
 
@@ -91,9 +91,9 @@ def load_params_and_step(
 
 
 def name_of(folder: epath.Path, average: str) -> str:
-    """Return the full name of an average: the relative width "0.05" becomes "power-0.05".
+    """Return the full name of an average: "power-0.05" for the relative width "0.05".
 
-    The names of the averages in `folder`, a step's folder, do not change.
+    The name of an average in `folder`, the folder of a step, is returned unchanged.
     """
     return averages.canonical(average, stored(folder))
 
@@ -174,11 +174,11 @@ def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
 
 
 def _without_list(root: epath.Path, step: int) -> str | None:
-    """Return a message if the list of a checkpoint's checksums was lost.
+    """Return a message if a checkpoint has lost its list of checksums, or else None.
 
-    Earlier versions wrote no lists. A run that was continued has lists from some step on. So a
-    checkpoint has lost its list if an older one has a list. It has also lost its list if its
-    metadata mentions checksums and any other checkpoint has a list.
+    Earlier versions wrote no lists, so a run that they started may have lists from a later step on.
+    A checkpoint without a list has lost it if an older checkpoint has a list. It has also lost it
+    if its metadata mentions checksums and any other checkpoint has a list.
     """
     listed = [other for other in steps(root) if checksums.exist(root / str(other))]
     if step in listed:
@@ -197,7 +197,7 @@ def _warn_without_list(root: epath.Path) -> None:
 
 
 def stored(root: epath.Path) -> list[str]:
-    """Return the names of the averages in a step's folder: power functions, then EMAs."""
+    """Return the sorted names of the averages in a step's folder: power functions, then EMAs."""
     names = [path.name.removeprefix(EMA) for path in root.glob(f"{EMA}*")]
     return sorted(names, key=averages.order)
 
@@ -239,9 +239,9 @@ def items_of(root: epath.Path, average: str) -> list[str]:
 
 
 def traces(root: epath.Path, step: int) -> list[Trace]:
-    """Return the power-function averages that were stored up to a step.
+    """Return the power-function averages that were stored up to and including a step.
 
-    They come from snapshots. If `step` has no snapshot, the averages in its checkpoint are added.
+    They are those in snapshots. If `step` has no snapshot, those in its checkpoint are added.
 
     Args:
         root: The folder of the checkpoints.
@@ -254,7 +254,7 @@ def traces(root: epath.Path, step: int) -> list[Trace]:
 
 
 def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -> Params:
-    """Compute a power-function average that was not stored, by combining undamaged stored ones."""
+    """Compute a power-function average that was not stored, from the undamaged stored ones."""
     sources = []
     for saved_step, folder, source in traces(root, step):
         if damage := _damage(folder.parent, saved_step, [EMA + source]):
@@ -298,6 +298,10 @@ def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
     """Load items of a checkpoint, such as parameters or averages, from a step's folder.
 
     `abstract` maps the name of each item to a tree of shapes, types and shardings.
+
+    Raises:
+        Damaged: An item cannot be read.
+        ValueError: An item has other names or shapes.
     """
     check_items(root, abstract)
     placed = jax.tree.map(_placed, abstract)
@@ -311,18 +315,18 @@ def shapes(root: epath.Path, item: str) -> Any:
     with _readable(root):
         if item == packed.FILE:
             return packed.shapes(_item_path(root, item))
-        # A checkpointer would warn about a missing file, so the handler is used.
+        # A checkpointer would warn about a missing file, so this uses the handler.
         saved = ocp.StandardCheckpointHandler().metadata(root / item).tree
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), saved)
 
 
 def _item_path(root: epath.Path, item: str) -> Any:
-    """Return an item's path. A packed file in a bucket is first copied to this machine."""
+    """Return the path of an item. A packed file in a bucket is copied to this machine first."""
     return files.local(str(root / item)) if item == packed.FILE else root / item
 
 
 def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
-    """Raise ValueError if a step's folder lacks one of these items, or if a shape differs."""
+    """Raise ValueError if a step's folder lacks an item, or if its array names or shapes differ."""
     if (root / packed.FILE).exists() and packed.FILE not in abstract:
         raise ValueError(
             f"{root} was packed without the optimizer, so training cannot continue from it: train "
@@ -334,7 +338,7 @@ def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _readable(root: epath.Path) -> Iterator[None]:
-    """Turn read errors of TensorStore and Orbax into Damaged with a one-line message."""
+    """Convert read errors of TensorStore and Orbax into Damaged with a one-line message."""
     try:
         yield
     except (ValueError, OSError, KeyError) as error:
@@ -346,7 +350,7 @@ def _readable(root: epath.Path) -> Iterator[None]:
 
 
 def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract: Any) -> None:
-    """Raise ValueError, with the first differences, if names or shapes of leaves differ."""
+    """Raise ValueError, which lists the first differences, if names or shapes of arrays differ."""
     expected = _shapes(abstract)
     differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:
@@ -369,6 +373,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return a leaf with its sharding, or on the first device if it has none."""
+    """Return the leaf with its sharding; if it has none, with that of the first device."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -2,8 +2,8 @@
 
 A torch checkpoint is a zip of a pickle and raw arrays. Before torch 1.6 it was several pickles
 followed by the raw arrays. A pickle can call any function by its name when it is opened. This
-module resolves only the names of arrays and dictionaries. All other names become a class that does
-nothing, so settings and optimizers in the file are harmless.
+module resolves only the names of arrays and dictionaries. It replaces all others by a class that
+does nothing, so settings and optimizers in the file are harmless.
 """
 
 import collections
@@ -36,7 +36,10 @@ _NEMO_WEIGHTS, _NEMO_CONFIG = "model_weights.ckpt", "model_config.yaml"
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read the arrays of a torch or Lightning checkpoint, or of a .nemo, .safetensors or .npz file.
 
-    If a checkpoint has the key "state_dict", the arrays under it are read.
+    If a checkpoint has the key "state_dict", only the arrays under this key are read.
+
+    Returns:
+        The arrays, keyed by name.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -58,7 +61,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def map_state_dict(path: str | os.PathLike[str], check: bool = False) -> dict[str, np.ndarray]:
-    """Map the arrays of a torch checkpoint into memory, so that they are read only on use.
+    """Map the arrays of a torch checkpoint into memory, so that each is read when it is used.
 
     Args:
         path: The file.
@@ -74,7 +77,7 @@ def map_state_dict(path: str | os.PathLike[str], check: bool = False) -> dict[st
 
 
 def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the model's config from a .nemo file. Raise ValueError if there is none."""
+    """Return the model's config in a .nemo file. Raises ValueError if there is none."""
     import yaml  # Only needed for such files.
 
     with _readable(path), _nemo_member(files.local(path), _NEMO_CONFIG) as file:
@@ -85,7 +88,7 @@ def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class _Storage(NamedTuple):
-    """A flat array in a torch file, which several tensors may share."""
+    """A flat array in a torch file. Several tensors may share it."""
 
     name: str
     dtype: np.dtype
@@ -101,7 +104,7 @@ class _Tensor(NamedTuple):
 
 
 class _Nothing:
-    """A class that does nothing. It replaces all other classes and functions in a pickle."""
+    """A class that does nothing. It replaces all unknown classes and functions in a pickle."""
 
     def __new__(cls, *_, **__):
         return super().__new__(cls)
@@ -141,7 +144,7 @@ _STORAGES = {
 
 
 class _Unpickler(untrusted.Unpickler):
-    """An unpickler of arrays, dictionaries and built-in types that calls no function by name."""
+    """An unpickler of arrays, dictionaries and plain values that calls only safe functions."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -181,7 +184,7 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
 
 
 def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) -> np.ndarray:
-    """Return the bytes of member `name` of a zip; `data` is the memory-mapped zip."""
+    """Return the bytes of member `name` of a zip. `data` is the memory-mapped zip file."""
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED:  # torch does not compress.
         return np.frombuffer(archive.read(name), np.uint8)
@@ -198,9 +201,10 @@ _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 def _map_old(file: mmap.mmap, data: np.ndarray) -> dict[str, np.ndarray]:
-    """Read a checkpoint from before torch 1.6: magic, version, machine, content, keys, arrays.
+    """Map a checkpoint from before torch 1.6, and return its arrays, keyed by name.
 
-    `data` is the memory-mapped file.
+    The file holds a magic number, the version, the machine, the content and the keys as pickles,
+    followed by the arrays. `data` is the memory-mapped file.
     """
     try:
         magic = _Unpickler(file).load()
@@ -234,7 +238,7 @@ def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.n
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
-    """Return the tensors of a checkpoint's state dict by name, without its other values."""
+    """Return the tensors in a checkpoint's state dict, keyed by name, without other values."""
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     values = content.items() if isinstance(content, Mapping) else ()
@@ -246,9 +250,9 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
 
 
 def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
-    """Return a tensor as an array that views its storage's bytes.
+    """Return a tensor as an array that is a view of `content`, the bytes of its storage.
 
-    Raises ValueError if it exceeds the storage.
+    Raises ValueError if the tensor exceeds the storage.
     """
     storage, offset, shape, strides = tensor
     size = storage.dtype.itemsize
@@ -261,7 +265,10 @@ def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """Open a member of a .nemo file, a tar that may be gzipped, as a seekable file."""
+    """Open the file called `name` in a .nemo file, which is a tar that may be gzipped.
+
+    The opened file is a temporary copy, which can seek.
+    """
     with open(path, "rb") as file:
         packed, is_gzip = path.stat().st_size, file.read(2) == b"\x1f\x8b"
     with contextlib.ExitStack() as stack:
@@ -284,7 +291,7 @@ def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn all errors except FileNotFoundError into a ValueError that names the file."""
+    """Convert all errors except FileNotFoundError into a ValueError that names the file."""
     try:
         yield
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Convert torch state dicts to params and back, with a table that uses every key exactly once.
 
 A table is a list of entries, one for each array. A missing key, a superfluous key or a wrong shape
-is an error, so a conversion that succeeds has lost nothing.
+is an error, so a successful conversion has lost nothing.
 """
 
 import json
@@ -21,7 +21,7 @@ from diffusion_jax.machine import files, untrusted
 from diffusion_jax.machine.stored import Stored
 
 StateDict = Mapping[str, np.ndarray]
-_METADATA = "__metadata__"  # The name in safetensors; in an .npz, an array with one string.
+_METADATA = "__metadata__"  # As in safetensors. In an .npz it is an array with one string.
 
 
 class Layout(NamedTuple):
@@ -54,11 +54,13 @@ class Entry(NamedTuple):
 
 
 Rules = Sequence[tuple[str, str]]
-"""Pairs of a regular expression for paths and a torch name; the first that matches applies."""
+"""Pairs (regular expression for paths, torch name). The first pair that matches applies.
+
+The torch name may refer to groups of the expression."""
 
 
 def rename(path: str, rules: Rules) -> str:
-    """Return the torch name of a layer or array.
+    """Return the torch name of the layer or array at `path` in params.
 
     A path that matches no rule is returned unchanged.
     """
@@ -74,12 +76,12 @@ def table(
     """Return a conversion table with an entry for each array of params.
 
     Args:
-        params: The params, which may be abstract.
+        params: The params; leaves may be abstract, such as jax.ShapeDtypeStructs.
         name_of: Maps the path of a layer ("mid_attn/q") to its torch name without .weight or .bias,
             and the path of any other array ("token_embedding") to its full torch name.
-        layouts: Pairs of a regular expression for the paths that `name_of` gets, and a layout. Only
-            exceptions need a pair. By default, kernels with two axes are LINEAR, other kernels are
-            CONV, and all other arrays are VECTOR.
+        layouts: Pairs (regular expression, layout) for exceptions. The expression is matched with
+            the path that `name_of` gets. By default, kernels with two axes are LINEAR, other
+            kernels are CONV, and all other arrays are VECTOR.
     """
     return [_entry(_path(path), leaf, name_of, layouts) for path, leaf in
             jax.tree.leaves_with_path(params)]  # fmt: skip
@@ -98,7 +100,9 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
 def to_stored(
     state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
 ) -> Any:
-    """Convert a state dict to params with `Stored` leaves: the arrays stay in their file.
+    """Convert a state dict to params with leaves of type `Stored`: the arrays stay in their file.
+
+    `dtype` is the type to which parts of an array are converted when they are read.
 
     Raises:
         ValueError: Keys are missing or superfluous, or shapes differ.
@@ -194,7 +198,7 @@ def write(
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """Return a string that lists a few names and how many more there are."""
+    """Return a string that lists up to `most` names, sorted, and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "none"
@@ -224,7 +228,7 @@ def _arranged(
     abstract_params: Any,
     convert: Callable[[np.ndarray], Any],
 ) -> Any:
-    """Check table, keys and shapes, then transpose and convert each array."""
+    """Check the table, keys and shapes; then transpose and convert each array."""
     shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
     _check_table(table, shapes)
     _check_keys(state, table)
@@ -234,7 +238,7 @@ def _arranged(
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
-    """Raise ValueError unless the table has every parameter once and no torch key twice."""
+    """Raise ValueError unless the table has each parameter once and no torch key twice."""
     paths = set(paths)
     twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
              for n, count in e.items() if count > 1]  # fmt: skip

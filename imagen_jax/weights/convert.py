@@ -32,10 +32,11 @@ def to_workdir(
     """Convert a NeMo checkpoint to a workdir at step 0, to sample, evaluate or train from.
 
     `source` is a .ckpt, .nemo, .safetensors or .npz file. If NeMo's NAME-EMA.ckpt exists next to
-    NAME.ckpt, the averages are read from it. Otherwise they are copies of the weights. At the end,
-    `check_written` reads the checkpoint back.
+    NAME.ckpt, the weight averages are read from it. Otherwise they are copies of the weights. At
+    the end, `check_written` reads the checkpoint back and compares it.
 
-    Raises ValueError if file and config do not match, or if the workdir already has checkpoints.
+    Raises ValueError if the file and the config do not match, or if the workdir already has
+    checkpoints.
     """
     source, workdir = files.path(source), files.path(workdir)
     s = read_settings(config.to_dict())
@@ -95,8 +96,8 @@ def check_written(
 ) -> None:
     """Raise ValueError unless a workdir holds exactly the given weights.
 
-    `weights` is keyed by "raw" and the name of each average. With the weights that are read back,
-    the network must also compute the same outputs, and these must be finite.
+    The keys of `weights` are "raw" and the name of each average. The network must also compute the
+    same outputs with the weights that are read back, and these outputs must be finite.
     """
     folder = files.path(workdir) / runs.CHECKPOINTS
     with_learned = objective.make(s.diffusion).with_learned
@@ -166,8 +167,8 @@ def from_workdir(
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     """Raise ValueError if NeMo's config contradicts the settings.
 
-    The number of heads, the scaling of shortcuts, and the preconditioner are compared, because the
-    arrays of weights do not show these.
+    Only the number and width of attention heads, the scaling of shortcuts and the preconditioner
+    are compared, because the weights themselves do not show these.
     """
     nemo_unet = nemo.unet_from_config(config)
     pairs = [

@@ -1,4 +1,4 @@
-"""Read the network of a run or of a NeMo checkpoint, to start from, adapt or convert it."""
+"""Read the weights of a UNet from a run or a NeMo checkpoint."""
 
 import os
 from typing import Any
@@ -14,11 +14,11 @@ from imagen_jax.weights.nemo import Network
 
 
 def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
-    """Return the parameters of a network, float32 on the host.
+    """Return the parameters for `unet` that are stored at `path`, as float32 arrays on the host.
 
-    `path` is a NeMo checkpoint, or a run as WORKDIR or WORKDIR@STEP. From a run, the average with
-    the largest decay is read. Raises FileNotFoundError if `path` does not exist. Raises ValueError
-    if the parameters belong to another network.
+    `path` is a NeMo checkpoint, or a run as WORKDIR or WORKDIR@STEP. For a run, this function
+    returns the average with the largest decay. Raises FileNotFoundError if `path` does not exist,
+    and ValueError if the parameters belong to another network.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():
@@ -27,9 +27,9 @@ def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> A
 
 
 def check_prediction(path: str | os.PathLike[str], precond: str) -> None:
-    """Raise ValueError if the run at `path` predicts something other than `precond`.
+    """Raise ValueError if the run at `path` was trained with another preconditioner than `precond`.
 
-    A NeMo checkpoint does not say what it predicts, so it passes.
+    A NeMo checkpoint does not name its preconditioner, so it is not checked.
     """
     workdir, _ = finetune.at_step(path)
     if not (files.path(workdir) / runs.CONFIG).is_file():
@@ -53,9 +53,20 @@ def of_run(
 ) -> Any:
     """Return the parameters of the UNet of a run.
 
-    `which` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
-    largest decay. `step` is the checkpoint; None: the newest. `base` is the path of the weights
-    that a LoRA run adapts; None: the path in its config.
+    The factors of a LoRA run are merged into the weights that it adapts.
+
+    Args:
+        workdir: The workdir of the run.
+        unet: The network of the run.
+        text_width: The width of its text embeddings.
+        which: "raw", the name of an average such as "0.9999", or "ema" for the average with the
+            largest decay.
+        step: The step of the checkpoint; None: the newest.
+        base: The path of the weights that a LoRA run adapts; None: the path in its config.
+
+    Raises:
+        FileNotFoundError: If there is no such run or checkpoint.
+        ValueError: If the run has no such average, or `base` is given for a run without LoRA.
     """
     s, abstract = settings_of(workdir), nemo.abstract_params(unet, text_width)
     finetune.check_wanted(base, s.lora)
@@ -64,12 +75,19 @@ def of_run(
 
 
 def settings_of(workdir: str | os.PathLike[str]) -> Settings:
-    """Return the settings of a run. Raise ValueError or FileNotFoundError if there is no run."""
+    """Return the settings of a run.
+
+    Raises FileNotFoundError if there is no run, and ValueError if its config is invalid or belongs
+    to another system.
+    """
     return read_settings(runs.load(workdir, "imagen_jax"))
 
 
 def read_nemo(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
-    """Return the parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names."""
+    """Return the parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names.
+
+    Raises FileNotFoundError if there is no such file, and ValueError if it holds another network.
+    """
     try:
         state = torch_files.read_state_dict(path)
         params = nemo.from_nemo(state, nemo.require_nemo(unet), text_width)

@@ -1,4 +1,4 @@
-"""Convert weights and configs to and from NeMo's, with a table of names for each network.
+"""Convert weights to and from NeMo's names and layouts, and build networks from NeMo's configs.
 
 NeMo's `unet_type` is "base" or "sr-unet" for UNet and "sr" for EfficientUNet.
 """
@@ -35,15 +35,15 @@ PREFIX = "model.model.unet."
 
 
 def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
-    """Return the NeMo name of every parameter. The leaves of `params` may be shapes."""
+    """Return an Entry, with NeMo's name, for every parameter. Leaves of `params` may be shapes."""
     return torch_weights.table(params, _name_of(unet), _layouts(unet))
 
 
 def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> Any:
     """Convert a NeMo state dict to params of `unet`, for text embeddings of width `text_width`.
 
-    The prefixes that NeMo adds to names are optional. If keys do not match the network, raises
-    ValueError with a list of them.
+    The prefixes that NeMo adds to names are optional. Raises ValueError, with a list of the keys,
+    if keys are missing or superfluous or their shapes differ.
     """
     state = _without_prefixes(state)
     for part in ("weight", "bias"):  # NeMo registers this layer under two names.
@@ -79,15 +79,15 @@ def require_nemo(unet: Network) -> UNet | EfficientUNet:
 
 
 def abstract_params(unet: Network, text_width: int) -> Any:
-    """Return the shapes of a UNet's parameters, without computing them."""
+    """Return the shapes of a network's parameters, without computing the parameters."""
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
 
 
 def unet_from_config(config: Any) -> UNet | EfficientUNet:
-    """Build the network of a NeMo model config, with NeMo's defaults.
+    """Build the network of a NeMo model config. Missing fields get NeMo's defaults.
 
-    The fields `unet_type`, `unet` and `noise_cond_aug` are read. Raises ValueError for a network
-    that this project does not implement or that NeMo itself could not build.
+    Only the fields `unet_type`, `unet` and `noise_cond_aug` are read. Raises ValueError for a
+    network that this project does not implement or that NeMo itself could not build.
     """
     if not isinstance(config, Mapping):
         raise ValueError(
@@ -243,7 +243,10 @@ _INSIDE = (
 
 
 def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
-    """Return the layouts of the kernels that NeMo stores as 1x1 or transposed convolutions."""
+    """Return (pattern of paths, layout) for the kernels that are not in the default layout.
+
+    NeMo stores most of these as 1x1 or transposed convolutions.
+    """
     stacked = [(".*_attn/(in|out)", CONV2D_1), (r".*_attn/ff_\w+", LINEAR)]
     return [
         *(stacked if unet.attention == "stacked" else []),

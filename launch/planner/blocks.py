@@ -141,8 +141,8 @@ def measure(block: Block, kind: str) -> Measured:
 def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
     """Compile the parameter update for one TPU, and return the compiler's estimates.
 
-    The program has gradient clipping, the optimizer and the parameter averages, for one device's
-    shard of the train state on `mesh`.
+    The program clips the gradient, runs the optimizer and updates the parameter averages, for one
+    device's shard of the train state on `mesh`.
     """
     places = sharding.shardings(model.state, mesh, model.task.rules)
     replicated = sharding.replicated(compiling.one_device(kind))

@@ -22,14 +22,14 @@ class Choice(NamedTuple):
     """Passes (micro batches) per step."""
     step: Step
     bytes: int
-    """Memory per device in bytes."""
+    """Memory needed per device, in bytes."""
 
 
 def meshes(target: Target) -> list[tuple[int, int]]:
     """Return the mesh sizes to try, as (replica, fsdp).
 
-    They are plain data parallelism, fsdp over all devices, and fsdp over each group of devices with
-    direct links (a TPU slice, or the GPUs of a host or rack).
+    The candidates are plain data parallelism, fsdp over all devices, and fsdp within each group of
+    directly linked devices (a TPU slice, or the GPUs of a host or rack).
     """
     devices, island = target.devices, min(target.devices, target.island)
     by_island = {(devices // island, island)} if devices % island == 0 else set()
@@ -41,9 +41,9 @@ def best(
 ) -> Choice | None:
     """Return the choice with the fastest step on the target, or None if nothing fits into memory.
 
-    `shapes` are the mesh sizes (replica, fsdp) to try, by default those from `meshes`. `mfu` is the
-    assumed model FLOP utilization. Step times assume that no communication overlaps with
-    arithmetic.
+    `shapes` lists the mesh sizes (replica, fsdp) to try; the default is the result of `meshes`.
+    `mfu` is the assumed model FLOP utilization. Step times assume that no communication overlaps
+    with arithmetic.
     """
     choices = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
     return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)
@@ -74,9 +74,9 @@ def advise(
 ) -> str:
     """Return one line of advice: the flags of the fastest choice, and its time and memory.
 
-    `current` holds the figures of the config's own plan, for comparison. `with_remat` traces the
-    model with rematerialization, which adds a third to the arithmetic. It is called only if nothing
-    fits otherwise.
+    `current` holds the figures of the config's own plan (from `estimate.plan`), for comparison. If
+    nothing fits, `with_remat` is called to trace the model with rematerialization, which adds a
+    third to the arithmetic.
     """
     tried, remat = traced, False
     if (choice := best(traced, target, mfu)) is None:

@@ -96,8 +96,8 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
     exchanges = traffic.of_hlo(program.text, target.island)
     if missing:
         note = (
-            f"{missing}, so the memory is only estimated, and the collectives are those of XLA's "
-            "CPU backend"
+            f"{missing}, so the step was compiled for CPUs: its collectives are those of XLA's CPU "
+            "backend, and its memory is only estimated"
         )
         return Compiled(None, exchanges), [note]
     notes = []
@@ -208,7 +208,7 @@ def one_device(kind: str) -> Mesh:
 
 
 def tpu_devices(target: Target) -> list[Any]:
-    """Return the devices of the target's TPU slices, in order to compile for them.
+    """Return the devices of the target's TPU slices. They serve only to compile for them.
 
     Raises ValueError if libtpu does not support a slice of this topology.
     """

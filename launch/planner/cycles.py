@@ -12,9 +12,9 @@ from typing import NamedTuple
 from launch.planner import hlo
 from launch.planner.hlo import Instruction, Program
 
-# bfloat16 FLOP per cycle of a device's matrix units: v5e has 4 of 128 x 128, v5p twice as many in
-# two cores, v6e and v7x (jax sees two devices per v7x chip) 4 of 256 x 256. With the peak rates in
-# launch/accelerators.py, these give clocks of 1.5, 1.75, 1.75 and 2.2 GHz.
+# bfloat16 FLOP per cycle of one JAX device. A v5e has four matrix units of 128 x 128, a v5p has
+# eight (in two cores), and a v6e and half a v7x chip (one JAX device) have four of 256 x 256. With
+# the peak rates in launch/accelerators.py, these give clocks of 1.5, 1.75, 1.75 and 2.2 GHz.
 FLOP_PER_CYCLE: Mapping[str, int] = {"v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "v7x": 2**19}
 KINDS = ("matrix unit", "attention kernel", "norm", "softmax", "copies", "optimizer",
          "collectives", "elementwise")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Text encoders for the planner. For well-known encoders, it needs no weights, only shapes."""
+"""Text encoders for the planner, which needs only the shapes of well-known encoders' weights."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ _CLIP = {768: (768, 3072, 12, 12), 1024: (1024, 4096, 16, 24)}
 def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple[str, ...]]:
     """Return the text encoder of a config, and notes for the user.
 
-    If its weights cannot be opened, the encoder has shapes in place of weights, and a note says so.
-    If embeddings come from a store or are stored with the images (`embedded`), the returned encoder
-    only passes embeddings on.
+    If the weights cannot be opened, the encoder has shapes in place of weights, and a note says so.
+    If embeddings come from a store (`text.store`) or are stored with the images (`embedded`), the
+    returned encoder only passes embeddings on.
 
     Raises:
         OSError, ValueError: The weights cannot be opened, and the shape of an encoder with this

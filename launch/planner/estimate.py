@@ -18,7 +18,7 @@ from launch.planner.compiling import Compiled
 from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
-_TOKENS, _CAPTION = 25, 100  # Average caption: its number of T5 tokens, and its bytes.
+_TOKENS, _CAPTION = 25, 100  # Size of an average caption in T5 tokens, and in bytes.
 
 
 class TracedModel(NamedTuple):

@@ -73,7 +73,7 @@ runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{d.na
 
 
 def missing(target: Target) -> str | None:
-    """Return why this machine cannot compile for the target's GPUs, or None if it can."""
+    """Return the reason why this machine cannot compile for the target's GPUs; None if it can."""
     if target.name not in DEVICES:
         return f"launch/planner/gpu.py has no description of {target.name}"
     packages = {
@@ -110,9 +110,9 @@ def has_cudnn() -> bool:
 
 
 def load_cudnn() -> None:
-    """Load cuDNN from its Python package, if that is installed.
+    """Load cuDNN from its Python package, if the package is installed.
 
-    This is necessary because LD_LIBRARY_PATH does not contain the package.
+    XLA would not find it there, because LD_LIBRARY_PATH does not contain the package's folder.
     """
     if path := _cudnn():
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -1,9 +1,9 @@
-"""Estimated cycles of the Pallas attention kernels, which the TPU compiler does not estimate.
+"""Estimate the cycles of Pallas attention kernels, for which the TPU compiler has no estimates.
 
-A kernel is a loop over its grid with an unrolled body. Its cycles are about the number of grid
-steps times the number of instruction bundles per step. The number of bundles is in the compiler's
-final schedule (libtpu's dump "schedule-analysis_final_bundles") of a program with only this kernel.
-The estimate does not include stalls, and includes instructions that a step may skip.
+A kernel runs an unrolled body once per step of its grid, so it needs about as many cycles as grid
+steps times instruction bundles per step. libtpu writes the number of bundles into its dump of the
+final schedule ("schedule-analysis_final_bundles"), for a program that contains only this kernel.
+The estimate ignores stalls, and it counts instructions that a step may skip.
 
     python -m launch.planner.kernels v5e 1024 1152 64 masked
 
@@ -49,9 +49,9 @@ class Grid(NamedTuple):
 
 
 def cycles(kind: str, instruction: Instruction) -> float | None:
-    """Estimate the cycles of a splash attention call on this kind of TPU.
+    """Estimate the cycles of a splash attention call on a TPU of this kind, such as "v5e".
 
-    The result is None for other instructions.
+    Returns None for other instructions. Raises ValueError if the kernel cannot be compiled.
     """
     grid = grid_of(instruction)
     if grid is None:

@@ -88,11 +88,11 @@ def check(kind: str) -> None:
 def of_blocks(
     model: Model, mesh: AbstractMesh, kind: str, report: Callable[[str], None] = lambda text: None
 ) -> Profile:
-    """Return the profile of a train step from its blocks.
+    """Return the profile of a train step, added up from the profiles of its blocks.
 
-    Each distinct block is compiled once, and its estimates count once per call. `report` gets a
-    line of text before each block is compiled. Raises ValueError if the mesh's tensor axis is
-    larger than 1.
+    Each distinct block is compiled once, and its estimates count once per call. `report` is called
+    with a line of text before each block is compiled. Raises ValueError if the mesh's tensor axis
+    is larger than 1.
     """
     if mesh.shape["tensor"] > 1:
         raise ValueError(
@@ -112,9 +112,9 @@ def of_blocks(
 def total(
     rows: Sequence[tuple[Block, Measured]], update: Measured, passes: int, kind: str
 ) -> Profile:
-    """Add up the estimates of all block calls and of the parameter update.
+    """Add up the estimates of all block calls and of the parameter update to a profile of a step.
 
-    `passes` is the number of micro batches per step. All blocks run in each of them.
+    `passes` is the number of micro batches per step. All blocks run once per micro batch.
     """
     kinds, layers = collections.Counter(), collections.Counter()
     calls = [(passes * len(block.names), part) for block, part in rows]

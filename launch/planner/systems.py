@@ -35,7 +35,7 @@ class Model(NamedTuple):
     state: TrainState
     """Shapes of the train state."""
     notes: tuple[str, ...]
-    """Notes for the user on what the plan assumes."""
+    """Notes for the user about the plan's assumptions."""
 
 
 def read(config: Mapping[str, Any]) -> Model:

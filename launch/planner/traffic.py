@@ -17,7 +17,7 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
           "u64": 8}  # fmt: skip
 
 
-# What a TPU sends to other slices: {1,2}x{0:3} are two slices of four chips.
+# A transfer to other TPU slices. Its target {1,2}x{0:3} means devices 0 to 3 of slices 1 and 2.
 _SEND = re.compile(
     r"= \((\w+)\[([\d,]*)\].* send\(.*_xla_megascale_target=\"\{([\d,:]+)\}x"
     r".*_xla_megascale_transfer_type=\"(\w+)\""
@@ -37,11 +37,11 @@ class Collective(NamedTuple):
 def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> list[Collective]:
     """Return the collectives that the sharding `layout` of the parameters causes in one pass.
 
-    `sizes` are the mesh sizes (replica, fsdp, tensor), and `itemsize` is the bytes per number in
-    the dtype of the computation. Parameters that are sharded over fsdp are gathered in this dtype:
-    convolution kernels twice, because the backward pass reverses them, and other parameters once.
-    Each gradient is summed over all devices that have a part of the batch. Activations are not
-    included.
+    `sizes` are the mesh sizes (replica, fsdp, tensor), and `itemsize` is the number of bytes per
+    element in the dtype of the computation. Parameters that are sharded over fsdp are gathered in
+    this dtype: convolution kernels twice, because the backward pass reverses them, and other
+    parameters once. Each gradient is summed over all devices that hold a part of the batch. The
+    communication of activations is not included.
     """
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     by_fsdp = ids.transpose(0, 2, 1).reshape(-1, sizes[1])
@@ -108,17 +108,17 @@ def seconds(collectives: Sequence[Collective], target: Target) -> float:
     """Predict the seconds of the collectives, run one after the other, without latency.
 
     In a group of n devices, each device sends size * (n - 1) / n over the links within its node or
-    slice. If the group spans m nodes or slices, each of these receives size * (m - 1) / m over the
-    network cards of the group's devices in it. An all-reduce sends twice as much. Links and network
-    are used at the same time, so the slower transfer counts.
+    slice. If the group spans m nodes or slices, each node or slice receives size * (m - 1) / m,
+    shared by the network cards of its devices in the group. An all-reduce sends twice as much. The
+    links and the network are used at the same time, so the slower transfer counts.
     """
     return sum(max(_times(c, target)) for c in collectives)
 
 
 def seconds_by_link(collectives: Sequence[Collective], target: Target) -> dict[str, float]:
-    """Return for how many seconds the collectives use direct links and the network.
+    """Return the seconds that the collectives spend on each kind of connection.
 
-    The keys are "link" (the links within a node or slice) and "network".
+    The keys are "link" (direct links within a node or slice) and "network".
     """
     times = [_times(c, target) for c in collectives]
     return {"link": sum(t[0] for t in times), "network": sum(t[1] for t in times)}

@@ -32,7 +32,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir, created if missing
 _MODE = flags.DEFINE_enum(
     "mode", run.INLINE, run.MODES,
     "inline: train and evaluate in turn. train: only train, to the end, and keep the checkpoints. "
-    "evaluate: score these checkpoints until one meets the targets; this time does not count.",
+    "evaluate: score these checkpoints until one meets the targets. Only training time counts.",
 )  # fmt: skip
 _SEED = flags.DEFINE_integer(
     "seed", None, "Overrides the config's seed. Default: a random seed for each new run."

@@ -178,8 +178,8 @@ def _card(s: Settings, judge: Judge) -> dict[str, Any]:
 def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     """Return a jitted function that draws images from texts.
 
-    Its results are the pixels as floats in [0, 255], the pixels rounded down, and for each image
-    whether all its values are finite.
+    Its results are the pixels as floats [B, H, W, 3] in [0, 255], the same pixels rounded down, and
+    for each image whether all its values are finite, [B].
     """
     split = sharding.batch_sharding(mesh)
 

@@ -80,7 +80,10 @@ def _runs(runs: Sequence[Result]) -> list[str]:
 
 
 def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
-    lines = [f"{len(runs)} runs, mean without the fastest and the slowest {verdict.mean:,.0f}"]
+    lines = [
+        f"{len(runs)} runs; mean samples to target without the fastest and the slowest run: "
+        f"{verdict.mean:,.0f}"
+    ]
     if reference := verdict.reference:
         mean, lowest, origin = reference
         lines.append(
@@ -103,7 +106,7 @@ def _curves(runs: Sequence[Result]) -> list[str]:
     There is one line for each evaluation of the reference runs that a run also has.
     """
     size, curve = convergence.nearest_curve(runs[0].batch_size)
-    lines = [f"runs beside the reference of batch size {size}, its mean (lowest to highest run):"]
+    lines = [f"mean of these runs, and of the reference at batch size {size} (lowest to highest):"]
     lines.append("    images       FID             reference     CLIP                    reference")
     for column, images in enumerate(curve.images.tolist()):
         fid, clip = (_near(runs, metric, images) for metric in _LABELS)

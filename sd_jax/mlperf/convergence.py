@@ -107,10 +107,10 @@ def read(path: str | os.PathLike[str]) -> Result:
 
 
 def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
-    """Test by MLPerf's rules whether runs converged no faster than the reference runs.
+    """Apply MLPerf's convergence test: runs must not converge faster than the reference runs.
 
-    The test fails if more than one run did not converge, or if there is no reference for the batch
-    size.
+    The test also fails if more than one run did not converge, or if there is no reference for the
+    batch size.
 
     Args:
         batch_size: The global batch size of the runs; see `reference_at`.

@@ -34,7 +34,7 @@ SETS: Mapping[str, Mapping[str, str]] = {
         )
     },
 }
-"""The sets of files, keyed by name. Each maps files that it must contain to official hashes."""
+"""The sets of files, keyed by name. Each maps the names of required files to official hashes."""
 VERIFIED = ".verified.json"
 """Name of the file that records a set's verified files, as {path: [hash, size in bytes]}."""
 _FLAGS = (
@@ -144,12 +144,12 @@ def download(
 def missing(
     folder: pathlib.Path, hashes: Mapping[str, str], present: bool = False
 ) -> list[pathlib.Path]:
-    """Return the paths of a set's files that do not exist yet, or with `present` those that do.
+    """Return the paths of a set's missing files, or of its existing files if `present` is True.
 
     Args:
         folder: The folder of the set.
         hashes: The hashes of the set's files, keyed by relative path.
-        present: Return the existing files instead.
+        present: Whether to return the existing files instead of the missing ones.
     """
     return [folder / path for path in hashes if (folder / path).is_file() is present]
 

@@ -102,7 +102,10 @@ def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
-    """Return when training blocks ended, in milliseconds, keyed by number of training images."""
+    """Return the end time of each training block, keyed by the number of training images.
+
+    Times are in milliseconds since the Unix epoch.
+    """
     return {e.metadata["samples_count"]: e.time_ms for e in events if e.key == "block_stop"}
 
 

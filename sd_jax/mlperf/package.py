@@ -91,7 +91,8 @@ def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
     header = {key: _same(logs, key) for key in _ALIKE}
     if "none" in (header["submission_org"], header["submission_platform"]):
         raise ValueError(
-            "the logs lack the submitter: run sd_jax.mlperf with --org=NAME --platform=NAME"
+            "the logs lack the submitter or the system's name: run sd_jax.mlperf with --org=NAME "
+            "--platform=NAME"
         )
     if header["submission_status"] not in STATUS:
         raise ValueError(

@@ -57,7 +57,7 @@ _GROUPS = flags.DEFINE_integer(
 )
 _PREDICTS = flags.DEFINE_string("predicts", None, 'The UNet\'s prediction: "eps" or "v".')
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "Diffusers directory of the same version whose tokenizer to copy."
+    "tokenizer", None, "Diffusers directory to copy the tokenizer from; must be the same version."
 )
 
 

@@ -16,7 +16,7 @@ PREFIXES = {
     "vae": ("model.first_stage_model.", "first_stage_model."),
     "text": ("model.cond_stage_model.", "cond_stage_model."),
 }
-"""Prefixes of the array names of each part: NeMo's, LDM's, and that of files with only a UNet."""
+"""Prefixes of array names: NeMo's, LDM's and, for the UNet, the one in files with only a UNet."""
 _EMA = "model_ema."
 # Arrays that are not parameters: the noise schedule, the loss, and the counters of the averages.
 _NO_WEIGHTS = re.compile(

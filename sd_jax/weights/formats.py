@@ -1,8 +1,8 @@
 """Convert UNet and VAE configs from and to LDM, NeMo and diffusers, or infer them from weights.
 
-LDM's fields are those of openaimodel.UNetModel. NeMo has the same fields and a few more. Each
-config format has a table that maps this project's fields to its names. The table also lists options
-that must have Stable Diffusion's value.
+LDM's fields are the arguments of openaimodel.UNetModel. NeMo has the same fields and a few more.
+Each config format has a table that maps this project's fields to the format's names. The table also
+lists options that must have Stable Diffusion's value.
 """
 
 import itertools

@@ -14,7 +14,7 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
 
-# Fields that do not change the function that a network computes, or belong to Flax.
+# Fields that do not change what a network computes, or that belong to Flax.
 _EXECUTION = (
     "parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "linear_projections",
 )  # fmt: skip
@@ -38,7 +38,7 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     `path` may also be WORKDIR@STEP, for the checkpoint of that step. If a file does not state the
     numbers of attention heads and norm groups, they are taken from `unet`. Raises FileNotFoundError
     if `path` does not exist. Raises ValueError if it holds no UNet, or a UNet whose fields or text
-    width differ.
+    width differ from the arguments.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):

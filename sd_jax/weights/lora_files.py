@@ -119,7 +119,7 @@ def write(
 ) -> None:
     """Write the factors of a LoRA run to a file with the names of "diffusers" or "kohya".
 
-    For diffusers, `up` is multiplied by alpha / rank, because some versions of it ignore alpha.
+    For diffusers, `up` is multiplied by alpha / rank, because some diffusers versions ignore alpha.
 
     Args:
         path: The file.

@@ -140,7 +140,8 @@ def _solver(config: Config, sampler: str, predicts: str) -> str:
     """Return the sampler's name, with parameters that set the orders of the scheduler's solver.
 
     In grids of fewer than 15 steps, the last steps of dpmpp_2m and deis are of lower order. Their
-    parameter `steps` replaces the number of steps that is compared with 15.
+    parameter `steps` replaces the number of steps in this comparison: 1 always lowers the order,
+    and 15 never does.
     """
     if sampler == "plms":
         return "plms_v" if predicts == "v" else "plms"

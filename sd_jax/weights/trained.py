@@ -109,7 +109,7 @@ def to_checkpoint(
         vae = VAEPart(s.vae.clone(dtype=jnp.float32), read_vae(s.vae_weights, s.vae))
     if s.text.encoder.startswith("clip") and s.text.weights:
         text = from_folder(pretrained.locate(s.text.weights))
-    report = [f"{workdir}: the UNet{' and the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
+    report = [f"{workdir}: the UNet{', the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
     size = s.latents.image_size // vae_module.factor(s.vae)
     return Checkpoint(unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale)
 

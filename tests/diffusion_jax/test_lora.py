@@ -166,5 +166,5 @@ def test_what_cannot_be_adapted_is_said(change, message):
 def test_a_place_of_adapted_weights_for_a_run_that_adapts_none_is_an_error():
     finetune.check_wanted("s3://bkt/base", S)
     finetune.check_wanted(None, Lora())
-    with pytest.raises(ValueError, match=r"--unet_weights=s3://bkt/base names .* leave it out"):
+    with pytest.raises(ValueError, match=r"--unet_weights=s3://bkt/base .* leave the flag out"):
         finetune.check_wanted("s3://bkt/base", Lora())

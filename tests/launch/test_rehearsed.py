@@ -30,7 +30,7 @@ def test_each_run_is_rehearsed_and_then_submitted(tmp_path):
     assert "parameters     3,323,889 trained, 0 frozen\n" in ended.stderr
     assert f"workdir        {tmp_path}/runs/0: a new run\n" in ended.stderr
     assert "mesh: replica 1, fsdp 8, tensor 1" in ended.stderr  # As on the eight GPUs.
-    assert " GB of 80.0 a device, estimated: " in ended.stderr and "warning:" not in ended.stderr
+    assert " of 80.0 GB per device, estimated: " in ended.stderr and "warning:" not in ended.stderr
     assert taken.count("#!/bin/bash") == 1 and "imagen_jax.train" in taken
     assert not (tmp_path / "runs").exists()
 

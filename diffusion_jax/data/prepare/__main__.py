@@ -139,19 +139,19 @@ def _parser() -> argparse.ArgumentParser:
         return command.add_argument
 
     arg = add("fetch", _fetch, "Download files and check their hashes.")
-    arg("--url", action="append", required=True, help="a URL, may be repeated; braces expand as in "
+    arg("--url", action="append", required=True, help="a URL; may be repeated; braces expand as in "
         "https://host/part-{00000..00031}.parquet")  # fmt: skip
     arg("--out", required=True, help="folder for the files")
     arg(
         "--sums",
         action="append",
         default=[],
-        help="a file written by sha1sum, sha256sum or sha512sum",
+        help="a file written by sha1sum, sha256sum or sha512sum; may be repeated",
     )
     arg("--schemes", nargs="+", default=[], metavar="SCHEME",
         help=f"schemes to allow besides {', '.join(fetch.SCHEMES)}, such as file")  # fmt: skip
     arg("--hash", help="the hash of a single file: sha1, sha256 or sha512")
-    arg("--threads", type=_count, default=4, help="downloads at once")
+    arg("--threads", type=_count, default=4, help="number of simultaneous downloads")
     arg("--verify", action="store_true", help="also hash existing files")
     arg("--dry_run", action="store_true", help="only print the URLs and hashes")
 
@@ -161,7 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     arg("--out", required=True, help="folder of the tars")
     arg("--url_column", default="URL")
     arg("--caption_column", default="TEXT")
-    arg("--size", type=int, default=0, help="pixels of the smaller side; 0 keeps images unchanged")
+    arg("--size", type=int, default=0, help="shrink images whose smaller side has more pixels; "
+        "0 keeps all images unchanged")  # fmt: skip
     arg("--num", type=int, default=10_000, help="images per tar")
     arg("--processes", type=_count, default=16)
     arg("--threads", type=_count, default=64, help="threads of each process")
@@ -175,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     arg("--format", choices=reshard.FORMATS, default="webdataset")
     arg("--size", type=_count, default=0, help="shrink images whose smaller side has more pixels, "
         "so that training reads them faster; default: copy them")  # fmt: skip
-    arg("--pad", action="store_true", help="with --size: add white borders that make squares")
+    arg("--pad", action="store_true", help="with --size: add white borders to make squares")
     arg("--part", default="0/1", help="I/N: write only every Nth shard, starting at shard I")
     engines.add_arguments(arg)
 
@@ -186,14 +187,14 @@ def _parser() -> argparse.ArgumentParser:
     engines.add_arguments(arg)
 
     arg = add("merge", _merge, "Join tars of images and tars of embeddings.")
-    arg("--images", required=True, help="tars, as --path of index")
+    arg("--images", required=True, help="tars of images; see --path of the command index")
     arg(
         "--embeddings",
         required=True,
-        help="tars of .npy, .npz, .safetensors or NeMo's .pickle files",
+        help="tars of embeddings: .npy, .npz, .safetensors or NeMo's .pickle files",
     )
     arg("--out", required=True, help="folder of the tars")
-    arg("--key", default="", help="the array in pickles, such as embeddings_t5_xxl/encodings")
+    arg("--key", default="", help="array in the pickles, such as embeddings_t5_xxl/encodings")
     engines.add_arguments(arg)
 
     arg = add(
@@ -210,12 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     arg("--style", action="append", help="openmoji (default), noto:FILE, twemoji:FILE or "
         "fluent:FILE; may be repeated. `npm pack` writes FILE (docs/data.md)")  # fmt: skip
     arg("--size", type=_count, default=64, help="side in pixels")
-    arg("--variants", type=_count, default=4, help="pictures of each composition, moved a little")
+    arg("--variants", type=_count, default=4, help="pictures per composition, at random offsets")
     return parser
 
 
 def _count(text: str) -> int:
-    """Parse a whole number above 0. For other numbers, argparse reports the flag."""
+    """Parse a whole number above 0. For other numbers, argparse prints an error with the flag."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above 0")
     return number
@@ -223,8 +224,8 @@ def _count(text: str) -> int:
 
 def _add_source(arg, max_broken: float = 1.0) -> None:
     arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or the name of your module")
-    arg("--path", required=True, help="data.path of a config")
-    arg("--text", default="txt", help="data.text of a config")
+    arg("--path", required=True, help="the value of data.path in a config")
+    arg("--text", default="txt", help="the value of data.text in a config")
     arg(
         "--max_broken", type=float, default=max_broken,
         help="largest allowed share of damaged records",
@@ -232,5 +233,5 @@ def _add_source(arg, max_broken: float = 1.0) -> None:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.mark_as_parsed()  # argparse has read the flags; absl's log waits for this.
+    flags.FLAGS.mark_as_parsed()  # argparse did it; absl's log needs this call.
     main()

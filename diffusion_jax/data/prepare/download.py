@@ -16,9 +16,12 @@ requires old versions of other packages:
 def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
     """Return the img2dataset command that downloads tables of URLs into tars of images and texts.
 
-    `args` are the arguments of `prepare download`; `more` is passed to img2dataset unchanged. A
-    size of 0 keeps the images unchanged, as in NeMo. Otherwise, images whose smaller side exceeds
-    the size are shrunk to it. The same command continues an interrupted download.
+    The same command continues an interrupted download.
+
+    Args:
+        args: The parsed arguments of `prepare download`. If args.size is 0, images stay unchanged,
+            as in NeMo. Otherwise, images whose smaller side has more pixels are shrunk to it.
+        more: Further arguments, which are passed to img2dataset unchanged.
     """
     resize = [
         "--resize_mode=keep_ratio",
@@ -45,10 +48,11 @@ def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
 
 
 def download(call: Sequence[str], dry_run: bool = False) -> int:
-    """Print an img2dataset command and, unless `dry_run`, run it; return its exit code.
+    """Print an img2dataset command, run it, and return its exit code. A dry run only prints it.
 
-    Raises FileNotFoundError if the table of URLs or img2dataset is missing; the message says how to
-    install img2dataset.
+    Raises:
+        FileNotFoundError: The table of URLs or img2dataset is missing. The message says how to
+            install img2dataset.
     """
     print(shlex.join(call), flush=True)
     if dry_run:

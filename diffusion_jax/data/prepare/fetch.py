@@ -1,7 +1,7 @@
-"""Download files; a file gets its final name only once it is complete and its hash is right.
+"""Download files. A file gets its final name only once it is complete and its hash is right.
 
-A killed download leaves a hidden `.part` file and continues from it. Downloads into a bucket
-restart an incomplete file.
+A killed download leaves a hidden `.part` file, from which the next attempt continues. In a bucket,
+the next attempt starts an incomplete file again.
 """
 
 import hashlib
@@ -30,8 +30,9 @@ _ATTEMPTS = 4
 def expand(urls: Sequence[str], schemes: Sequence[str] = SCHEMES) -> list[str]:
     """Expand braces in URLs as a shell does, such as "part-{00000..00031}.parquet".
 
-    Raises ValueError for a malformed URL, a URL with another scheme than `schemes`, and for URLs
-    with the same file name.
+    Raises:
+        ValueError: A URL is malformed or its scheme is not in `schemes`, or two URLs have the same
+            file name.
     """
     every = [url for pattern in urls for url in tars.expand(pattern)]
     for url in every:
@@ -74,7 +75,7 @@ def fetch(
     timeout: float = 60.0,
     finished: Callable[[pathlib.Path], None] = lambda path: None,
 ) -> list[pathlib.Path]:
-    """Download the files that are missing in `out`; return the paths of all files.
+    """Download the files that are missing in `out`, and return the paths of all files.
 
     Args:
         urls: URLs with different file names.
@@ -84,7 +85,7 @@ def fetch(
         threads: The number of simultaneous downloads.
         verify: Whether to check the hashes of existing files too.
         timeout: Seconds without data after which a connection fails.
-        finished: Called with the path of each downloaded file.
+        finished: A function that is called with the path of each file after its download.
 
     Raises:
         OSError: If a download fails.
@@ -118,7 +119,7 @@ def file_hash(path: pathlib.Path, algorithm: str) -> str:
 
 
 def name(url: str) -> str:
-    """Return the file name of a URL."""
+    """Return the file name at the end of a URL, without the query after "?"."""
     return url.partition("?")[0].rpartition("/")[2]
 
 
@@ -147,7 +148,7 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
 
 
 def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
-    """Download the missing end of a file, or all of it if the server cannot send a range."""
+    """Download the missing end of a file to `part`, or all of it if the server sends no ranges."""
     done = part.stat().st_size if part.exists() else 0
     if not re.match("(https?|ftp|file):", url):  # fsspec reads gs://, s3:// and others.
         with storage.open_file(url) as stored, part.open("ab") as file:
@@ -180,9 +181,10 @@ def _copy(response, file, url: str, total: int) -> None:
 
 
 def check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
-    """Raise ValueError if a file's hash differs from `digest`. None skips the check.
+    """Raise ValueError if a file's hash differs from `digest`. A `digest` of None always passes.
 
-    The length of `digest` determines the algorithm: md5, sha1, sha256 or sha512.
+    The length of `digest` determines the algorithm: md5, sha1, sha256 or sha512. The message names
+    the file by `what` or, if this is empty, by its path.
     """
     if digest is None:
         return

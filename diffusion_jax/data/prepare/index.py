@@ -1,4 +1,4 @@
-"""Write the index of each tar and the list of all records, so that training starts at once."""
+"""Write the index of each tar and the listing of all records, so that training starts at once."""
 
 import collections
 import functools
@@ -16,10 +16,17 @@ _PART = 64  # Tars that are indexed together, by several threads.
 
 
 def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dict[str, int]:
-    """Index the tars at `path` that have no index yet, and write the list of all records.
+    """Index the tars at `path` that have no index yet, and write the listing of all records.
 
-    `text` is data.text of the config that reads the tars. Returns counts of "tars", "records",
-    "files" and "truncated" tars.
+    Args:
+        path: A tar, a folder, a pattern, a wdinfo.pkl, or a URL.
+        text: The value of data.text in the config that reads the tars.
+        threads: The number of tars to index at once, per worker.
+        engine: Distributes the work.
+
+    Returns:
+        Counts of "tars", "records", "files" and "truncated" tars, including those that had an
+        index before.
 
     Raises:
         FileNotFoundError: A tar is missing.
@@ -44,7 +51,7 @@ def _open(path: str, threads: int) -> Callable[[int], collections.Counter[str]]:
 
 
 def _index(names: list[str], threads: int, part: int) -> collections.Counter[str]:
-    """Index one group of tars, and return its counts."""
+    """Index group number `part` of the tars, and return its counts."""
     counts = collections.Counter[str]()
     with ThreadPoolExecutor(threads) as pool:
         for one in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):

@@ -1,7 +1,7 @@
 """Merge tars of images with tars of text embeddings into tars for training.
 
 NeMo's precaching writes embeddings as `SOURCE_TAR/KEY.pickle`. They become `KEY.npy` beside the
-images of SOURCE_TAR. The unpickler creates only arrays and dictionaries, and runs no code of the
+images of SOURCE_TAR. The unpickler creates only arrays and dictionaries, and never runs code from a
 file.
 """
 
@@ -35,18 +35,18 @@ _ARRAYS = {
 
 _ROW = np.dtype([("key", tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", "i8"),
                  ("suffix", "S32")])  # fmt: skip
-"""One row per embedding: a hash of its name without suffix, its tar, byte range and suffix."""
+"""A table row for one embedding: a hash of its name without suffix, the number of its tar, its byte
+range in the tar, and its suffix."""
 
 
 def merge(
     images: str, embeddings: str, out: pathlib.Path, key: str = "", engine: Engine = ALONE
 ) -> dict[str, int]:
-    """Write a tar of images and embeddings into `out` for each tar of images.
+    """For each tar of images, write a tar of the images and their embeddings into `out`.
 
-    Tars that exist in `out` are skipped.
-
-    An embedding named TAR/KEY belongs to the record KEY of the tar TAR. An embedding named KEY,
-    without a folder, belongs to the record KEY of any tar.
+    Tars that exist in `out` are skipped. An embedding named TAR/KEY, with or without .tar after
+    TAR, belongs to the record KEY of that tar. An embedding named KEY, without a folder, belongs to
+    the record KEY of any tar.
 
     Args:
         images: Tars of images: a tar, a folder, a pattern, or a wdinfo.pkl.
@@ -97,9 +97,14 @@ def merge(
 def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
     """Return the embeddings in a pickle of nested dictionaries, without running code in it.
 
-    `key` is the path of the array, such as "embeddings_t5_xxl/encodings". The default is the
-    array called "encodings", or the only array. Raises ValueError if there is no such array, or if
-    the pickle holds anything but arrays and plain values.
+    Args:
+        contents: The bytes of the pickle.
+        key: The path of the array, such as "embeddings_t5_xxl/encodings". "" reads the array called
+            "encodings" or, if there is none, the only array.
+
+    Raises:
+        ValueError: There is no such array of floats [tokens, width], or the pickle holds anything
+            but arrays and plain values.
     """
     try:
         tree = _ArrayUnpickler(io.BytesIO(contents)).load()
@@ -156,7 +161,10 @@ class _Places(NamedTuple):
         return self.folder / f"sorted-{number:08}"
 
     def sort(self, number: int) -> None:
-        """Write the sorted table of one range of keys, with the last embedding of each name."""
+        """Write the sorted table of one range of keys.
+
+        If several embeddings have the same name, the table holds only the last one.
+        """
         paths = map(self.listed, range(self.tars))
         rows = tables.read_range(paths, _ROW, number, self.ranges)
         files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
@@ -182,7 +190,7 @@ def _raw(name: str) -> bytes:
 def _open_list(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], None]:
-    """Return a function that writes the table of the embeddings in tar number i."""
+    """Return a function write(i) that writes the table of the embeddings in tar number i."""
     tars = tar_files.find(embeddings)
 
     def write(number: int) -> None:
@@ -211,7 +219,10 @@ def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
 def _open_join(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], collections.Counter[str]]:
-    """Return a function that merges tar number i of the images with its embeddings."""
+    """Return a function write(i) that merges tar number i of the images with its embeddings.
+
+    write(i) returns counts of "merged" and "no_embedding" records.
+    """
     tars, stored = tar_files.find(images), tar_files.find(embeddings)
 
     def write(number: int) -> collections.Counter[str]:
@@ -231,7 +242,10 @@ def _joined(
     key: str,
     counts: collections.Counter[str],
 ) -> Iterator[dict[str, bytes]]:
-    """Yield each record of a tar that has an embedding, together with the embedding."""
+    """Yield the records of a tar that have an embedding, and the embedding with each.
+
+    The numbers of "merged" and "no_embedding" records are added to `counts`.
+    """
     path = pathlib.PurePath(tar)
     with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
         members = filter(tarfile.TarInfo.isfile, opened)

@@ -1,7 +1,7 @@
 """Write the records of any data source as webdataset tars or ArrayRecord files of equal size.
 
-Of the source's records i * N to (i + 1) * N - 1, shard i holds the usable ones. So shards can be
-written in any order and by several processes, and a killed command can continue.
+Shard i holds the usable records among records i * N to (i + 1) * N - 1 of the source. So shards can
+be written in any order and by several processes, and a killed command can continue.
 """
 
 import collections
@@ -47,14 +47,15 @@ def reshard(
     size: int = 0,
     pad: bool = False,
 ) -> collections.Counter[str]:
-    """Write this process's shards of `num` records each; existing shards are skipped.
+    """Write this process's shards, except those that exist.
 
     Args:
         records: The source.
         out: The folder of the shards.
-        num: Records per shard.
+        num: The number of source records per shard. Unusable ones are dropped.
         format: One of FORMATS.
-        identity: JSON values that identify the source, for comparison with existing shards.
+        identity: JSON values that identify the source. They are saved in `out` and compared when
+            the command runs again.
         process: The index of this process, from 0.
         processes: The number of processes that share the work.
         engine: Distributes the shards of this process.
@@ -63,7 +64,8 @@ def reshard(
         pad: Whether to pad the images to squares. Then `size` limits the longer side.
 
     Returns:
-        The number of "written" records, and of dropped records by reason.
+        Counts of "written" records, and of dropped records keyed by reason. Shards that existed
+        before are not counted.
 
     Raises:
         ValueError: If `out` holds shards of another source or with other settings, or an argument
@@ -103,7 +105,10 @@ def _write(
 
 
 def image_kind(image: bytes) -> str | None:
-    """Return "jpg", "png" or "webp" by an image file's first bytes; None for other formats."""
+    """Return the format of an image file, "jpg", "png" or "webp", or None for other formats.
+
+    The first bytes of the file decide, not its name.
+    """
     kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), None)
     return None if kind == "webp" and image[8:12] != b"WEBP" else kind
 
@@ -123,7 +128,7 @@ def _encoded(
 
 
 def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, bytes] | str:
-    """Return the files of a record by their suffixes, or the reason to drop the record."""
+    """Return the files of record number `row`, keyed by suffix, or the reason to drop it."""
     if isinstance(record.text, Unusable):
         return record.text.reason
     kind = image_kind(record.image)

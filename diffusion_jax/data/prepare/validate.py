@@ -56,18 +56,19 @@ def validate(
 ) -> dict[str, Any]:
     """Decode the records of a data set, and return a report of JSON values.
 
-    In the report, "usable" and "unusable" (counts by reason) add up to "read", and "unusable_first"
-    names the first unusable records. Sizes are in pixels. "duplicates" counts image files that
-    occurred in an earlier record, "words" holds the most frequent words, and "different_texts"
-    ignores capitals and punctuation.
+    In the report, "usable" and the counts in "unusable", keyed by reason, add up to "read".
+    "unusable_first" names the first unusable records. Sides of images are in pixels, and
+    "text_length" is in characters of captions or tokens of embeddings. "duplicates" counts image
+    files that repeat those of earlier records. "words" holds the most frequent words.
+    "different_texts" counts distinct captions, ignoring capitals and punctuation.
 
     Args:
         records: The data set.
         num: The number of records to draw at random; 0 for all.
         threads: The number of records to decode at once.
         seed: Seed of the random choice.
-        folder: An empty folder for intermediate files, which keep the use of memory small. All Beam
-            workers must be able to reach it. None uses a temporary folder.
+        folder: An empty folder for intermediate files, which save memory. All Beam workers must be
+            able to reach it. None uses a temporary folder.
         engine: Distributes the work.
     """
     with contextlib.ExitStack() as stack:
@@ -121,7 +122,7 @@ class _Parts(NamedTuple):
 
 
 def _write_part(records: Records, parts: _Parts, number: int) -> None:
-    """Read the records of a part; write their counts and the hashes of usable images and texts."""
+    """Read the records of a part; write counts, and the hashes of usable images and texts."""
     rows = parts.rows(number)
     chunks = [rows[i : i + _CHUNK] for i in range(0, len(rows), _CHUNK)]
     look = lambda chunk: [_look(record) for record in records.read(chunk)]
@@ -147,7 +148,10 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
 
 
 def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
-    """Count the distinct images or texts in one range of hashes; write and return the count."""
+    """Count the distinct images or texts in one range of hashes; write and return the count.
+
+    The first half of the numbers stands for the ranges of images, the second half for texts.
+    """
     which, part = divmod(number, ranges := tables.num_ranges(parts.total))
     paths = (parts.hashes(_HASHED[which], i) for i in parts.numbers)
     rows = tables.read_range(sorted(files.present(paths)), _ROW, part, ranges)
@@ -184,9 +188,12 @@ def _report(
 
 
 def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Draw `num` random records; return a contact sheet of the usable ones with captions.
+    """Return a contact sheet with the images and captions of `num` random records.
 
-    Each image is 128 x 128 pixels. Raises ValueError if no drawn record is usable.
+    Each image is 128 x 128 pixels. Unusable records are left out.
+
+    Raises:
+        ValueError: No drawn record is usable.
     """
     images, captions = [], []
     for record in records.read(_draw(len(records), min(num, len(records)), seed)):
@@ -227,7 +234,10 @@ def _look(record: Record) -> _Facts:
 
 
 def _quantiles(counts: Mapping[Any, int]) -> dict[str, float]:
-    """Return quantiles of values from their counts, interpolated as np.quantile does."""
+    """Return the _QUANTILES of a sample, given as {value: count}, interpolated like np.quantile.
+
+    The result is keyed by name, such as "median", and is {} for an empty sample.
+    """
     if not counts:
         return {}
     values = np.array(sorted(counts), float)

@@ -1,13 +1,15 @@
 """Opens data sources by their names in configs, and imports a source's module on first use.
 
-A source is a module with a function open_source(data, shapes). It returns either Records (encoded
-images, which this module decodes) or Pictures (decoded images). A config names a source by its
-name in SOURCES, or by its module: data.source="my_package.my_source". Such a module may also define
+A source is a module with a function open_source(data, shapes). The function returns either Records
+(encoded images, which this module decodes) or Pictures (decoded images). A config names a source by
+its name in SOURCES, or by its module: data.source="my_package.my_source". Such a module may also
+define
 
     prompts() -> list[str]                                        prompts to evaluate models with
     open_scorer(size, num_seen, num_heldout, metrics) -> Scorer   an evaluate.scorers.Scorer
 
-Then runs on this source are scored without a file of prompts, as in diffusion_jax/examples/digits.
+Runs that use the source are then scored without a file of prompts. diffusion_jax/examples/digits is
+an example.
 """
 
 import functools
@@ -49,11 +51,12 @@ def open_pictures(
     Args:
         data: the data group.
         size: height and width of the pictures in pixels.
-        embeddings: (tokens, width) if the texts are embeddings.
-        moments: [h, w, 2 Z] if the pictures are an autoencoder's moments.
+        embeddings: (tokens, width) if the texts are embeddings; None if they are captions.
+        moments: (h, w, 2 Z) if the pictures are an autoencoder's moments with Z latent channels;
+            None if they are pixels.
 
     Raises:
-        ValueError: the source is unknown or cannot use the data.
+        ValueError: the source is unknown or cannot read the data.
         OSError: the data are missing.
     """
     pictures = _open_whole(data, shapes := Shapes(size, embeddings, moments))
@@ -61,7 +64,12 @@ def open_pictures(
 
 
 def open_records(data: Data) -> Records:
-    """Open a source as encoded records. Raises ValueError if the source has no image files."""
+    """Open a config's data source as encoded records, without decoding any image.
+
+    Raises:
+        ValueError: the source is unknown, cannot read the data, or has no image files.
+        OSError: the data are missing.
+    """
     source = _open(data, Shapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
         raise ValueError(
@@ -82,12 +90,12 @@ def open_named(name: str) -> Records | None:
 
 
 def named(name: str) -> Data:
-    """Convert the text "SOURCE:PATH::TEXT" to data settings; "::TEXT" is optional.
+    """Convert the text "SOURCE:PATH::TEXT" to data settings. "::TEXT" is optional.
 
-    The settings leave out damaged and uncaptioned records.
+    With these settings, damaged and uncaptioned records are left out.
 
     Raises:
-        ValueError: the source is unknown.
+        ValueError: the source is unknown, or is a module that cannot be used.
     """
     source, _, location = name.partition(":")
     if own_module(source) is None:
@@ -98,9 +106,9 @@ def named(name: str) -> Data:
 
 
 def own_module(source: str) -> ModuleType | None:
-    """Return the user's module that `source` names, or None for the name of a built-in source.
+    """Import and return the user's module `source`, or return None for a built-in source.
 
-    A module has a dot in its name, such as "my_package.my_source".
+    A user's module has a dot in its name, such as "my_package.my_source".
 
     Raises:
         ValueError: the module cannot be imported, or defines no `open_source`.
@@ -160,7 +168,10 @@ def _opener(source: str) -> Callable[[Data, Shapes], Records | Pictures]:
 
 
 def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
-    """Alternate pictures with those of data.prior, which have loss weight data.prior_weight."""
+    """Return a mixture of `pictures` and those in data.prior, which are drawn equally often.
+
+    The pictures in data.prior have the loss weight data.prior_weight, the others 1.
+    """
     if data.source == "mixture" or shapes.embeddings or shapes.moments:
         raise ValueError(
             f"data.prior is {data.prior!r}, which only works with one source of pictures with "
@@ -175,7 +186,7 @@ def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
 
 
 def _open_mixture(data: Data, shapes: Shapes) -> Pictures:
-    """Open each part of data.mixture; all other fields of `data` apply to every part."""
+    """Open all parts of data.mixture as one mixture. Other fields of `data` apply to every part."""
     _check_mixture(data.mixture)
     parts = [
         _open_pictures(data._replace(source=source, path=path, text=text), shapes)

@@ -1,8 +1,8 @@
 """ArrayRecord files of tf.train.Examples, the random-access format of Grain and TFDS.
 
-An Example holds an encoded image and its texts as named features. The image feature is called
-"image" or by its suffix, such as "jpg". Text features may have any name. They hold embeddings if
-the name ends in npy, npz or safetensors. The optional feature "__key__" holds the record's name.
+An Example holds an encoded image and its texts as named features. The name of the image feature is
+"image" or a suffix such as "jpg". Text features may have any name. They hold embeddings if the name
+ends in npy, npz or safetensors. The optional feature "__key__" holds the record's name.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def open_source(data: Data, _: Shapes) -> Records:
 class ArrayRecords(Records):
     """The records of one or more ArrayRecord files, in the order of the files' names.
 
-    An Example without the text feature counts as unusable when it is read.
+    An Example without the text feature is counted as unusable when it is read.
     """
 
     def __init__(self, path: str | os.PathLike[str], text: str = "txt"):
@@ -62,7 +62,7 @@ class ArrayRecords(Records):
         return int(self._firsts[-1])
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the records with these indices, with one request per file."""
+        """Read the records with these indices. All records of a file are read in one request."""
         files = np.searchsorted(self._firsts, indices, side="right") - 1
         result: list[Record] = [Record(b"", "", "")] * len(indices)
         for file in set(files.tolist()):
@@ -73,11 +73,11 @@ class ArrayRecords(Records):
         return result
 
     def _messages(self, file: int, indices: list[int]) -> Sequence[bytes | None]:
-        """Return serialized Examples of a file, with None for damaged ones."""
+        """Return the serialized Examples at these indices of a file, with None for damaged ones."""
         reader = self._readers[file]
         try:
             return reader.read(indices)
-        except (RuntimeError, ValueError):  # Some are damaged, so they are read one by one.
+        except (RuntimeError, ValueError):  # One is damaged, so they are read one by one.
             return [_read_one(reader, index) for index in indices]
 
     def _record(self, path: str, message: bytes | None) -> Record:
@@ -93,7 +93,10 @@ class ArrayRecords(Records):
         return Record(image, read_feature(features, self._text), name)
 
     def _check_features(self) -> None:
-        """Raise ValueError if the first readable record lacks an image or a text."""
+        """Raise ValueError if the first record is no Example, or lacks an image or a text.
+
+        A damaged first record passes, because it is counted as unusable when it is read.
+        """
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features = decode(first)
         for kinds, advice in (
@@ -108,7 +111,10 @@ class ArrayRecords(Records):
 
 
 def read_feature(features: Mapping[str, bytes], text: str):
-    """Return the caption or embeddings in the feature `text`; Unusable if missing or damaged."""
+    """Return the caption or embeddings in the feature named `text`.
+
+    The result is Unusable if the feature is missing or damaged.
+    """
     if text not in features:
         return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
     is_array = text.rsplit(".")[-1] in EMBEDDINGS
@@ -138,9 +144,13 @@ def decode(message: bytes) -> dict[str, bytes]:
 
 
 def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:
-    """Write Examples to an ArrayRecord file atomically; the file's folder must exist.
+    """Write Examples to an ArrayRecord file atomically. The file's folder must exist.
 
     Records are compressed individually, so that each can be read alone.
+
+    Args:
+        path: the file.
+        examples: for each record, a dictionary from feature names to contents.
     """
     with files.whole(path) as temporary:
         writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")

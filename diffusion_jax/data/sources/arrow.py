@@ -51,7 +51,7 @@ class Rows(Records):
             table: the table.
             name: the table's name, for messages.
             text: the caption column.
-            root: folder of the image files, if the table stores relative paths instead of images.
+            root: folder that image paths are relative to, if the table stores paths of image files.
             uncaptioned: "empty" gives all rows the text "" if there is no column `text`.
 
         Raises:
@@ -80,11 +80,11 @@ class Rows(Records):
         return len(self._images)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the rows with these indices. Raises OSError if an image file has been removed."""
+        """Read the rows with these indices. Raises OSError if an image file was removed."""
         return [self._read(index) for index in indices]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return the captions of these rows, without reading images."""
+        """Return the caption of each row, or Unusable. Images are not read."""
         if self._texts is None:
             return [""] * len(indices)
         return [_text(self._texts[index]) for index in indices]
@@ -108,7 +108,7 @@ class Arrow(Rows):
         """Map the files into memory.
 
         Args:
-            path: the folder of one split, which contains .arrow files, or "FOLDER@SPLIT".
+            path: the folder of one split, which holds .arrow files, or "FOLDER@SPLIT".
             text: the caption column.
             uncaptioned: "empty" gives all rows the text "" if there is no caption column.
 
@@ -138,7 +138,10 @@ class Arrow(Rows):
 def _open(path: pathlib.Path) -> Any:
     """Map an .arrow file into memory, and check its offsets, which pyarrow would otherwise trust.
 
-    Captions that are not UTF-8 are no error here: they count as broken texts when they are read.
+    Captions that are not UTF-8 are accepted here. They count as broken texts when they are read.
+
+    Raises:
+        ValueError: the file is damaged.
     """
     import pyarrow
 
@@ -155,7 +158,10 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _load(place: str, split: str) -> Any:
-    """Load one split of a folder, a pattern of parquet files, or a name on the Hub as a table."""
+    """Load one split of a data set with `load_dataset`, as a memory-mapped table.
+
+    `place` is a folder, a pattern of parquet files, or a name on the Hugging Face Hub.
+    """
     import datasets  # Slow to import, and needed by few data sets.
 
     is_parquet = place.endswith(".parquet")
@@ -183,5 +189,5 @@ def _text(cell: Any) -> str | Unusable:
 
 
 def _is_image(kind: Any) -> bool:
-    """Return whether an Arrow type is that of datasets.Image, a struct of bytes and path."""
+    """Return whether an Arrow type is the type of datasets.Image: a struct of bytes and path."""
     return "bytes" in {kind.field(i).name for i in range(kind.num_fields)}

@@ -1,7 +1,7 @@
 """Folders of image files, with texts in files beside them or in tables (.jsonl or .parquet).
 
-Tables are laid out as in Hugging Face's folders (metadata.jsonl) or as by img2dataset
-(00000.parquet beside 00000/).
+Tables are laid out as in Hugging Face's image folders (metadata.jsonl beside the images) or as in
+the output of img2dataset (00000.parquet beside the folder 00000).
 """
 
 import os
@@ -34,15 +34,16 @@ class Folder(Records):
 
         Args:
             path: the folder, which is searched recursively.
-            text: suffix of the text files beside the images ("txt" or "json:FIELD" for captions,
-                "npy", "t5.npz" and the like for embeddings), or format and column of the tables
-                ("jsonl:caption", "parquet:caption").
+            text: the suffix of the text files beside the images, or the format and column of the
+                tables ("jsonl:caption", "parquet:caption"). Files of captions have the suffix "txt"
+                or "json:FIELD", files of embeddings a suffix such as "npy" or "t5.npz".
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out,
                 and "empty" gives them the text "".
 
         Raises:
             FileNotFoundError: the folder does not exist.
-            ValueError: there are no images, or images lack a text and `uncaptioned` is "error".
+            ValueError: there are no images, images lack a text and `uncaptioned` is "error", or a
+                table is missing or damaged.
         """
         self._root, self._text = pathlib.Path(path), text
         records.check_exists([os.fspath(path)], "folder")
@@ -69,7 +70,7 @@ class Folder(Records):
         return len(self._images)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the images with these indices and their texts. Raises OSError for removed files."""
+        """Read the images with these indices and their texts. Raises OSError for a removed file."""
         names = [self._images[index] for index in indices]
         return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
 
@@ -77,7 +78,10 @@ class Folder(Records):
         return [_head(self._root / self._images[index]) for index in indices]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return captions or embeddings, without images. Raises OSError for removed files."""
+        """Return the caption or embeddings of each image, without reading the images.
+
+        Raises OSError for a removed file.
+        """
         return [self._read_text(self._images[index]) for index in indices]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
@@ -102,7 +106,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _walk(root: pathlib.Path) -> set[str]:
-    """Return the relative paths of all files under a folder, except hidden ones (._a.jpg)."""
+    """Return the relative paths of all files under a folder, except hidden files like ._a.jpg."""
     return {
         os.path.relpath(os.path.join(folder, file), root)
         for folder, _, files in os.walk(root)
@@ -118,15 +122,16 @@ def _text_name(image: str, text: str) -> str:
 def _captions(
     root: pathlib.Path, names: Sequence[str], format: str, field: str
 ) -> dict[str, str | Unusable]:
-    """Return captions by image name, from all tables under `root`.
+    """Return the captions in all tables under `root`, keyed by image path.
 
-    A row names its image in the column "file_name", relative to the table, as in Hugging Face's
-    metadata.jsonl; or in "key", without suffix, in the folder with the table's stem, as in
-    img2dataset's 00000.parquet and 00000/. Rows without a caption are left out.
+    In Hugging Face's metadata.jsonl, the column "file_name" holds the image's path relative to the
+    table. In img2dataset's tables, the column "key" holds the image's name without suffix. The
+    image is then in the folder with the table's stem, such as 00000 for 00000.parquet. Rows without
+    a caption are left out.
 
     Args:
         root: the folder.
-        names: all files, relative to `root`.
+        names: paths of all files, relative to `root`.
         format: "jsonl" or "parquet".
         field: the caption column.
 

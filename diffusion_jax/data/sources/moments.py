@@ -1,8 +1,8 @@
 """Moments, the means and log variances of an autoencoder's latents, in webdataset tars.
 
-A member KEY.npy holds means followed by log variances, float [2 Z, h, w], or [1, 2 Z, h, w] as
-published by MLPerf. A folder written by this project has a manifest, which records the settings
-that the moments were computed with; other folders have none.
+A member KEY.npy holds means followed by log variances: float [2 Z, h, w] for Z latent channels, or
+[1, 2 Z, h, w] as published by MLPerf. A folder written by this project has a manifest, which
+records the settings that the moments were computed with. Other folders have no manifest.
 """
 
 import functools
@@ -52,12 +52,12 @@ def read(
         contents: the file's bytes.
         place: the crop position, which is ignored.
         shape: the expected height and width of the encoded image in pixels.
-        factor: the side of the image in pixels, divided by the side of the moments.
+        factor: the VAE's downsampling factor: the image's side divided by the moments' side.
         channels: the expected number of channels, 2 Z.
 
     Raises:
         ValueError: the moments have another shape.
-        Unusable: with reason "broken_moments" if the file is damaged or not finite.
+        Unusable: with reason "broken_moments" if the file is damaged or a value is not finite.
     """
     del place
     try:
@@ -79,10 +79,9 @@ def read(
 
 
 def size_of(contents: bytes, *, factor: int) -> tuple[int, int]:
-    """Return height and width in pixels of the image that an .npy file of moments encodes.
+    """Return height and width in pixels of the image whose moments an .npy file holds.
 
-    They are (0, 0) if the file is damaged. `factor` is the side of the image, divided by the side
-    of the moments.
+    The size is (0, 0) if the file is damaged. `factor` is the VAE's downsampling factor.
     """
     try:
         *_, height, width = untrusted.read_array(io.BytesIO(contents), len(contents)).shape
@@ -92,14 +91,14 @@ def size_of(contents: bytes, *, factor: int) -> tuple[int, int]:
 
 
 def write(moments: Float[np.ndarray, "h w _"]) -> bytes:
-    """Encode VAE moments as the contents of an .npy file: float32, channels first."""
+    """Return the contents of an .npy file with these moments as float32 [2 Z, h, w]."""
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(moments.transpose(2, 0, 1), np.float32))
     return file.getvalue()
 
 
 def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest in a folder of VAE moments, or None if there is none."""
+    """Return the manifest of VAE moments, or None if there is none. `path` is a folder or a tar."""
     folder = files.path(path)
     file = (folder if folder.is_dir() else folder.parent) / MANIFEST
     return json.loads(file.read_text()) if file.is_file() else None

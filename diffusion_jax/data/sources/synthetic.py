@@ -16,14 +16,14 @@ def open_source(_: Data, shapes: Shapes) -> Pictures:
 
 
 class Synthetic(Pictures):
-    """A data set that returns the same random pictures and the same text for all indices."""
+    """A data set that returns the same batch of random pictures, and one text, for any indices."""
 
     def __init__(self, size: int, embeddings: tuple[int, int] | None = None):
         """Set the shapes of pictures and texts.
 
         Args:
-            size: height and width of the pictures.
-            embeddings: (tokens, width) of embeddings; None for a caption.
+            size: height and width of the pictures in pixels.
+            embeddings: (tokens, width) if the text is random embeddings; None for a caption.
         """
         self._random = np.random.default_rng(0)
         self._images = np.zeros((0, size, size, 3), np.uint8)

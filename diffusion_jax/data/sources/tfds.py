@@ -1,8 +1,8 @@
 """TFDS data sets in ArrayRecord or TFRecord files, read in random order without TensorFlow.
 
-TFRecord is TFDS's default format. TensorFlow only reads it sequentially. For random access, the
-position of each record (a length, its checksum, the contents, their checksum) is collected once.
-TFDS decodes the contents.
+TFRecord is TFDS's default format, and TensorFlow only reads it sequentially. For random access, the
+byte ranges of all records are found once. In the file, a record is the length of its contents, a
+checksum of the length, the contents, and a checksum of the contents. TFDS decodes the contents.
 """
 
 import mmap
@@ -35,8 +35,8 @@ class Tfds(Records):
 
         Args:
             path: "NAME@SPLIT" of a data set prepared under TFDS_DATA_DIR, or "FOLDER@SPLIT" with
-                the folder of one version.
-            text: the caption feature, with nested names joined by "/" ("captions/text").
+                the folder of one version of a data set.
+            text: name of the caption feature, with nested names joined by "/" ("captions/text").
 
         Raises:
             ValueError: the data set is missing, empty or of another format, or lacks a feature.
@@ -121,9 +121,9 @@ class _TfRecords:
 
 
 def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
-    """Return the byte range [first, last) of each record, [N, 2].
+    """Return the byte range [first, last) of each record's contents, as an array [N, 2].
 
-    Raises ValueError if the TFRecord file is truncated.
+    Raises ValueError, which quotes the file's `name`, if the TFRecord file is truncated.
     """
     spans, position, end = [], 0, len(mapped)
     while position < end:

@@ -23,7 +23,7 @@ def open_source(data: Data, _: Shapes) -> Records:
 
 
 class WebDataset(Records):
-    """The images of one or more tars, in the order of the tars and of their members."""
+    """The images and texts in one or more tars, in the order of the tars and of their members."""
 
     def __init__(
         self,
@@ -33,21 +33,21 @@ class WebDataset(Records):
         max_broken: float = 0.0,
         images: Sequence[str] = records.IMAGE_SUFFIXES,
     ):
-        """Open the list of records in the tars, or build it from the tars' headers.
+        """Open the listing of records in the tars, or build it from the tars' headers.
 
         Args:
             path: a tar, a folder (searched recursively), NeMo's list of tars (wdinfo.pkl), or a
-                pattern such as "shard-{0000..0099}.tar"; also as URLs.
-            text: suffix of the text files: "txt" or "json:FIELD" for captions, or "npy", "t5.npz"
-                and the like for embeddings.
+                pattern such as "shard-{0000..0099}.tar". Each may be a URL.
+            text: suffix of the text files: "txt" or "json:FIELD" for captions, or a suffix such as
+                "npy" or "t5.npz" for embeddings.
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
             max_broken: largest allowed share of unreadable tars, which are left out.
             images: suffixes of the image files, or of the moment files if the tars hold moments.
 
         Raises:
             FileNotFoundError: a tar is missing.
-            ValueError: too many tars are unreadable, there are no images, or images lack a text
-                and `uncaptioned` is "error".
+            ValueError: too many tars are unreadable, there are no images, no image has a text, or
+                some images lack a text and `uncaptioned` is not "drop".
         """
         self._text = text
         suffix, _ = records.check_text(text)
@@ -78,20 +78,26 @@ class WebDataset(Records):
         return [self._record(*place, contents) for place in places]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the starts of images. URLs are read concurrently."""
+        """Return the first HEAD bytes of each image, or all of a shorter one.
+
+        URLs are read concurrently.
+        """
         places = [(tar, *spans[0]) for tar, spans in map(self._place, indices)]
         parts = [(tar, first, first + min(size, records.HEAD)) for tar, first, size in places]
         return storage.read_ranges(*zip(*parts, strict=True))
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return captions or embeddings, without images. Raises OSError for a removed tar."""
+        """Return the caption or embeddings of each record, without reading the images.
+
+        Raises OSError for a removed tar.
+        """
         places = [(tar, *spans[1]) for tar, spans in map(self._place, indices)]
         parts = [(tar, offset, offset + size) for tar, offset, size in places]
         contents = storage.read_ranges(*zip(*parts, strict=True))
         return [records.read_text(text, self._text) for text in contents]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return a key per record: a hash of its tar's name, plus its index in the tar."""
+        """Return a key for each record: the hash of its tar's name plus its index in the tar."""
         numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
@@ -100,14 +106,14 @@ class WebDataset(Records):
     def left_out(self) -> dict[str, int]:
         """Return counts of images without a caption, unreadable tars and truncated tars.
 
-        The complete members of truncated tars are used.
+        The complete members of truncated tars are used nevertheless.
         """
         facts = self._listing.facts
         reasons = {"no_caption": "bare", "truncated_tar": "truncated", "broken_tar": "broken"}
         return {reason: facts[name] for reason, name in reasons.items() if facts[name]}
 
     def _place(self, index: int) -> tuple[str, Spans]:
-        """Return the tar of a record, and the spans of its image and text."""
+        """Return the tar of a record, and the (offset, size) of its image and of its text."""
         tar = int(np.searchsorted(self._listing.firsts, index, side="right")) - 1
         image, image_size, text, text_size = self._listing.spans[index].tolist()
         spans = (image * tars.BLOCK, image_size), (text * tars.BLOCK, text_size)
@@ -131,7 +137,10 @@ def _check_broken(num_tars: int, facts: Mapping[str, Any], max_broken: float) ->
 
 
 def _parts(spans: Spans) -> list[tuple[int, int]]:
-    """Return the byte ranges (first, last) of a record; close members share one range."""
+    """Return the byte ranges [first, last) to read for a record.
+
+    An image and a text that are close to each other share one range.
+    """
     (image, image_size), (text, text_size) = spans
     parts = [(image - tars.BLOCK, image + image_size), (text, text + text_size)]
     first, last = min(parts)[0], max(end for _, end in parts)
@@ -139,7 +148,7 @@ def _parts(spans: Spans) -> list[tuple[int, int]]:
 
 
 def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
-    """Return `size` bytes at `offset` of a tar, given the ranges (first, contents) read from it."""
+    """Return `size` bytes at `offset` of a tar, cut from ranges (first, contents) read before."""
     for first, contents in ranges:
         if first <= offset <= first + len(contents) and offset + size <= first + len(contents):
             return contents[offset - first : offset - first + size]

@@ -22,9 +22,9 @@ def open_scorer(
 ) -> Any:
     """Return the evaluate.scorers.Scorer of the coloured digits.
 
-    `size` is the side of the images in pixels. `num_seen` and `num_heldout` are the numbers of
-    images per seen and per held-out prompt. `metrics` are keys of metrics.table.METRICS; () chooses
-    all metrics that the judge supports.
+    `size` is the side of the images in pixels. `num_seen` is the number of images per prompt that
+    training shows, and `num_heldout` the number per held-out prompt. `metrics` are keys of
+    metrics.table.METRICS; () chooses all metrics that the judge supports.
     """
     from diffusion_jax.examples.digits import scorer  # Loads metrics that training does not need.
 

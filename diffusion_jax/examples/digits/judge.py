@@ -1,7 +1,7 @@
 """The judge of the coloured digits, which recognises digit, ink and paper in a picture.
 
-A support vector machine, trained on real 8x8 glyphs, recognises the digit. The judge takes the
-nearest named colours as ink and paper. Nothing is downloaded. The judge misreads about one real
+A support vector machine, trained on real 8x8 glyphs, recognises the digit. Ink and paper are the
+named colours that fit the pixels best. Nothing is downloaded. The judge misreads about one real
 picture in a hundred.
 """
 
@@ -16,7 +16,7 @@ from diffusion_jax.examples.digits import pictures as digits
 
 
 class Judge:
-    """A classifier that reads digit, ink and paper from pictures. fit_judge returns one."""
+    """A classifier that reads digit, ink and paper from pictures. `fit_judge` makes one."""
 
     # Fields of the card.
     name, preprocessing, official = "digits", "8x8 glyphs", False
@@ -24,8 +24,8 @@ class Judge:
     def __init__(self, svc: Any, weights: str):
         """Store a support vector machine and a hash that identifies it.
 
-        `svc` classifies 8x8 glyphs with values in [0, 16]. `weights` is the hash of the glyphs that
-        it was fitted to.
+        `svc` classifies 8x8 glyphs with values in [0, 16]. `weights` is the hash of the glyphs to
+        which it was fitted.
         """
         self._svc, self.weights = svc, weights
 
@@ -36,7 +36,10 @@ class Judge:
         return [digits.Prompt(int(n), i, p) for n, i, p in zip(numbers, inks, papers, strict=True)]
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B 16"]:
-        """Return 10 margins of the classifier, the mean ink colour and the mean paper colour."""
+        """Return 16 features: the classifier's score of each digit, and mean ink and paper colours.
+
+        The colours are RGB in [0, 1].
+        """
         _, _, mix = _read_colours(images)
         scores = self._svc.decision_function(_glyphs(mix))  # [B, 10]
         pixels, mix = images.astype(np.float32) / 255, mix[..., None]
@@ -56,9 +59,9 @@ def fit_judge() -> Judge:
 
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
-    """Compare recognised prompts with the captions.
+    """Compare the prompts that a judge read with the captions `prompts`.
 
-    Each row holds 1 or 0 for digit, ink and paper: 1 if it matches the caption.
+    A row holds 1 for a match or 0 for a difference in the digit, the ink and the paper.
     """
     true = [digits.parse(prompt) for prompt in prompts]
     pairs = zip(read, true, strict=True)
@@ -66,9 +69,10 @@ def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.n
 
 
 def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
-    """Test the judge on every held-out glyph, and return its matches for digit, ink and paper.
+    """Test the judge on every test glyph. Return a row of matches per glyph, as `compare` does.
 
-    Each glyph gets the colours of a prompt with its digit. The prompts are used in turn.
+    Each glyph is drawn at `size` x `size` pixels in the colours of a prompt with its digit. The
+    glyphs of a digit take its prompts in turn.
     """
     glyphs = digits.load("test")
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]
@@ -80,7 +84,7 @@ def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
 
 
 def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N size size 3"]:
-    """Draw a picture for each prompt, with a held-out glyph chosen with a fixed seed."""
+    """Draw a picture for each prompt from a random test glyph of its digit, with a fixed seed."""
     glyphs = digits.load("test")
     draw = np.random.RandomState(0)
     pictures = []
@@ -91,7 +95,7 @@ def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N siz
 
 
 def _read_colours(images: UInt8[np.ndarray, "B H W 3"]):
-    """Return the names of each picture's paper and ink, and the share of ink in each pixel."""
+    """Return each picture's paper and ink by name, and each pixel's share of ink, [B, H, W]."""
     pixels = images.astype(np.float32)
     papers = _read_papers(pixels)
     return papers, *_read_inks(pixels, papers)
@@ -137,6 +141,6 @@ def _read_inks(
 
 
 def _shrink(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 8 8"]:
-    """Average blocks of pixels, so that 8x8 values remain."""
+    """Shrink images to 8x8 by averaging blocks of pixels. H and W must be multiples of 8."""
     b, h, w = mix.shape
     return mix.reshape(b, 8, h // 8, 8, w // 8).mean(axis=(2, 4))

@@ -61,7 +61,7 @@ def caption(prompt: Prompt) -> str:
 
 
 def parse(text: str) -> Prompt:
-    """Convert a caption to a Prompt. Raise ValueError if it is not one of the 290 captions."""
+    """Convert a caption to a Prompt. Raises ValueError if it is not one of the 290 captions."""
     if text not in _prompt_of_caption():
         raise ValueError(
             f"{text!r} is not a caption of the coloured digits: write 'a INK DIGIT on PAPER paper' "
@@ -129,9 +129,9 @@ def render(
 
 
 def open_source(data: Data, shapes: Shapes) -> Pictures:
-    """Return the training pictures at the size that the task needs.
+    """Return the training pictures with sides of shapes.size pixels.
 
-    Raise ValueError if the config needs text embeddings or latent moments, because the digits have
+    Raises ValueError if the config needs text embeddings or latent moments, because the digits have
     only pictures and captions.
     """
     if shapes.embeddings or shapes.moments:
@@ -189,9 +189,9 @@ def write_examples(
 ) -> pathlib.Path:
     """Write a small data set of `num` pictures with captions, and return its path.
 
-    The format "folder" writes 00000.png, 00000.txt and so on into `out`. The format "webdataset"
-    writes these files into one tar. Its path is `out` if that ends in .tar, and out/00000.tar
-    otherwise.
+    The format "folder" writes 00000.png, 00000.txt and so on into the folder `out`. The format
+    "webdataset" writes these files into one tar: `out` itself if its name ends in .tar, otherwise
+    out/00000.tar.
     """
     digits = Digits(size)
     # With a prime step, even the first few pictures vary in glyph and colours.
@@ -210,7 +210,7 @@ def write_examples(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command diffusion_jax.data.digits."""
+    """Run the command `python -m diffusion_jax.data.digits`, by default with sys.argv."""
     parser = argparse.ArgumentParser(
         prog="python -m diffusion_jax.data.digits",
         description="Write a tiny data set of coloured digits.",

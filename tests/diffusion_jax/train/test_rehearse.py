@@ -142,7 +142,7 @@ def test_a_step_that_may_not_fit_and_a_disk_that_may_fill_are_said(tmp_path, mon
 
 def test_a_booked_device_takes_the_place_of_what_is_here(tmp_path, caplog):
     lines = told(tmp_path, device_memory=1e5, ignore_memory=True)
-    assert " GB of 0.0 a device, estimated: " in lines["memory"]
+    assert " of 0.0 GB per device, estimated: " in lines["memory"]
     assert "a training step may not fit into a device's memory: " in caplog.text
 
 

@@ -215,7 +215,7 @@ def test_widths_are_a_swept_axis_of_a_run_and_weights_of_a_folder(tmp_path):
     lines = {line[:14].strip(): line[15:] for line in listed.out.splitlines()}
     assert (
         lines["snapshots"].endswith("of steps 1 to 12")
-        and lines["width 0.05"] == "error 0 %, rounding times 1"
+        and lines["width 0.05"] == "error 0 %, rounding factor 1"
     )
     assert lines["stored"] == "power-0.05, power-0.1"
     wrote = commands.run(

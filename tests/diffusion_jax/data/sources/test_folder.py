@@ -72,7 +72,7 @@ def test_images_without_captions_can_be_dropped(folder):
 def test_unknown_choices_are_refused(folder):
     with pytest.raises(ValueError, match="uncaptioned is 'ignore': it must be 'error' or 'drop'"):
         Folder(folder, uncaptioned="ignore")
-    with pytest.raises(ValueError, match=r"texts of suffix 'pickle' are pickles.*docs/data\.md"):
+    with pytest.raises(ValueError, match=r"files with suffix 'pickle' are pickles.*docs/data\.md"):
         Folder(folder, text="pickle")
     with pytest.raises(
         ValueError, match=r"data\.text is 'json': name the field, such as json:caption"
@@ -80,7 +80,7 @@ def test_unknown_choices_are_refused(folder):
         Folder(folder, text="json")
     with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet take a field"):
         Folder(folder, text="txt:caption")
-    with pytest.raises(ValueError, match="the suffix of texts is 'doc': it must end in txt"):
+    with pytest.raises(ValueError, match="the suffix of text files is 'doc': it must end in txt"):
         Folder(folder, text="doc")
 
 
