@@ -16,6 +16,8 @@ def test_the_kept_table_has_all_blocks_of_the_small_set():
     assert all(numbers["cycles"] > 0 for numbers in kept["blocks"].values())
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_whole_programs_get_the_settings_of_runs():
     """Without them Stable Diffusion on a v5e of 4x4 costs 769 Mcycles in place of 332."""
     v5e, v6e = (accelerators.parse(name) for name in ("v5e:4x4", "v6e:4x4"))

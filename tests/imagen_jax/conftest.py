@@ -1,4 +1,4 @@
-"""One tiny run, trained in pieces and at once."""
+"""Tiny runs: trained in pieces and at once."""
 
 import functools
 import json
@@ -55,9 +55,16 @@ def interrupted(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory, interrupted):
-    """The workdir of the same run without interruption, this worker's copy."""
+def uninterrupted(tmp_path_factory, interrupted):
+    """The workdir of the same run without interruption, for reading."""
     fill = functools.partial(_train_at_once, steps=interrupted.steps)
+    return shared.folder(tmp_path_factory, "uninterrupted", fill)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The workdir of a run of twelve steps, this worker's copy."""
+    fill = functools.partial(_train_at_once, steps=12)
     folder = shared.folder(tmp_path_factory, "trained", fill)
     return shutil.copytree(folder, tmp_path_factory.mktemp("trained") / "run")
 

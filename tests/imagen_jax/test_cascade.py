@@ -50,11 +50,15 @@ def drawn(trained, enlarger, tmp_path_factory):
     return out, *draw(out, *stages, *prompts, *settings)
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_training_draws_enlarged_pictures_of_the_data_on_the_way(enlarger):
     (sheet,) = (enlarger / "samples").iterdir()
     assert picture(sheet).std() > 20
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_the_last_stage_makes_the_picture_and_each_stage_has_its_settings(drawn, trained, enlarger):
     _, lines, images = drawn
     assert [image.shape for image in images] == [(64, 64, 3)] * 3
@@ -65,6 +69,8 @@ def test_the_last_stage_makes_the_picture_and_each_stage_has_its_settings(drawn,
     assert larger["aug_sigma"] == 0.2
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_the_smaller_pictures_are_the_first_stages(drawn, trained, tmp_path):
     out, lines, _ = drawn
     assert [line["smaller"] for line in lines] == [[f"seed_00000{i}_16.png"] for i in range(3)]
@@ -74,6 +80,8 @@ def test_the_smaller_pictures_are_the_first_stages(drawn, trained, tmp_path):
         np.testing.assert_allclose(picture(out / line["smaller"][0]), expected, atol=1)
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_the_function_draws_what_the_command_drew_in_another_batch(drawn, trained, enlarger):
     _, _, images = drawn
     choices = [choose(guidance=3.0, steps=2), choose(guidance=1.5, steps=3)]
@@ -110,6 +118,8 @@ def test_a_picture_is_drawn_over_through_both_stages(trained, enlarger, tmp_path
     assert error[8:].mean() < 25 and error[:8].mean() > 50, (error[8:].mean(), error[:8].mean())
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_a_later_stage_starts_from_pictures_on_disk(trained, drawn, enlarger, tmp_path):
     """Which are rounded to whole grey levels, so the result is close but not the same."""
     out, lines, images = drawn
@@ -127,6 +137,8 @@ def test_a_later_stage_starts_from_pictures_on_disk(trained, drawn, enlarger, tm
     np.testing.assert_array_equal(drawing.images[0], larger)
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "arguments", "message"),
     [

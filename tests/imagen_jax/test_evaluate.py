@@ -17,6 +17,8 @@ from imagen_jax.cascade import load_model
 from tests.diffusion_jax.event_files import points
 from tests.imagen_jax import commands
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 
 @pytest.fixture(scope="module")
 def evaluated(trained):

@@ -12,6 +12,8 @@ from imagen_jax.weights import initial
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, trained):

@@ -21,7 +21,7 @@ SCORES = ("--guidance=3", "--num_heldout=1", "--batch_size=64")
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, trained, tmp_path):
+def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, uninterrupted, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(interrupted.workdir, workdir)
     first, last = restore.steps(workdir / runs.CHECKPOINTS)[-2:]
@@ -32,7 +32,8 @@ def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, trained, tmp_path)
     manifest = json.loads((workdir / log.MANIFEST).read_text())["runs"][-1]
     assert (manifest["first_step"], manifest["devices"]["processes"]) == (first, 2)
     assert restore.steps(workdir / runs.CHECKPOINTS) == [first, last]
-    expected, actual = (log.read_metrics(path / log.METRICS)[first:] for path in (trained, workdir))
+    paths = uninterrupted, workdir
+    expected, actual = (log.read_metrics(path / log.METRICS)[first:] for path in paths)
     assert [line["step"] for line in actual] == list(range(first + 1, last + 1))
     for name in ("step", "loss", "grad_norm"):
         columns = [[line[name] for line in lines] for lines in (actual, expected)]
@@ -82,6 +83,8 @@ def test_two_score_what_one_scores(drawn):
             np.testing.assert_allclose(actual, wanted, rtol=0.02, atol=2 / 290)
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_a_process_that_refuses_its_config_ends_with_2_and_so_do_all(tmp_path):
     group = Group(tmp_path, 2, "train", *TINY, "--workdir=nowhere", "--config.batch_size=3")
     assert group.end() == [2, 2]

@@ -13,6 +13,8 @@ from tests.parity import imagen
 from tests.parity import text as text_parity
 from tests.sd_jax import cases as sd_cases
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 SD_OUTPUTS = ["y", "y_frac", "max_relative_error", "grad_max_relative_error"]
 TEXT_OUTPUTS = ["hidden_1", "long", "hidden_2"]
 

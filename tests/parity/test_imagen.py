@@ -143,6 +143,8 @@ def test_every_case_at_hand_gives_its_numbers(path):
     assert None not in errors.values() and compare.within(errors, imagen.TOLERANCE), errors
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_together_give_numpys_numbers(name):
     text_width = 64 if name in ("efficient_stacked", "efficient_cross") else 40

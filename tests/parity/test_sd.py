@@ -45,6 +45,8 @@ def compile_unoptimised(monkeypatch):
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_together_give_numpys_numbers(name):
     config, norm_groups, size = OPTIONS[name]

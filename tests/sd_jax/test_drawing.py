@@ -97,6 +97,8 @@ def run(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
     model = drawing.load(run, *drawing.choose(steps=2))
     images = drawing.draw(model, ["a red one"], [3])

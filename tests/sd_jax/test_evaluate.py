@@ -25,6 +25,8 @@ from diffusion_jax.train.state import init_state
 from sd_jax import drawing, evaluate, sampling, task
 from tests.sd_jax import tiny
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 STEPS = (2, 4)
 
 
@@ -92,8 +94,6 @@ def test_each_score_has_its_card(evaluated, workdir):
     assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
 
 
-@pytest.mark.gate
-@pytest.mark.slow
 def test_a_published_model_stands_beside_a_run(workdir, scorer, published, tmp_path):
     """Its directory's own sampler draws it, at its own size; --size makes the pictures alike."""
     folder = tmp_path / "theirs"

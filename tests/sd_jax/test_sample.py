@@ -8,6 +8,8 @@ from PIL import Image
 
 from tests.imagen_jax import commands
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 
 def run(*arguments, devices=8):
     return commands.run("sd_jax.sample", *arguments, devices=devices)
@@ -67,8 +69,6 @@ def test_what_a_long_prompt_loses_is_shown(four):
     assert "4/4 images | " in four[3] and " images/s | 0:00:00 left" in four[3]
 
 
-@pytest.mark.gate
-@pytest.mark.slow
 def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
     """From the file, on one device, of a picture that is enlarged to the size that is drawn."""
     Image.new("RGB", (2, 3), (250, 10, 120)).save(tmp_path / "start.png")

@@ -24,6 +24,8 @@ from sd_jax import drawing, precache, replay, sampling, train
 from sd_jax.weights import initial
 from tests.sd_jax import tiny
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 NUM, SHARD = 10, 4
 
 
@@ -177,8 +179,6 @@ def test_a_step_on_moments_is_replayed_and_shows_what_the_vae_decodes(whole, sto
     assert np.abs(expected - result.pictures).max() <= 1
 
 
-@pytest.mark.gate
-@pytest.mark.slow
 def test_eight_devices_are_one(tmp_path, whole, stored, vae):
     _, losses = run(tmp_path, on_moments(stored, vae, steps=2), (2, 4, 1))
     # Sums in another order; Adam's first steps divide small gradients by themselves.

@@ -81,6 +81,8 @@ def run(tmp_path_factory):
     return workdir, [json.loads(line) for line in lines]
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_it_learns_to_reconstruct(run):
     workdir, lines = run
     errors = [line["reconstruction"] for line in lines]
@@ -89,6 +91,8 @@ def test_it_learns_to_reconstruct(run):
     assert list((workdir / "samples").glob("*.png"))
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
     vae = read(vae__channel_mult=(1,)).vae
     params = initial.read_vae(run[0], vae)

@@ -205,6 +205,8 @@ def test_close_ends_the_threads_and_may_be_called_twice():
     assert not readers()
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_a_process_that_fails_without_closing_ends_at_once():
     program = (
         "from diffusion_jax.data import pipeline\n"

@@ -31,6 +31,8 @@ from tests.diffusion_jax.event_files import points
 from tests.diffusion_jax.metrics import toy as toy_metrics
 from tests.diffusion_jax.text import tiny_weights
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 ROOT = pathlib.Path(__file__).parents[3]
 PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
 SCALES = (1.0, 4.0)
@@ -161,8 +163,6 @@ def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, bat
     assert len(models) == 1  # A hash of the weights, wherever they lie.
 
 
-@pytest.mark.gate
-@pytest.mark.slow
 def test_two_processes_get_the_scores_of_one(one, inputs, tmp_path):
     assert processes.run_all(2, process, tmp_path, *inputs, devices=4) == [0, 0]
     check_same(rows_of(tmp_path / "evaluation" / "step_00000003"), one[1])

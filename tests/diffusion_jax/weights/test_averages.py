@@ -159,6 +159,8 @@ def arrays(workdir, step, name="ema_power-0.05"):
     return restore.load_items(root, {name: shapes})[name]
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_a_run_that_was_killed_writes_the_same_snapshots_again(tmp_path):
     train = lambda name, **changes: test_loop.train(
         tmp_path / name, test_loop.sometimes_nan(test_loop.TASK), settings=POWERS, **changes
