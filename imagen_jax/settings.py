@@ -18,13 +18,12 @@ from diffusion_jax.config.settings import (
     Text,
 )
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import objective
+from diffusion_jax.diffusion import objective, samplers
 from diffusion_jax.diffusion.grids import EndName, GridName
 from diffusion_jax.diffusion.guidance import GuidingName, ThresholdName
 from diffusion_jax.diffusion.noise import NoiseName
 from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
-from diffusion_jax.diffusion.samplers import SamplerName
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
@@ -94,7 +93,7 @@ class Sampler(NamedTuple):
     diffusion_jax/diffusion/guidance.py.
     """
 
-    name: SamplerName = "heun"
+    name: samplers.SamplerName = "heun"
     """The method that steps from noise to an image. Its parameters may follow in brackets, such as
     restart(low=0.5)."""
     steps: ranges.Count = 30
@@ -217,6 +216,7 @@ def check(s: Settings) -> None:
         if not high > low:
             raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below}, {low}")
     guidance_module.check(s.sampler)
+    samplers.check_method(s.diffusion, s.sampler)
     if isinstance(s.unet, UNet):
         unet_module.check(s.unet)
     else:

@@ -17,14 +17,13 @@ from diffusion_jax.config.settings import (
     Run,
     Text,
 )
-from diffusion_jax.diffusion import editing, objective
+from diffusion_jax.diffusion import editing, objective, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion.grids import EndName, GridName
 from diffusion_jax.diffusion.guidance import GuidingName
 from diffusion_jax.diffusion.noise import NoiseName
 from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
-from diffusion_jax.diffusion.samplers import SamplerName
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
@@ -103,7 +102,7 @@ class Sampler(NamedTuple):
     diffusion_jax/diffusion/grids.py and diffusion_jax/diffusion/guidance.py.
     """
 
-    name: SamplerName = "plms"
+    name: samplers.SamplerName = "plms"
     """The method that steps from noise to an image. Its parameters may follow in brackets, such as
     restart(low=0.5)."""
     steps: Annotated[int, "[1, 1000]"] = 50
@@ -307,6 +306,7 @@ def check_pipeline(p: Pipeline) -> None:
         ranges.check(type(group), group._asdict(), name)
     objective.check(p.diffusion)
     guidance_module.check(p.sampler)
+    samplers.check_method(p.diffusion, p.sampler)
     check_size(p, "sampler.height", p.output_shape[0])
     check_size(p, "sampler.width", p.output_shape[1])
     if not 0 < p.strength <= 1:

@@ -111,6 +111,26 @@ def method_of(s: Any) -> Method:
     return SAMPLERS[call.name]
 
 
+def check_method(d: Any, s: Any) -> None:
+    """Raise ValueError if a MeanFlow model is to be drawn with a sampler that does not suit it.
+
+    Such a model's D leads along a straight line to the next level. This holds only for samplers
+    that evaluate D once per step, add no noise and use no earlier step.
+
+    Args:
+        d: A config's `diffusion` group.
+        s: Its `sampler` group.
+    """
+    (method,) = named.calls("diffusion.method", d.method)
+    sampler: Any = make(s)
+    straight = sampler.func in (onestep.ddim, onestep.euler) and not sampler.keywords.get("eta")
+    if method.name == "meanflow" and not straight:
+        raise ValueError(
+            f"sampler.name is {s.name!r}, but a model trained with diffusion.method={d.method} "
+            "steps straight from level to level: choose ddim with eta 0, or euler"
+        )
+
+
 def sampling_grid(noise: Noise, s: Any) -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
@@ -122,8 +142,10 @@ def sampling_grid(noise: Noise, s: Any) -> Grid:
     """
     method = method_of(s)
     name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end
-    # A grid that the config names may call numpy, which needs concrete values even during tracing.
-    with jax.ensure_compile_time_eval() if s.grid else contextlib.nullcontext():
+    # A grid that the config or a table names may call numpy, which needs concrete values even
+    # during tracing.
+    chosen = s.grid or (noise.steps and noise.grid)
+    with jax.ensure_compile_time_eval() if chosen else contextlib.nullcontext():
         return grids.make_grid(noise, s, name, end, method.placement)
 
 

@@ -19,28 +19,44 @@ from diffusion_jax.diffusion.precond import Denoiser, Images
 
 Level = Float[Array, ""]
 Strength = Annotated[Scalar, "[0, 1]"]
-_LOW, _HIGH = -12.0, 20.0  # Ends of the path in log2 sigma.
+_LOW, _LENGTH = -12.0, 32.0  # Start and length of a path's main piece in log2 sigma.
 _DEPTH = 16  # Halvings: the path is linear within pieces of 3.4e-4 in ln sigma.
 
 
 def brownian(noise: Draws) -> Callable[[Level], Images]:
     """Return a function W(sigma): a Brownian path per image whose time is log2 sigma.
 
-    The path does not depend on the levels at which it is evaluated. It is a binary tree, as in Li
-    et al. 2020 ("Scalable gradients for stochastic differential equations", section 4). The value
-    at the midpoint of an interval is the mean of the values at its ends, plus a scaled normal draw.
-    The number of the tree node is the index of this draw. Each evaluation takes 16 draws.
+    The path does not depend on the levels at which it is evaluated. Its main piece spans 2^-12 to
+    2^20, and further pieces of the same length follow on both sides, because the cosine schedule
+    starts at 2^24.4. Each evaluation takes 16 draws per piece.
     """
-    ends = jnp.zeros_like(noise(jnp.array(0))), (_HIGH - _LOW) ** 0.5 * noise(jnp.array(0))
+    main, above, below = (_piece(noise, k << (_DEPTH + 1)) for k in range(3))
 
     def at(sigma):
-        t = (jnp.log2(sigma) - _LOW) / (_HIGH - _LOW)
+        t = (jnp.log2(sigma) - _LOW) / _LENGTH
+        w = main(t)
+        w += jax.lax.cond(t > 1, lambda: above(t - 1), lambda: jnp.zeros_like(w))
+        return w - jax.lax.cond(t < 0, lambda: below(-t), lambda: jnp.zeros_like(w))
 
+    return at
+
+
+def _piece(noise: Draws, first: int) -> Callable[[Level], Images]:
+    """Return a Brownian path on [0, 1] that starts at 0 and ends with variance _LENGTH.
+
+    It is constant outside of [0, 1]. The path is a binary tree, as in Li et al. 2020 ("Scalable
+    gradients for stochastic differential equations", section 4). The value at the midpoint of an
+    interval is the mean of the values at its ends, plus a scaled normal draw. The index of this
+    draw is `first` plus the number of the tree node.
+    """
+    draw = lambda node: noise(first + node)
+    ends = jnp.zeros_like(draw(jnp.array(0))), _LENGTH**0.5 * draw(jnp.array(0))
+
+    def at(t):
         def halve(k, carry):
             low, high, left, node = carry
             length = jnp.ldexp(1.0, -k)
-            spread = jnp.sqrt((_HIGH - _LOW) * length / 4)
-            middle = (low + high) / 2 + spread * noise(node)
+            middle = (low + high) / 2 + jnp.sqrt(_LENGTH * length / 4) * draw(node)
             right = t >= left + length / 2
             low, high = jnp.where(right, middle, low), jnp.where(right, high, middle)
             return low, high, left + right * length / 2, 2 * node + right

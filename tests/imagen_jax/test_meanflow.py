@@ -1,6 +1,7 @@
 """MeanFlow in a task of each system: the paper's loss with jax.jvp, and one step of sampling."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def test_imagens_loss_is_the_papers(guidance):
     omega, kappa = guidance
     s = imagen.settings(
         diffusion__precond="flow", diffusion__noise="logit_normal",
-        diffusion__method=METHOD.format(omega=omega, kappa=kappa),
+        sampler__name="ddim", diffusion__method=METHOD.format(omega=omega, kappa=kappa),
     )  # fmt: skip
     encoder = lookup.open_encoder(s.text)
     batch, key = imagen.a_batch(encoder), jax.random.key(3)
@@ -87,7 +88,7 @@ def test_imagens_loss_is_the_papers(guidance):
 def test_stable_diffusions_loss_is_the_papers(drop_to):
     s = tiny.settings(
         diffusion__predicts="flow", diffusion__noise="logit_normal", conditioning__drop_to=drop_to,
-        diffusion__method=METHOD.format(omega=2, kappa=0.0),
+        sampler__name="ddim", diffusion__method=METHOD.format(omega=2, kappa=0.0),
     )  # fmt: skip
     hashed = lookup.open_encoder(s.text)
     encode = lambda frozen, batch: (
@@ -128,6 +129,16 @@ def test_each_step_of_sampling_goes_along_the_mean_velocity(steps):
     for t, r in itertools.pairwise(times):
         z -= (t - r) * velocity(PARAMS, z, jnp.full(4, t), jnp.full(4, t - r), text)
     np.testing.assert_allclose(made.sample(PARAMS, (), batch, keys, None), z, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampler", ["heun", "ddim(eta=0.5)", "euler_ancestral", "dpmpp_2m"])
+def test_samplers_that_leave_the_straight_line_are_refused(sampler):
+    """Heun's method would average two mean velocities, which is no mean velocity."""
+    message = f"sampler.name is {sampler!r}, but a model trained with diffusion.method=meanflow"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        imagen.settings(
+            diffusion__precond="flow", diffusion__method="meanflow", sampler__name=sampler
+        )
 
 
 def test_stable_diffusion_draws_along_the_mean_velocity_too():

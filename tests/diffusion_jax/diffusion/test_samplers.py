@@ -109,13 +109,25 @@ def test_a_brownian_path_has_the_increments_of_its_name():
     """Of variance as long as they are in log2 sigma, independent; the same from any other level."""
     draws = samplers.gaussian_noise(jax.random.split(jax.random.key(5), 4), (25, 20, 1))
     at = jax.jit(jax.vmap(stochastic.brownian(draws)))
-    levels = jnp.array([0.01, 0.1, 0.2, 1.0, 40.0])
-    path = np.asarray(at(levels)).reshape(5, -1)
+    levels = jnp.array([2.0**-15, 0.01, 0.1, 0.2, 1.0, 40.0, 2.0**21, 2.0**25])
+    path = np.asarray(at(levels)).reshape(8, -1)
     steps = np.diff(path, axis=0) / np.sqrt(np.diff(np.log2(levels)))[:, None]
     # 2,000 values: 4 standard errors of a variance are 0.13, of a covariance 0.09.
-    np.testing.assert_allclose(np.cov(steps), np.eye(4), atol=0.13)
+    np.testing.assert_allclose(np.cov(steps), np.eye(7), atol=0.13)
     again = np.asarray(at(jnp.array([1.0, 3.3, 0.1]))).reshape(3, -1)
-    np.testing.assert_array_equal(again[[0, 2]], path[[3, 1]])
+    np.testing.assert_array_equal(again[[0, 2]], path[[4, 2]])
+
+
+@pytest.mark.parametrize("sampler", [stochastic.dpmpp_2m_sde, stochastic.dpmpp_3m_sde])
+def test_an_sdes_step_from_the_cosine_schedules_start_has_all_its_noise(sampler):
+    """If D is 0, x is noise of the present level. The cosine schedule starts at 2^24.4."""
+    keys = jax.random.split(jax.random.key(6), 8)
+    sigmas = jnp.array([2.0**24.4, 19.0])
+    x = samplers.initial_noise(keys, (32, 32, 1), sigmas[0])
+    draws = samplers.gaussian_noise(keys, (32, 32, 1))
+    ended = sampler(lambda x, sigma: jnp.zeros_like(x), x, sigmas, draws)
+    # 8,192 values: 3 standard errors of a standard deviation are 0.024.
+    np.testing.assert_allclose(float(ended.std()) / 19, 1, atol=0.024)
 
 
 def test_restart_is_the_loop_of_its_paper_around_heun():
@@ -425,6 +437,15 @@ def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end)
     assert outside.shape == (5,) and (np.diff(outside) < 0).all()
     least = {"scaled_linear": 0.02917, "cosine": 0.01247}[name] if grid in grids.BY_TIMES else 0.05
     assert outside[-1] == pytest.approx(0 if end == "zero" else least, rel=1e-3)
+
+
+def test_a_table_may_have_a_grid_by_level_as_its_default():
+    s = types.SimpleNamespace(**vars(SETTINGS) | {"name": "unipc", "grid": "", "end": "zero"})
+    table = noise.discrete_noise(noise.scaled_linear())._replace(grid="karras")
+    levels = lambda: samplers.sampling_grid(table, s).sigmas
+    outside = levels()
+    assert float(outside[0]) == pytest.approx(14.6146, rel=1e-5)  # The table's last level.
+    np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
 
 
 def test_a_noise_without_times_has_no_grid_by_times():
