@@ -84,6 +84,8 @@ def test_synthetic_pictures_have_the_shapes_of_real_ones():
     assert (images.shape, images.dtype) == ((4, 24, 24, 3), np.uint8)
     assert [t.shape for t in texts] == [(7, 5)] * 4
     assert synthetic.read(np.arange(4, 8))[0] is images
+    assert synthetic.read(np.arange(2))[0].shape[0] == 2
+    np.testing.assert_array_equal(synthetic.read(np.arange(4))[0], images)
     assert isinstance(open_pictures(Data("synthetic"), 8).read(np.arange(1))[1][0], str)
 
 
