@@ -83,7 +83,7 @@ train --config.optimizer.warmup=-1 | optimizer.warmup is -1: it must be 0 or mor
 train --config.optimizer.ema_widths=(0.5,) | optimizer.ema_widths is (0.5,): it must be above
 train --config.optimizer.moment_dtype=int8 | optimizer.moment_dtype is 'int8': choose from
 sample --ema=0.07 --prompt=x | no average '0.07' in
-averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and below 0.28
+averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and at most 0.28
 averages --width=0.07 | --width (the average) and --out (its folder) belong together
 averages | holds no power-function averages: train with
 train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
