@@ -218,7 +218,7 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     share, such as the name of its style, are ignored. Raise ValueError if no caption matches.
     """
     pictures = sources.open_pictures(sources.named(other), trained.card["size"])
-    rows = np.arange(min(len(pictures), MAX_RECORDS))
+    rows = _spread(np.arange(len(pictures)), MAX_RECORDS)  # Those of `split`.
     texts = [str(text) for text in pictures.texts(rows)]
     row_of = dict(zip(_own_words(texts, texts), rows.tolist(), strict=True))
     words = _own_words(trained.test.captions, trained.candidates)
