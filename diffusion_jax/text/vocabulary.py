@@ -27,6 +27,10 @@ _LENGTH = 200  # The largest number of characters of an example.
 _SIMILAR = 3  # The largest number of similar phrases for an unknown word.
 _PHRASE = 3  # The largest number of words of such a phrase.
 _ARTICLE = re.compile(r"^(an?|the) ")
+_FUNCTION_WORDS = frozenset(
+    ("a", "an", "the", "and", "or", "of", "on", "in", "at", "to", "from", "with", "by", "for", "as")
+)
+"""Words that name nothing to draw, so that a warning about them would not help."""
 
 
 class Vocabulary(NamedTuple):
@@ -45,9 +49,10 @@ class Vocabulary(NamedTuple):
         These are words of the vocabulary with a similar spelling. If the package with MiniLM's
         weights is installed (the extra [words]), phrases with a similar meaning follow, such as
         "police officer". A word that is frequent in English is no typing error, so it gets only
-        phrases with a similar meaning.
+        phrases with a similar meaning. Function words such as "and" are not reported.
         """
-        new = [word for word in dict.fromkeys(hashed.words(text)) if word not in self.words]
+        known = self.words | _FUNCTION_WORDS
+        new = [word for word in dict.fromkeys(hashed.words(text)) if word not in known]
         return {word: self._similar(word) for word in new}
 
     def _similar(self, word: str) -> list[str]:

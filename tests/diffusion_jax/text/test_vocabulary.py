@@ -27,6 +27,7 @@ def test_words_that_are_in_no_caption_come_with_similar_words():
     words = vocabulary.of(CAPTIONS)
     assert words.unknown("a foox, NOTO style, zebra") == {"foox": ["fox"], "zebra": []}
     assert words.unknown("Cat, face!") == {}
+    assert words.unknown("The cat and an ox") == {"ox": ["fox"]}  # Function words are not reported.
 
 
 def test_typing_errors_come_before_phrases_of_similar_meaning(monkeypatch):
