@@ -39,12 +39,13 @@ class Vocabulary(NamedTuple):
     num_captions: int
     """The number of captions that were read."""
     words: frozenset[str]
-    """The words in lower case. Captions are split as by the encoder "hashed"."""
+    """The 50,000 most frequent words, or all, in lower case. Captions are split as by the encoder
+    "hashed"."""
     examples: tuple[str, ...]
     """Captions with different beginnings. A beginning ends at the first comma."""
 
     def unknown(self, text: str) -> dict[str, list[str]]:
-        """Map each word of a text that is in no caption to at most three similar phrases.
+        """Map each word of a text that is not in `words` to at most three similar phrases.
 
         These are words of the vocabulary with a similar spelling. If the package with MiniLM's
         weights is installed (the extra [words]), phrases with a similar meaning follow, such as
@@ -135,7 +136,7 @@ def read(workdir: files.Path) -> Vocabulary | None:
 
 
 def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -> str:
-    """Return one line about the words of texts that are in no caption, or "" if there are none.
+    """Return one line about the words of texts that a vocabulary lacks, or "" if it has all.
 
     Args:
         vocabulary: The vocabulary of the model; None if it has none.
@@ -150,7 +151,10 @@ def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -
         return ""
     hint = lambda similar: f" (similar: {', '.join(similar)})" if similar else ""
     listed = ", ".join(f"{word!r}{hint(similar)}" for word, similar in new.items())
-    line = f"none of the {vocabulary.num_captions:,} training captions contains {listed}"
+    words, captions = len(vocabulary.words), f"{vocabulary.num_captions:,} training captions"
+    line = f"none of the {captions} contains {listed}"
+    if words >= _WORDS:  # Rarer words are left out.
+        line = f"the {words:,} most frequent words of the {captions} do not include {listed}"
     return f"the model does not know some words: {line}" if encoder == "hashed" else line
 
 

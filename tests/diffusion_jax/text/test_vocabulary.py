@@ -90,6 +90,15 @@ def test_a_warning_is_one_line_that_depends_on_the_encoder():
     assert vocabulary.warning(None, texts, "hashed") == ""
 
 
+def test_a_warning_says_if_the_vocabulary_has_the_frequent_words_only(monkeypatch):
+    monkeypatch.setattr(vocabulary, "_WORDS", 5)
+    words = vocabulary.of(CAPTIONS)
+    assert words.words == {"a", "noto", "style", "on", "background"}
+    assert vocabulary.warning(words, ["a cat"], "t5") == (
+        "the 5 most frequent words of the 3 training captions do not include 'cat'"
+    )
+
+
 def test_a_workdir_keeps_the_vocabulary(tmp_path):
     assert vocabulary.read(tmp_path) is None
     words = vocabulary.of(["один кот", *CAPTIONS])
