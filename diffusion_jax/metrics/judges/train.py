@@ -232,7 +232,8 @@ def _same_captions(other: str, trained: Judge) -> Pair:
             f"no image of --other={other} has the caption of a test image: choose a data set with "
             "the same captions"
         )
-    return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
+    rows, images, _ = pictures.usable(np.array([row for row, _ in pairs]))
+    return Pair(images, [caption for row, caption in pairs if row in set(rows.tolist())])
 
 
 def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:

@@ -192,6 +192,19 @@ def test_another_style_is_searched_where_the_split_looks(untrained, monkeypatch)
     assert captions == test.captions
 
 
+def test_unusable_pictures_of_another_style_take_no_caption(untrained, monkeypatch):
+    class Damaged(Stripes):
+        def usable(self, indices):
+            whole = indices[indices != 33]
+            return whole, *self.read(whole)
+
+    monkeypatch.setattr(train_judge.sources, "open_pictures", lambda *_: Damaged())
+    trained = untrained._replace(test=pair([32, 33, 34]), candidates=Stripes().texts(range(640)))
+    images, captions = train_judge._same_captions("diffusion_jax.examples.digits", trained)
+    assert captions == pair([32, 34]).captions
+    np.testing.assert_array_equal(images, pair([32, 34]).images)
+
+
 @pytest.mark.slow
 def test_a_trained_judge_falls_for_what_is_wrong(tmp_path, capsys):
     """The real command on the digits: real pictures first, damaged ones far below."""
