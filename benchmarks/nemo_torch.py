@@ -23,11 +23,13 @@ def make(unet: UNet | EfficientUNet, text_width: int) -> Any:
     Raises ValueError if `unet` has options that the torch networks in this file do not implement.
     """
     unsupported = ("learned_time_dim", "null_token", "noise_aug", "resblock_updown", "dropout")
-    options = [name for name in unsupported if getattr(unet, name, False)]
-    if options or unet.attention != "fused" or unet.text_pooling != "attention":
+    needed: dict[str, Any] = dict.fromkeys(unsupported, False)
+    needed |= {"attention": "fused", "text_pooling": "attention"}
+    options = {name: getattr(unet, name, value) for name, value in needed.items()}
+    if wrong := [f"{name}={options[name]}" for name in needed if options[name] != needed[name]]:
         raise ValueError(
-            "the torch networks need attention=fused and text_pooling=attention, and "
-            f"do not implement {', '.join(unsupported)}"
+            f"the torch networks do not implement {', '.join(wrong)}: they need attention=fused "
+            f"and text_pooling=attention, without {', '.join(unsupported)}"
         )
     return _Regular(unet, text_width) if isinstance(unet, UNet) else _Efficient(unet, text_width)
 

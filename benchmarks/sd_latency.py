@@ -11,6 +11,7 @@ small model, for a quick trial.
 """
 
 import statistics
+import zlib
 from typing import Any
 
 import jax
@@ -115,7 +116,8 @@ def _random(abstract: Any) -> Any:
     """Return small random parameters of these shapes: kernels in --dtype, others in float32."""
 
     def leaf(path, shape):
-        key = jax.random.key(hash(jax.tree_util.keystr(path)) % 2**31)
+        # Python's hash of a string differs between processes.
+        key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()) % 2**31)
         dtype = _DTYPE.value if path[-1].key == "kernel" else "float32"
         return 0.02 * jax.random.normal(key, shape.shape, dtype)
 

@@ -153,7 +153,9 @@ if __name__ == "__main__":
                 text = describe(_WORKDIR.value, _CHECKPOINT.value)
             else:
                 if averages.width_of(width) is None:
-                    raise ValueError(f"--width={width}: it must be above 0 and below 0.28")
+                    raise ValueError(
+                        f"--width={width}: it must be above 0 and at most {averages.WIDEST}"
+                    )
                 step = write(_WORKDIR.value, width, _CHECKPOINT.value, out)
                 text = f"wrote the average of width {width} at step {step:,} to {out}"
         if jax.process_index() == 0:

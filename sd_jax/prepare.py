@@ -66,8 +66,10 @@ def _laion(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write = functools.partial(laion.filter_table, source, out, names)
     counts = engine.fill(range(len(names)), path, write, noun="tables")
-    licensed, total = counts["kept"], counts["read"]
-    print(f"{licensed:,} of {total:,} rows have a licence; {len(tables)} tables are in {out}")
+    print(
+        f"kept {counts['kept']:,} of {counts['read']:,} rows, whose LICENSE is not {laion.NONE!r}; "
+        f"{len(tables)} tables are in {out}"
+    )
 
 
 def _captions(options: argparse.Namespace) -> None:

@@ -83,7 +83,7 @@ train --config.optimizer.warmup=-1 | optimizer.warmup is -1: it must be 0 or mor
 train --config.optimizer.ema_widths=(0.5,) | optimizer.ema_widths is (0.5,): it must be above
 train --config.optimizer.moment_dtype=int8 | optimizer.moment_dtype is 'int8': choose from
 sample --ema=0.07 --prompt=x | no average '0.07' in
-averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and below 0.28
+averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and at most 0.28
 averages --width=0.07 | --width (the average) and --out (its folder) belong together
 averages | holds no power-function averages: train with
 train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
@@ -136,8 +136,8 @@ train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the 
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
 train --config.data.prior=D/images | no .jsonl in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13
-sd_sample --prompt=a --image=D/none.png | D/none.png
-sd_sample --prompt=a --image=D/file | D/file
+sd_sample --prompt=a --image=D/none.png | --image=D/none.png cannot be opened: [Errno 2] No such
+sd_sample --prompt=a --image=D/file | --image=D/file is not a JPEG, PNG or WebP image
 sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength is 0.0: it must be above 0
 sd_sample --prompt=a --model=D/file | give exactly one of --workdir=FOLDER (a training run)
 evaluate --name=../../x | --name=../../x: give the name of a folder under evaluation/, not a path

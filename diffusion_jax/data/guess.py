@@ -106,6 +106,8 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
     saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
     files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
+    if saved and not files:
+        raise ValueError(f"no .arrow files in {root}: write it again with dataset.save_to_disk")
     if not files or files[0].suffix != suffix:
         raise ValueError(
             f"{path} is not a folder, .tar, .jsonl or .parquet: name its source with "

@@ -279,9 +279,10 @@ class Decoded(Pictures):
                 break
             index = self._replacement(draw, original)
         filters = ", ".join(f"{name}={value}" for name, value in self._filters.items())
+        tries = "" if len(self._unusable) == len(self) else f"in {_MAX_SUBSTITUTES} tries "
         raise ValueError(
-            f"no usable record was found among {len(self)} records: {self.skipped()}. Check the "
-            f"files named above, and the filters in the config's data group: {filters}"
+            f"no usable record was found {tries}among {len(self)} records: {self.skipped()}. Check "
+            f"the files named above, and the filters in the config's data group: {filters}"
         )
 
     def _replacement(self, draw: np.random.Generator, original: int) -> int:

@@ -52,8 +52,9 @@ class Noise(NamedTuple):
     def bounds(self, sigma_min: Scalar, sigma_max: Scalar) -> tuple[Scalar, Scalar]:
         """Return the smallest and the largest noise level for sampling.
 
-        On a discrete schedule, both are clipped to the range of its table, and 0 selects that end
-        of the range. Otherwise, 0 selects EDM's values, 0.002 and 80.
+        On a discrete schedule, sigma_min is raised to the smallest level of its table, sigma_max is
+        lowered to the largest, and 0 selects these levels. Otherwise, 0 selects EDM's values, 0.002
+        and 80.
         """
         if not self.steps or self.level is None:
             return sigma_min or 0.002, sigma_max or 80.0

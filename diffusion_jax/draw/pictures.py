@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from diffusion_jax.machine import files, untrusted
 
@@ -88,7 +88,14 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
         ValueError: The file is damaged or has too many pixels.
         OSError: The file is missing, or is not a JPEG, PNG or WebP image.
     """
-    image = untrusted.open_image(files.local(path))
+    try:
+        image = untrusted.open_image(files.local(path))
+    except UnidentifiedImageError as error:
+        raise OSError(f"{flag}={path} is not a JPEG, PNG or WebP image") from error
+    except OSError as error:
+        raise OSError(f"{flag}={path} cannot be opened: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{flag}={path} cannot be opened: {error}") from error
     try:
         return image.convert(mode)
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each for damaged files.

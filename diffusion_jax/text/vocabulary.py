@@ -27,6 +27,10 @@ _LENGTH = 200  # The largest number of characters of an example.
 _SIMILAR = 3  # The largest number of similar phrases for an unknown word.
 _PHRASE = 3  # The largest number of words of such a phrase.
 _ARTICLE = re.compile(r"^(an?|the) ")
+_FUNCTION_WORDS = frozenset(
+    ("a", "an", "the", "and", "or", "of", "on", "in", "at", "to", "from", "with", "by", "for", "as")
+)
+"""Words that name nothing to draw, so that a warning about them would not help."""
 
 
 class Vocabulary(NamedTuple):
@@ -35,19 +39,21 @@ class Vocabulary(NamedTuple):
     num_captions: int
     """The number of captions that were read."""
     words: frozenset[str]
-    """The words in lower case. Captions are split as by the encoder "hashed"."""
+    """The 50,000 most frequent words, or all, in lower case. Captions are split as by the encoder
+    "hashed"."""
     examples: tuple[str, ...]
     """Captions with different beginnings. A beginning ends at the first comma."""
 
     def unknown(self, text: str) -> dict[str, list[str]]:
-        """Map each word of a text that is in no caption to at most three similar phrases.
+        """Map each word of a text that is not in `words` to at most three similar phrases.
 
         These are words of the vocabulary with a similar spelling. If the package with MiniLM's
         weights is installed (the extra [words]), phrases with a similar meaning follow, such as
         "police officer". A word that is frequent in English is no typing error, so it gets only
-        phrases with a similar meaning.
+        phrases with a similar meaning. Function words such as "and" are not reported.
         """
-        new = [word for word in dict.fromkeys(hashed.words(text)) if word not in self.words]
+        known = self.words | _FUNCTION_WORDS
+        new = [word for word in dict.fromkeys(hashed.words(text)) if word not in known]
         return {word: self._similar(word) for word in new}
 
     def _similar(self, word: str) -> list[str]:
@@ -130,7 +136,7 @@ def read(workdir: files.Path) -> Vocabulary | None:
 
 
 def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -> str:
-    """Return one line about the words of texts that are in no caption, or "" if there are none.
+    """Return one line about the words of texts that a vocabulary lacks, or "" if it has all.
 
     Args:
         vocabulary: The vocabulary of the model; None if it has none.
@@ -145,7 +151,10 @@ def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -
         return ""
     hint = lambda similar: f" (similar: {', '.join(similar)})" if similar else ""
     listed = ", ".join(f"{word!r}{hint(similar)}" for word, similar in new.items())
-    line = f"none of the {vocabulary.num_captions:,} training captions contains {listed}"
+    words, captions = len(vocabulary.words), f"{vocabulary.num_captions:,} training captions"
+    line = f"none of the {captions} contains {listed}"
+    if words >= _WORDS:  # Rarer words are left out.
+        line = f"the {words:,} most frequent words of the {captions} do not include {listed}"
     return f"the model does not know some words: {line}" if encoder == "hashed" else line
 
 

@@ -374,7 +374,7 @@ def first_state(
         logging.info("continuing from the checkpoint of step %d", step)
         shapes = placed(jax.eval_shape(create, key), layout)
         state = restore_state(workdir / runs.CHECKPOINTS, shapes, batches, step)
-    if start is None or step:
+    if start is None or step is not None:
         return state
     # `start` reads the network alone; a learned loss weighting keeps its initial values.
     params = {**state.params, **start()}

@@ -24,7 +24,7 @@ def describe(model: Loaded) -> dict[str, Any]:
 
 
 def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
-    """Describe the words of the prompts that occur in no training caption.
+    """Describe the words of the prompts that the vocabulary of the training captions lacks.
 
     Return {"words", "meaningless"}. "words" maps each such word to words and phrases of the
     captions with a similar spelling or meaning. "meaningless" is True if there is such a word and

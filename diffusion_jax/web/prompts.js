@@ -50,7 +50,7 @@ async function mark() {
   const replaced = (word, other) => use(text.replace(new RegExp(`(?<![\\p{L}\\p{N}])${word}(?![\\p{L}\\p{N}])`, "giu"), other));
   $("unknown").replaceChildren(...Object.entries(words).map(([word, similar]) => element("span", {},
     ...(meaningless ? ["I do not know ", element("mark", {}, word)]
-      : [element("mark", {}, word), " never occurred in training"]),
+      : [element("mark", {}, word), " is new or rare in the training captions"]),
     similar.length ? "; similar: " : ". ", ...similar.map((other) => element("button",
       {type: "button", class: "chip", onclick: () => replaced(word, other)}, other)))));
 }

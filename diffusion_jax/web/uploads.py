@@ -48,7 +48,9 @@ class Uploads:
             image = untrusted.open_image(content)
             image.load()
         except (binascii.Error, TypeError, ValueError, OSError, SyntaxError) as error:
-            raise ValueError("the picture cannot be read: give a PNG file in base64") from error
+            raise ValueError(
+                "the picture cannot be read: give a PNG, JPEG or WebP file in base64"
+            ) from error
         if max(image.size) > MAX_SIDE:
             raise ValueError(
                 f"the picture is {image.width}x{image.height}: at most {MAX_SIDE:,} pixels are "

@@ -15,11 +15,8 @@ from jaxtyping import Float
 
 POWER = "power-"
 """The prefix in the name of a power-function average. Its relative width follows: "power-0.05"."""
-WIDEST = 12**-0.5
-"""The relative width of the plain mean over all steps (gamma = 0).
-
-Every power-function average must be narrower than this.
-"""
+WIDEST = 0.28
+"""The largest relative width. The plain mean over all steps (gamma = 0) has 12^-0.5 = 0.2887."""
 
 
 def power_name(width: float) -> str:
@@ -30,13 +27,13 @@ def power_name(width: float) -> str:
 def width_of(name: str) -> float | None:
     """Return the relative width in a name such as "power-0.05" or "0.05".
 
-    The result is None if the name holds no number between 0 and WIDEST.
+    The result is None if the name holds no number above 0 and up to WIDEST.
     """
     try:
         width = float(name.removeprefix(POWER))
     except ValueError:
         return None
-    return width if 0 < width < WIDEST else None
+    return width if 0 < width <= WIDEST else None
 
 
 def canonical(name: str, stored: Sequence[str]) -> str:

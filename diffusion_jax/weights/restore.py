@@ -232,7 +232,7 @@ def items_of(root: epath.Path, average: str) -> list[str]:
             f"no average {average!r} in {root}: it was packed with one set of weights only, so "
             "remove --ema"
         )
-    any_width = [f"a width below {averages.WIDEST:.2f}"] if powers(root) else []
+    any_width = [f"a width up to {averages.WIDEST}"] if powers(root) else []
     raise ValueError(
         f"no average {average!r} in {root}: choose one of {['raw'][: len(raw)] + names + any_width}"
     )

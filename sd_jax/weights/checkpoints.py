@@ -180,8 +180,7 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
     pairs = ((a.unet, b.unet), (a.vae, b.vae), (a.text, b.text))
     return all(
         (x is None) == (y is None)
-        # The first field of a part is its network. The text width follows from the params.
-        and (x is None or y is None or x[0] == y[0])
+        and (x is None or y is None or x._replace(params=None) == y._replace(params=None))
         and (x is None or y is None or jax.tree.all(jax.tree.map(_same, x.params, y.params)))
         for x, y in pairs
     )

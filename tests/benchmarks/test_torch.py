@@ -27,3 +27,11 @@ def test_the_networks_are_equal_and_each_kind_of_work_has_a_ratio():
 def test_a_model_that_is_not_known_is_one_line():
     ended = commands.run("benchmarks.torch", "--models=bse", devices=1)
     assert ended.code == 2 and "--models is 'bse': did you mean 'base'?" in ended.err
+
+
+def test_options_that_torchs_networks_lack_are_named():
+    from benchmarks import nemo_torch
+    from imagen_jax.unet import UNet
+
+    with pytest.raises(ValueError, match=r"do not implement dropout=0\.1: they need attention=fus"):
+        nemo_torch.make(UNet(image_size=64, dropout=0.1), 8)

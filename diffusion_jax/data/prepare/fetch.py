@@ -148,20 +148,27 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
 
 
 def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
-    """Download the missing end of a file to `part`, or all of it if the server sends no ranges."""
+    """Download the missing end of a file to `part`.
+
+    Downloads all of it if the server sends no ranges, or if `part` is longer than the file.
+    """
     done = part.stat().st_size if part.exists() else 0
     if not re.match("(https?|ftp|file):", url):  # fsspec reads gs://, s3:// and others.
-        with storage.open_file(url) as stored, part.open("ab") as file:
-            stored.seek(done)
-            return _copy(stored, file, url, stored.size)
+        with storage.open_file(url) as stored:
+            stored.seek(done if done <= stored.size else 0)
+            with part.open("ab" if stored.tell() else "wb") as file:
+                return _copy(stored, file, url, stored.size)
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
         response = urllib.request.urlopen(request, timeout=timeout)
     except HTTPError as error:
         error.close()
-        if error.code == 416:  # The file is complete.
+        if error.code != 416 or not done:
+            raise
+        if error.headers.get("Content-Range") == f"bytes */{done}":  # The file is complete.
             return
-        raise
+        part.unlink()
+        return _continue(url, part, timeout)
     with response:
         # 206: the server sends only the requested range.
         whole = getattr(response, "status", None) != 206

@@ -248,9 +248,12 @@ def _joined(
     """
     path = pathlib.PurePath(tar)
     with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
-        members = filter(tarfile.TarInfo.isfile, opened)
-        key_of = lambda member: tar_files.split(member.name)[0]
-        for stem, files in itertools.groupby(members, key_of):
+        # The files of a record need not be adjacent (see tars.scan).
+        members = collections.defaultdict[str, list[tarfile.TarInfo]](list)
+        for member in filter(tarfile.TarInfo.isfile, opened):
+            members[tar_files.split(member.name)[0]].append(member)
+        members.pop("", None)  # Hidden files.
+        for stem, files in members.items():
             names = (f"{path.name}/{stem}", f"{path.stem}/{stem}", stem)
             place = next((row for row in map(find, names) if row is not None), None)
             if place is None:

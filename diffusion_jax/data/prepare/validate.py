@@ -43,7 +43,7 @@ class _Facts(NamedTuple):
     words: tuple[str, ...] = ()
     """The words of a caption in lower case."""
     hashes: tuple[bytes, ...] = ()
-    """Hashes of the image file and of the words."""
+    """Hashes of the image file and of the words, or of the embeddings."""
 
 
 def validate(
@@ -60,7 +60,8 @@ def validate(
     "unusable_first" names the first unusable records. Sides of images are in pixels, and
     "text_length" is in characters of captions or tokens of embeddings. "duplicates" counts image
     files that repeat those of earlier records. "words" holds the most frequent words.
-    "different_texts" counts distinct captions, ignoring capitals and punctuation.
+    "different_texts" counts distinct captions, ignoring capitals and punctuation, or distinct
+    embeddings.
 
     Args:
         records: The data set.
@@ -227,7 +228,8 @@ def _look(record: Record) -> _Facts:
     with untrusted.open_image(record.image) as image:
         (width, height), format = image.size, image.format or ""
     words = _WORD.findall(text.lower()) if isinstance(text, str) else []
-    contents = record.image, " ".join(words).encode()
+    same_text = " ".join(words).encode() if isinstance(text, str) else np.asarray(text).tobytes()
+    contents = record.image, same_text
     hashes = (hashlib.blake2b(part, digest_size=tables.KEY_SIZE).digest() for part in contents)
     size = len(text), len(record.image)
     return _Facts("", record.name, width, height, *size, format, tuple(words), tuple(hashes))

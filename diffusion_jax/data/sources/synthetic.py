@@ -25,11 +25,10 @@ class Synthetic(Pictures):
             size: height and width of the pictures in pixels.
             embeddings: (tokens, width) if the text is random embeddings; None for a caption.
         """
-        self._random = np.random.default_rng(0)
         self._images = np.zeros((0, size, size, 3), np.uint8)
         self._text = "a picture of random noise"
         if embeddings is not None:
-            self._text = self._random.standard_normal(embeddings, np.float32)
+            self._text = np.random.default_rng(0).standard_normal(embeddings, np.float32)
 
     def __len__(self) -> int:
         """Return a length that exceeds the number of samples of any run."""
@@ -42,5 +41,6 @@ class Synthetic(Pictures):
         images = self._images
         if len(images) != len(indices):
             shape = (len(indices), *images.shape[1:])
-            images = self._images = self._random.integers(0, 256, shape, np.uint8)
+            images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+            self._images = images
         return images, [self._text] * len(indices)

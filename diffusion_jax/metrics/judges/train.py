@@ -218,7 +218,7 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     share, such as the name of its style, are ignored. Raise ValueError if no caption matches.
     """
     pictures = sources.open_pictures(sources.named(other), trained.card["size"])
-    rows = np.arange(min(len(pictures), MAX_RECORDS))
+    rows = _spread(np.arange(len(pictures)), MAX_RECORDS)  # Those of `split`.
     texts = [str(text) for text in pictures.texts(rows)]
     row_of = dict(zip(_own_words(texts, texts), rows.tolist(), strict=True))
     words = _own_words(trained.test.captions, trained.candidates)
@@ -232,7 +232,8 @@ def _same_captions(other: str, trained: Judge) -> Pair:
             f"no image of --other={other} has the caption of a test image: choose a data set with "
             "the same captions"
         )
-    return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
+    rows, images, _ = pictures.usable(np.array([row for row, _ in pairs]))
+    return Pair(images, [caption for row, caption in pairs if row in set(rows.tolist())])
 
 
 def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:

@@ -113,6 +113,14 @@ def test_tables_with_the_pictures_in_them(plain, tmp_path, monkeypatch):
     assert data.uncaptioned == "empty" and sources.open_records(data).read([2])[0].text == ""
 
 
+def test_a_saved_folder_without_tables_is_an_error(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=rf"no \.arrow files in {tmp_path}: write it again with dataset\.save_to_"
+    ):
+        guess(str(tmp_path))
+
+
 def test_a_source_that_is_named_is_taken(plain):
     data = guess(f"folder:{plain}::txt")
     assert data == Data("folder", str(plain), "txt", uncaptioned="drop", max_broken=0.1)

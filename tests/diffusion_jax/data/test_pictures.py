@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Data
+from diffusion_jax.data import pictures
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources import open_pictures, open_records
 from diffusion_jax.examples.digits import pictures as digits
@@ -63,8 +64,15 @@ def test_counts_include_what_the_source_left_out(tmp_path):
 def test_when_nothing_can_be_used_it_ends_with_counts(folder):
     opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
     with pytest.raises(
-        ValueError, match=r"no usable record .* 40 records: \{.*'too_small': .*min_size=17"
+        ValueError, match=r"record was found among 40 records: \{.*'too_small': .*min_size=17"
     ):
+        opened.read(np.array([0]))
+
+
+def test_when_only_some_were_tried_the_message_says_so(folder, monkeypatch):
+    monkeypatch.setattr(pictures, "_MAX_SUBSTITUTES", 5)
+    opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
+    with pytest.raises(ValueError, match=r"no usable record was found in 5 tries among 40 records"):
         opened.read(np.array([0]))
 
 
@@ -84,6 +92,8 @@ def test_synthetic_pictures_have_the_shapes_of_real_ones():
     assert (images.shape, images.dtype) == ((4, 24, 24, 3), np.uint8)
     assert [t.shape for t in texts] == [(7, 5)] * 4
     assert synthetic.read(np.arange(4, 8))[0] is images
+    assert synthetic.read(np.arange(2))[0].shape[0] == 2
+    np.testing.assert_array_equal(synthetic.read(np.arange(4))[0], images)
     assert isinstance(open_pictures(Data("synthetic"), 8).read(np.arange(1))[1][0], str)
 
 

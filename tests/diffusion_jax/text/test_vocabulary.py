@@ -27,6 +27,7 @@ def test_words_that_are_in_no_caption_come_with_similar_words():
     words = vocabulary.of(CAPTIONS)
     assert words.unknown("a foox, NOTO style, zebra") == {"foox": ["fox"], "zebra": []}
     assert words.unknown("Cat, face!") == {}
+    assert words.unknown("The cat and an ox") == {"ox": ["fox"]}  # Function words are not reported.
 
 
 def test_typing_errors_come_before_phrases_of_similar_meaning(monkeypatch):
@@ -87,6 +88,15 @@ def test_a_warning_is_one_line_that_depends_on_the_encoder():
     )
     assert vocabulary.warning(words, ["a blue cat"], "hashed") == ""
     assert vocabulary.warning(None, texts, "hashed") == ""
+
+
+def test_a_warning_says_if_the_vocabulary_has_the_frequent_words_only(monkeypatch):
+    monkeypatch.setattr(vocabulary, "_WORDS", 5)
+    words = vocabulary.of(CAPTIONS)
+    assert words.words == {"a", "noto", "style", "on", "background"}
+    assert vocabulary.warning(words, ["a cat"], "t5") == (
+        "the 5 most frequent words of the 3 training captions do not include 'cat'"
+    )
 
 
 def test_a_workdir_keeps_the_vocabulary(tmp_path):

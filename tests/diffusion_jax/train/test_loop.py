@@ -124,6 +124,20 @@ def test_it_starts_from_given_parameters_once(tmp_path):
     assert_equal(state, own)
 
 
+def test_a_checkpoint_of_step_0_goes_before_given_parameters(tmp_path):
+    """`weights convert` writes such a checkpoint: at the start of the data."""
+    _, _, create, _ = loop.plan(TASK, RUN, OPTIMIZER, sharding.make_mesh(1, 1, 1))
+    for name in ("own", "given"):
+        saved = checkpoint.Checkpointer(tmp_path / name / runs.CHECKPOINTS, keep_last=1)
+        get_state = lambda: b'{"samples": 0}'
+        first = types.SimpleNamespace(get_state=get_state, set_state=lambda state: None)
+        saved.save(0, create(jax.random.key(98)), first, {})
+        saved.close()
+    given = jax.device_get(toy.init(jax.random.key(99)))
+    state = train(tmp_path / "given", start=lambda: given, steps=2)
+    assert_equal(state, train(tmp_path / "own", steps=2))
+
+
 def assert_differ(*trees):
     """Otherwise an average that is never updated would pass the comparison too."""
     leaves = [np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in trees]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from diffusion_jax import runs
 from diffusion_jax.machine import sharding
@@ -62,6 +63,7 @@ def test_of_few_snapshots_a_width_is_still_a_mean_of_weights():
         ("0.10", (), "power-0.1"), ("power-0.1", (), "power-0.1"), ("0.1", ("0.1",), "0.1"),
         ("0.9999", (), "0.9999"), ("0.5", (), "0.5"), ("raw", (), "raw"), ("ema", (), "ema"),
         ("0", (), "0"), ("nan", (), "nan"), ("power-2", (), "power-2"),
+        ("0.28", (), "power-0.28"), ("0.281", (), "0.281"),  # As in optimizer.ema_widths.
     ],
 )  # fmt: skip
 def test_a_small_number_is_a_width_unless_it_is_a_decay_that_is_kept(text, kept, name):
@@ -103,6 +105,12 @@ def flat(tree):
 
 def error(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def test_a_width_above_those_of_the_config_is_refused(walked):
+    message = r"no average '0\.281' .*\['power-0\.05', 'power-0\.1', 'a width up to 0\.28'\]"
+    with pytest.raises(ValueError, match=message):
+        restore.items_of(epath.Path(walked[2].parent / restore.SNAPSHOTS / "480"), "0.281")
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -125,6 +125,8 @@ def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
     assert checkpoints.load(folder / "d").predicts == "v" and read.predicts is None
     raw = load(folder / "a.npz", "raw")
     assert not checkpoints.equal(read, raw) and not checkpoints.equal(read, read._replace(vae=None))
+    padded = read._replace(text=read.text._replace(pads_with_0=True))
+    assert not checkpoints.equal(read, padded)
     index = json.loads((folder / "d" / "model_index.json").read_text())
     assert index["unet"] == ["diffusers", "UNet2DConditionModel"]
     scheduler = json.loads((folder / "d" / "scheduler" / "scheduler_config.json").read_text())

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from diffusion_jax.data import storage
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare import fetch
 
@@ -25,7 +26,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if "whole" in self.path:
             start = 0
         if start >= len(CONTENT):
-            return self.send_error(416)
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(CONTENT)}")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(CONTENT) - start))
         self.end_headers()
@@ -73,6 +77,17 @@ def test_a_part_that_is_all_there_is_taken(server, tmp_path):
     (tmp_path / ".a.part").write_bytes(CONTENT)
     (path,) = fetch.fetch([f"{server.url}/a"], tmp_path, {"a": SHA512})
     assert path.read_bytes() == CONTENT
+    assert server.starts == [("/a", len(CONTENT))]
+
+
+def test_a_part_longer_than_the_file_is_started_again(server, tmp_path):
+    storage.write_whole("memory://longer/b", CONTENT)
+    for name in ("a", "b"):
+        (tmp_path / f".{name}.part").write_bytes(b"x" * (len(CONTENT) + 1))
+    for url in (f"{server.url}/a", "memory://longer/b"):
+        (path,) = fetch.fetch([url], tmp_path)  # Without a hash.
+        assert path.read_bytes() == CONTENT
+    assert server.starts == [("/a", len(CONTENT) + 1), ("/a", 0)]
 
 
 def test_a_connection_that_breaks_is_taken_up_again(server, tmp_path, monkeypatch):

@@ -48,6 +48,23 @@ def test_each_image_gets_its_own_embedding(tars):
     assert merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out") == {}
 
 
+def test_files_of_a_record_need_not_be_adjacent(tars):
+    """As in a tar of all images, then all texts; hidden files (macOS's) are no records."""
+    with tarfile.open(tars / "00000.tar", "w") as opened:
+        for name in ("._0000.jpg", "0000.jpg", "0001.jpg", "0000.txt", "0001.txt"):
+            (member := tarfile.TarInfo(name)).size = len(name)
+            opened.addfile(member, io.BytesIO(name.encode()))
+    counts = merge.merge(str(tars / "00000.tar"), str(tars / "embeddings"), tars / "out")
+    assert counts == {"merged": 2}
+    with tarfile.open(tars / "out/00000.tar") as opened:
+        assert opened.getnames() == [f"000{i}.{s}" for i in range(2) for s in ("jpg", "npy", "txt")]
+    records = WebDataset(tars / "out").read(range(2))
+    assert [(r.image, r.text) for r in records] == [
+        (b"0000.jpg", "0000.txt"),
+        (b"0001.jpg", "0001.txt"),
+    ]
+
+
 def test_temporary_files_of_a_killed_merge_are_removed(tars):
     (tars / "out").mkdir()
     (tars / "out" / ".00000.tar.0123abcd.tmp").touch()

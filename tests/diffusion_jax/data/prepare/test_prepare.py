@@ -58,6 +58,13 @@ def test_a_picture_that_is_there_twice_is_counted(tmp_path):
     assert (report["duplicates"], report["different_texts"]) == (1, 3)
 
 
+def test_different_embeddings_are_counted(tmp_path):
+    path = digits.write_examples(tmp_path / "set", 3, size=16)
+    for i, value in enumerate((1, 2, 1)):
+        np.save(path / f"{i:05}.npy", np.full((2, 4), value, np.float16))
+    assert validate(Folder(path, "npy"))["different_texts"] == 2
+
+
 def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
     others = tmp_path / "report" / "parts" / "a"  # A folder of the user's own.
     others.parent.mkdir(parents=True)

@@ -181,6 +181,30 @@ def test_another_style_is_matched_by_the_words_that_tell():
     assert train_judge._own_words(["a fox, noto style"], among) == [("fox,",)]
 
 
+def test_another_style_is_searched_where_the_split_looks(untrained, monkeypatch):
+    """Of two data sets with the same captions in the same order, both take the same records."""
+    monkeypatch.setattr(train_judge, "MAX_RECORDS", 8)
+    monkeypatch.setattr(train_judge.sources, "open_pictures", lambda *_: Stripes())
+    test = pair(np.arange(8) * 640 // 8)
+    trained = untrained._replace(test=test, candidates=test.captions)
+    images, captions = train_judge._same_captions("diffusion_jax.examples.digits", trained)
+    np.testing.assert_array_equal(images, test.images)
+    assert captions == test.captions
+
+
+def test_unusable_pictures_of_another_style_take_no_caption(untrained, monkeypatch):
+    class Damaged(Stripes):
+        def usable(self, indices):
+            whole = indices[indices != 33]
+            return whole, *self.read(whole)
+
+    monkeypatch.setattr(train_judge.sources, "open_pictures", lambda *_: Damaged())
+    trained = untrained._replace(test=pair([32, 33, 34]), candidates=Stripes().texts(range(640)))
+    images, captions = train_judge._same_captions("diffusion_jax.examples.digits", trained)
+    assert captions == pair([32, 34]).captions
+    np.testing.assert_array_equal(images, pair([32, 34]).images)
+
+
 @pytest.mark.slow
 def test_a_trained_judge_falls_for_what_is_wrong(tmp_path, capsys):
     """The real command on the digits: real pictures first, damaged ones far below."""

@@ -1,0 +1,28 @@
+"""The random weights of the latency of Stable Diffusion."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+
+# In a process of its own: the module defines flags whose names other commands use.
+SCRIPT = """
+from absl import flags
+from benchmarks import sd_latency
+import jax
+flags.FLAGS(["sd_latency", "--dtype=float32"])
+shape = jax.ShapeDtypeStruct((3,), "float32")
+print(sd_latency._random({"a": {"kernel": shape}})["a"]["kernel"].tolist())
+"""
+
+
+def test_the_weights_are_the_same_in_every_process():
+    """Python's hash of a string is not. The number is zlib.crc32(b"['a']['kernel']") % 2**31."""
+    root = pathlib.Path(__file__).parents[2]
+    run = [sys.executable, "-c", SCRIPT]
+    ended = subprocess.run(run, cwd=root, capture_output=True, text=True, check=True)
+    expected = 0.02 * jax.random.normal(jax.random.key(844673145), (3,))
+    np.testing.assert_array_equal(np.float32(json.loads(ended.stdout)), expected)
