@@ -105,7 +105,7 @@ def test_flags_of_stages_hold_one_value_for_all_or_one_for_each():
     ]
     assert option_flags.each("batch_size", ["3"], int, 2) == [3, 3]
     assert option_flags.each("batch_size", [], int, 2) == [None, None]
-    with pytest.raises(ValueError, match="--batch_size has 2 values for 3 stages: give one for"):
+    with pytest.raises(ValueError, match="has 2 values for 3 stages: give one value for all "):
         option_flags.each("batch_size", ["3", "4"], int, 3)
 
 
