@@ -166,6 +166,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
                 "diffusion.method": "meanflow(omega=1.5, norm_eps=1, every=8)",
                 "diffusion.p_mean": 0.0,
                 "diffusion.p_std": 1.0,
+                "sampler.eta": 0.0,
             },
             "drawn": {"sampler": "ddim(eta=0)", "steps": 1, "guidance": 1.0},
         },

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from diffusion_jax.diffusion.multistep import phi
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
@@ -27,45 +27,42 @@ def brownian(noise: Draws) -> Callable[[Level], Images]:
     """Return a function W(sigma): a Brownian path per image whose time is log2 sigma.
 
     The path does not depend on the levels at which it is evaluated. Its main piece spans 2^-12 to
-    2^20, and further pieces of the same length follow on both sides, because the cosine schedule
-    starts at 2^24.4. Each evaluation takes 16 draws per piece.
+    2^20. A piece of the same length continues it on either side, because the cosine schedule
+    starts at 2^24.4. Each evaluation takes 17 draws.
     """
-    main, above, below = (_piece(noise, k << (_DEPTH + 1)) for k in range(3))
 
     def at(sigma):
         t = (jnp.log2(sigma) - _LOW) / _LENGTH
-        w = main(t)
-        w += jax.lax.cond(t > 1, lambda: above(t - 1), lambda: jnp.zeros_like(w))
-        return w - jax.lax.cond(t < 0, lambda: below(-t), lambda: jnp.zeros_like(w))
+        above, below = t > 1, t < 0
+        first = jnp.where(above, 1, jnp.where(below, 2, 0)) << (_DEPTH + 1)
+        w = _piece(noise, first, jnp.where(above, t - 1, jnp.abs(t)))
+        w = jnp.where(above, _LENGTH**0.5 * noise(jnp.array(0)) + w, w)
+        return jnp.where(below, -w, w)
 
     return at
 
 
-def _piece(noise: Draws, first: int) -> Callable[[Level], Images]:
-    """Return a Brownian path on [0, 1] that starts at 0 and ends with variance _LENGTH.
+def _piece(noise: Draws, first: Int[Array, ""], t: Float[Array, ""]) -> Images:
+    """Return the value at t in [0, 1] of a Brownian path that starts at 0.
 
-    It is constant outside of [0, 1]. The path is a binary tree, as in Li et al. 2020 ("Scalable
+    Its value at 1 has variance _LENGTH. The path is a binary tree, as in Li et al. 2020 ("Scalable
     gradients for stochastic differential equations", section 4). The value at the midpoint of an
     interval is the mean of the values at its ends, plus a scaled normal draw. The index of this
     draw is `first` plus the number of the tree node.
     """
-    draw = lambda node: noise(first + node)
-    ends = jnp.zeros_like(draw(jnp.array(0))), _LENGTH**0.5 * draw(jnp.array(0))
+    ends = jnp.zeros_like(noise(first)), _LENGTH**0.5 * noise(first)
 
-    def at(t):
-        def halve(k, carry):
-            low, high, left, node = carry
-            length = jnp.ldexp(1.0, -k)
-            middle = (low + high) / 2 + jnp.sqrt(_LENGTH * length / 4) * draw(node)
-            right = t >= left + length / 2
-            low, high = jnp.where(right, middle, low), jnp.where(right, high, middle)
-            return low, high, left + right * length / 2, 2 * node + right
+    def halve(k, carry):
+        low, high, left, node = carry
+        length = jnp.ldexp(1.0, -k)
+        middle = (low + high) / 2 + jnp.sqrt(_LENGTH * length / 4) * noise(first + node)
+        right = t >= left + length / 2
+        low, high = jnp.where(right, middle, low), jnp.where(right, high, middle)
+        return low, high, left + right * length / 2, 2 * node + right
 
-        start = (*ends, jnp.zeros(()), jnp.array(1))
-        low, high, left, _ = jax.lax.fori_loop(0, _DEPTH, halve, start)
-        return low + (high - low) * jnp.clip((t - left) * 2.0**_DEPTH, 0, 1)
-
-    return at
+    start = (*ends, jnp.zeros(()), jnp.array(1))
+    low, high, left, _ = jax.lax.fori_loop(0, _DEPTH, halve, start)
+    return low + (high - low) * jnp.clip((t - left) * 2.0**_DEPTH, 0, 1)
 
 
 def dpmpp_2m_sde(
