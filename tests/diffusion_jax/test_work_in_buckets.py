@@ -21,7 +21,7 @@ from tests import emulators
 from tests.diffusion_jax.precache import test_precache
 from tests.diffusion_jax.text import tiny_weights
 
-pytestmark = pytest.mark.xdist_group("stores")
+pytestmark = [pytest.mark.xdist_group("stores"), pytest.mark.slow, pytest.mark.gate]
 
 
 @pytest.fixture(params=["s3", "gs"])

@@ -81,6 +81,8 @@ def _cancel(images, sigma):
     raise loaded.Cancelled
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_a_loaded_model_draws_the_commands_bytes_with_any_choices(six, trained, tmp_path):
     process = commands.fork(_draw_in_a_notebook, trained, tmp_path, devices=8)
     process.join()

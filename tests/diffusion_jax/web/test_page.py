@@ -24,6 +24,8 @@ from imagen_jax import cascade
 from imagen_jax.settings import Sampler
 from tests import pages
 
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
 PROMPTS = ["a cat, noto style", "a fox, noto style"]

@@ -87,6 +87,8 @@ def test_the_real_networks_meet_their_target(tmp_path):
     assert result.evaluations[FIRST]["FID"] == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
     path, other = whole / "result.txt", tmp_path / "result.txt"
     assert complies(path)
@@ -99,12 +101,16 @@ def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
     assert not complies(other)  # One evaluation is too few.
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_neither_step_nor_evaluation_is_compiled_on_the_clock(whole):
     """Of two intervals and two evaluations; the data are opened after the clock starts."""
     before, opened, after = (whole / "console.txt").read_text().partition("tars listed")
     assert before.count("compiling the step") == 1 and opened and "compil" not in after.lower()
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_the_result_says_what_was_done(whole):
     result = convergence.read(whole / "result.txt")
     assert (result.status, result.samples_to_target) == ("success", SECOND)
@@ -122,6 +128,8 @@ def test_the_result_says_what_was_done(whole):
     ]  # fmt: skip
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_the_scores_are_of_each_caption_once(whole, folder):
     real = frechet.reference(stats_files.read(folder / "reference.npz").gaussian)
     for samples, scores in convergence.read(whole / "result.txt").evaluations.items():
@@ -152,6 +160,8 @@ def test_two_processes_say_the_same(whole, folder):
     assert said(workdir / "result.txt") == said(whole / "result.txt")
 
 
+@pytest.mark.gate
+@pytest.mark.slow
 def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):
     workdir, _ = run(folder, "later", "--toy", "--mode=train")
     assert convergence.read(workdir / "result.txt").status == "running"
