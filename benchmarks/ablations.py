@@ -4,16 +4,16 @@
     python -m benchmarks.ablations --workdir=runs/ablations --only=sampler,guidance/none --seeds=0
 
 The base is the quick start with half its steps, a constant learning rate and no weighting of the
-loss. Each variant changes one choice of the base: the objective, the loss weighting or the network
-in training, or the guidance, the sampler or the parameter average in sampling. The digits' judge (a
-classifier) scores the pictures of each variant. All variants have the same budget: the same number
-of training steps, with networks of equal cost, and at most 24 evaluations of the network per
-picture (a guided step counts as two). So the scores do not depend on the machine's load. The CPU
-time per step and per picture is also measured.
+loss. Each variant changes one choice of the base. In training, this is the objective, the loss
+weighting or the network; in sampling, the guidance, the sampler, the number of steps or the
+parameter average. A classifier of the digits (the judge) scores the pictures of each variant. All
+variants have the same budget: the same number of training steps, with networks of equal cost, and
+at most 24 evaluations of the network per picture (a guided step counts as two). So the scores do
+not depend on the machine's load. The command also measures the CPU time per step and per picture.
 
-The command prints a line of JSON per variant and seed. It stores runs and results in --workdir, so
-that the same command continues after an interruption, and commands with other seeds or variants add
-results. --page writes a page of all results.
+The command prints a line of JSON per variant and seed. It stores runs and results in --workdir. So
+the same command continues after an interruption, and commands with other seeds or variants add
+results. --page writes a page with all results in --workdir.
 """
 
 import bisect
@@ -61,29 +61,31 @@ ROWS = 24
 """Sampling budget: rows of input that the network processes per picture. The quick start needs 24:
 12 guided steps, each with one row with the prompt and one without."""
 LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Noise levels (sigma) at which the held-out v-loss is measured. It is comparable between
-objectives."""
+"""Noise levels (sigma) at which the held-out v-loss is measured. The v-loss has the same meaning
+for all objectives."""
 GUIDE = "the run itself, at a third of its steps"
-"""Placeholder for autoguidance's guide. `drawn` replaces it by the run's checkpoint at a third of
-its steps."""
+"""Placeholder for the guide of autoguidance. `drawn` replaces it by the run's checkpoint at a
+third of its steps."""
 
 
 class Size(NamedTuple):
-    """Number of training steps, and channels of the network."""
+    """Number of training steps, and number of channels of the network."""
 
     steps: int
     channels: int
 
 
 class Variant(NamedTuple):
-    """Variant of the base: its axis, name and changes. Each variant is one row of a table."""
+    """Variant of the base, one row of a table: its axis, its name and what it changes."""
 
     axis: str
+    """Choice that the variant changes, a key of AXES."""
     name: str
     trained: Mapping[str, Any] = {}
     """Config fields that training changes, such as {"diffusion.weight": "p2"}."""
     drawn: Mapping[str, Any] = {}
-    """Options of sampling (see cascade.OPTIONS) that the variant changes, such as the sampler."""
+    """Options of sampling (see cascade.OPTIONS) that the variant changes, such as
+    {"sampler": "heun"}."""
 
     @property
     def run(self) -> str:
@@ -101,7 +103,7 @@ def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
 
 
 def _magnitude(**more: Any) -> dict[str, Any]:
-    """Return variant fields for EDM2's magnitude-preserving UNet and optimizer, at equal cost."""
+    """Return fields of a Variant with EDM2's magnitude-preserving UNet and optimizer."""
     c = quickstart_mp.get_config().to_dict()
     names = ("lr", "weight_decay", "clip", "schedule")
     fields = {f"optimizer.{name}": c["optimizer"][name] for name in names}
@@ -116,7 +118,7 @@ def _drawn(**choice: Any) -> dict[str, Any]:
     return {"drawn": choice}
 
 
-# On this grid, these samplers equal ddim (with eta 0 or 1) or plms.
+# Samplers left out, because on this grid they equal ddim (with eta 0 or 1) or plms.
 _ALIKE = ("ddim", "euler", "euler_ancestral", "ddpm", "plms_v")
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "objective": {
@@ -178,10 +180,10 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def select(only: Sequence[str]) -> list[Variant]:
-    """Return the variants selected by --only, with the base of each of their axes.
+    """Return the variants that --only selects, and the base of each of their axes.
 
-    An entry "AXIS" selects all variants of an axis, "AXIS/NAME" one of them. An empty `only`
-    selects all variants. Raises ValueError for unknown names.
+    An entry "AXIS" of `only` selects all variants of an axis, an entry "AXIS/NAME" one of them. An
+    empty `only` selects all variants of all axes. Raises ValueError for unknown names.
     """
     wanted = [text.partition("/") for text in only] or [(axis, "", "") for axis in AXES]
     chosen: dict[tuple[str, str], Variant] = {}
@@ -195,7 +197,7 @@ def select(only: Sequence[str]) -> list[Variant]:
 
 
 def page(root: pathlib.Path) -> str:
-    """Return the Markdown page for all results in the workdir `root`."""
+    """Return the Markdown page that shows all results in the workdir `root`."""
     rows = []
     for axis, variants in AXES.items():
         for name, fields in variants.items():
@@ -210,10 +212,12 @@ def page(root: pathlib.Path) -> str:
 def result(
     root: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer, size: Size
 ) -> dict[str, Any]:
-    """Return the costs and scores of a variant with a seed.
+    """Return the costs and scores of a variant for one seed.
 
-    If the result file exists in the workdir `root`, they are read from it. Otherwise, the variant
-    is trained, sampled and scored, and the file is written.
+    The dict has the key "seed" and the keys of `trained` and `drawn`. It also has "v_loss", unless
+    the variant only changes guidance or sampling. It is read from the result file in the workdir
+    `root`. If there is no such file, the variant is trained, sampled and scored, and the file is
+    written.
     """
     path = root / "results" / f"{variant.key}_{seed}.json"
     if path.exists():
@@ -235,8 +239,8 @@ def trained(
 ) -> dict[str, float]:
     """Train a run to its last step, from its newest checkpoint if there is one.
 
-    Returns the number of steps, the CPU milliseconds per step and the number of parameters. A
-    finished run is not trained again.
+    Returns the number of steps ("train_steps"), the CPU milliseconds per step ("step_ms") and the
+    number of "parameters". For a finished run, these are read from a file.
     """
     path = workdir / "cost.json"
     if path.exists():
@@ -256,7 +260,7 @@ def trained(
 
 
 def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, Any]:
-    """Return the config of a training run: the quick start, shortened, with these changes.
+    """Return the config of a training run: the config of the base, with these changes.
 
     `changes` maps config fields such as "diffusion.weight", or whole groups, to values.
     """
@@ -265,8 +269,8 @@ def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, An
     c |= {"sample_every": 0, "save_every": -(-steps // 3), "keep_every": -(-steps // 3)}
     c["data"]["heldout"], c["heldout"]["records"] = 0.01, 64
     c["diffusion"]["weight"] = "min_snr"  # diffusion.min_snr is 0, which means no weighting.
-    # The base writes regular snapshots, from which averages of other widths are computed. Other
-    # runs need no such averages, and write one snapshot at the last step.
+    # The base writes regular snapshots, from which averages of other widths are computed. The other
+    # runs need no averages of other widths, and write a single snapshot, at the last step.
     every = steps if changes else 0
     # With half the steps, a constant learning rate learns more, and averages matter more.
     c["optimizer"] |= {"schedule": "constant", "warmup": steps // 12}
@@ -293,7 +297,7 @@ class Clock(Trace):
     def mean(self) -> float:
         """Return the mean CPU seconds per step, or 0 if fewer than two steps ran.
 
-        The times of single steps mean nothing, because a step may start before earlier ones end.
+        Only the mean is meaningful, because a step may start before earlier steps have ended.
         """
         return float(np.diff(self.starts).mean()) if len(self.starts) > 1 else 0.0
 
@@ -303,8 +307,9 @@ def drawn(
 ) -> dict[str, float]:
     """Draw pictures with a trained run and score them.
 
-    Returns the scores, the number of sampling steps, and the CPU milliseconds per picture. The
-    variant sets the number of steps; by default it is the largest that the budget ROWS allows.
+    Returns the number of sampling "steps", the CPU milliseconds per picture ("picture_ms"), and the
+    scores by name. The number of steps is that of the variant or, if the variant sets none, the
+    largest that the budget ROWS allows.
     """
     chosen = dict(variant.drawn)
     if chosen.get("guide") == GUIDE:
@@ -338,9 +343,9 @@ def steps_for(s: Settings) -> int:
 
 
 def rows(s: Settings, steps: int) -> int:
-    """Return how many input rows the network processes to sample one picture in `steps` steps.
+    """Count the rows of input that the network processes to sample one picture in `steps` steps.
 
-    To count them, the function runs the sampler with a dummy network that returns zeros.
+    The function runs the sampler with a dummy network that returns zeros.
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), objectives.make(s.diffusion), []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
@@ -363,16 +368,18 @@ def _file_name(text: str) -> str:
 
 
 if __name__ == "__main__":
-    _ONLY = flags.DEFINE_list("only", [], "Axes or variants (AXIS/NAME) to run; default: all.")
-    _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the training runs and pictures.")
+    _ONLY = flags.DEFINE_list(
+        "only", [], "Axes (AXIS) or variants (AXIS/NAME) to run; default: all."
+    )
+    _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each one trains its own runs.")
     _STEPS = flags.DEFINE_integer("steps", STEPS, "Steps of a training run.", lower_bound=3)
     _CHANNELS = flags.DEFINE_integer(
         "channels", CHANNELS, "Channels of the network.", lower_bound=32
     )
-    _PAGE = flags.DEFINE_string("page", None, "File for the page with the tables of all results.")
+    _PAGE = flags.DEFINE_string("page", None, "File to write the page with all results to.")
 
     def main(argv: list[str]) -> None:
-        """Run the selected variants that have no results yet, print all results, write the page."""
+        """Run the selected variants that lack results, print their results and write the page."""
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start(alone=True)

@@ -16,34 +16,35 @@ MEASURES = {
 
 The factor multiplies the score for display."""
 NOTES = {
-    "objective": "Each row trains another prediction target with its own noise levels. For x0 and "
-    "EDM, ln sigma is normal with means -0.4 and -1.2, respectively, and standard deviation 1.2; "
-    "eps and v use DDPM's cosine schedule; flow uses logit-normal times.",
-    "weighting": "Each row weights the loss as a different function of the noise level. The "
-    "network predicts x0.",
+    "objective": "In each row, the network predicts another target. The noise levels in training "
+    "differ too: x0 and EDM train with normally distributed ln sigma, of means -0.4 and -1.2, "
+    "respectively, and standard deviation 1.2. eps and v use the cosine noise schedule, and flow "
+    "uses logit-normal times.",
+    "weighting": "Each row weights the loss by another function of the noise level. The network "
+    "predicts x0.",
     "network": "All networks have the same size. *UNet* is the network of the quick start. "
     "*magnitude* is EDM2's magnitude-preserving UNet (config G) with EDM2's optimizer. Both "
     "predict x0. *magnitude, EDM* also uses EDM2's objective: EDM with a learned uncertainty.",
-    "guidance": "Each row is a guidance method with its scale. *interval* guides only at sigma "
-    "from 1 to 10. *autoguidance* uses a checkpoint of the same run, at a third of its steps, as "
-    "its guide.",
+    "guidance": "Each row is a guidance method and its guidance scale. *interval* guides only at "
+    "sigma from 1 to 10. The guide of *autoguidance* is the same run's checkpoint at a third of "
+    "its steps.",
     "sampler": "All samplers start at sigma 40, take their last step from 0.4 to 0, and use the "
-    "same grid in between. *restart* adds noise once, from sigma 0.5 up to 2, and returns in 2 "
-    "steps.",
-    "one step": "*MeanFlow* (Geng et al. 2025) learns to draw in one step, with guidance 1.5 built "
-    "in. It trains on other noise levels than the base. *denoise, 1 step* is the base, drawn in a "
-    "single step.",
-    "average": "Each row draws with a different average of the same training run. *decay* is an "
+    "same kind of grid in between. *restart* adds noise once, from sigma 0.5 up to 2, and goes "
+    "back to 0.5 in 2 steps.",
+    "one step": "*denoise* is the base, and *denoise, 1 step* draws with the same network in a "
+    "single step. *MeanFlow* (Geng et al. 2025) learns to draw in one step, with guidance 1.5 "
+    "built in. It trains on other noise levels than the base.",
+    "average": "Each row draws with another average of the same run's weights. *decay* is an "
     "exponential average with a warm-up, *none* uses the last weights, and *width* is a "
-    "[power-function average](evaluation.md#averages-of-any-width). Training kept the widths 0.05 "
-    "and 0.1; the others are computed from snapshots.",
+    "[power-function average](evaluation.md#averages-of-any-width). Training computed the averages "
+    "of widths 0.05 and 0.1; those of other widths are computed from snapshots.",
 }
 """For each axis, a paragraph that explains the names of its variants."""
 _TIMES = {"step_ms": "ms per step", "steps": "steps", "picture_ms": "ms per picture"}
 
 
 class Row(NamedTuple):
-    """Variant of the ablations with its results, one per seed."""
+    """Variant of the ablations with its results by seed."""
 
     axis: str
     name: str
@@ -51,7 +52,10 @@ class Row(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Mean over seeds, and half the width of its 95 % confidence interval (inf for one seed)."""
+    """Mean over seeds, and half the width of its 95 % confidence interval.
+
+    For a single seed, `half` is infinite.
+    """
 
     mean: float
     half: float
@@ -74,9 +78,10 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def difference(row: Row, base: Row, measure: str) -> Interval | None:
-    """Return the interval of the difference between a row's score and the base's, paired by seed.
+    """Return the interval of the row's score minus the base's score, paired by seed.
 
-    Returns None if no seed has this score for both the row and the base.
+    `measure` names the score, a key of MEASURES. Returns None if no seed has this score for both
+    the row and the base.
     """
     pairs = [
         (result[measure], base.results[seed][measure])
@@ -87,9 +92,9 @@ def difference(row: Row, base: Row, measure: str) -> Interval | None:
 
 
 def write(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
-    """Return the page as Markdown, with a section for each axis that can be compared.
+    """Return the page as Markdown, with a section for each axis that has something to compare.
 
-    Such an axis has results for the base and at least one other row. `machine` describes the
+    These are the axes with results for the base and at least one other row. `machine` describes the
     computer (see `measure.machine`).
     """
     if not any(row.results for row in rows):
@@ -157,7 +162,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """Return one line per score: its best row, and which rows differ significantly from the base.
+    """Return one line per score that names the best row and the rows that differ from the base.
 
     The base is rows[0].
     """
@@ -209,27 +214,28 @@ after an interruption, and `--only=sampler,guidance/none --seeds=3,4` adds resul
 **Each table changes one thing.** Its first row is the base: the quick start with half its steps, a
 constant learning rate and no weighting of the loss. (The quick start weights its loss by P2 because
 of these results.) The base uses the quick start's objective, guidance 2, DDIM with eta 1 in 12
-steps, and an average of decay 0.999. The learning rate is constant because in first trials with a
-third of the quick start's steps and a rate that fell to zero, the networks hardly learned the
-digits; this was decided before any rows were compared. Each objective has its own noise levels and
+steps, and an average of decay 0.999. The learning rate is constant because the networks hardly
+learned the digits in first trials, with a third of the quick start's steps and a rate that fell to
+zero. This was decided before any rows were compared. Each objective has its own noise levels and
 sampling grid.
 
-**Scores.** The judge is a classifier of digits (`diffusion_jax/examples/digits/judge.py`). *Seen
-prompts* and *prompts never shown* give the share of pictures with the right digit, ink and paper:
-one picture of each of the 272 prompts seen in training, and 8 of each of the 18 prompts never
-shown. FD is the Fréchet distance between the judge's features of drawn and real pictures. The
-v-loss is the [held-out loss](evaluation.md#a-held-out-loss) at sigma 0.2, 0.5, 1, 2 and 5, computed
-with the weights that drew the pictures; it has the same meaning for every objective.
+**Scores.** A classifier, the judge, recognises the digit, the ink colour and the paper colour of a
+picture (`diffusion_jax/examples/digits/judge.py`). *Seen prompts* and *prompts never shown* give
+the share of pictures in which all three are right: one picture for each of the 272 prompts seen in
+training, and 8 for each of the 18 prompts never shown in training. FD is the Fréchet distance
+between the judge's features of drawn and real pictures; lower is better. The v-loss is the
+[held-out loss](evaluation.md#a-held-out-loss) at sigma 0.2, 0.5, 1, 2 and 5, computed with the
+weights that drew the pictures. It has the same meaning for every objective, and lower is better.
 
 **All rows have the same budget.** All networks train for the same number of steps and cost about
 the same per step. Drawing a picture uses at most 24 evaluations of the network. A guided step
-counts as two, because it evaluates the network with and without the prompt; a sampler with two
-evaluations per step takes fewer steps. The times depend on the machine: they are CPU times of the
-process, and other work on the machine can increase them. A step took {step_ms} ms, a picture
-{picture_ms} ms.
+counts as two, because it evaluates the network with and without the prompt. A sampler with two
+evaluations per step takes fewer steps. Times are CPU times of the process in milliseconds. They
+depend on the machine, and other work on the machine can increase them. A training step took
+{step_ms} ms, and a picture {picture_ms} ms.
 
 **Intervals** are 95 % intervals by Student's t over {seeds} seeds. Each seed has its own initial
-weights, data order, noise and pictures. Bold values differ significantly from the first row: the
-95 % interval of the difference, paired by seed, excludes zero. About one row in twenty without a
-real difference is bold by chance. Times are medians, in milliseconds of CPU time.
+weights, data order, noise and pictures. A value is bold if it differs significantly from the first
+row: the 95 % interval of the difference, paired by seed, excludes zero. By chance, this also holds
+for about one value in twenty without a real difference. Times in the tables are medians.
 """

@@ -4,17 +4,18 @@
     python -m benchmarks.compiled --check
 
 The first command prints the table of docs/performance.md: the estimated cycles of a step by kind of
-work, and the model FLOP utilization (MFU) that follows from them. By default, it compiles each
-distinct block of a model once and counts it once per call (launch/planner/blocks.py). --whole
-compiles whole programs, which takes most of an hour for a big model. The command needs Linux and
-libtpu (pip install libtpu). Nothing runs on a TPU.
+work, and the model FLOP utilization (MFU) that follows from the cycles. By default, the command
+compiles each distinct block of a model once and counts it once per call (launch/planner/blocks.py).
+--whole compiles whole programs, which takes most of an hour for a big model. The command needs
+Linux and libtpu (pip install libtpu). Nothing runs on a TPU.
 
 Compiled programs are cached, so an interrupted command continues where it stopped. --keep writes
-the rows and the compilers' versions to benchmarks/compiled.json.
+the estimates and the compilers' versions to benchmarks/compiled.json.
 
 --check compiles a few small blocks. It exits with code 1 if a block needs over 5 % more cycles or
 temporary memory than benchmarks/compiled.json states. These numbers do not vary between runs, but
-they depend on the compilers' versions: with other versions, nothing is compared.
+they depend on the compilers' versions. With other versions than those in the file, nothing is
+compared.
 """
 
 import importlib
@@ -52,12 +53,15 @@ BATCHES = {
 }
 RESULTS = pathlib.Path(__file__).with_name("compiled.json")
 GROWTH = 1.05
-_TARGETS = flags.DEFINE_list("targets", ["v5e:4x4"], "TPU slices.")
-_MODELS = flags.DEFINE_list("models", [*BATCHES], "Names of configs.")
-_BATCH = flags.DEFINE_integer("batch", 0, "Samples per device; 0 for those in BATCHES.")
+"""Largest ratio of new to saved estimates that --check accepts."""
+_TARGETS = flags.DEFINE_list("targets", ["v5e:4x4"], "TPU slices to compile for.")
+_MODELS = flags.DEFINE_list("models", [*BATCHES], "Names of the models' configs.")
+_BATCH = flags.DEFINE_integer(
+    "batch", 0, "Samples per device; 0 for the model's number in BATCHES."
+)
 _WHOLE = flags.DEFINE_boolean("whole", False, "Compile whole programs instead of blocks.")
-_KEEP = flags.DEFINE_boolean("keep", False, "Write benchmarks/compiled.json.")
-_CHECK = flags.DEFINE_boolean("check", False, "Compare a small set with benchmarks/compiled.json.")
+_KEEP = flags.DEFINE_boolean("keep", False, "Write the estimates to benchmarks/compiled.json.")
+_CHECK = flags.DEFINE_boolean("check", False, "Compare small blocks with benchmarks/compiled.json.")
 
 
 class Part(NamedTuple):
@@ -68,7 +72,7 @@ class Part(NamedTuple):
 
 
 def reduced() -> dict[str, Part]:
-    """Return the small blocks for --check, one of each kind. All compile within two minutes."""
+    """Return the small blocks for --check, which together compile within two minutes."""
     dtype = jnp.bfloat16
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     image, text, emb = array(2, 16, 16, 128), array(2, 128, 64), array(2, 128)
@@ -82,7 +86,7 @@ def reduced() -> dict[str, Part]:
 
 
 def main(argv: list[str]) -> None:
-    """Print the table of estimates, or with --check only compare the small blocks."""
+    """Print the table of estimates or, with --check, compare the small blocks only."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     if log.version("libtpu") is None:
@@ -124,9 +128,9 @@ def main(argv: list[str]) -> None:
 def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str]:
     """Return the names of the compiler settings to use (see diffusion_jax/machine/tuning.py).
 
-    Whole programs are compiled with the settings of training runs. These settings concern
-    collectives, so blocks, which are compiled for a single chip, need none. Raises ValueError for
-    whole programs on several kinds of accelerators, because libtpu reads its flags only once.
+    Whole programs are compiled with the settings of training runs. Blocks need no settings, because
+    the settings concern collectives, and blocks are compiled for a single chip. Raises ValueError
+    for whole programs on several kinds of accelerators, because libtpu reads its flags only once.
     """
     kinds = sorted({target.name for target in targets})
     if whole and len(kinds) > 1:
@@ -140,7 +144,8 @@ def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str
 def read(name: str, batch: int) -> systems.Model:
     """Return the model of the config `name` from configs/, with this global batch size.
 
-    Stable Diffusion gets stored moments and text embeddings, so only its UNet is compiled.
+    A Stable Diffusion model reads stored moments and text embeddings, so that only the UNet is
+    compiled.
     """
     config = importlib.import_module(f"configs.{name}").get_config()
     config.batch_size = batch
@@ -153,7 +158,7 @@ def read(name: str, batch: int) -> systems.Model:
 def row(name: str, place: str, batch: int, profile: Profile) -> str:
     """Format a profile as one row of the Markdown table of estimates.
 
-    `batch` is the number of samples per device.
+    `name` is the model's config, `place` the TPU slice, and `batch` the samples per device.
     """
     shares = (f"{kind} {100 * n / profile.total:.0f} %" for kind, n in profile.cycles.items())
     scope = "whole" if _WHOLE.value else "blocks"
@@ -185,9 +190,9 @@ def _reduced() -> dict[str, dict[str, float]]:
 
 
 def _check(saved: Mapping[str, Any]) -> int:
-    """Compare the blocks for --check with saved figures; return 1 if one grew over 5 %, else 0."""
+    """Compare the blocks for --check with saved numbers; return 1 if one grew over 5 %, else 0."""
     if saved["versions"] != _versions():
-        print(f"nothing to compare: saved with {saved['versions']}, now {_versions()}")
+        print(f"nothing compared: estimates saved with {saved['versions']}, not {_versions()}")
         return 0
     grown = 0
     for name, figures in _reduced().items():

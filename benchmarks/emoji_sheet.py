@@ -1,6 +1,6 @@
 """Draw the README's sheet of emoji for prompts held out of training.
 
-Each row of drawn pictures is above a row of the real pictures with the same captions.
+Below each row of drawn pictures is a row of the real pictures with the same captions.
 
     python -m benchmarks.emoji_sheet --model=models/emoji32 --data=data/emoji/never_shown \\
         --out=docs/images/emoji.png
@@ -15,14 +15,14 @@ from diffusion_jax.data import sources
 from diffusion_jax.machine import sheets
 
 _MODEL = flags.DEFINE_multi_string(
-    "model", ["models/emoji32"], "Workdirs of the cascade's models, in order."
+    "model", ["models/emoji32"], "Workdir of each model of the cascade, in drawing order."
 )
 _DATA = flags.DEFINE_string(
-    "data", "data/emoji/never_shown", "The folder never_shown that `prepare emoji` writes."
+    "data", "data/emoji/never_shown", "Folder never_shown, which `prepare emoji` writes."
 )
-_OUT = flags.DEFINE_string("out", None, "The PNG file to write.", required=True)
+_OUT = flags.DEFINE_string("out", None, "PNG file to write.", required=True)
 _SEED = flags.DEFINE_integer(
-    "seed", 0, "Seed of the random prompts; the pictures have the seeds 0, 1, 2, ..."
+    "seed", 0, "Seed for the choice of prompts; the pictures have the seeds 0, 1, 2, ..."
 )
 _COLUMNS, _ROWS = 8, 2
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     images, captions = [], []
     for row in np.split(np.arange(len(prompts)), _ROWS):
         images += [*drawn[row], *real[row]]
-        # Shortened, because the sheet shows at most three lines.
+        # Shortened, because the sheet shows at most three lines per caption.
         captions += [
             text.replace(" style, on a", ",").removesuffix(" background") for text in prompts[row]
         ]

@@ -2,16 +2,19 @@
 
     python -m benchmarks.engines --records=100_000 --workers=1,2,4
 
-The command writes tars of small pictures with different captions. It then times two stages:
+The command writes tars of small pictures with different captions. It then times two kinds of work:
 `prepare reshard`, and `precache` of the captions' embeddings. The text encoder is `hashed`, whose
-time is negligible, so the benchmark times reading, planning, writing and indexing. Each stage runs
-in one process without Beam (reported as 0 workers), and then in Beam's direct runner with each
-number of worker processes in --workers.
+time is negligible, so the benchmark times reading, planning, writing and indexing. Each kind of
+work runs once in one process without Beam (reported as 0 workers), and then in Beam's direct runner
+with each number of worker processes in --workers.
 
-It prints a line of JSON per stage and number of workers: records/s, the peak memory of the largest
-process, whether the files equal those written without Beam, and the hours for 400 million records
-at this rate. Times include the start of Beam's workers, which takes some seconds for each of Beam's
-internal stages; `precache` has five of them.
+For each kind of work ("stage") and number of workers, the command prints a line of JSON:
+- per_second: records per second.
+- largest_process_mb: peak memory of the largest process in MB.
+- same: whether the files equal those written without Beam.
+- published_hours: hours for 400 million records at this rate.
+Times include the start of Beam's workers, which takes some seconds for each step of Beam's plan.
+The plan of `precache` has five steps.
 """
 
 import hashlib
@@ -35,13 +38,13 @@ from diffusion_jax.precache import fill
 
 _RECORDS = flags.DEFINE_integer("records", 100_000, "Number of records.", lower_bound=1)
 _WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of Beam workers to measure.")
-_PUBLISHED = 400_000_000
-_TAR = 10_000
-_SHARD = 2_000
+_PUBLISHED = 400_000_000  # Records for which the time is extrapolated.
+_TAR = 10_000  # Records per input tar.
+_SHARD = 2_000  # Records or captions per output shard.
 
 
 def main(argv: list[str]) -> None:
-    """Write the tars, time both stages, and print the results."""
+    """Write the tars, time both kinds of work, and print the results."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     records = _RECORDS.value
@@ -95,9 +98,9 @@ def _precache(data: pathlib.Path, out: pathlib.Path, workers: int) -> None:
 def _measure(
     work: Callable[..., None], data: pathlib.Path, out: pathlib.Path, workers: int
 ) -> tuple[float, int]:
-    """Run `work` in a new process; return (seconds, peak bytes of its largest process).
+    """Run `work` in a new process; return the seconds, and the peak bytes of the largest process.
 
-    The processes compared are the new one and its descendants. Raises SystemExit if it fails.
+    The new process and its descendants count. Raises SystemExit if the new process fails.
     """
     process = multiprocessing.get_context("spawn").Process(target=work, args=(data, out, workers))
     start = time.perf_counter()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.few_steps --run=runs/quickstart --steps=2,3,4,6,8,12
 
-The table shows, for each sampler and number of steps, the milliseconds per picture (CPU time on a
-CPU, wall time elsewhere) and the share of pictures in which the judge (a classifier) recognises the
-right digit, ink and paper. One picture is drawn for each prompt in the training data. All other
-settings are those of the run.
+For each sampler and number of steps, the command draws one picture for each prompt in the training
+data. The table shows the milliseconds per picture (CPU time on a CPU, wall time elsewhere). It also
+shows the share of pictures in which a classifier recognises the right digit, ink colour and paper
+colour. All other settings are those of the run.
 """
 
 import time
@@ -22,8 +22,8 @@ from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import pictures as digits
 from imagen_jax import cascade
 
-_RUN = flags.DEFINE_string("run", None, "The workdir of a run on the digits.", required=True)
-_STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Step counts to compare.")
+_RUN = flags.DEFINE_string("run", None, "Workdir of a run on the digits.", required=True)
+_STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Numbers of steps to compare.")
 _NAMES = flags.DEFINE_list("samplers", list(SAMPLERS), "Samplers to compare.")
 _GRID = flags.DEFINE_string("grid", None, "Name of the grid of noise levels; default: the run's.")
 

@@ -10,8 +10,8 @@ and ADM download their networks in other formats. Here, clean-fid gets pytorch-f
 custom_feat_extractor, and ADM gets a TensorFlow graph with the tensor names of the public graph.
 
 The command prints one line of JSON per program and score, with the relative difference from this
-project's score in the corresponding mode. The last line gives the FID of each program, and by what
-fraction the largest exceeds the smallest.
+project's score in the corresponding mode. The last line gives the FID of each program and, as
+"largest_over_smallest_less_1", by what fraction the largest FID exceeds the smallest.
 """
 
 import importlib.util
@@ -43,11 +43,11 @@ _WEIGHTS = flags.DEFINE_string(
     "weights", "", "Path of pt_inception-2015-12-05-6726825d.pth; if empty, random weights."
 )
 _PICTURES = flags.DEFINE_integer(
-    "pictures", 1000, "Number of pictures, half digits and half digits with noise.", lower_bound=8
+    "pictures", 1000, "Number of pictures; half of them get added noise.", lower_bound=8
 )
 _SIZE = flags.DEFINE_integer("size", 64, "Side of the pictures in pixels.", lower_bound=8)
 _BATCH = 50
-_LEVELS = "2048+spatial+unbiased"
+_LEVELS = "2048+spatial+unbiased"  # Features for FID and KID, for sFID, and for Inception Score.
 Scores = dict[str, float]
 """Scores keyed by "fid", "sfid", "kid" and "inception_score"."""
 
@@ -94,9 +94,10 @@ def main(argv: list[str]) -> None:
 
 
 def _pictures() -> tuple[np.ndarray, np.ndarray]:
-    """Return N pictures of digits, and N others with added noise, each as uint8 [N, S, S, 3].
+    """Return the real and the drawn pictures, each as uint8 [N, S, S, 3].
 
-    N is half of --pictures, and S is --size.
+    The real pictures are digits, the "drawn" ones are other digits with added noise. N is half of
+    --pictures, and S is --size.
     """
     half = _PICTURES.value // 2
     prompts = (pictures.seen_prompts() * (1 + _PICTURES.value // 200))[: 2 * half]
@@ -108,7 +109,7 @@ def _pictures() -> tuple[np.ndarray, np.ndarray]:
 def _ours(
     state: Mapping[str, np.ndarray], real: np.ndarray, drawn: np.ndarray
 ) -> Callable[[str], Scores]:
-    """Return a function that maps a mode to this project's scores, and caches them."""
+    """Return a function that computes this project's scores in a mode and caches them."""
     weights = Weights(inception_weights.to_params(state), "", False)
     cache: dict[str, Scores] = {}
 
@@ -186,7 +187,8 @@ def _adm(torch: Any, state: Mapping[str, np.ndarray], folder: pathlib.Path) -> S
 def _network(torch: Any, state: Mapping[str, np.ndarray]) -> Any:
     """Return pytorch-fid's network with the given weights, for resized and normalized images.
 
-    Networks that pytorch-fid creates later get the same weights.
+    The function also replaces pytorch-fid's download, so that every network that pytorch-fid
+    creates from here on has these weights.
     """
     theirs = measure.library("pytorch_fid.inception")
     tensors = {name: torch.from_numpy(array) for name, array in state.items()}

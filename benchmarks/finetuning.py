@@ -4,10 +4,11 @@
     python -m benchmarks.finetuning score --workdir=runs/quickstart --workdir=runs/pink_lora
 
 The first command writes ten captioned pictures of digits in pink, a colour that is not in the quick
-start's data. The second command draws with each model and scores the pictures with the quick
-start's judge, a classifier that is extended to recognise pink. A score is the share of pictures
-with the right digit, ink and paper. The new word (50 prompts, 40 of them not among the ten
-captions) and the old words have separate scores. See docs/finetuning.md.
+start's data. The second command draws with the model of each --workdir. The quick start's
+classifier, extended to recognise pink, judges the pictures. A score is the share of pictures with
+the right digit, ink colour and paper colour. Prompts with the new word (50 prompts, 40 of them not
+among the ten captions) and prompts with the old words have separate scores. See
+docs/finetuning.md.
 """
 
 import argparse
@@ -28,7 +29,7 @@ _OLD_EVERY, _NEW_IMAGES = 2, 2
 
 
 def ten_prompts() -> list[Prompt]:
-    """Return ten prompts in the new ink, with each digit once and each paper colour twice."""
+    """Return ten prompts with the new ink: each digit once and each paper colour twice."""
     return [Prompt(i, INK, list(digits.PAPERS)[i % len(digits.PAPERS)]) for i in range(10)]
 
 
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.command == "pictures":
         return write_pictures(args.out)
     old = digits.seen_prompts()[::_OLD_EVERY]
-    digits.INKS[INK] = COLOUR  # From here on, the judge knows the new ink.
+    digits.INKS[INK] = COLOUR  # From here on, the classifier knows the new ink.
     for workdir in args.workdir:
         print(json.dumps({"workdir": workdir, **score(workdir, old)}), flush=True)
 

@@ -1,7 +1,7 @@
 """Read the data set of benchmarks.input_pipeline with other libraries, for comparison.
 
-Each function reads batches of BATCH images and captions from a folder, without an incomplete last
-batch, and returns the number of images. Images are resized and cropped to `size` x `size` pixels.
+Each function reads batches of BATCH images and captions from a folder and returns the number of
+images. It drops an incomplete last batch. Images are resized and cropped to `size` x `size` pixels.
 `workers` is the number of reader processes; with 0, the calling process reads.
 """
 
@@ -19,7 +19,7 @@ BATCH = 32
 
 
 def tar_loop(tars: str, size: int, workers: int = 0) -> int:
-    """Read the tars of a folder in order with tarfile. `workers` must be 0."""
+    """Read the tars of a folder with tarfile, in order of their names. `workers` must be 0."""
     assert not workers
     batch, done = [], 0
     for image, caption in _tar_records(tars):
@@ -31,7 +31,7 @@ def tar_loop(tars: str, size: int, workers: int = 0) -> int:
 
 
 def webdataset(tars: str, size: int, workers: int = 0) -> int:
-    """Read the tars of a folder with webdataset and torch's DataLoader."""
+    """Read the tars of a folder with webdataset and torch's DataLoader, in a shuffled order."""
     import torch.utils.data  # pyright: ignore[reportMissingImports]
     import webdataset as wds  # pyright: ignore[reportMissingImports]
 

@@ -2,21 +2,21 @@
 
     python -m benchmarks.input_pipeline --num=512
 
-The command writes a data set of `num` JPEGs (512x384, and 1366x1024 for --size=1024, quality 95,
-random crops of two photographs in scikit-learn) in every format to a temporary folder. It prints
-one line of JSON per source and size:
+The command writes a data set of `num` JPEGs in every format to a temporary folder. The JPEGs are
+random crops of two photographs in scikit-learn, at quality 95, with 512x384 pixels (1365x1024 for
+sizes above 512). The command prints one line of JSON per source and size:
 - images_per_second_core: images per CPU second, without reader threads. Other work on the machine
-  has little effect on this figure.
-- images_per_second_host: images per second of wall time, with `threads` threads.
-- peers: the same two figures for each peer, per CPU second without reader processes and per second
-  of wall time with `threads` processes. The peers are webdataset with torch's DataLoader, grain
+  has little effect on this number.
+- images_per_second_host: images per second of wall time, with --threads threads.
+- peers: the same two numbers for each peer: per CPU second without reader processes, and per second
+  of wall time with --threads processes. The peers are webdataset with torch's DataLoader, grain
   alone, and a plain loop with tarfile (always one process). All of them decode, resize (bicubic)
   and crop with Pillow. A library that is not installed is left out.
-- ratios: the ratio of images_per_second_core to that of each peer. Sources and peers are measured
-  in alternation.
-- cores_for_8: the number of cores, at images_per_second_core each, that supply eight accelerators
-  at the rates in RATES.
-All figures are medians over rounds.
+- ratios: images_per_second_core of the source divided by that of each peer. Sources and peers are
+  measured in alternation.
+- cores_for_8: the number of cores that supply eight accelerators at the rates in RATES, if each
+  core reads images_per_second_core.
+All numbers are medians over rounds.
 """
 
 import functools
@@ -47,7 +47,9 @@ from diffusion_jax.data.sources.folder import Folder
 
 flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of measurements.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 5, "Number of measurements per source and size.", lower_bound=1
+)
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Reader threads.", lower_bound=1)
 _SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512, 1024], "Side of the images in pixels.")
 
@@ -58,8 +60,8 @@ class Rate(NamedTuple):
     size: int
     """Side of the model's images in pixels."""
     published: float | None
-    """Published speed of NeMo's Imagen on an H100, or of MLPerf's Stable Diffusion on an H200. None
-    if unknown."""
+    """Published speed: of NeMo's Imagen on an H100, or of MLPerf's Stable Diffusion on an H200;
+    None if unknown."""
     planned: float
     """Speed on an H100 that launch.plan predicts (docs/scaling.md)."""
 
@@ -103,7 +105,7 @@ def _compare(places: Mapping[str, tuple[str, str]], size: int) -> None:
         if name == "tarfile" or importlib.util.find_spec(name)
     }
     rows = [_Row({}, {}) for _ in range(_ROUNDS.value)]
-    for row in [_Row({}, {}), *rows]:  # The first is a warm-up, not counted.
+    for row in [_Row({}, {}), *rows]:  # The first row is a warm-up and not counted.
         for name, read in {**ours, **{f"peer {n}": read for n, read in peers.items()}}.items():
             threads = 0 if name == "peer tarfile" else _THREADS.value
             row.core[name] = _rate(time.process_time, read, 0)
@@ -116,7 +118,9 @@ class _Row(NamedTuple):
     """Rates of one round in images/s, keyed by the source or "peer NAME"."""
 
     core: dict[str, float]
+    """Images per CPU second."""
     host: dict[str, float]
+    """Images per second of wall time."""
 
 
 def _result(source: str, peers: Sequence[str], size: int, rows: Sequence[_Row]) -> dict:
@@ -165,9 +169,10 @@ def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
 
 
 def _write(root: pathlib.Path, num: int, side: int) -> dict[str, tuple[str, str]]:
-    """Write the data set in every format; return a dict from source to (path, text field).
+    """Write the data set in every format.
 
-    The data set has `num` pictures with a height of `side` pixels.
+    The data set has `num` pictures with a height of `side` pixels. Returns (path, name of the text
+    field) for each source.
     """
     folder = root / "folder"
     folder.mkdir(parents=True)

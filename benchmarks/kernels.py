@@ -3,8 +3,8 @@
     python -m benchmarks.kernels --batch=4 --size=32 --width=128
 
 For each implementation, the command compiles a program that computes the operation and its
-gradients. It prints the program's median time in milliseconds and its temporary memory in MiB, and
-checks that all implementations of an operation return the same numbers.
+gradients. It prints the program's median time in milliseconds and its temporary memory in MiB. It
+also checks that all implementations of an operation return the same numbers.
 """
 
 import statistics
@@ -81,9 +81,10 @@ def _cases() -> dict[str, tuple[dict[str, Callable], tuple]]:
 
 
 def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
-    """Compile and time a function's value and gradients.
+    """Compile a function with its gradients, and time the program.
 
-    Returns (median seconds, temporary bytes, (value, gradients)).
+    Returns (median seconds, temporary bytes, (value, gradients)). The value is the sum of the
+    function's output times random numbers.
     """
     cotangent = _normal(*jax.eval_shape(function, *arguments).shape)
     loss = lambda cotangent, *a: (function(*a).astype(jnp.float32) * cotangent).sum()
@@ -95,9 +96,9 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
 
 
 def _updates() -> dict[str, float]:
-    """Time an AdamW update and a parameter average, compiled as two programs and as one.
+    """Time an AdamW update with a parameter average, compiled as two programs and as one.
 
-    Returns the median seconds of each variant by name. The parameters are 64 kernels of 256 x 256.
+    Returns the median seconds by variant. The parameters are 64 kernels of 256 x 256.
     """
     params = {str(i): jnp.full((256, 256), 1.0 + i) for i in range(64)}
     tx = optimizer.adamw(optimizer.warmup_constant(1e-4, 1))
@@ -137,7 +138,8 @@ def _check(name: str, variant: str, out: tuple, reference: tuple) -> None:
         error, largest = np.abs(ours - theirs).max(), np.abs(theirs).max()
         if error > (0.05 if _DTYPE.value == "bfloat16" else 1e-3) * largest:
             raise AssertionError(
-                f"{name}: {variant} differs by {error}, and the largest value is {largest}"
+                f"{name}: {variant} differs from the first form by {error} "
+                f"(largest value {largest})"
             )
 
 

@@ -14,7 +14,7 @@ from absl import flags
 from diffusion_jax.machine import files, hardware
 
 WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder for files and a copy of the output, NAME.txt; launchers set it."
+    "workdir", None, "Folder for files and a copy of the printed lines; launchers set it."
 )
 _lines: list[str] = []
 
@@ -45,8 +45,8 @@ def rounds(work: Callable[[], object], count: int, warmup: int = 1) -> list[floa
 def say(result: Mapping[str, Any] | str) -> None:
     """Print a line of text, or a mapping as JSON.
 
-    If --workdir is set, also write all lines printed so far to a file in it. Only process 0 prints
-    and writes.
+    If --workdir is set, also write all lines printed so far to a file in this folder, which has the
+    name of the benchmark and ends with .txt. Only process 0 prints and writes.
     """
     if jax.process_index():
         return
@@ -58,14 +58,18 @@ def say(result: Mapping[str, Any] | str) -> None:
 
 
 def write(name: str, content: bytes | str) -> None:
-    """Write a file with this name to --workdir, and create the folder if needed."""
+    """Write a file to the folder --workdir, which is created if needed."""
     folder = pathlib.Path(str(WORKDIR.value))
     folder.mkdir(parents=True, exist_ok=True)
     files.write_whole(folder / name, content)
 
 
 def machine() -> dict[str, Any]:
-    """Return the first device's kind, its peak memory so far in GiB, and the version of JAX."""
+    """Describe the first device and the version of JAX.
+
+    Returns "device" (its kind), "peak_memory_gib" (its peak memory so far; None if unknown) and
+    "jax" (the version).
+    """
     device = jax.local_devices()[0]
     memory = hardware.memory(device)
     return {

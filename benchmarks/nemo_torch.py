@@ -1,9 +1,10 @@
 """NVIDIA NeMo's two Imagen UNets in torch, as a baseline for timing.
 
 This file implements the networks of imagen_jax/unet.py and imagen_jax/efficient_unet.py in torch,
-with fused attention and fixed sinusoidal time embeddings. The modules have NeMo's names, so they
-can load the state dict that `imagen_jax.weights.nemo.to_nemo` returns. Images are NCHW. Letters in
-shapes: B batch, C channels, H height, W width, L text tokens, D text width, N heads, K head width.
+with fused attention and fixed sinusoidal time embeddings. The modules have NeMo's names, so that
+they can load the state dict that `imagen_jax.weights.nemo.to_nemo` returns. Images are NCHW.
+Letters in shapes: B batch, C channels, H height, W width, L text tokens, D text width, N heads,
+K head width.
 """
 
 import math
@@ -35,7 +36,7 @@ def make(unet: UNet | EfficientUNet, text_width: int) -> Any:
 
 
 class _Conditioned(nn.Module):
-    """Base class of both UNets, which embeds the time and the text."""
+    """Base class of both UNets. It embeds the time and the text."""
 
     def __init__(self, embed_dim: int, text_width: int, cond_dim: int) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class _Conditioned(nn.Module):
         """Return the network's output [B, 3, H, W].
 
         Shapes: x [B, 3, H, W], time [B], text [B, L, D], text_mask [B, L]. A super-resolution
-        network also takes low_res [B, 3, h, w].
+        network also takes low-resolution images, low_res [B, 3, h, w].
         """
         emb = self.time_embed(time) + self.to_text_non_attn_cond(self.attention_pooling(text))
         if low_res is not None:
@@ -192,7 +193,7 @@ class _Res(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Attention of pixels to all pixels and text tokens together, with torch's fused kernel."""
+    """Attention of each pixel to all pixels and text tokens, with torch's fused kernel."""
 
     def __init__(self, c: int, unet: UNet | EfficientUNet, cond_dim: int = 0) -> None:
         super().__init__()

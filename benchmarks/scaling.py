@@ -2,14 +2,14 @@
 
     python -m benchmarks.scaling --config=configs/base64_500m.py --workdir=runs/scaling
 
-The config's batch_size is for all nodes. Fewer nodes get a proportional share of it, so each device
-always has the same number of samples. Weights and data are random, as in benchmarks.train_step. One
-axis of the mesh must be -1. If a step needs several passes, set optimizer.micro_batch, not
-optimizer.accumulate. By default, the devices of each process count as one node. --devices_per_node
-sets another number of devices, for example to try the command with JAX_NUM_CPU_DEVICES=8 on one
-computer.
+The config's batch_size is the batch size for all nodes. Fewer nodes get a proportionally smaller
+batch, so each device always has the same number of samples. Weights and data are random, as in
+benchmarks.train_step. One axis of the mesh must be -1. If a step needs several passes, set
+optimizer.micro_batch, not optimizer.accumulate. By default, the devices of each process count as
+one node. --devices_per_node sets another number of devices, for example to try the command with
+JAX_NUM_CPU_DEVICES=8 on one computer.
 
-The command writes the table scaling.csv and the figure scaling.png to --workdir, and updates the
+The command writes the table scaling.csv and the plot scaling.png to --workdir, and updates the
 table after each number of nodes. The first row is the baseline. Each row has the measured
 samples/s, the samples/s of perfectly linear scaling, the speed-up over the baseline, and the
 efficiency (measured samples/s divided by perfectly linear samples/s).
@@ -36,14 +36,16 @@ from launch.planner.systems import Model
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
-_NODES = flags.DEFINE_list("nodes", [], "Node counts; default: powers of two, and all nodes.")
+_NODES = flags.DEFINE_list(
+    "nodes", [], "Numbers of nodes to measure; default: powers of two, and all."
+)
 _PER_NODE = flags.DEFINE_integer(
-    "devices_per_node", None, "Devices per node; default: all of a process.", lower_bound=1
+    "devices_per_node", None, "Devices per node; default: those of a process.", lower_bound=1
 )
 
 
 def main(argv: list[str]) -> None:
-    """Measure the train step on each number of nodes, and write the table and the figure."""
+    """Measure the train step on each number of nodes, and write the table and the plot."""
     step.no_arguments(argv)
     cli.start()
     with cli.bad_input():
@@ -56,7 +58,7 @@ def main(argv: list[str]) -> None:
             timing = step.run(case, mesh)
             rows.append(row(nodes, case, timing, mesh.size, rows))
             measure.say(rows[-1])
-        if jax.process_count() > 1:  # Processes that did not take part wait here.
+        if jax.process_count() > 1:  # Processes without devices in this mesh wait here.
             multihost_utils.sync_global_devices(f"{nodes} nodes")
         if jax.process_index() == 0:
             measure.write("scaling.csv", table(rows))
@@ -65,9 +67,10 @@ def main(argv: list[str]) -> None:
 
 
 def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
-    """Return the node counts to measure: those of --nodes, or powers of two and all nodes.
+    """Return the numbers of nodes to measure: `names` or, if empty, powers of two and all nodes.
 
-    Raises ValueError if --nodes is invalid or --devices_per_node does not divide the devices.
+    `names` is the value of --nodes, and `per_node` the number of devices per node. Raises
+    ValueError if --nodes is invalid, or --devices_per_node does not divide the number of devices.
     """
     max_nodes = devices // per_node
     if devices % per_node:
@@ -83,9 +86,9 @@ def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
 
 
 def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int, Mesh, Model]]:
-    """Return (nodes, mesh, model) for each number of nodes to measure.
+    """Return (number of nodes, mesh, model) for each measurement.
 
-    The model's batch size is in proportion to the number of nodes. Raises ValueError if the batch
+    The model's batch size is proportional to the number of nodes. Raises ValueError if the batch
     cannot be split evenly over all devices, or a mesh does not use all devices of its nodes.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -114,8 +117,8 @@ def row(
 ) -> dict[str, Any]:
     """Return the row of the table for one number of nodes.
 
-    `before` holds the earlier rows. The first of them, or this row if there are none, is the
-    baseline for the speed-up and the efficiency.
+    `before` holds the earlier rows. The baseline of the speed-up and the efficiency is the first
+    row of the table, which is this row if `before` is empty.
     """
     batch = model.run.batch_size
     rate = batch / timing.median
@@ -146,7 +149,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> figures.Plot:
-    """Plot measured and perfectly linear samples/s over devices, labelled with the efficiency."""
+    """Plot measured and perfectly linear samples/s over devices; labels give the efficiency."""
     devices = [row["devices"] for row in rows]
     labels = [f"{100 * row['efficiency']:.0f} %" for row in rows]
     lines = [

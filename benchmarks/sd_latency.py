@@ -4,10 +4,10 @@
 
 The model runs on one device with guidance. Its weights are random, which does not affect the speed.
 A single compiled program encodes the text, samples and decodes. The command prints one line of JSON
-per batch size (the number of images). latency_s is the program's median time over rounds, without
-the time to compile it (compile_s). nemo_tensorrt_s and nemo_framework_s are NeMo's latencies on an
-A100 for 512x512 images and 50 steps of PLMS; they are null if the settings differ. --tiny uses a
-small model, for a quick trial.
+per batch size (the number of images). latency_s is the program's median time in seconds over
+--rounds calls; compile_s is the time to compile it. nemo_tensorrt_s and nemo_framework_s are NeMo's
+latencies on an A100 for 512x512 images and 50 steps of PLMS; they are null if the settings differ.
+--tiny uses a small model, for a quick trial.
 """
 
 import statistics
@@ -40,17 +40,17 @@ from sd_jax.weights import names
 
 flags.adopt_module_key_flags(measure)
 _MODEL = flags.DEFINE_enum("model", "2", ["1", "2"], "Stable Diffusion 1.x or 2.x.")
-_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Batch sizes.")
-_SAMPLER = flags.DEFINE_string("sampler", "plms", "plms, ddim, dpmpp_2m, euler or heun.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Batch sizes to measure.")
+_SAMPLER = flags.DEFINE_string("sampler", "plms", "Sampler: plms, ddim, dpmpp_2m, euler or heun.")
 _STEPS = flags.DEFINE_integer("steps", 50, "Sampling steps.", lower_bound=1)
 _SIZE = flags.DEFINE_integer("size", 512, "Side of the images in pixels.", lower_bound=64)
 _DTYPE = flags.DEFINE_enum(
     "dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the computation."
 )
 _ATTENTION = flags.DEFINE_enum(
-    "attention_impl", "auto", IMPLEMENTATIONS, "Attention (see unet.attention_impl)."
+    "attention_impl", "auto", IMPLEMENTATIONS, "Attention implementation."
 )
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed calls.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed calls per batch size.", lower_bound=1)
 _TINY = flags.DEFINE_bool("tiny", False, "Use a small model, for a quick trial.")
 
 # (TensorRT, framework) latencies in seconds on an A100 80GB, by model and batch size.

@@ -17,18 +17,18 @@ from launch.planner import systems
 from launch.planner.systems import Model
 
 INPUTS = ("cached", "moments", "images")
-"""Inputs of a latent diffusion step. "cached": moments and text embeddings, so the step runs only
-the UNet. "moments": moments and texts, so the step also runs the text encoder. "images": images and
-texts, so the step runs the autoencoder too."""
+"""Inputs of a latent diffusion step. "cached": latent moments and text embeddings, so the step runs
+only the UNet. "moments": latent moments and texts, so the step also runs the text encoder.
+"images": images and texts, so the step runs the text encoder and the autoencoder too."""
 STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
 _INPUTS = flags.DEFINE_enum(
-    "inputs", "cached", INPUTS, "Inputs of Stable Diffusion's step, which computes everything else."
+    "inputs", "cached", INPUTS, "What a Stable Diffusion step reads; it computes everything else."
 )
 
 
 class Timing(NamedTuple):
-    """Measured times in seconds: of the timed steps, and of tracing, lowering and compiling."""
+    """Measured times of a train step, and the seconds to trace, lower and compile it."""
 
     seconds: list[float]
     """Seconds of each timed step."""
@@ -38,6 +38,7 @@ class Timing(NamedTuple):
     flops: float
     """FLOPs of a step on all devices, including recomputation."""
     loss: float
+    """Loss of the last step."""
 
     @property
     def median(self) -> float:
@@ -51,10 +52,10 @@ class Timing(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
-    """Return the model of a config, without weights and data, and the value of --inputs.
+    """Return the model of a config (without weights and data), and the inputs of its step.
 
-    For models that diffuse pixels, the second value is None. Raises ValueError if the config has
-    mistakes.
+    The inputs are the value of --inputs, or None for models that diffuse pixels. Raises ValueError
+    if the config has mistakes.
     """
     inputs = _INPUTS.value if "latents" in config else None
     if inputs:

@@ -7,10 +7,10 @@ enough records. One process writes the list of all records ("make"). Then --proc
 the list at the same time ("open"), read all of it, and look up samples in the order of an epoch.
 
 The command prints one line of JSON with times in seconds and memory in bytes per record. "memory"
-is the resident memory that opening and reading the list adds, and "own" is the part of it that is
-not shared with other processes. "scan" is the time to read the headers of all tars if they have no
-index, extrapolated from one tar. "published" scales the figures to the 676 million records on which
-NVIDIA trained Imagen.
+is the resident memory that opening and reading the list adds, and "own" is the part of this memory
+that is not shared with other processes. "scan" is the time to read the headers of all tars if they
+have no index, extrapolated from one tar. "published" scales the numbers to the 676 million records
+on which NVIDIA trained Imagen.
 """
 
 import multiprocessing
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
 
 
 def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict[str, object]:
-    """Write tars to a folder, open them in several processes, and return the measured figures.
+    """Write tars to a folder, open them in several processes, and return the line to print.
 
     The tars have `size` records each and `records` in total, rounded up to whole tars.
     """
@@ -89,7 +89,7 @@ def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict
 
 
 def _write(folder: pathlib.Path, num_tars: int, size: int) -> float:
-    """Write one tar and its index, and repeat both under other names until there are `num_tars`.
+    """Write one tar and its index, then link and copy them until there are `num_tars` tars.
 
     Returns the seconds to scan one tar.
     """
@@ -105,7 +105,7 @@ def _write(folder: pathlib.Path, num_tars: int, size: int) -> float:
 
 
 class _Numbers(Pictures):
-    """Data set that has only a length, for drawing the order of an epoch."""
+    """Data set without pictures. Its length is enough to draw the order of an epoch."""
 
     def __init__(self, number: int):
         self._number = number
@@ -148,7 +148,7 @@ def _open(folder: pathlib.Path) -> dict[str, float]:
 
 
 def _memory() -> dict[str, int]:
-    """Return this process's resident memory in bytes: in total, unshared ("own"), and its peak."""
+    """Return this process's resident bytes: "memory" in total, "own" (unshared) and "peak"."""
     rows = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {row.split()[0]: int(row.split()[1]) * 1024 for row in rows}
     status = pathlib.Path("/proc/self/status").read_text()

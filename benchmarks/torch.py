@@ -7,11 +7,11 @@
 The models base and efficient are Imagen's UNets, compared with NeMo's (benchmarks/nemo_torch.py).
 sd, encode and decode are Stable Diffusion's UNet and its VAE's encoder and decoder, compared with
 diffusers. t5 (T5-small) and clip (the text tower of CLIP-L) are compared with transformers. The
-command first checks that both networks compute the same numbers. It then runs them in alternation,
-and prints a line of JSON per model and kind of work, with the median, lowest and highest ratio of
-torch's CPU time to this project's. If the ratio is above 1, this project is faster. A step computes
-the loss and its gradient, clips the gradient, and updates the parameters with AdamW (fused in
-torch) and an average of the parameters.
+command first checks that both networks compute the same numbers, and then runs them in alternation.
+For each model and kind of work, it prints a line of JSON with the median ("ratio"), lowest
+("least") and highest ("most") ratio of torch's CPU time to this project's. If the ratio is above 1,
+this project is faster. A step computes the loss and its gradient, clips the gradient, updates the
+parameters with AdamW (fused in torch), and updates an average of the parameters.
 
 CPU time is that of the whole process on --threads cores. Other work on the machine affects it only
 through the caches. The default is one core: with more cores, CPU time includes threads that wait
@@ -50,7 +50,9 @@ _MODELS = flags.DEFINE_list(
 _WORK = flags.DEFINE_list("work", ["forward", "gradient", "step"], "Kinds of work to time.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Timed calls of each network.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", 1, "Number of cores.", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("width", 64, "Base width; t5 and clip ignore it.", lower_bound=32)
+_WIDTH = flags.DEFINE_integer(
+    "width", 64, "Base width of the networks; t5 and clip ignore it.", lower_bound=32
+)
 _DECAY, _RATE = 0.9999, 1e-4
 Inputs = dict[str, np.ndarray]
 
@@ -59,7 +61,7 @@ class Pair(NamedTuple):
     """This project's network and a torch module, with equal weights and inputs."""
 
     ours: Callable[[Any, Mapping[str, Any]], Any]
-    """Compute this project's output from (params, inputs)."""
+    """Function that computes this project's output from (params, inputs)."""
     params: Any
     """Parameters of this project's network."""
     theirs: Any
@@ -67,7 +69,7 @@ class Pair(NamedTuple):
     inputs: Inputs
     """Inputs by name; pictures are [B, H, W, C]."""
     call: Callable[[Any, Mapping[str, Any]], Any]
-    """Compute torch's output from (torch module, inputs); pictures are [B, C, H, W]."""
+    """Function that computes torch's output from (theirs, inputs), with pictures [B, C, H, W]."""
 
 
 def main(argv: list[str]) -> None:
@@ -99,7 +101,11 @@ def main(argv: list[str]) -> None:
 
 
 def _compare(ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
-    """Time both functions in alternation; return the ratios of times and both median times in s."""
+    """Time both functions in alternation.
+
+    Returns the median, lowest and highest ratio of torch's time to this project's ("ratio",
+    "least", "most"), and the median seconds of both ("torch_s", "ours_s").
+    """
     pairs = [(_seconds(theirs), _seconds(ours)) for _ in range(_ROUNDS.value + 2)][2:]
     ratios = sorted(a / b for a, b in pairs)
     medians = {
@@ -117,7 +123,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _difference(pair: Pair) -> float:
-    """Return the largest difference between both outputs, relative to torch's largest output."""
+    """Return the largest difference of the two outputs, relative to torch's largest output."""
     torch = measure.library("torch")
 
     ours = np.asarray(jax.jit(pair.ours)(pair.params, pair.inputs))
@@ -154,7 +160,10 @@ def _gradient(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def _step(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return train steps (ours, torch's): gradient clipped to norm 1, AdamW, parameter average."""
+    """Return a train step of this project and one of torch.
+
+    Both clip the gradient to norm 1, and update the parameters with AdamW and their average.
+    """
     torch = measure.library("torch")
 
     def loss(params, frozen, batch, key):

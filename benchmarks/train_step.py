@@ -3,15 +3,16 @@
     python -m benchmarks.train_step --config=configs/base64_500m.py --batch=256
     python -m benchmarks.train_step --config=configs/sd2_512_base.py --batch=64 --inputs=moments
 
---inputs selects the inputs of a Stable Diffusion step. With "cached" (moments and text embeddings),
-the step runs only the UNet; with "moments" (and texts), also CLIP; with "images" (and texts), CLIP
-and the VAE. No weights are needed.
+--inputs selects what a Stable Diffusion step reads. With "cached", it reads latent moments and text
+embeddings, and runs only the UNet. With "moments", it reads latent moments and texts, and also runs
+CLIP. With "images", it reads images and texts, and also runs CLIP and the VAE. All weights are
+random.
 
 The command prints one line of JSON:
 - samples_per_second: the batch size divided by the median step time after the warm-up. As in
-  training, the state is donated.
+  training, a step's input state is donated, so that the new state can use its memory.
 - tflops: TFLOP/s, with FLOPs counted by diffusion_jax/machine/flops.py, including recomputation.
-- known_tflop_per_sample: an independent count without recomputation; null for other models.
+- known_tflop_per_sample: an independent count without recomputation; null for models without one.
 - mfu: the achieved share of the devices' peak bfloat16 rate; null for devices that
   diffusion_jax/machine/hardware.py does not list.
 """

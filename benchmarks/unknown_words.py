@@ -5,11 +5,12 @@
         --out=runs/unknown_words
 
 Each prompt, such as "a kitty, noto style, on a white background", belongs to a known caption, here
-"a cat, noto style, on a white background". A picture is correct if it is nearer to this caption
-than to all others, according to the judge. The command prints one line of JSON with three shares of
-correct pictures: for the prompts themselves ("unknown"), for the prompts with each unknown word
-replaced by its first suggestion ("suggested"), and for the captions ("known"). It also writes one
-sheet of pictures for each to --out.
+"a cat, noto style, on a white background". A picture is correct if the judge, a model that
+compares pictures with captions, finds it nearer to this caption than to those of the other prompts.
+The command prints one line of JSON with three shares of correct pictures: for the prompts
+themselves ("unknown"), for the prompts with each unknown word replaced by its first suggestion
+("suggested"), and for the captions ("known"). It writes one sheet of pictures for each share to
+--out.
 """
 
 import itertools
@@ -30,13 +31,13 @@ from diffusion_jax.text import vocabulary
 
 _MODEL = flags.DEFINE_string("model", "models/emoji32", "Workdir of a model that draws emoji.")
 _JUDGE = flags.DEFINE_string("judge", None, "Folder of a judge of emoji.", required=True)
-_OUT = flags.DEFINE_string("out", None, "The folder for the sheets.", required=True)
+_OUT = flags.DEFINE_string("out", None, "Folder for the sheets of pictures.", required=True)
 _WORDS = pathlib.Path(__file__).with_suffix(".txt")
 _COLUMNS = 10
 
 
 def main(argv: list[str]) -> None:
-    """Draw and judge the prompts of all three kinds."""
+    """Draw and judge the prompts of all three kinds, and print the result."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start(alone=True)
@@ -45,7 +46,9 @@ def main(argv: list[str]) -> None:
         model, judge = imagen_jax.load(_MODEL.value), judges.load(_JUDGE.value)
         known_words = vocabulary.read(_MODEL.value)
         if known_words is None:
-            raise ValueError(f"--model={_MODEL.value} has no {vocabulary.FILE}: name a whole run")
+            raise ValueError(
+                f"--model={_MODEL.value} has no {vocabulary.FILE}: choose a complete workdir"
+            )
     out.mkdir(parents=True, exist_ok=True)
     prompts, captions = map(list, zip(*pairs(), strict=True))
     kinds = {
@@ -60,7 +63,10 @@ def main(argv: list[str]) -> None:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Return (prompt with an unknown word, known caption of the same meaning) for each line."""
+    """Return (prompt with an unknown word, known caption of equal meaning) for each line.
+
+    The lines are those of unknown_words.txt.
+    """
     lines = _WORDS.read_text(encoding="utf-8").splitlines()[1:]
     backgrounds = itertools.cycle(BACKGROUNDS)
 

@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
             "dtype": "float32",
         }
     )
-    # The network predicts the image. The loss is the error of the flow that this image implies.
-    # Lognormal noise levels equal the paper's logit-normal times t: sigma = t / (1 - t).
+    # As in JiT, the network predicts the image, and the loss is the error of the flow that follows
+    # from this image. As sigma is lognormal, the times t = sigma / (1 + sigma) are logit-normal.
     c.diffusion.update(precond="x0", p_mean=0.8, p_std=0.8, weight="flow")
     c.sampler.update(steps=24, sigma_max=80.0)
     return c

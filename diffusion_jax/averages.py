@@ -3,17 +3,20 @@
     python -m diffusion_jax.averages --workdir=runs/quickstart
     python -m diffusion_jax.averages --workdir=runs/quickstart --width=0.07 --out=runs/width_0.07
 
-A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of these relative widths and
-writes snapshots of them. After training, averages of other widths can be computed from the
-snapshots: evaluate, sample and diffusion_jax.heldout do this, for example, with
---ema=0.05,0.07,0.15. This command lists the snapshots and reports how accurately an average of each
-width can be computed at a step. With --width and --out, it writes one average as the parameters of
-a new run. evaluate, sample and heldout accept the folder of the new run as --workdir.
+A power-function average is a weighted mean of the parameters over all training steps, in which
+later steps count more (Karras et al. 2024; see weights/averages.py). With a small relative width,
+only the last steps count. A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of
+these relative widths and writes snapshots of them. After training, averages of other widths can be
+computed from the snapshots. For example, evaluate, sample and diffusion_jax.heldout do this with
+--ema=0.05,0.07,0.15. This command lists the snapshots. For a range of widths, it reports how
+accurately the average at a step can be computed. With --width and --out, it writes one average as
+the parameters of a new run. evaluate, sample and heldout accept the folder of the new run as
+--workdir.
 
 In the report, "error" is the error of the average's profile (the weight that it gives to each
 step), relative to the norm of the profile. The relative error of the averaged parameters is about a
 hundred times smaller. "rounding factor" is the factor by which the rounding errors of the snapshots
-grow. It is large for widths far below the stored ones.
+grow in the computed average. This factor is large for widths far below the stored ones.
 """
 
 import contextlib
@@ -36,10 +39,11 @@ flags.disclaim_key_flags()  # The flags are defined below, only if this module r
 
 
 def describe(workdir: str, step: int | None = None) -> str:
-    """Return a report on the stored averages of a run and the accuracy of other widths.
+    """Return a text that lists a run's stored averages and the accuracy of other widths.
 
-    `step` is the step of a checkpoint or snapshot. None selects the newest one. Raises ValueError
-    if there is no such step, or if the run stores no power-function averages.
+    The accuracy is that of averages at `step`, the step of a checkpoint or snapshot. None selects
+    the newest one. Raises ValueError if there is no such step, or if the run stores no
+    power-function averages.
     """
     root, sources = _sources(workdir, step)
     at = sources[-1][0]
@@ -86,8 +90,8 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
     """Create a run at `out` with the config and vocabulary of `workdir`, but no checkpoint yet.
 
-    This context manager yields the folder for the checkpoints, and holds the lock of `out`. Raises
-    ValueError if `out` already holds checkpoints.
+    The new config names no averages to keep. This context manager yields the folder for the
+    checkpoints, and holds the lock of `out`. Raises ValueError if `out` already holds checkpoints.
     """
     config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
     words = vocabulary.read(workdir)
@@ -107,9 +111,9 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
 
 
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
-    """Return the folder of a run's checkpoints, and the averages stored up to `step`.
+    """Return the folder of a run's checkpoints, and a Trace of each average stored up to `step`.
 
-    If `step` is None, return the averages up to the newest checkpoint or snapshot. Raises
+    If `step` is None, it is the step of the newest checkpoint or snapshot. Raises
     ValueError if the run has no such step or no power-function averages.
     """
     runs.load(workdir)
@@ -135,8 +139,10 @@ def _span(steps: list[int]) -> str:
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
-    _WIDTH = flags.DEFINE_string("width", None, "Relative width of the average, such as 0.07.")
-    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A saved step; default: the newest.")
+    _WIDTH = flags.DEFINE_string("width", None, "Relative width of the average to write to --out.")
+    _CHECKPOINT = flags.DEFINE_integer(
+        "checkpoint", None, "The step of a checkpoint or snapshot; default: the newest."
+    )
     _OUT = flags.DEFINE_string("out", None, "The workdir of the new run that --width creates.")
 
     def main(argv: list[str]) -> None:
@@ -147,7 +153,8 @@ if __name__ == "__main__":
             width, out = _WIDTH.value, _OUT.value
             if (width is None) != (out is None):
                 raise ValueError(
-                    "--width (the average) and --out (its folder) belong together: give both"
+                    "--width (the average) and --out (the folder to write) belong together: give "
+                    "both"
                 )
             if width is None or out is None:
                 text = describe(_WORKDIR.value, _CHECKPOINT.value)

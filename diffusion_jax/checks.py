@@ -33,7 +33,7 @@ Run = Callable[..., jax.Array]
 
 
 class Check(NamedTuple):
-    """An operation to check. `shapes` holds the shapes of the arguments of `run`."""
+    """An operation to check: the function `run` with arguments of the shapes in `shapes`."""
 
     name: str
     run: Run
@@ -45,10 +45,10 @@ class Check(NamedTuple):
 def on(device: Any) -> list[dict[str, Any]]:
     """Run all checks on a device, and return one dict for each check.
 
-    A dict holds the name of the check ("check"), measurements such as "error" and "ms", and a
-    "verdict". The verdict is "right", "wrong" or "slow: ...", or "does not run: ..." if the
-    operation fails. The last dicts are those of `upload` and of `collective` over all local
-    devices.
+    A dict holds the name of the check ("check"), measurements, and a "verdict". Measurements are
+    the relative "error", the milliseconds per call ("ms"), or "gb_per_s". The verdict is "right",
+    "wrong" or "slow: ...", or "does not run: ..." if the operation fails. The last dicts come from
+    `upload` and from `collective`, which uses all local devices.
     """
     rows = []
     for check in checks(device.platform):
@@ -89,7 +89,7 @@ def _implementations(platform: str) -> list[str]:
 
 
 def _attend(q, k, v, implementation):
-    # The last 77 keys are text tokens. The second row has only 20 tokens.
+    # The last 77 keys are text tokens. In the second row, only the first 20 of them are valid.
     mask = jnp.arange(77) < jnp.array([77, 20])[:, None]
     return attend(q, k, v, mask, implementation=implementation)
 
@@ -124,12 +124,15 @@ def _row(check: Check, device: Any, times: dict[str, float | None]) -> dict[str,
     row["verdict"] = "right" if row["error"] <= ALLOWED else "wrong"
     plain = times.get(check.plain)
     if row["verdict"] == "right" and plain and row["ms"] > 1.5 * plain:
-        row["verdict"] = f"slow: {plain} ms with xla"
+        row["verdict"] = f"slow: xla takes {plain} ms"
     return row
 
 
 def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
-    """Compute the operation and its gradients in float32 on the CPU. Attention uses "xla"."""
+    """Return the output and gradients of an operation, computed in float32 on the CPU.
+
+    Attention runs with implementation="xla".
+    """
     run = check.run
     if isinstance(run, functools.partial):
         run = functools.partial(run.func, implementation="xla")
@@ -159,7 +162,7 @@ def _error(actual: Any, expected: Any) -> float:
 def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
     """Measure the rate of copying `size` bytes from host memory to a device.
 
-    Return a dict with the rate in GB/s ("gb_per_s") and the verdict.
+    Return a dict with the keys "check", "gb_per_s" (the rate in GB/s) and "verdict".
     """
     array = np.zeros(size, np.uint8)
     took = seconds(lambda: jax.device_put(array, device), 0.3)
@@ -172,8 +175,8 @@ def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
 def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]]:
     """Check the result of an all-reduce over `devices`, and measure its bandwidth.
 
-    Each device contributes `size` float32 values. Return a list with one dict; with one device,
-    return [].
+    Each device contributes `size` float32 values. Return a list with one dict, which holds "check",
+    "gb_per_s" (the bandwidth of a device in GB/s) and "verdict". With one device, return [].
     """
     if len(devices) < 2:
         return []
@@ -198,10 +201,11 @@ def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]
 
 
 def rates(device: Any) -> dict[str, Any]:
-    """Return a dict with the TFLOP/s that a matrix product and a convolution reach on a device.
+    """Measure the TFLOP/s that a large matrix product and a convolution reach on a device.
 
-    "peak" is the manufacturer's figure in TFLOP/s, or None if it is unknown. There is a verdict
-    only if it is known.
+    Return a dict with the keys "dtype", "matmul", "conv" and "peak". The last three are TFLOP/s.
+    "peak" is the peak that the manufacturer states, or None if it is unknown. If it is known, the
+    dict also holds a "verdict".
     """
     large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
     dtype = jnp.bfloat16 if large else jnp.float32

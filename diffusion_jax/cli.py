@@ -116,7 +116,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def _in_words(message: str) -> str:
-    """Reword Python's message about an invalid number, which is part of a message about a flag."""
+    """Replace Python's wording for an invalid number in an error message about a flag."""
     message = re.sub(
         r"invalid literal for int\(\) with base \d+: ", "give a whole number, not ", message
     )
@@ -158,9 +158,9 @@ def start(*, alone: bool = False) -> None:
     logging.get_absl_handler().addFilter(_is_for_users)
     logging.get_absl_handler().setFormatter(_Printable())
     sys.unraisablehook = _unraisable
-    # Damaged images are counted, and Pillow's warnings would fill the log with a line per image.
+    # Pillow warns about every damaged image. The data pipeline counts such images instead.
     warnings.filterwarnings("ignore", module=r"PIL\.")
-    # A failed save leaves coroutines of Orbax behind.
+    # After a failed save, Python would warn about Orbax's unfinished coroutines.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -177,7 +177,7 @@ def start(*, alone: bool = False) -> None:
 
 
 def _check_platform() -> None:
-    """Raise ValueError if no platform in JAX_PLATFORMS has a device."""
+    """Raise ValueError if JAX cannot use a platform that JAX_PLATFORMS names."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.
@@ -196,9 +196,9 @@ def bad_input(
     """Turn errors that a user can fix into a one-line message and exit code `code`.
 
     This context manager catches the types in `usual` and `more`. Catch the `usual` types only
-    around checks of the input, because elsewhere they indicate bugs. For Busy the exit code is
-    exits.BUSY, and for a full disk it is 1: with these codes, launchers start the command again.
-    A lost connection between processes is raised again.
+    around checks of the input, because elsewhere they indicate bugs. Two errors have their own exit
+    codes, after which launchers start the command again: exits.BUSY for Busy, and 1 for a full
+    disk. The error of a lost connection between processes passes through unchanged.
     """
     try:
         yield
@@ -249,7 +249,7 @@ def _nearest(path: str, name: str, fields: list[str]) -> str:
 class _Printable(logging.PythonFormatter):
     """A log formatter like absl's that removes control characters, such as those in captions.
 
-    It also leaves out tracebacks, because libraries raise the errors that they log.
+    It also leaves out tracebacks, because libraries also raise the errors that they log.
     """
 
     def format(self, record: LogRecord) -> str:
@@ -258,7 +258,8 @@ class _Printable(logging.PythonFormatter):
 
 
 def _unraisable(hook_args: Any) -> None:
-    # Orbax's tasks and event loops outlive a failed save. Its error is raised elsewhere.
+    # A failed save leaves tasks and event loops of Orbax behind, which cause these two messages.
+    # The error of the save is raised elsewhere.
     text, owner = str(hook_args.exc_value), getattr(hook_args.object, "__qualname__", "")
     if text != "Event loop is closed" and owner != "BaseEventLoop.__del__":
         sys.__unraisablehook__(hook_args)
@@ -269,5 +270,5 @@ def _is_for_users(record: LogRecord) -> bool:
     file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
     packages = ("diffusion_jax", "imagen_jax", "sd_jax")
     if record.levelno >= ERROR and {"orbax", "asyncio"} & set(file.parts):
-        return False  # They log a hundred lines about a failed save, which also raises.
+        return False  # They log a hundred lines about a failed save, whose error is also raised.
     return record.levelno >= WARNING or any(file.is_relative_to(root / name) for name in packages)

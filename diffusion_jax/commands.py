@@ -1,4 +1,4 @@
-"""List the commands of a package: the modules that `python -m` runs, with one line each."""
+"""List the commands of a package: the modules that `python -m` can run, with one line each."""
 
 import ast
 import difflib
@@ -35,7 +35,7 @@ def main(package: str) -> None:
 
 
 def find(package: str) -> dict[str, str]:
-    """Map the name of each command, such as imagen_jax.train, to the first line of its docstring.
+    """Map each command, such as imagen_jax.train, to the first line of its module's docstring.
 
     The files are parsed, not imported, because importing them would load large libraries.
     """

@@ -3,11 +3,11 @@
     python -m diffusion_jax.doctor
     python -m diffusion_jax.doctor --json
 
-The report starts with JAX's own description, the package versions, and the devices with their
+The report holds JAX's description of the machine, the package versions, and the devices with their
 memory. It lists the environment variables of JAX and XLA, and the settings that this project adds
-to them, with reasons. It compares each operation of the models with a reference (checks.py). It
-measures the speed of a matrix product and a convolution, next to the manufacturer's figures
-(machine/hardware.py). It ends with a list of the checks that failed or are slow.
+to them, with reasons. It gives the speed of a matrix product and a convolution, and the peak speed
+that the manufacturer states (machine/hardware.py). It compares each operation of the models with a
+reference (checks.py). Its last line names the checks that failed or are slow.
 
 The command takes about a minute, writes nothing and uses no network.
 """
@@ -27,7 +27,7 @@ from absl import app, flags
 from diffusion_jax import checks, cli
 from diffusion_jax.machine import hardware, log, tuning
 
-_JSON = flags.DEFINE_bool("json", False, "Print JSON.")
+_JSON = flags.DEFINE_bool("json", False, "Print the report as JSON.")
 _PACKAGES = (
     "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
     "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "tensorflow", "tensorflow-cpu",
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
 
 
 def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
-    """Run all checks, and return the report as a dict from subject to content.
+    """Run all checks, and return the report: a dict that `text` formats.
 
     `set_here` holds the settings that this process added to the environment.
     """
@@ -70,7 +70,7 @@ def text(report: dict[str, Any]) -> str:
     description = yaml.safe_dump(subjects, sort_keys=False, width=1000)
     rows = [_line(row) for row in report["checks"]]
     wrong = [row["check"] for row in report["checks"] if row["verdict"] != "right"]
-    end = f"to look at: {', '.join(wrong)}" if wrong else "all checks are right"
+    end = f"failed or slow checks: {', '.join(wrong)}" if wrong else "all checks are right"
     return "\n".join([*report["jax"], "", description, *rows, "", end])
 
 

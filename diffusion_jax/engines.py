@@ -1,10 +1,10 @@
-"""Run the stages of a long job in one process, in several that share a folder, or with Beam.
+"""Run the stages of a long job: in one process, in several that share a folder, or with Beam.
 
-A stage writes numbered files. `write(i)` writes the file `path(i)` atomically, and its content
-depends only on i and on the other arguments of `write`. So each file has the same bytes, whichever
-worker writes it, in whatever order, and however often. A stage skips files that exist when it
-begins, so a job that was killed continues. `write` may return a dict of counts. A stage returns the
-sums of these counts.
+A stage writes numbered files by calling an engine's method `fill` with two functions, `path` and
+`write`. `write(i)` writes the file `path(i)` atomically. The content of the file depends only on i
+and on the other arguments of `write`, so it does not matter which worker writes the file. A stage
+skips files that exist when it begins, so a job that was killed continues. `write` may return a dict
+of counts. A stage returns the sums of these counts.
 """
 
 import collections
@@ -36,11 +36,11 @@ _R = TypeVar("_R")
 
 
 class Share(NamedTuple):
-    """One of several workers that share a folder, or the only worker.
+    """An engine without Beam: this process is one of several workers, or the only worker.
 
-    `worker` is the index of this worker, from 0 to workers - 1. Workers do not wait for each other.
-    Each writes its own part of the files first, and then all files that are still missing. So
-    workers may die, restart, join late or leave at any time.
+    `worker` is the index of this worker, from 0 to workers - 1. Workers share a folder, and do not
+    wait for each other. Each writes its own part of the files first, and then all files that are
+    missing. So workers may die, restart, join late or leave at any time.
     """
 
     worker: int = 0
@@ -84,8 +84,8 @@ class Share(NamedTuple):
     def turns(self, count: int) -> Iterator[int]:
         """Yield the numbers from 0 to count - 1, this worker's part first.
 
-        The part comes in order. The parts of the other workers follow in random order, in case
-        those workers died. The random order makes it rare that two workers write the same item.
+        This worker's part comes in order. The parts of the other workers follow, in case these
+        workers died. They follow in random order, so that two workers rarely write the same item.
         """
         part = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
         others = [i for i in range(count) if i not in part]
@@ -95,10 +95,12 @@ class Share(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """Apache Beam (the extra [beam]), on any runner whose workers share the same paths.
+    """An engine that runs stages with Apache Beam (the extra [beam]).
 
-    The arguments of `write` are pickled. They can be module functions, plain values and Portable
-    objects.
+    The workers of the runner must see the files under the same paths.
+
+    `write` and `read` are pickled. They and the arguments bound to them can be module-level
+    functions, plain values and Portable objects.
     """
 
     options: tuple[str, ...] = ()
@@ -108,8 +110,8 @@ class Beam(NamedTuple):
     def fill(self, items, path, write, *, noun="shards", name="", size=lambda item: 1, read=None):
         """Call `write(i)` with Beam for each item whose file is missing, and sum the counts.
 
-        Some runners do not retry the items of a dead worker. Then Beam runs again with the missing
-        items, up to three times in total, unless an attempt writes nothing.
+        Some runners stop instead of retrying the items of a dead worker. Then Beam runs again with
+        the missing items, up to three times in total, unless an attempt writes nothing.
 
         Args:
             items: The indices of the stage's files.
@@ -143,9 +145,9 @@ class Beam(NamedTuple):
     def _run_all(
         self, items: Sequence[int], run: Callable[[int], None], counted: pathlib.Path, noun: str
     ) -> None:
-        """Run Beam, and run it again for missing items if the last attempt wrote some.
+        """Run Beam, and run it again for missing items if the last attempt wrote some items.
 
-        Raises OSError if items are missing after _ATTEMPTS attempts, or an attempt writes none.
+        Raises OSError if items are missing after _ATTEMPTS attempts, or if an attempt writes none.
         """
         remaining = items
         for attempt in range(1, _ATTEMPTS + 1):
@@ -180,7 +182,7 @@ ALONE = Share()
 class Portable:
     """An object, such as an opened data source, that is pickled as the call that created it.
 
-    Unpickling repeats this call.
+    Unpickling repeats this call, once in each process.
     """
 
     _made: tuple[Any, ...] = ()
@@ -222,7 +224,7 @@ def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
 
 
 def define_flags() -> None:
-    """Define the flags that share a command's work among workers, and --dry_run (or --rehearse)."""
+    """Define the flags that divide a command's work among workers, and --dry_run or --rehearse."""
     flags.DEFINE_integer("worker", None, "Index of this worker, from 0.", lower_bound=0)
     flags.DEFINE_integer("workers", None, "The number of workers.", lower_bound=1)
     flags.DEFINE_enum("engine", NAMES[0], NAMES, _ENGINE)
@@ -255,7 +257,10 @@ def of(args: Any) -> Engine:
             )
         return beam(args.beam_options)
     if args.beam_options:
-        raise ValueError(f"--beam_options={args.beam_options} is for --engine=beam")
+        raise ValueError(
+            f"--beam_options={args.beam_options} is for --engine=beam: add this flag, or remove "
+            "--beam_options"
+        )
     return share(*numbers) if hasattr(args, "worker") else Share()
 
 
@@ -309,9 +314,10 @@ _LOCK = threading.RLock()
 
 
 def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
-    """Return the Portable object `name`, which each process creates once: function(*args).
+    """Return the Portable object with the identifier `name`.
 
-    `function` is a string "MODULE:QUALIFIED_NAME".
+    The first call in a process creates it as function(*args). `function` is a string
+    "MODULE:QUALIFIED_NAME".
     """
     with _LOCK:
         if name not in _REMADE:
@@ -335,7 +341,7 @@ def _counts_of(folder: pathlib.Path, item: int) -> pathlib.Path:
 
 
 def _log_start(items, missing, size, noun: str, name: str) -> tuple[int, int]:
-    """Log how many units of the stage are done. Return the numbers of all and of finished units."""
+    """Log how many units of a stage are done. Return the numbers of all units and of done ones."""
     total = sum(map(size, items))
     finished = total - sum(map(size, missing))
     logging.info("%s%s", f"{name}: " if name else "", f"{finished:,} of {total:,} {noun} are done")

@@ -1,8 +1,8 @@
-"""Fine-tuning: runs that start from given weights and train all of them or a LoRA (see lora).
+"""Prepare fine-tuning: runs that start from given weights and train all of them, or a LoRA.
 
-A LoRA run does not store the weights that it adapts. Its config holds their path, and base.json
-holds their fingerprint (pretrained.digest). To draw images, the weights are read from the path
-again, and their fingerprint must match.
+lora.py defines LoRA. A LoRA run does not store the weights that it adapts. Its config holds the
+path of these weights, and base.json holds their fingerprint (pretrained.digest). To draw images,
+the weights are read from the path, and their fingerprint must match base.json.
 """
 
 import json
@@ -39,10 +39,10 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
     """Return the task and the initial parameters of a run. If s.rank > 0, it trains only a LoRA.
 
     Args:
-      task: the task that trains all parameters.
-      s: the config's `lora` group.
-      weights: the path in the config's `unet.weights`, or "" for none.
-      read: reads `weights` as host arrays.
+        task: The task that trains all parameters.
+        s: The config's `lora` group.
+        weights: The path in the config's `unet.weights`, or "" for none.
+        read: Reads `weights` as host arrays.
 
     Raises FileNotFoundError if `weights` does not exist. Raises ValueError if a LoRA has no weights
     to adapt, or if `s` does not fit their layers.
@@ -88,7 +88,7 @@ def check_wanted(base: str | None, s: Lora) -> None:
 def keep_base(workdir: Path, base: str) -> None:
     """Write `base`, the fingerprint of the weights that a LoRA run adapts, into its workdir.
 
-    If `base` is "", the run has no LoRA, and nothing is written.
+    If `base` is "", the run trains no LoRA, and nothing is written.
     """
     if base and jax.process_index() == 0:
         path = files.path(workdir) / BASE
@@ -109,10 +109,11 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
 
 
 def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
-    """Return the task that draws images. For a LoRA run, it adds the factors to the base weights.
+    """Return a task whose `sample` takes the parameters that the run in `workdir` trained.
 
-    `read` reads the base weights. All arrays of `task.frozen` must be on the devices already.
-    Raises ValueError if the LoRA was trained on other base weights.
+    For a LoRA run, this task adds the LoRA factors to the base weights. For other runs, it is
+    `task`. `read` reads the base weights. All arrays of `task.frozen` must be on the devices
+    already. Raises ValueError if the LoRA was trained on other base weights.
     """
     if not s.rank:
         return task
@@ -129,12 +130,12 @@ def network(
     LoRA factors are merged into the weights that they adapt.
 
     Args:
-      workdir: the workdir of the run.
-      s: the settings of the run.
-      abstract: the shapes of the network's parameters.
-      read: reads the weights that a LoRA run adapts.
-      which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
-      step: the step of the checkpoint; None: the newest undamaged one.
+        workdir: The workdir of the run.
+        s: The settings of the run.
+        abstract: The shapes of the network's parameters.
+        read: Reads the weights that a LoRA run adapts.
+        which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
+        step: The step of the checkpoint; None: the newest undamaged one.
 
     Raises ValueError or FileNotFoundError if the run has no such weights or checkpoint.
     """
@@ -151,7 +152,7 @@ def factors(
 ) -> Params:
     """Return the parameters that a run saved, as `network` does, but without merging.
 
-    For a LoRA run, these are the factors. A learned loss weighting is included.
+    For a LoRA run, these are the factors. A learned loss weighting, if any, is included.
     """
     shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
     if s.lora.rank:

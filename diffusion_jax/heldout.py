@@ -6,13 +6,14 @@ The loss is reproducible to the last digit, so that it can compare runs, average
 records are a share of the data (config.data.heldout), chosen by a hash of their keys (file names,
 positions in tars, row numbers in tables). Every measurement uses the same noise levels, and the
 same noise for each record and level. No text is dropped. Training writes the loss every
-config.heldout.every steps; this command measures any checkpoint of any run.
+config.heldout.every steps. This command measures any checkpoint of a run.
 
-Standard output gets one line of JSON for the raw parameters, and one for each average. It holds
-"step", "weights" ("raw", "ema_0.999"), "loss" (the unweighted mean over all levels), and
-"loss/sigma_S" for each level S. "v_loss" is the mean of |D - x0|^2 (1 + sigma^2) / sigma^2, where D
-is the denoised image, whatever the network predicts. With the same --levels, such as
---levels=0.1,0.3,1,3,10, it can compare runs that have different objectives. A run without held-out
+The command prints one line of JSON for the raw parameters, and one for each average. A line holds
+"step", "weights" ("raw" or a name such as "ema_0.999"), "loss" (the mean of the unweighted loss
+over all levels), and "loss/sigma_S" for each level S. It also holds "v_loss" and "v_loss/sigma_S".
+The v-loss is the mean of |D - x0|^2 (1 + sigma^2) / sigma^2, where D is the denoised image. It does
+not depend on what the network predicts, so it can compare runs that have different objectives, if
+all are measured with the same --levels, such as --levels=0.1,0.3,1,3,10. A run without held-out
 records can be measured on a share of its training data: --share=0.01.
 """
 
@@ -42,7 +43,7 @@ flags.disclaim_key_flags()  # The flags are defined below, only if this module r
 
 
 class Records(NamedTuple):
-    """The records and noise levels of the held-out loss."""
+    """The records and noise levels on which the held-out loss is measured."""
 
     every: int
     """The number of training steps from one measurement to the next."""
@@ -60,10 +61,11 @@ class Records(NamedTuple):
 
 
 def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Records | None:
-    """Read the records of the held-out loss that a config's `heldout` group describes.
+    """Read the held-out records, and choose the noise levels at which they are measured.
 
-    Return None if the config or the system has no held-out loss. Raises ValueError if the data set
-    has no held-out records.
+    `s` is the config's `heldout` group. Return None if `s.every` is 0, or if `measure` is None
+    because the system has no held-out loss. Raises ValueError if the data set has no held-out
+    records.
     """
     if not s.every or measure is None:
         return None
@@ -120,12 +122,12 @@ def of_all(
     """Return the held-out losses of the raw parameters and of all averages.
 
     Args:
-      score: the result of `make_scorer`.
-      raw: the raw parameters.
-      ema: the averages, keyed by names such as "0.999".
+        score: The result of `make_scorer`.
+        raw: The raw parameters.
+        ema: The averages, keyed by names such as "0.999".
 
     Returns:
-      The losses, keyed by names such as "heldout/ema_0.999/loss".
+        The losses, keyed by names such as "heldout/ema_0.999/loss".
     """
     weights = {"raw": raw, **{restore.EMA + name: tree for name, tree in ema.items()}}
     return {f"heldout/{w}/{k}": v for w, p in weights.items() for k, v in score(p).items()}
@@ -149,18 +151,18 @@ def measure_run(
     sigmas: Sequence[float] = (),
     base: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure the held-out losses of a run. Return one dict for each kind of weights.
+    """Measure the held-out losses of a run. Return one dict for each entry of `weights`.
 
-    A dict holds "step", "weights" and the losses that `make_scorer` names.
+    A dict holds "step", "weights" and the losses, under the keys that `make_scorer` documents.
 
     Args:
-      workdir: the workdir of the run.
-      step: the step of the checkpoint; None: the newest undamaged one.
-      weights: "raw" and names of averages; (): all that are saved.
-      share: the share of the data to measure on; None: config.data.heldout.
-      records: the largest number of records; None: config.heldout.records.
-      sigmas: the noise levels; (): the levels in config.heldout.
-      base: the new path of the weights that a LoRA run adapts; None: the path in its config.
+        workdir: The workdir of the run.
+        step: The step of the checkpoint; None: the newest undamaged one.
+        weights: "raw" and names of averages; (): all that are saved.
+        share: The share of the data to measure on; None: config.data.heldout.
+        records: The largest number of records; None: config.heldout.records.
+        sigmas: The noise levels; (): the levels in config.heldout.
+        base: The new path of the weights that a LoRA run adapts; None: the path in its config.
 
     Raises ValueError or FileNotFoundError if the run, its data or the weights cannot be read.
     """
@@ -214,9 +216,12 @@ def measure_run(
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _EMA = flags.DEFINE_list(
-        "ema", [], 'Decays or widths of averages, "ema" or "raw"; default: all that are saved.'
+        "ema", [], 'Weights to measure: decays or widths of averages, "ema" for the largest '
+        'average, or "raw"; default: all that are saved.',
+    )  # fmt: skip
+    _CHECKPOINT = flags.DEFINE_integer(
+        "checkpoint", None, "The step of a checkpoint; default: the newest undamaged one."
     )
-    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A saved step; default: the newest.")
     _SHARE = flags.DEFINE_float(
         "share", None, "Share of the data to measure; default: config.data.heldout.", 1e-9, 1.0
     )
@@ -227,7 +232,7 @@ if __name__ == "__main__":
         "unet_weights", None, "The new path of the weights that a LoRA run adapts."
     )
     _LEVELS = flags.DEFINE_list(
-        "levels", [], "Noise levels; default: quantiles of the training distribution."
+        "levels", [], "Noise levels; default: quantiles of the noise levels in training."
     )
 
     def _level(text: str) -> float:

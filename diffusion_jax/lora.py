@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021): a Task that trains low-rank factors and freezes the weights.
+"""LoRA (Hu et al. 2021): convert a Task so that it trains low-rank factors of frozen weights.
 
 A kernel W [..., in, out] becomes W + scale * alpha / rank * down @ up, with down [..., in, rank]
 and up [rank, out]. For a convolution, this adds a convolution to `rank` channels followed by a 1x1
@@ -27,10 +27,11 @@ Shape = tuple[int, ...]
 
 
 def adapt(task: Task, base: Params, s: Lora) -> Task:
-    """Return a task that trains factors for the layers in s.targets. `base` becomes frozen.
+    """Return a task that trains factors for the layers that s.targets selects, and freezes `base`.
 
     `base` holds the network's parameters, or only their shapes if the task is only traced. s.scale
-    acts in sampling only. Raises ValueError if no layer matches s.targets or s.rank is too large.
+    affects sampling, but not training. Raises ValueError if no layer matches s.targets or s.rank is
+    too large.
     """
     layers(base, s)  # Raise errors before anything compiles.
     training = functools.partial(_merged, scale=s.alpha_by_rank)
@@ -130,8 +131,8 @@ def layers(params: Params, s: Lora) -> dict[str, Shape]:
         if s.rank > min(math.prod(shape[:-1]), shape[-1]):
             raise ValueError(
                 f"lora.rank is {s.rank}, but the kernel of {path}, {shape}, has rank "
-                f"{min(math.prod(shape[:-1]), shape[-1])} at most: lower lora.rank, or choose "
-                "fewer layers with lora.targets"
+                f"{min(math.prod(shape[:-1]), shape[-1])} at most: lower lora.rank, or exclude "
+                "this layer with lora.targets"
             )
     return chosen
 

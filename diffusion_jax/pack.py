@@ -3,13 +3,14 @@
     python -m diffusion_jax.pack --workdir=runs/emoji32 --out=models/emoji32
     python -m imagen_jax.sample --workdir=models/emoji32 --prompt="a red apple" --out=pictures
 
-The folder holds one average of a checkpoint (--ema, as in sample) as a .safetensors file. The file
-stores 8-bit integers with a scale per channel, which takes a quarter of the space of float32. The
-folder also holds the config and the run's vocabulary.json. This file lists the words of the
-training captions, so that commands can warn of unknown words in prompts. If the run has no such
-file, name the captions: --captions=data/emoji/train.txt. The folder has no optimizer state, metrics
-or pictures, and none of the weights that the config names by path (vae.weights, text.weights, the
-base of a LoRA). To train from it, give it as --config.unet.weights of a new run.
+The new workdir holds one average of a checkpoint (--ema, as in sample) as a .safetensors file. This
+file stores 8-bit integers with a scale per channel, which takes a quarter of the space of float32.
+The workdir also holds the config and the run's vocabulary.json, which lists the words of the
+training captions, so that commands can warn of unknown words in prompts. If the run has no
+vocabulary.json, name the captions: --captions=data/emoji/train.txt. The new workdir has no
+optimizer state, metrics or pictures, and none of the weights that the config names by path
+(vae.weights, text.weights, the weights that a LoRA adapts). To fine-tune the packed weights, start
+a new run with --config.unet.weights set to this workdir.
 """
 
 import pathlib
@@ -29,7 +30,7 @@ flags.disclaim_key_flags()  # The flags are defined below, only if this module r
 def pack(
     workdir: files.Path, which: str, step: int | None, out: files.Path, captions: str = ""
 ) -> pathlib.Path:
-    """Create the workdir `out` with packed weights as its only weights, and return their file.
+    """Create the workdir `out` with packed weights, and return the path of the packed file.
 
     Args:
         workdir: The workdir of the run.
@@ -41,7 +42,7 @@ def pack(
 
     Raises:
         ValueError: The checkpoint has no such weights, `out` already holds checkpoints, or
-            `captions` holds none.
+            `captions` holds no captions.
         FileNotFoundError: There is no checkpoint.
     """
     runs.load(workdir)
@@ -66,13 +67,17 @@ def pack(
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _OUT = flags.DEFINE_string("out", None, "The new workdir.", required=True)
-    _EMA = flags.DEFINE_string("ema", "ema", 'Name of an average, "ema" for the largest, or "raw".')
+    _EMA = flags.DEFINE_string(
+        "ema", "ema", 'The weights to pack: an average such as 0.9999, "ema" for the largest '
+        'average, or "raw".',
+    )  # fmt: skip
     _CHECKPOINT = flags.DEFINE_integer(
-        "checkpoint", None, "The step of a checkpoint; default: the newest."
+        "checkpoint", None, "The step of a checkpoint; default: the newest undamaged one."
     )
     _CAPTIONS = flags.DEFINE_string(
-        "captions", "", "The training captions: a file with one per line, or SOURCE:PATH::TEXT."
-    )
+        "captions", "", "The training captions: a text file with one per line, or a data source, "
+        "written SOURCE:PATH::TEXT; default: the run's vocabulary.json.",
+    )  # fmt: skip
 
     def main(argv: list[str]) -> None:
         """Pack the weights of a workdir."""

@@ -47,7 +47,7 @@ _NAMES = (
 )
 """Fields whose values are names of functions. The section "Names" describes the functions.
 
-Both systems have the same names.
+A name means the same function in both systems.
 """
 
 

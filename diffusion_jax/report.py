@@ -3,8 +3,8 @@
     python -m diffusion_jax.report runs/quickstart [runs/other ...] --out=report.html
     python -m diffusion_jax.report runs/sd2_512 --rcp
 
-The page holds the Sweeps and Training tabs of the web page (imagen_jax.web), with the current
-content of the workdirs. It is one file that needs no server and no network.
+The HTML page holds the Sweeps and Training tabs of the web page (imagen_jax.web), with the content
+that the workdirs have now. It is one file that needs no server and no network.
 """
 
 import pathlib

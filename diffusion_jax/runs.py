@@ -1,8 +1,8 @@
-"""Workdirs: the config of a run, its lock, and the names of its folders.
+"""Write, lock and read workdirs. A workdir is the folder of one run.
 
-config.json holds the whole config with all defaults, and the version number of the config format.
-When it is read back, fields that were added later get their defaults, and renamed or removed fields
-are upgraded (see config.versions).
+In a workdir, config.json holds the whole config with all defaults, and the version number of the
+config format. When it is read back, fields that were added later get their defaults, and renamed or
+removed fields are upgraded (see config.versions).
 """
 
 import contextlib
@@ -49,13 +49,14 @@ def claim(
     text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
     # With stored embeddings, these weights only encode new texts.
     unread = ("text.weights",) if data.embedded or text.get("store") else ()
-    moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()  # base.json names them.
+    # The base weights of a LoRA may have moved. base.json holds their fingerprint.
+    moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()
     free = ("version", *_FREE, *unread, *moved)
     different = path.exists() and claims.unlike(load(workdir), config, free)
     if different:
         raise ValueError(
             f"{workdir} was made with another config ({different}): "
-            "choose another --workdir, or use the config of this one"
+            "choose another --workdir, or use the config of this workdir"
         )
     if write and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,7 @@ def claim(
 
 @contextlib.contextmanager
 def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock of a workdir inside this context. Create the workdir if necessary.
+    """Hold the lock of a workdir inside this context. Create the workdir if it does not exist.
 
     All processes of a run must enter this context.
 

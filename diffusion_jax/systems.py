@@ -26,7 +26,7 @@ class System(NamedTuple):
     """The module that `python -m` runs for training."""
     networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})
     """Config groups whose field `kind` names a network. Each kind maps to a class or
-    "MODULE:CLASS". The first kind is the default."""
+    "MODULE:CLASS" that is imported on use. The first kind is the default."""
 
     @property
     def groups(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ Texts = Mapping[str, np.ndarray]
 LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
-LABELS = ("sigma", "loss")  # Names (checkpoint_name) of the per-image values in a loss's program.
-LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the sigma ranges for reported losses.
+LABELS = ("sigma", "loss")  # Losses label their per-image sigma and loss with checkpoint_name.
+LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the five sigma ranges in which losses are reported.
 
 
 class Measure(NamedTuple):
@@ -62,7 +62,8 @@ class Task(NamedTuple):
     measure: Measure | None = None
     """Measures the loss of single images. None: the system has no held-out loss."""
     begin: Begin | None = None
-    """Maps the arguments of `sample` to the arguments of the sampler. `sample` calls it."""
+    """Maps the arguments of `sample` to a samplers.Start, which holds the sampler's arguments.
+    `sample` calls this function."""
 
 
 def to_range(
@@ -92,7 +93,8 @@ def with_span(text: Float[Array, "B L D"], mask: Any, h: Sigma | None) -> tuple[
     Args:
         text: The text embeddings.
         mask: Which tokens are valid, bool [B, L]; None if all are valid.
-        h: The span of each image, in [0, 1] (diffusion/meanflow.py). None appends nothing.
+        h: The span of each image, in [0, 1]. It is the length of the time interval over which the
+            network predicts the mean velocity (diffusion/meanflow.py). None appends nothing.
 
     Returns:
         The embeddings [B, L + 1, D] and the mask [B, L + 1], which is None if `mask` is None.
@@ -106,9 +108,9 @@ def with_span(text: Float[Array, "B L D"], mask: Any, h: Sigma | None) -> tuple[
 
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
-    """Return the sum ("level_loss") and count ("level_count") of losses in each range of sigma.
+    """Return the sum ("level_loss") and number ("level_count") of the losses in each sigma range.
 
-    Both have shape [5]. LEVELS holds the edges of the five ranges.
+    LEVELS holds the edges of the five ranges. Both arrays have shape [5].
     """
     sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
     level = jnp.searchsorted(jnp.array(LEVELS), sigma)  # [B]

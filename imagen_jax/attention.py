@@ -1,7 +1,7 @@
 """Attention blocks of Imagen's UNets: pixels attend to pixels, to text, or to both.
 
-Images are NHWC. Shapes: B batch, H W pixels, C channels, L text tokens of width D, N heads, K width
-of a head.
+Images are NHWC. In the shapes, B is the batch size, H and W are the height and width, and C is the
+number of channels. There are L text tokens of width D, and N attention heads of width K.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,10 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Return x plus the output of attention. An empty text adds only the last layer's bias."""
+        """Return x plus the output of attention.
+
+        If the text is empty, that output is only the bias of the output layer.
+        """
         (q,) = _heads(self, GroupNorm(name="norm")(_tokens(x)), 1, x, "q")  # [B, HW, N, K]
         # [B, L, N, K] each
         k, v = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv")
@@ -60,7 +63,10 @@ class FusedAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Return x plus the output of attention. Queries and pixel keys have separate norms."""
+        """Return x plus the output of attention.
+
+        One norm of the pixels precedes the queries, and another one the keys and values.
+        """
         tokens = _tokens(x)  # [B, HW, C]
         (q,) = _heads(self, GroupNorm(name="norm")(tokens), 1, x, "q")  # [B, HW, N, K]
         # k and v: [B, HW, N, K] each from the pixels, [B, L, N, K] each from the text.
@@ -81,7 +87,7 @@ class StackedAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Return x plus the output of three layers, each of which has a residual connection."""
+        """Return x plus the output of the block, whose three layers are also residual."""
         c = x.shape[-1]
         fields = (self.head_dim, self.implementation, self.dtype)
         h = dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)  # [B, H, W, C]
@@ -115,8 +121,9 @@ def check_implementation(implementation: str, dtype: DTypeLike, head_dim: int) -
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
     ):
         raise ValueError(
-            f"unet.attention_impl is 'cudnn', which needs a 16-bit dtype and a head_dim of 8, 16, "
-            f"..., 128, not {jnp.dtype(dtype).name} and {head_dim}: change these, or choose 'xla'"
+            f"unet.attention_impl is 'cudnn', which needs a 16-bit unet.dtype and heads of width "
+            f"8, 16, ... or 128, but unet.dtype is {jnp.dtype(dtype).name} and the heads have "
+            f"width {head_dim}: change these, or set unet.attention_impl='xla'"
         )
 
 
@@ -126,7 +133,7 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
         if head_dim < 1 or width % head_dim:
             raise ValueError(
                 f"unet.head_dim {head_dim} does not divide the width {width} of a level with "
-                "attention: choose a head_dim that does"
+                "attention: choose a divisor of this width"
             )
 
 
@@ -139,7 +146,10 @@ def _tokens(x: Array) -> Array:
 
 
 def _heads(block: Any, normed: Array, parts: int, x: Array, name: str) -> list[Array]:
-    """Map [B, T, D] to `parts` arrays [B, T, N, K], where N * K is the width of x."""
+    """Map T tokens [B, T, D] to `parts` arrays [B, T, N, K] with the layer `name` of `block`.
+
+    N * K is the number of channels of x.
+    """
     num_heads = x.shape[-1] // block.head_dim
     layer = ToHeads(parts, num_heads, block.head_dim, dtype=block.dtype, name=name)
     return layer(normed)

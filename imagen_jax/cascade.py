@@ -39,11 +39,12 @@ OPTIONS: Options = {
     "aug_sigma": options.of_group("super_resolution", SuperResolution)["aug_sigma"],
     **options.of_group("sampler", Sampler),
 }
-"""The options of a stage. Each key is a flag of the command `sample`, without --."""
+"""The options for drawing with a stage, keyed by name. The flags of imagen_jax.sample have the same
+names."""
 
 
 def choose(**values: Any) -> Choice:
-    """Convert values of OPTIONS to a Choice, the settings with which `load` opens a stage.
+    """Convert option values, such as steps=20, to a Choice, with which `load` opens a stage.
 
     Raises ValueError for an unknown name, a value of the wrong type, or a value out of range.
     """
@@ -64,12 +65,12 @@ def load(
         choices: A Choice for each run, from `choose`.
         embedded: Whether the models will draw from text embeddings computed elsewhere. If so,
             their text encoders are not opened.
-        strengths: For each run, the share of its sampling steps that run if it draws over a
+        strengths: For each run, the share of the sampling steps that it takes when it draws over a
             picture.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
-        ValueError: If a stage draws images of another size than the next stage enlarges, or a
+        ValueError: If a stage does not draw images of the size that the next stage enlarges, or a
             choice is invalid for its run.
     """
     choices = choices or [Choice()] * len(workdirs)
@@ -99,10 +100,10 @@ def load_model(
         workdir: The workdir of the run.
         overrides: Values that replace those of the config, such as {"sampler.steps": 20}.
         weights: The saved weights to draw with.
-        guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
+        guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
         embedded: Whether the model will draw from text embeddings computed elsewhere. If so,
             its text encoder is not opened.
-        strength: The share of the sampling steps that run if the model draws over a picture.
+        strength: The share of the sampling steps that the model takes when it draws over a picture.
         encoders: A cache, empty at first. Models that are opened with the same cache share the
             weights of their text encoders.
 
@@ -117,8 +118,8 @@ def load_model(
     # The text encoder and the guide.
     if embedded and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
-            f"the text encoder {s.text.encoder!r} needs --prompt=TEXT or --prompts=FILE: it reads "
-            "no embeddings"
+            f"{workdir} has the text encoder {s.text.encoder!r}, which cannot use embeddings from "
+            "files: give --prompt=TEXT or --prompts=FILE instead"
         )
     if embedded:
         encoder, frozen = lookup.open_encoder(s.text, embedded), ()
@@ -163,7 +164,7 @@ def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
     for (before, a), (after, b) in itertools.pairwise(stages):
         if b.super_resolution.factor == 1:
             raise ValueError(
-                f"{after} is a base model, which enlarges nothing: it can only be the first stage"
+                f"{after} is a base model, which enlarges nothing: name it first, or leave it out"
             )
         if b.input_size != a.output_size:
             raise ValueError(
@@ -186,7 +187,8 @@ def draw(
 
     Args:
         stages: The models, from the first to the last.
-        prompts: Texts; for models opened with `embedded`, an embedding [tokens, width] per text.
+        prompts: The texts. Models opened with `embedded` need one embedding [tokens, width] per
+            text instead.
         seeds: One seed per prompt.
         low_res: The images to enlarge if the first stage is a super-resolution model.
         pictures: The pictures that all stages draw over.
@@ -212,9 +214,9 @@ def draw_batches(
     low_res: Images | None = None,
     guidance: float | None = None,
 ) -> Iterator[list[Images]]:
-    """Draw in batches. Yield one list per batch, with one array of images per stage.
+    """Draw in batches. For each batch, yield a list with one array of images per stage.
 
-    Image values are in about [-1, 1]. Each batch holds the same images at all stages.
+    The arrays of a batch show the same images at the sizes of the stages, in about [-1, 1].
 
     Args:
         stages: The models, from the first to the last.
@@ -247,10 +249,11 @@ def draw_batches(
 def with_pictures(
     stages: Sequence[Model], texts: Sequence[Texts], pictures: Pictures | None, num_texts: int
 ) -> list[Texts]:
-    """Add the pictures to draw over to the texts of each stage, resized to its output size.
+    """Return the texts of each stage together with the pictures to draw over.
 
-    If `pictures` is None, return the texts unchanged. Raises ValueError if a picture does not have
-    the aspect ratio of the images that the stages draw.
+    The pictures are resized to the size of the images that the stage draws. If `pictures` is None,
+    the texts are returned unchanged. Raises ValueError if a picture has another aspect ratio than
+    these images.
     """
     if pictures is None:
         return list(texts)
@@ -276,13 +279,14 @@ def output_shapes(stages: Sequence[Model]) -> list[tuple[int, int]]:
 
 
 def describe(stage: Model) -> dict[str, Any]:
-    """Describe a stage for a card, the JSON saved with a picture: its weights, size and sampler.
+    """Return a stage's weights, image size and sampler, for the metadata saved with each picture.
 
-    Infinite bounds are left out, because JSON has no infinity.
+    Sampler settings with the value infinity (guidance_high without a limit) are left out, because
+    JSON has no infinity.
     """
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
-    if not (s.sampler.grid or s.sampler.end):  # Old cards lack these fields.
+    if not (s.sampler.grid or s.sampler.end):  # Metadata without these fields mean the defaults.
         sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
     described |= {"guide": stage.guide} if stage.guide else {}
@@ -294,7 +298,7 @@ def describe(stage: Model) -> dict[str, Any]:
 
 
 def card(stages: Sequence[Model]) -> dict[str, Any]:
-    """Return the card, the JSON saved with each picture: its guidance, stages and samplers."""
+    """Return the metadata saved with each picture: the guidance scale and a dict for each stage."""
     stage_cards = []
     for stage in stages:
         s, described = stage.settings, describe(stage)
@@ -314,19 +318,21 @@ def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
     """Raise ValueError unless the first stage can start from images of the given size.
 
-    `size` is their (height, width) in pixels; None means that there are no images to enlarge.
+    `size` is (height, width) in pixels, or None if there are no images to enlarge.
     """
     s, workdir = first.settings, first.workdir
     if s.super_resolution.factor == 1:
         if size is not None:
             raise ValueError(
-                f"{workdir} is a base model, which has no image to enlarge: leave the image out"
+                f"{workdir} is a base model, which draws from text alone and does not enlarge "
+                "images: remove the low-resolution image"
             )
         return
     enlarges = f"{workdir} enlarges images of {s.input_size}x{s.input_size}"
     if size is None:
         raise ValueError(
-            f"{enlarges}: name a model that draws them first, or give images to start from"
+            f"{enlarges}: name a model that draws such images before it, or give the images to "
+            "enlarge as low_res"
         )
     if size != (s.input_size, s.input_size):
-        raise ValueError(f"{enlarges}, not of {size[0]}x{size[1]}: resize them first")
+        raise ValueError(f"{enlarges}, not of {size[0]}x{size[1]}: resize the images to enlarge")

@@ -1,6 +1,7 @@
-"""Conditioning of NeMo's UNets on the time, the text, and the low-res image with its noise level.
+"""How NeMo's UNets are conditioned on the time, the text and the low-resolution image.
 
-Shapes: B batch, L text tokens of width D, E width of the time embedding (4 * unet.embed_dim).
+In the shapes, B is the batch size, L the number of text tokens, D the width of the text tokens, and
+E = 4 * unet.embed_dim the width of the time embedding.
 """
 
 from collections.abc import Callable
@@ -23,20 +24,20 @@ POOLING = ("attention", "mean")
 
 @runtime_checkable
 class Pictured(Protocol):
-    """Fields of a UNet that describe its image inputs."""
+    """The fields of a UNet that determine which images are its inputs."""
 
     image_size: int
     noise_aug: bool
 
     @property
     def low_res(self) -> bool:
-        """Whether the UNet has a low-res image as input."""
+        """Whether a low-resolution image is one of the inputs."""
         ...
 
 
 @runtime_checkable
 class Conditioned(Pictured, Protocol):
-    """Fields of a UNet with the time, text and image conditioning of NeMo's UNets."""
+    """The fields of a UNet that `condition` reads."""
 
     embed_dim: int
     text_pooling: str
@@ -55,10 +56,10 @@ def condition(
     low_res_time: Float[Array, "B"] | None,
     cond_dim: int,
 ) -> tuple[Float[Array, "B E"], Float[Array, "B T {cond_dim}"], Bool[Array, "B T"]]:
-    """Return the embedding for residual blocks, the context for attention, and its mask.
+    """Return the embedding for residual blocks, and the context for attention with its mask.
 
-    The context has L tokens, or L + 1 with a null token. Call this from within the `__call__` of
-    `unet`, so that the parameters belong to `unet`.
+    The context has T tokens: the L tokens of the text, and the null token if there is one. Call
+    this function in the `__call__` of `unet`, so that the parameters belong to `unet`.
     """
     embed = lambda name: TimeEmbed(unet.embed_dim, unet.learned_time_dim, unet.dtype, name=name)
     emb = embed("time_embed")(time)  # [B, E]
@@ -84,18 +85,18 @@ def condition(
 def with_low_res(
     x: Float[Array, "B H W 3"], low_res: Float[Array, "B _ _ 3"] | None
 ) -> Float[Array, "B H W 6"]:
-    """Enlarge the low-res image to the size of x, and append its channels to those of x."""
+    """Enlarge the low-resolution image to the size of x, and append its channels to those of x."""
     low_res = required(low_res, "low_res", "low_res").astype(x.dtype)
     return jnp.concatenate([x, bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
 
 
 def required(value: Array | None, name: str, field: str) -> Array:
-    """Return the value of the argument `name`. Raise ValueError if it is None.
+    """Return `value`, the argument `name` of a UNet. Raise ValueError if it is None.
 
-    The message says that the UNet's `field` requires the argument.
+    The message says that the argument is needed because the UNet's field `field` is True.
     """
     if value is None:
-        raise ValueError(f"a UNet with {field}=True must be given {name}")
+        raise ValueError(f"a UNet with {field}=True needs {name}: pass it to the UNet")
     return value
 
 
@@ -127,10 +128,11 @@ def check_conditioning(unet: Conditioned) -> None:
 
 
 def check_low_res(unet: Pictured) -> None:
-    """Raise ValueError if `noise_aug` is set for a UNet without a low-res image."""
+    """Raise ValueError if `noise_aug` is set for a UNet without a low-resolution image."""
     if unet.noise_aug and not unet.low_res:
         raise ValueError(
-            "unet.noise_aug needs unet.low_res=True: there is no image to add noise to"
+            "unet.noise_aug is True, but unet.low_res is False, so there is no small image to add "
+            "noise to: set noise_aug=False for a base model, or low_res=True for super-resolution"
         )
 
 
@@ -161,10 +163,10 @@ class TimeEmbed(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention pooling: a learned weighted mean over the tokens of a text.
+    """Attention pooling: a weighted mean over the tokens of a text, with learned weights.
 
-    As in NeMo, the softmax runs over all positions, including padding. So the result depends on
-    the padded length.
+    As in NeMo, the softmax over tokens includes the padding. So the result depends on the length to
+    which the text is padded.
     """
 
     width: int

@@ -1,12 +1,13 @@
 """Efficient UNet of Imagen's super-resolution models (Saharia et al. 2022, appendix B.1).
 
-On the way down, a level first halves the resolution and then applies its residual blocks. On the
-way up, it applies them first and then doubles the resolution. So most residual blocks and all
-attention are at low resolutions. The network computes the same numbers as NVIDIA NeMo's
-EfficientUNetModel.
+On the way down, each level but the deepest first halves the resolution and then applies its
+residual blocks. On the way up, it applies its residual blocks first and then doubles the
+resolution. So no residual block works at the full resolution. With equal weights, the network
+computes the same numbers as NVIDIA NeMo's EfficientUNetModel.
 
-Images are NHWC. Shapes: B batch, H W pixels, h w pixels at a level, C channels of a level, E width
-of the time embedding, L text tokens of width D, T context tokens.
+Images are NHWC. In the shapes, B is the batch size, H and W are the height and width of the images,
+h and w those at a level, C is the number of channels of a level, and E the width of the time
+embedding. There are L text tokens of width D, and T tokens in the context of attention.
 """
 
 import functools
@@ -27,8 +28,7 @@ from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, che
 class EfficientUNet(Network):
     """Imagen's efficient UNet for super-resolution models (unet.kind "efficient").
 
-    The text tokens that attention sees have the width of the text embeddings. The deepest level
-    does not halve the resolution.
+    The text tokens that attention sees have the width of the text embeddings.
     """
 
     embed_dim: Width = 128
@@ -38,8 +38,8 @@ class EfficientUNet(Network):
     """Number of channels of each level, in multiples of `embed_dim`. Each level but the deepest
     halves the resolution."""
     num_res_blocks: Counts = (2, 4, 8, 8, 8)
-    """Number of residual blocks of each level, on the way down and on the way up. Level 0 has half
-    of the full resolution."""
+    """Number of residual blocks of each level, both on the way down and on the way up. The blocks
+    of level 0 work at half of the full resolution."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (3, 4)
     """Levels with attention after their residual blocks, both on the way down and on the way up."""
     attention: Annotated[str, BLOCKS] = "fused"
@@ -51,12 +51,12 @@ class EfficientUNet(Network):
     """How the tokens of a text become one vector for the residual blocks: their learned weighted
     mean ("attention") or their plain mean ("mean")."""
     learned_time_dim: Amount = 0
-    """Number of learned sinusoids that embed the time (even). If it is 0, the sinusoids are fixed.
-    """
+    """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
+    are fixed."""
     null_token: bool = False
     """Whether to add one learned token to every text."""
     init_kernel: Count = 3
-    """Side of the kernel of the first convolution."""
+    """Side of the first convolution's kernel in pixels; it must be odd."""
     scale_shift: bool = True
     """Whether the time and the text scale and shift the activations of a residual block (True), or
     are only added to them (False)."""
@@ -143,13 +143,13 @@ def attention_widths(unet: EfficientUNet) -> list[int]:
 
 
 def check(unet: EfficientUNet, text_width: int) -> None:
-    """Raise ValueError if the fields contradict each other. Call this before compiling."""
+    """Raise ValueError if the fields contradict each other or do not fit the text width."""
     check_layers(unet)
     check_text_width(unet, text_width)
     if unet.image_size % unit(unet):
         raise ValueError(
             f"unet.image_size {unet.image_size} cannot be halved {len(unet.channel_mult) - 1} "
-            f"times: choose a multiple of {unit(unet)}, or fewer levels"
+            f"times: choose a multiple of {unit(unet)}, or fewer levels in unet.channel_mult"
         )
 
 
@@ -164,8 +164,8 @@ def check_layers(unet: EfficientUNet) -> None:
         )
     if not set(unet.attention_levels) <= set(range(levels)):
         raise ValueError(
-            f"unet.attention_levels {tuple(unet.attention_levels)} must be among the levels, "
-            f"0 to {levels - 1}"
+            f"unet.attention_levels is {tuple(unet.attention_levels)}: choose from the levels 0 to "
+            f"{levels - 1} of unet.channel_mult"
         )
     for mult in unet.channel_mult:
         check_width(f"embed_dim * {mult}", unet.embed_dim * mult)
@@ -183,11 +183,12 @@ def check_layers(unet: EfficientUNet) -> None:
 
 
 def check_text_width(unet: EfficientUNet, text_width: int) -> None:
-    """Raise ValueError if the attention cannot read text of this width."""
+    """Raise ValueError if attention cannot normalise text embeddings of this width."""
     if unet.attention != "self" and unet.attention_levels and (text_width < 1 or text_width % 32):
         raise ValueError(
-            f"the text width is {text_width}, but an EfficientUNet with {unet.attention} attention "
-            "normalises it in 32 groups: choose a multiple of 32, or attention='self'"
+            f"text.width is {text_width}, but with unet.attention={unet.attention!r} an "
+            "EfficientUNet normalises the text in 32 groups: choose a multiple of 32, or set "
+            "unet.attention='self'"
         )
 
 
@@ -196,5 +197,5 @@ def _check_num_heads(widths: Sequence[int], num_heads: int) -> None:
         if num_heads < 0 or width % num_heads:
             raise ValueError(
                 f"unet.num_heads {num_heads} does not divide the width {width} of a level with "
-                "attention: choose one that does, or set it to 0 and set unet.head_dim"
+                "attention: choose a divisor of this width, or set it to 0 and set unet.head_dim"
             )

@@ -2,30 +2,31 @@
 
     python -m imagen_jax.evaluate --workdir=runs/quickstart
 
-For a model of the synthetic digits, this command draws coloured digits, and a judge reads the digit
-and the colours of ink and paper back from each picture. A picture is right if all three are right.
-Prompts that were not in the training data are counted separately. Other models are scored by FID
-and CLIP score, as a curve over the guidance scales:
+For a model of the built-in coloured digits, this command draws digits, and a built-in judge
+recognises the digit, the colour of the ink and the colour of the paper in each picture. A picture
+is right if all three match the prompt. Prompts that were not in the training data are counted
+separately. Other models are scored by FID and CLIP score, as a curve over the guidance scales:
 
     python -m imagen_jax.evaluate --workdir=runs/base64 --workdir=runs/sr256 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=coco_256.npz \\
         --inception=pt_inception-2015-12-05-6726825d.pth --clip=openai/clip-vit-large-patch14 \\
         --text_weights=weights/t5-11b-encoder
 
---text_weights gives the text encoder's weights if the config does not, for example because the
+--text_weights names the text encoder's weights if the config does not, for example because the
 model was trained on stored embeddings.
 
---checkpoint and --ema take a list of values for the first model; each value adds a point to the
-sweep. For a cascade, repeat these flags once per stage, as in --ema=0.999,0.9999 --ema=0.9999,raw;
-all combinations are scored. --sampler, --steps, --eta and all other sampler settings take lists
-too: --steps=10,20,30. For a cascade, their commas separate the stages instead (one value for all
-stages, or one per stage), and repeating the flag adds points: --steps=30,20 --steps=10,10. Every
-point draws with the same seeds. Features are saved after each batch, so an interrupted sweep can
-continue.
+A sweep scores several points, that is, combinations of settings. For a single model, --checkpoint,
+--ema and all sampler settings (--sampler, --steps, --eta ...) take lists: --steps=10,20,30 gives
+three points. For a cascade, repeat --checkpoint and --ema once per stage, as in --ema=0.999,0.9999
+--ema=0.9999,raw; all combinations are scored. In the sampler settings of a cascade, commas separate
+the stages (one value for all stages, or one per stage), and each repetition of a flag adds a point:
+--steps=30,20 --steps=10,10. All points draw with the same seeds. Features are saved after each
+batch, so the same command continues an interrupted sweep.
 
-WORKDIR/evaluation/NAME receives sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf,
-a sheet of pictures for each guidance scale, and scores/ with each score and its settings. The
-scores are also written to the metrics, and WORKDIR/report.html shows everything on one page.
+The results are written to WORKDIR/evaluation/NAME: sweep.csv, fid_scores.csv and clip_scores.csv,
+curve.png and curve.pdf, a sheet of pictures for each guidance scale, and scores/ with the settings
+of each score. The scores are also written to the run's metrics, and WORKDIR/report.html shows
+everything on one page.
 """
 
 from collections.abc import Sequence
@@ -52,14 +53,14 @@ def open_subject(
     points: Sequence[Sequence[Values]] = (),
     weights: Sequence[Sequence[Weights]] = (),
 ) -> Subject:
-    """Open a cascade of runs to evaluate. One workdir is a single model.
+    """Open a single model or a cascade for evaluation.
 
     Args:
-        workdirs: The workdir of each stage.
-        points: For each combination of sampler settings, the values of cascade.OPTIONS of every
-            stage. () is one combination, with the values in the configs.
-        weights: Lists of the saved weights to evaluate, for the first stage, the second stage and
-            so on. Stages without a list use their newest checkpoint's average of largest decay.
+        workdirs: The workdir of each stage; one workdir for a single model.
+        points: For each combination of sampler settings, a list with the option values of every
+            stage, keyed as in cascade.OPTIONS. () is one combination, with the configs' values.
+        weights: For each stage, a list of the saved weights to evaluate. Stages beyond the end of
+            this sequence use the newest checkpoint, and its average with the largest decay.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
@@ -82,8 +83,8 @@ def open_subject(
     height, width = cascade.output_shapes(stages)[0]
     if height != width:
         raise ValueError(
-            f"sampler.height and sampler.width give {height}x{width} pixels, but only squares are "
-            "scored: leave both at 0"
+            f"sampler.height and sampler.width give images of {height}x{width} pixels, but only "
+            "square images can be scored: set both to 0"
         )
     sizes = stages[0].settings.output_size, last.output_size
     name = files.path(stages[-1].workdir).name
@@ -104,7 +105,7 @@ def _draw(
 
 def _describe(stage: Model) -> dict[str, Any]:
     described = cascade.describe(stage)
-    del described["sampler"]["guidance"]  # A sweep's card holds the guidance of its point.
+    del described["sampler"]["guidance"]  # The metadata of a score hold the point's own guidance.
     return described
 
 
@@ -115,7 +116,7 @@ if __name__ == "__main__":
     _OPTIONS = option_flags.define_axes(cascade.OPTIONS, without=evaluation.AXES)
 
     def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
-        """Open the cascade that the flags name."""
+        """Open the model or cascade that the flags name, as the only Subject."""
         points = option_flags.points(cascade.OPTIONS, _OPTIONS, len(_WORKDIR.value))
         return [open_subject(_WORKDIR.value, points, weights)]
 

@@ -1,6 +1,7 @@
 """The base class and shared layers of Imagen's networks: residual block and resampling.
 
-Images are NHWC. Shapes: B batch, H W pixels, C channels, E time embedding.
+Images are NHWC. In the shapes, B is the batch size, H and W are the height and width, C is the
+number of channels, and E the width of the time embedding.
 """
 
 from typing import Annotated, Any
@@ -44,7 +45,7 @@ class Network(nn.Module):
 class ResBlock(nn.Module):
     """Residual block: norm, SiLU and convolution, twice.
 
-    The embedding is added to the input of the second norm, or it scales and shifts its output.
+    The embedding of time and text acts on the second norm, as `scale_shift` describes.
     """
 
     width: int
@@ -84,7 +85,7 @@ class ResBlock(nn.Module):
 
 
 class HalvingConv(nn.Module):
-    """4x4 convolution with stride 2 that keeps the width."""
+    """4x4 convolution with stride 2, which keeps the number of channels."""
 
     dtype: DTypeLike = jnp.float32
 
@@ -98,7 +99,7 @@ class HalvingConv(nn.Module):
 
 
 class ConvTranspose(nn.Module):
-    """Transposed 4x4 convolution with stride 2 that keeps the width."""
+    """Transposed 4x4 convolution with stride 2, which keeps the number of channels."""
 
     dtype: DTypeLike = jnp.float32
 
@@ -114,10 +115,11 @@ class ConvTranspose(nn.Module):
 def bicubic_upsample(
     x: Float[Array, "B _ _ C"], height: int, width: int
 ) -> Float[Array, "B H W C"]:
-    """Enlarge images like torch's bicubic interpolate: a = -0.75, half-pixel centres, edge padding.
+    """Enlarge images to [B, height, width, C] as torch's bicubic interpolate does.
 
-    `a` is the parameter of the cubic kernel; jax.image.resize uses -0.5 instead. Do not shrink
-    images with this function, because it does not antialias.
+    The cubic kernel has the parameter a = -0.75 (jax.image.resize uses -0.5), pixel centres are at
+    half-integers, and edge pixels are repeated. Do not shrink images with this function, because it
+    does not antialias.
     """
     if x.shape[1:3] == (height, width):
         return x
@@ -129,7 +131,7 @@ def bicubic_upsample(
 
 
 def unit(unet: Any) -> int:
-    """Return the number of pixels that must divide both sides of a network's images."""
+    """Return the number that must divide the height and width of a network's images in pixels."""
     halvings = len(getattr(unet, "channel_mult", (1,))) - 1  # A transformer has no levels.
     return getattr(unet, "patch", 1) * 2**halvings
 
@@ -137,29 +139,31 @@ def unit(unet: Any) -> int:
 def check_resolutions(unet: Any) -> None:
     """Raise ValueError if the image size or an attention resolution does not fit the levels.
 
-    Each level halves the resolution, which must stay whole. Each attention resolution must equal
-    the resolution of a level. `unet` is a UNet or MagnitudeUNet.
+    The image must divide into patches, and their number per side must remain whole when it is
+    halved from level to level. Each attention resolution must be the resolution of a level. `unet`
+    is a UNet or MagnitudeUNet.
     """
     levels = len(unet.channel_mult)
     if unet.image_size % unit(unet):
         raise ValueError(
-            f"unet.image_size is {unet.image_size}: with patches of {unet.patch} and {levels} "
+            f"unet.image_size is {unet.image_size}, but with unet.patch={unet.patch} and {levels} "
             f"levels it must be a multiple of {unit(unet)}: change it, or use fewer levels"
         )
     resolutions = [unet.image_size // unet.patch >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:
         if resolution not in resolutions:
             raise ValueError(
-                f"unet.attention_resolutions holds {resolution}, which a UNet of image_size "
-                f"{unet.image_size} and {levels} levels never reaches: choose from {resolutions}"
+                f"unet.attention_resolutions holds {resolution}, but no level has this resolution: "
+                f"choose from {resolutions}"
             )
 
 
 def check_width(name: str, width: int) -> None:
-    """Raise ValueError unless `width` is a multiple of group norm's 32 groups."""
+    """Raise ValueError unless `width`, the UNet's field `name`, is a positive multiple of 32."""
     if width < 32 or width % 32:
         raise ValueError(
-            f"unet.{name} is {width}: group normalisation has 32 groups, so choose a multiple of 32"
+            f"unet.{name} is {width}: it must be a multiple of 32, the number of groups in group "
+            "normalisation"
         )
 
 
@@ -175,7 +179,7 @@ def _bicubic_weights(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def _cubic(d: Float[np.ndarray, "N"], a: float = -0.75) -> Float[np.ndarray, "N"]:
-    """Evaluate the cubic kernel of Keys (1981) at distances from 0 to 2."""
+    """Return the cubic kernel of Keys (1981) with the parameter `a`, at distances from 0 to 2."""
     near = (a + 2) * d**3 - (a + 3) * d**2 + 1
     far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
     return np.where(d <= 1, near, far)

@@ -1,14 +1,17 @@
 """Magnitude-preserving UNet of EDM2, config G (Karras et al. 2024, arXiv 2312.02696), with text.
 
-It has neither group norm nor biases. All activations keep a magnitude near 1, because weights have
-unit length, sums and nonlinearities are scaled, and the blocks on the way down use pixel norm (see
-nn.magnitude).
+The network has neither group norm nor biases. All activations keep a magnitude (root mean square)
+near 1, because weights are normalised, sums and nonlinearities are scaled, and the blocks on the
+way down start with pixel norm (see diffusion_jax/nn/magnitude.py).
 
-The pooled text replaces the paper's class label. Attention may also see the text tokens. Train it
-with precond "edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
+The pooled text replaces EDM2's class label. Attention may also see the text tokens. Train the
+network with diffusion.precond "edm", diffusion.weight "uncertainty", optimizer.schedule
+"inverse_sqrt" and optimizer.weight_decay 0.
 
-Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level), C
-channels of a level, E width of the embedding, L text tokens of width D, N heads, K width of a head.
+Images are NHWC. In the shapes, B is the batch size, H and W are the height and width of the images
+in pixels, h and w those of a level in patches (halved from level to level), C is the number of
+channels of a level, and E the width of the embedding of time and text. There are L text tokens of
+width D, and N attention heads of width K.
 """
 
 import functools
@@ -31,15 +34,14 @@ from imagen_jax.layers import Network, check_resolutions
 
 ATTENTION = ("fused", "cross", "self")
 _BRANCH = 0.3  # Weight of a residual or attention branch in the sum with its input.
-_CLIP = 256  # Activations are clipped to this magnitude.
+_CLIP = 256  # Activations are clipped to [-_CLIP, _CLIP].
 
 
 class MagnitudeUNet(Network):
     """EDM2's magnitude-preserving UNet, with text (unet.kind "magnitude")."""
 
     patch: Count = 1
-    """Side in pixels of the patches that the image is first divided into. The resolutions below are
-    in patches."""
+    """Side in pixels of the patches that the image is first divided into."""
     embed_dim: Width = 192
     """Number of channels of a level whose channel_mult is 1."""
     channel_mult: Multiples = (1, 2, 3, 4)
@@ -48,11 +50,11 @@ class MagnitudeUNet(Network):
     num_res_blocks: Count = 3
     """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (16, 8)
-    """The resolutions, in patches per side, whose levels have attention. The middle of the network
-    always has it."""
+    """The levels with attention, given by their resolutions in patches per side. The middle of the
+    network always has attention."""
     attention: Annotated[str, ATTENTION] = "fused"
-    """What pixels attend to: pixels and text ("fused"), text ("cross"), or pixels ("self", as in
-    the paper)."""
+    """What pixels attend to: pixels and text ("fused"), only text ("cross"), or only pixels
+    ("self", as in EDM2)."""
     cond_dim: Count = 512
     """Width of the text tokens that attention sees."""
     dropout: Decay = 0.0
@@ -131,8 +133,9 @@ class MagnitudeUNet(Network):
     def _conditions(self, time, text, text_mask, low_res_time):
         """Return the embedding [B, E], attention's context [B, L, cond_dim] and its mask [B, L].
 
-        Without text attention, the context is None. A channel of ones is appended to the tokens,
-        so that a dropped text, which is all zeros, also becomes a learned vector of magnitude 1.
+        If attention does not see the text, the context is None. A channel of ones is appended to
+        the tokens. So a dropped text, which is all zeros, also becomes a learned vector of
+        magnitude 1.
         """
         widths = [self.embed_dim * m for m in self.channel_mult]
         linear = lambda name: MPConv(max(widths), name=name)
@@ -188,9 +191,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
-        """Return [B, H, W, width], where H and W are those of x, doubled or halved by `resample`.
+        """Return [B, H, W, width]. If the block resamples, H and W are twice or half those of x.
 
-        `context` may be None if the block ignores the text.
+        `context` may be None if the block does not attend to the text.
         """
         if self.resample == "down":
             x = ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
@@ -230,7 +233,10 @@ class Block(nn.Module):
         return self._out(attend(q, *text, text_mask, implementation=self.implementation), x)
 
     def _heads(self, tokens, parts, name):
-        """Map tokens [B, T, _] to `parts` arrays [B, T, N, K], normalized to magnitude 1 over K."""
+        """Map T tokens [B, T, _] to `parts` arrays [B, T, N, K] of heads with magnitude 1.
+
+        The layer that computes them has the name `name`.
+        """
         heads = self._layer(name, width=parts * self.width)(tokens)  # [B, T, parts C]
         shape = (*heads.shape[:2], parts, self.width // self.head_dim, self.head_dim)
         heads = normalize(heads.reshape(shape))  # [B, T, parts, N, K]

@@ -19,20 +19,20 @@ from imagen_jax import cascade
 
 
 def load(*workdirs: str | os.PathLike[str], **values: Any) -> Loaded:
-    """Open a run, or the runs of a cascade in the order in which they draw.
+    """Open the model of a run, or a cascade of several models, to draw with it.
 
     Args:
-        *workdirs: The workdirs of the runs.
-        **values: Values of cascade.OPTIONS, named like the flags of the command `sample`. A list
-            holds one value per stage.
+        *workdirs: The workdirs of the runs. The models of a cascade draw in this order.
+        **values: Options for drawing, such as steps=20: the keys of cascade.OPTIONS, which are also
+            the flags of imagen_jax.sample. For a cascade, a list gives one value per stage.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
-        ValueError: If no workdir is given, a value is invalid, or a stage draws images of another
-            size than the next stage enlarges.
+        ValueError: If no workdir is given, a value is invalid, or a stage does not draw images of
+            the size that the next stage enlarges.
     """
     if not workdirs:
-        raise ValueError('name the workdir of a run: load("runs/quickstart")')
+        raise ValueError('load() needs the workdir of a run: load("runs/quickstart")')
     by_stage = options.by_stage(values, len(workdirs))
     stages = cascade.load(workdirs, [cascade.choose(**of_stage) for of_stage in by_stage])
     system = System(cascade.OPTIONS, _draw, _tokenize, cascade.card, _enlarger)

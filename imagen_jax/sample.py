@@ -1,4 +1,4 @@
-"""Draw images with a trained Imagen model, or with a cascade of several.
+"""Draw images with a trained Imagen model, or with a cascade of several models.
 
     python -m imagen_jax.sample --workdir=runs/quickstart --prompt="a red seven on gray paper" \\
         --num_images=8 --out=pictures
@@ -10,17 +10,17 @@ for all models, or one value per model. By default, each model uses the values i
     python -m imagen_jax.sample --workdir=runs/base64 --workdir=runs/sr256 --guidance=7.5,8 \\
         --steps=30,20 --prompts=captions.txt --out=pictures
 
-Repeat --prompt for several prompts, or give a file with one prompt per line as --prompts. The
-models use the text encoder of their training. Models trained on stored embeddings need the weights
-of this encoder (--text_weights=FOLDER), or embeddings that it has computed before
-(--embeddings=FILE, one .npy, .npz or .safetensors file per text). If the first model is a
+Repeat --prompt for several prompts, or give a file with one prompt per line as --prompts. Each
+model uses the text encoder that it was trained with. Models trained on stored embeddings need the
+weights of this encoder (--text_weights=FOLDER), or embeddings that this encoder has already
+computed (--embeddings=FILE, one .npy, .npz or .safetensors file per text). If the first model is a
 super-resolution model, it enlarges the pictures of --low_res, one per text.
 
 Image-to-image: --image=photo.png --strength=0.6 draws over a picture, which must have the aspect
-ratio of the drawn images (by default, a square). Give one picture for all texts, or one per text;
-each stage resizes it. The first stage draws over the picture in the last 60 % of its steps, and the
-later stages enlarge the result. With --strength=0.6,0.3, the second stage also draws over the
-picture, in the last 30 % of its steps.
+ratio of the drawn images (by default, a square). Give one picture for all texts, or one per text.
+Each stage resizes the picture to its own image size. The first stage draws over the picture in the
+last 60 % of its steps, and the later stages enlarge the result. With --strength=0.6,0.3, the second
+stage also draws over the picture, in the last 30 % of its steps.
 
 Inpainting: --mask=mask.png has the size of the picture. Its white part is redrawn; its black part
 keeps exactly the pixels of the picture, at every stage. With --strength=1, the redrawn part starts
@@ -28,8 +28,8 @@ from pure noise.
 
 The folder --out receives one PNG per image, sheet.png with all images and their captions, and
 metadata.jsonl with all settings that are needed to draw an image again. Image n uses the seed
---seed + n and depends only on its seed and prompt. So --seed=5 --num_images=1 draws the sixth image
-of --seed=0.
+--seed + n, and depends only on its seed, prompt and pictures. So --seed=5 --num_images=1 draws the
+sixth image of --seed=0.
 """
 
 import pathlib
@@ -68,7 +68,7 @@ _BATCH = flags.DEFINE_list("batch_size", [], "Images per batch: one value, or on
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     """Open the models and input files that the flags name, and return them as a Session.
 
-    `prompts` are the texts of --prompt and --prompts; they are empty if --embeddings is given.
+    `prompts` holds the texts of --prompt and --prompts. It must be empty if --embeddings is given.
 
     Raises ValueError if a flag is invalid, and OSError if a file is missing.
     """
@@ -111,9 +111,9 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _strengths(num_stages: int) -> list[float]:
-    """Return the strength of each stage. A single --strength is for the first stage; others get 1.
+    """Return the strength of each stage: the share of its steps that draw over the picture.
 
-    A strength is the share of a stage's steps that draw over the picture, from 0 to 1.
+    A single value of --strength is for the first stage, and the other stages get 1.
     """
     strengths = option_flags.each("strength", _STRENGTH.value, Share, num_stages)
     return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
@@ -141,7 +141,9 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     for array in arrays:
         cascade.check_low_res(first, array.shape[:2])
     if len(arrays) != num_texts:
-        raise ValueError(f"{len(arrays)} pictures and {num_texts} texts: repeat --low_res per text")
+        raise ValueError(
+            f"--low_res has {len(arrays)} pictures for {num_texts} texts: give one per text"
+        )
     return np.stack(arrays).astype(np.float32) / 127.5 - 1
 
 

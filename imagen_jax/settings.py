@@ -43,47 +43,49 @@ class Diffusion(NamedTuple):
 
     precond: PrecondName = "edm"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss measures its error."""
+    "flow" for rectified flow), or EDM's target ("edm"). The loss is the error of the prediction."""
     sigma_data: ranges.Positive = 0.5
     """The standard deviation of the images in [-1, 1], which EDM's target and the weight "edm"
     assume."""
     noise: NoiseName = "lognormal"
     """The distribution of noise levels in training: "lognormal" (EDM), "logit_normal" or
     "uniform_flow" (rectified flow), "cosine" or "linear" (continuous DDPM), Stable Diffusion's
-    table of 1000 levels ("scaled_linear"), or the same with pure noise as its last level
+    table of 1000 levels ("scaled_linear"), or this table with pure noise as its last level
     ("zero_terminal_snr"). "eps" cannot be predicted with "zero_terminal_snr" or rectified flow."""
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
-    """The mean of the logarithm of the noise level, for the noise "lognormal"."""
+    """With the noise "lognormal", the mean of the logarithm of the noise level."""
     p_std: ranges.Positive = 1.2
-    """The standard deviation of the logarithm of the noise level, for the noise "lognormal"."""
+    """With the noise "lognormal", the standard deviation of the logarithm of the noise level."""
     distance: DistanceName = "l2"
     """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
     mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """The weight of each noise level in the loss: "min_snr", "p2", "edm", "flow" (the loss of a
-    network that predicts the flow), or "uncertainty" (learned during training)."""
+    """The weight of each noise level in the loss: "min_snr" (Hang et al. 2023), "p2" (Choi et al.
+    2022), "edm" (Karras et al. 2022), "flow" (the loss of a network that predicts the flow), or
+    "uncertainty" (learned during training, as in EDM2)."""
     min_snr: ranges.Scale = 0.0
     """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
     use 5). 0 leaves the loss unweighted."""
     offset_noise: ranges.Share = 0.0
-    """The strength of offset noise, one random shift of the brightness of each channel of an image.
-    It helps a model to draw very dark and very bright images; 0 for none."""
+    """The strength of offset noise: one random number per image and channel, added to the noise of
+    all pixels. It helps a model to draw very dark and very bright images; 0 for none."""
     method: MethodName = "denoise"
-    """What the network learns: to denoise ("denoise"), or the mean velocity between noise levels,
-    to draw in one step ("meanflow(omega=2)" also learns guidance 2; see diffusion/meanflow.py)."""
+    """What the network learns: to denoise ("denoise"), or to predict the mean velocity between two
+    noise levels, so that one step can draw an image ("meanflow"). "meanflow(omega=2)" also learns
+    guidance scale 2 (see diffusion_jax/diffusion/meanflow.py)."""
 
 
 class SuperResolution(NamedTuple):
-    """How a super-resolution model enlarges: the factor, and the noise added to the small image.
+    """The factor of a super-resolution model, and the noise that it adds to the small image.
 
     Read by imagen_jax/super_resolution.py.
     """
 
     factor: ranges.Count = 1
-    """How many times larger the enlarged image is per side; 1 for base models."""
+    """The factor by which a super-resolution model enlarges each side; 1 for base models."""
     aug_sigma: ranges.Positive = 0.002
-    """The level of the noise that drawing adds to the small image, if the model has unet.noise_aug.
-    More noise hides more of the previous stage's errors."""
+    """The level of the noise that is added to the small image during drawing, if unet.noise_aug is
+    True. More noise hides more of the previous stage's errors."""
 
 
 class Sampler(NamedTuple):
@@ -106,8 +108,8 @@ class Sampler(NamedTuple):
     """The noise level at which the grids "karras" and "exponential" start. It also limits the
     levels of the grids "leading", "trailing" and "linspace" on tables of noise levels."""
     rho: ranges.Positive = 7.0
-    """How closely the grid "karras" spaces small noise levels (Karras et al. 2022, equation 5).
-    Larger values take more small steps at the end. Other grids ignore it."""
+    """The exponent rho of the grid "karras" (Karras et al. 2022, equation 5). With larger values,
+    more of the steps are at small noise levels. Other grids ignore it."""
     churn: ranges.Scale = 0.0
     """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
     Other samplers ignore it."""
@@ -126,13 +128,13 @@ class Sampler(NamedTuple):
     "dynamic" scales down images that exceed them (Imagen), and "none" does nothing."""
     grid: GridName = ""
     """How the steps are spaced, by time ("ldm", "even", "leading", "trailing", "linspace") or by
-    noise level ("karras", "exponential"); "" for the default of the noise and the sampler."""
+    noise level ("karras", "exponential"); "" for a default that depends on noise and sampler."""
     end: EndName = ""
     """Where the last step ends: without noise ("zero"), or at the smallest noise level
-    ("sigma_min"); "" for the default of the noise and the sampler."""
+    ("sigma_min"); "" for a default that depends on noise and sampler."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The timestep at which the last step of the grid "leading" starts, for tables of noise levels.
-    Other grids ignore it."""
+    """The timestep at which the last step of the grid "leading" starts, if diffusion.noise is a
+    table of levels. Other grids ignore it."""
     guiding: GuidingName = "cfg"
     """The kinds of guidance, joined by +, such as apg(norm=5)+rescale. "cfg" is plain
     classifier-free guidance."""
@@ -141,10 +143,10 @@ class Sampler(NamedTuple):
     prediction without a text."""
     height: ranges.Amount = 0
     """The height of the images that a base model draws, in pixels; 0 for the training size. A
-    super-resolution model ignores it and keeps the shape of the small image."""
+    super-resolution model ignores it and keeps the aspect ratio of the small image."""
     width: ranges.Amount = 0
     """The width of the images that a base model draws, in pixels; 0 for the training size. A
-    super-resolution model ignores it and keeps the shape of the small image."""
+    super-resolution model ignores it and keeps the aspect ratio of the small image."""
 
 
 class Settings(NamedTuple):
@@ -174,7 +176,7 @@ class Settings(NamedTuple):
 
     @property
     def crop_sides(self) -> tuple[int, int]:
-        """(size, unit) in pixels: the side of square crops, and a divisor of the sides of any crop.
+        """The side of square training crops in pixels, and the number that must divide all sides.
 
         Crops that are not square have the sizes in data.aspect_buckets.
         """
@@ -197,7 +199,7 @@ UNETS: dict[str, type | str] = {
     "magnitude": MagnitudeUNet,
     "transformer": Transformer,
 }
-"""Values of unet.kind. Each is a network class or the string "MODULE:CLASS"."""
+"""The network class of each value of unet.kind, or the string "MODULE:CLASS" to import it."""
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
@@ -234,17 +236,17 @@ def _check_sizes(s: Settings) -> None:
         )
     if s.unet.low_res != (factor > 1):
         raise ValueError(
-            f"super_resolution.factor is {factor} and unet.low_res is {s.unet.low_res}: a model "
-            "with a factor above 1 needs a small image (unet.low_res=True, or "
-            "unet.kind='efficient'), and one with factor 1 takes none"
+            f"super_resolution.factor is {factor}, but unet.low_res is {s.unet.low_res}: a model "
+            "with a factor above 1 needs unet.low_res=True or unet.kind='efficient', and a base "
+            "model (factor 1) needs unet.low_res=False"
         )
     shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=resize)
     if factor == 1:
         _check_output_shape(s)
     if factor > 1 and s.evaluation.every:
         raise ValueError(
-            f"evaluation.every is {s.evaluation.every}: a super-resolution model cannot draw "
-            "from prompts alone, so set it to 0 and evaluate the cascade"
+            f"evaluation.every is {s.evaluation.every}, but a super-resolution model cannot draw "
+            "from prompts alone: set it to 0, and score the cascade with imagen_jax.evaluate"
         )
     if resize and (resize < size or resize % factor):
         raise ValueError(
@@ -254,18 +256,18 @@ def _check_sizes(s: Settings) -> None:
 
 
 def _check_output_shape(s: Settings) -> None:
-    """Raise ValueError if a base model cannot draw images of its output shape or score them."""
+    """Raise ValueError if a base model cannot draw or score images of the height and width set."""
     _, unit = s.crop_sides
     shape = s.output_shape
     for name, side in zip(("height", "width"), shape, strict=True):
         if side % unit:
             raise ValueError(
-                f"sampler.{name} is {side}: this model needs a multiple of {unit} pixels"
+                f"sampler.{name} is {side}: for this model it must be a multiple of {unit} pixels"
             )
     if s.evaluation.every and shape[0] != shape[1]:
         raise ValueError(
-            f"sampler.height and sampler.width give {shape[0]}x{shape[1]} pixels, but only squares "
-            "are scored: leave both at 0, or set evaluation.every to 0"
+            f"sampler.height and sampler.width give images of {shape[0]}x{shape[1]} pixels, but "
+            "only square images can be scored: set both to 0, or set evaluation.every to 0"
         )
 
 
@@ -278,9 +280,9 @@ def _check_texts(s: Settings) -> None:
         return
     if not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
-            f"data.text is {s.data.text!r}, but text.encoder is {s.text.encoder!r}, which reads no "
-            "embeddings: set data.text to txt, or set text.encoder to the encoder that made the "
-            "embeddings"
+            f"data.text is {s.data.text!r}, but text.encoder is {s.text.encoder!r}, which cannot "
+            "use stored embeddings: set data.text to txt, or text.encoder to the encoder that made "
+            "the embeddings"
         )
     if s.text.store:
         raise ValueError(

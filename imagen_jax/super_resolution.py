@@ -1,4 +1,4 @@
-"""The input of super-resolution models: a small image with a little noise.
+"""The small image that a super-resolution model enlarges, with a little noise added to it.
 
 This noise conditioning augmentation (Ho et al. 2021, "Cascaded Diffusion Models", section 4.2)
 makes a model robust to the errors of the stage before it.
@@ -38,7 +38,7 @@ class LowRes(NamedTuple):
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
     """Return noisy small images, c_in * (image + sigma * eps), and c_noise as their time.
 
-    `scalings` gives c_in and c_noise at the noise level sigma.
+    `eps` is standard normal noise. `scalings` maps sigma to c_in and c_noise.
     """
     c = scalings(sigma)
     noisy = image + sigma[:, None, None, None] * eps
@@ -46,10 +46,10 @@ def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> L
 
 
 def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Array, "B"]]:
-    """Return two keys per image: for the noise of the image, and for the noise of its small image.
+    """Return two keys per image: one to draw the image, one for the noise on its small image.
 
-    All stages of a cascade get the same keys. To give each stage its own noise, `size`, the side of
-    its images in pixels, is folded into the keys.
+    All stages of a cascade get the same `keys`. To give each stage different noise, the side of the
+    stage's images in pixels, `size`, is folded into the keys.
     """
     stage = jax.vmap(jax.random.fold_in, (0, None))(keys, size)
     return tuple(jax.vmap(jax.random.split, out_axes=1)(stage))

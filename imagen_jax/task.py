@@ -36,28 +36,30 @@ from imagen_jax.super_resolution import LowRes
 def make_task(
     s: Settings, encoder: TextEncoder, guide: Settings | None = None, strength: float = 1.0
 ) -> Task:
-    """Return a model's init, loss and sampler as a Task.
+    """Return a Task: the initialisation, loss and sampling of an Imagen model.
 
-    In training, a super-resolution model makes its small images from the large ones. In sampling,
-    it reads them from batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. If the
-    batch has "image", uint8 [B, H, W, 3], the sampler draws over it. If the batch also has "mask",
-    bool [B, H, W], the sampler changes only the pixels where the mask is True (see
-    diffusion.editing).
+    In training, a super-resolution model shrinks the images of the batch to get its small images.
+    In sampling, it reads small images of any size from batch["low_res"], float [B, h, w, 3] in
+    about [-1, 1]. If the batch has "image", uint8 [B, H, W, 3], the sampler draws over these
+    pictures. If the batch also has "mask", bool [B, H, W], the sampler changes only the pixels
+    where the mask is True (see diffusion_jax/diffusion/editing.py).
 
     Args:
         s: The model's settings.
         encoder: The text encoder. Its weights are the frozen weights of the Task.
         guide: Settings of a second model that guides this one. The frozen weights are then a dict
             with the keys "text" (the weights of the text encoder) and "guide" (those of the guide).
-        strength: The share of the sampling steps that run if the model draws over a picture.
+        strength: The share of the sampling steps that the model takes when it draws over a picture.
 
     Raises:
-        ValueError: If the sampling grid needs times, but the noise defines none.
+        ValueError: If the sampling grid is spaced by time, but the noise has no times.
     """
     unet, objective = s.unet, objectives.make(s.diffusion)
     samplers.check_grid(objective.noise, s.sampler)
     factor = s.super_resolution.factor
 
+    # `params` holds the network's weights and, for learned loss weights, a collection of their
+    # parameters. unet.apply accepts this additional Flax collection and ignores it.
     def init(key):
         return objective.with_learned(unet.init(key, **example_inputs(unet, s.text.width)))
 
@@ -70,6 +72,9 @@ def make_task(
         eps = objective.shifted(jax.random.fold_in(key_eps, 1), eps)
         low_res = training_low_res(key_low, x0) if factor > 1 else LowRes()
 
+        # A denoiser's loss calls network(x, time). MeanFlow's loss also passes the span h, which
+        # images keep their text, and `rows`, the part of the batch that x holds. With other
+        # `params`, the same function is the network whose weights get no gradient.
         def network(x, time, h=None, kept=kept, rows=slice(None), params=params) -> Any:
             # A dropped text becomes zeros and keeps its mask, as in NeMo.
             kept_text = text[rows] * kept[:, None, None]
@@ -122,9 +127,9 @@ def make_task(
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """Return the task and a training batch of one black image, for tracing without weights.
+    """Return a Task and a batch of one black image, to trace a training step without any data.
 
-    The batch holds no text; `encoder.tokenize` returns that part.
+    The batch holds no text; add what `encoder.tokenize` returns.
     """
     side = s.unet.image_size
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
@@ -174,13 +179,13 @@ def _make_begin(
         )  # fmt: skip
         denoise = threshold(denoise)
         x = samplers.initial_noise(keys, shape, sigmas[0])
-        noise = samplers.gaussian_noise(keys, shape)
+        step_noise = samplers.gaussian_noise(keys, shape)
         finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])
-        start = samplers.Start(denoise, x, sigmas, noise, finish)
+        start = samplers.Start(denoise, x, sigmas, step_noise, finish)
         if "image" not in batch:
             return start
-        eps, mask = samplers.initial_noise(keys, shape, 1), batch.get("mask")
-        redrawn = None if mask is None else mask[..., None]  # [B, H, W, 1]
+        eps, pixel_mask = samplers.initial_noise(keys, shape, 1), batch.get("mask")
+        redrawn = None if pixel_mask is None else pixel_mask[..., None]  # [B, H, W, 1]
         image = to_range(batch["image"])
         return start._replace(wrap=lambda f: editing.wrap(f, image, eps, strength, redrawn))
 
@@ -190,9 +195,10 @@ def _make_begin(
 def _denoiser_of(
     s: Settings, params: Any, sigmas: Sigmas, scalings: Precond | None = None
 ) -> Callable[[Any], Denoiser]:
-    """Return a function that maps (text, mask, small image, its time) to the denoiser D(x, sigma).
+    """Return a function that maps a condition to the model's denoiser D(x, sigma).
 
-    `sigmas` is the sampling grid. `scalings` is the preconditioner; None takes that of training.
+    A condition is a tuple: the text embeddings, their mask, and the two fields of a LowRes.
+    `sigmas` is the sampling grid. `scalings` is the preconditioner; None means that of training.
     """
     objective = objectives.make(s.diffusion)
     scalings, span = scalings or objective.scalings, objective.span(sigmas)

@@ -3,9 +3,10 @@
     python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 Any value of the config can be changed on the command line: --config.optimizer.lr=2e-4
---config.data.path=photos. --config.mesh.fsdp=8 --config.mesh.replica=4 shards the run.
+--config.data.path=photos. To shard the model, set for example --config.mesh.fsdp=8
+--config.mesh.replica=4.
 
-The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
+The workdir receives metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
 not finite, not_finite.json reports where the first such number came from. Running the same command
 again continues exactly from the last checkpoint. On SIGTERM, training saves a checkpoint and exits
@@ -34,11 +35,11 @@ _SHOWN = 8  # The number of training pictures whose texts are drawn if prompts c
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Open the text encoder, the data and the model.
+    """Open everything that training needs: the text encoder, the data and the model.
 
     Raises ValueError or OSError if one of them is missing or invalid.
     """
-    # The text encoder, which is not opened if the data hold its outputs (`embedded`).
+    # The text encoder. If the data hold its outputs (`embedded`), its weights are not read.
     encoder = lookup.open_encoder(s.text, s.data.embedded)
 
     # The data, and the examples to draw during training.
@@ -63,9 +64,9 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
     """Return the config's prompts as examples, or the texts of the first training pictures.
 
-    The training pictures replace the prompts in two cases: a super-resolution model also needs
-    small images, which it takes from the pictures, and a run on stored embeddings may have no text
-    encoder for prompts.
+    The training pictures replace the prompts in two cases. A super-resolution model also needs
+    small images, which are shrunk from the pictures. And a run on stored embeddings may have no
+    prompts, or no text encoder for them.
     """
     factor, prompts = s.super_resolution.factor, s.run.prompts
     if factor == 1 and (not s.data.embedded or (prompts and s.text.weights)):

@@ -3,14 +3,16 @@
 A patch goes through a narrow linear layer, the bottleneck, before it becomes a token. The network
 predicts the image, because images lie near a low-dimensional manifold, and noise does not. Text and
 image are two streams of tokens that attend to each other (MMDiT, Esser et al. 2024, arXiv
-2403.03206). Train it with precond "x0", weight "flow" and noise "lognormal", which makes the times
-t = sigma / (1 + sigma) logit-normal.
+2403.03206). Train the network with diffusion.precond "x0", diffusion.weight "flow" and
+diffusion.noise "lognormal", which makes the times t = sigma / (1 + sigma) logit-normal.
 
-Unlike the authors, we use layer norm, GELU and no rotary positions, as in MMDiT, and text instead
-of class tokens.
+There are three differences from JiT: as in MMDiT, the layers use layer norm and GELU; positions
+are not rotary; and text tokens replace class tokens.
 
-Images are NHWC. Shapes: B batch, H W pixels, S = H/patch * W/patch image tokens, L text tokens of
-width D, C width of the tokens and of the embedding, N heads, K width of a head.
+Images are NHWC. In the shapes, B is the batch size, H and W are the height and width in pixels, and
+C is the width of the tokens and of the embedding of time and text. There are
+S = (H / patch) * (W / patch) image tokens, L text tokens, whose embeddings have width D, and N
+attention heads of width K.
 """
 
 import functools
@@ -36,8 +38,8 @@ class Transformer(Network):
     """Plain transformer on large patches of pixels (unet.kind "transformer")."""
 
     patch: Count = 16
-    """Side in pixels of the patches that become image tokens. The paper uses a sixteenth of the
-    image's side."""
+    """Side in pixels of the patches that become image tokens. JiT uses a sixteenth of the image's
+    side."""
     embed_dim: Width = 768
     """Width of the tokens and of the embedding of time and text."""
     depth: Count = 12
@@ -93,10 +95,10 @@ class Transformer(Network):
         return ops.depth_to_space(out, self.patch)  # [B, H, W, 3]
 
     def _conditions(self, time, text, text_mask, low_res_time):
-        """Return the embedding [B, C], the text tokens [B, L, C] and their mask [B, L].
+        """Return the embedding of time and text, [B, C], the text tokens [B, L, C], and their mask.
 
-        Text tokens get no positions, because the text encoder has already encoded the order of
-        words.
+        The text tokens get no position embeddings, because the text encoder has already encoded the
+        order of words.
         """
         embed = lambda name: TimeEmbed(self.embed_dim // 4, dtype=self.dtype, name=name)
         emb = embed("time_embed")(time)  # [B, C]
@@ -124,22 +126,23 @@ class Transformer(Network):
             )
         if self.embed_dim % 8:
             raise ValueError(
-                f"unet.embed_dim is {self.embed_dim}: the sinusoids of times and positions need a "
-                "multiple of 8"
+                f"unet.embed_dim is {self.embed_dim}: it must be a multiple of 8, because pairs of "
+                "sinusoids embed times and positions"
             )
 
 
 class JointBlock(nn.Module):
     """Transformer block over two streams of tokens, image and text, each with its own weights.
 
-    Attention runs over the tokens of both. The embedding modulates the norms and gates the residual
-    branches (adaLN-zero, Peebles & Xie 2023), so that a new block is the identity.
+    Attention runs over the tokens of both streams. The embedding scales and shifts the norms and
+    gates the residual branches (adaLN-zero, Peebles & Xie 2023). At initialisation, the gates are
+    0, so the block is the identity.
     """
 
     head_dim: int
     last: bool = False
-    """Whether this is the last block. Nothing uses the text tokens after it, so it does not change
-    them."""
+    """Whether this is the last block. It does not change the text tokens, because nothing uses them
+    after it."""
     implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
@@ -166,7 +169,11 @@ class JointBlock(nn.Module):
         return image, text
 
     def _heads(self, tokens, modulations, name):
-        """Return q, k and v of a stream; for the text in the last block, return only k and v."""
+        """Return the queries, keys and values of the stream `name`, "image" or "text".
+
+        For the text in the last block, return only keys and values. `modulations` starts with the
+        shift and scale of the norm.
+        """
         shift, scale = modulations[:2]
         parts = 2 if self.last and name == "text" else 3
         layer = ToHeads(
@@ -178,9 +185,9 @@ class JointBlock(nn.Module):
         return [*(norm("q")(q) for q in queries), norm("k")(k), v]
 
     def _residuals(self, tokens, out, modulations, name):
-        """Add the output of attention [B, T, N, K], then that of the feed-forward layer.
+        """Add attention's output [B, T, N, K] to T tokens, then the feed-forward layer's output.
 
-        Return the new tokens [B, T, C].
+        Return the new tokens [B, T, C]. `name` is the stream, "image" or "text".
         """
         gate, shift, scale, mlp_gate = modulations[2:]
         width = tokens.shape[-1]
@@ -212,10 +219,10 @@ def modulated(
 
 
 def positions(rows: int, columns: int, width: int) -> Float[Array, "{rows}*{columns} {width}"]:
-    """Embed the positions of the patches, which are ordered row by row.
+    """Return an embedding of the position of each patch, ordered row by row.
 
-    The first half of an embedding holds sinusoids of the patch's column, the second half of its
-    row.
+    The first half of an embedding holds sinusoids of the patch's column number, the second half
+    holds sinusoids of the row number.
     """
     of = lambda length: ops.sinusoid(jnp.arange(length, dtype=jnp.float32), width // 2)
     shape = (rows, columns, width // 2)

@@ -1,12 +1,13 @@
 """UNet of Imagen's base models and of the 400M super-resolution model.
 
-It has wide residual blocks, and attention to pixels and text at chosen resolutions. The time and
-the pooled text scale and shift the norms of every residual block. The network computes the same
-numbers as NVIDIA NeMo's UNetModel.
+The UNet has residual blocks at every resolution, and attention to pixels and text at chosen
+resolutions. The time and the pooled text scale and shift a norm of every residual block. With equal
+weights, the network computes the same numbers as NVIDIA NeMo's UNetModel.
 
-Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level), C
-channels of a level, E width of the time embedding, L text tokens of width D, T context tokens of
-width K.
+Images are NHWC. In the shapes, B is the batch size, H and W are the height and width of the images
+in pixels, h and w those of a level in patches (halved from level to level), C is the number of
+channels of a level, and E the width of the time embedding. There are L text tokens of width D. The
+context of attention has T tokens of width K.
 """
 
 import functools
@@ -30,7 +31,7 @@ class UNet(Network):
 
     patch: Count = 1
     """Side in pixels of the patches that the image is first divided into (Hoogeboom et al. 2023).
-    The resolutions below are in patches. NeMo's models have 1."""
+    NeMo's models have 1."""
     embed_dim: Width = 256
     """Number of channels of a level whose channel_mult is 1. The embedding of the time is four
     times as wide."""
@@ -40,8 +41,8 @@ class UNet(Network):
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
     """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (8, 16, 32)
-    """The resolutions, in patches per side, whose levels have attention. The middle of the network
-    always has it."""
+    """The levels with attention, given by their resolutions in patches per side. The middle of the
+    network always has attention."""
     attention: Annotated[str, BLOCKS] = "fused"
     """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
     feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
@@ -51,20 +52,21 @@ class UNet(Network):
     """How the tokens of a text become one vector for the residual blocks: their learned weighted
     mean ("attention") or their plain mean ("mean")."""
     learned_time_dim: Amount = 0
-    """Number of learned sinusoids that embed the time (even). If it is 0, the sinusoids are fixed.
-    """
+    """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
+    are fixed."""
     null_token: bool = False
     """Whether to add one learned token to every text."""
     init_kernel: Count = 3
-    """Side of the kernel of the first and of the last convolution."""
+    """Side of the kernels of the first and the last convolution, in patches; it must be odd."""
     scale_shift: bool = True
     """Whether the time and the text scale and shift the activations of a residual block (True), or
     are only added to them (False)."""
     resblock_updown: bool = False
-    """Whether residual blocks change the resolution, instead of single layers."""
+    """Whether the resolution is halved and doubled by residual blocks (True) or by single layers
+    (False)."""
     conv_resample: bool = True
-    """Whether a convolution halves the resolution, instead of average pooling. A convolution always
-    doubles it. With resblock_updown, this field has no effect."""
+    """Whether the layer that halves the resolution is a convolution (True) or average pooling
+    (False). It has no effect if `resblock_updown` is True."""
     dropout: Decay = 0.0
     """Share of the activations in residual blocks that are set to 0 in training."""
     low_res: bool = False
@@ -161,16 +163,17 @@ class UNet(Network):
 
 
 def attends(unet: UNet, level: int) -> bool:
-    """Return whether the blocks of a level have attention. Level 0 has the full resolution."""
+    """Return whether the blocks of a level have attention. Level 0 has the highest resolution."""
     patches = unet.image_size // unet.patch
     return 2**level in {patches // r for r in unet.attention_resolutions}
 
 
 def check(unet: UNet) -> None:
-    """Raise ValueError if the fields contradict each other. Call this before compiling.
+    """Raise ValueError if the fields contradict each other.
 
-    Unlike `check_layers`, this function also rejects attention resolutions that no level has. NeMo
-    ignores these silently, but in a config they are a mistake.
+    Unlike `check_layers`, this function also rejects image sizes that the levels cannot halve, and
+    attention resolutions that no level has. NeMo ignores such resolutions, but in a config they are
+    a mistake.
     """
     check_layers(unet)
     check_resolutions(unet)
@@ -184,8 +187,9 @@ def check_layers(unet: UNet) -> None:
     blocks = blocks_per_level(unet.num_res_blocks, levels)
     if len(blocks) != levels:
         raise ValueError(
-            f"unet.num_res_blocks {blocks} has {len(blocks)} entries and unet.channel_mult "
-            f"{tuple(unet.channel_mult)} has {levels}: give one per level, or a single number"
+            f"unet.num_res_blocks {blocks} has {len(blocks)} entries, but unet.channel_mult "
+            f"{tuple(unet.channel_mult)} has {levels} levels: give one entry per level, or a "
+            "single number"
         )
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     for mult, width in zip(unet.channel_mult, widths, strict=True):

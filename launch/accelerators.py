@@ -15,18 +15,19 @@ GB = 1e9
 
 
 class Kind(NamedTuple):
-    """Data sheet of an accelerator, per JAX device. Bandwidths are bytes/s in one direction."""
+    """Data sheet of an accelerator. FLOP/s, memory and bandwidths are per JAX device."""
 
     peak: float
     """Dense bfloat16 FLOP/s."""
     memory: float
     """Memory in bytes."""
     memory_bandwidth: float
+    """Memory bandwidth in bytes/s."""
     link: float
-    """For GPUs, bandwidth to the other GPUs of the same host, such as NVLink. For TPUs, bandwidth
-    of all inter-chip links together."""
+    """Bandwidth of direct links in bytes/s, in one direction. GPUs: bandwidth to the other GPUs of
+    the host, for example by NVLink. TPUs: bandwidth of all links to other chips together."""
     network: float
-    """Bandwidth of the network to other hosts or TPU slices."""
+    """Bandwidth of the network to other hosts or TPU slices, in bytes/s and in one direction."""
     pool: str
     """Value of the GKE node label that selects this accelerator; "" if GKE does not offer it."""
     torus: int = 0
@@ -51,10 +52,10 @@ class Kind(NamedTuple):
 # per chip.
 # GPUs (SXM): NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), and of the systems DGX
 # A100, H100, H200 and B200 (a network card of 200 or 400 Gbit/s per GPU; 1/8 of the system's
-# memory). They give NVLink bandwidths for both directions together. GB200: 1/72 of NVIDIA's figures
-# for the rack GB200 NVL72, with half of the sparse FLOP/s; a host is one tray of the rack. MI300X:
-# AMD's data sheet (2023), 7 links of 64 GB/s in one direction. AMD sells no network with the
-# MI300X, so the H100 value is used.
+# memory). These data sheets give NVLink bandwidths for both directions together. GB200: 1/72 of
+# NVIDIA's numbers for the rack GB200 NVL72; dense FLOP/s are half of the sparse FLOP/s; a host is
+# one tray of the rack. MI300X: AMD's data sheet (2023), 7 links of 64 GB/s in one direction. AMD
+# sells no network with the MI300X, so the H100 value is used.
 KINDS: Mapping[str, Kind] = {
     "v4": Kind(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
                "tpu-v4-podslice", 3, chips=4096),
@@ -76,8 +77,8 @@ KINDS: Mapping[str, Kind] = {
     "mi300x": Kind(PEAKS["MI300X"], 192 * GB, 5300 * GB, 448 * GB, 50 * GB, ""),
 }  # fmt: skip
 
-# Topologies of TPU slices by number of dimensions (the pages above, and GKE's page on TPUs). With
-# three dimensions, larger slices consist of whole cubes of 4x4x4 chips.
+# Topologies of small TPU slices, by number of dimensions (sources: the pages above, and GKE's page
+# on TPUs). Larger slices with three dimensions consist of whole cubes of 4x4x4 chips.
 _SMALL = {
     2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4"),
@@ -91,9 +92,11 @@ class Target(NamedTuple):
     """Accelerators of a training run: one or several equal TPU slices, or a number of GPUs."""
 
     name: str
+    """Name of the accelerator, a key of KINDS."""
     sizes: tuple[int, ...]
     """Topology of one TPU slice, such as (4, 4, 4); for GPUs, (number of GPUs,)."""
     slices: int = 1
+    """Number of TPU slices; 1 for GPUs."""
 
     @property
     def kind(self) -> Kind:
@@ -133,10 +136,10 @@ class Target(NamedTuple):
 
     @property
     def island(self) -> int:
-        """Number of devices that direct fast links can connect.
+        """Number of devices that direct links connect.
 
-        This is the size of a TPU slice, or the number of GPUs of a whole host or rack, even if the
-        target has fewer.
+        These are the devices of a TPU slice, or the GPUs of a host or rack. A host or rack counts
+        as a whole, even if the target uses only some of its GPUs.
         """
         return math.prod(self.sizes) * self.kind.cores if self.is_tpu else self.kind.linked
 
@@ -144,7 +147,7 @@ class Target(NamedTuple):
 def parse(text: str) -> Target:
     """Parse an accelerator name such as v5p:4x4x4, v5p:4x4x4*2 (two slices) or h100:64.
 
-    Raises ValueError for an unknown name or an impossible size; the message lists valid ones.
+    Raises ValueError for an unknown name or an impossible size.
     """
     name, _, size = text.partition(":")
     one_of("accelerator", name, KINDS)
@@ -152,16 +155,17 @@ def parse(text: str) -> Target:
 
 
 def mesh_over(sizes: tuple[int, ...], devices: int) -> AbstractMesh:
-    """Return a mesh with axes (replica, fsdp, tensor) of these sizes; one size may be -1.
+    """Return a mesh with axes (replica, fsdp, tensor) of these sizes.
 
-    Raises ValueError unless the mesh uses exactly `devices` devices.
+    One size may be -1, which stands for all remaining devices. Raises ValueError unless the mesh
+    uses exactly `devices` devices.
     """
     sizes = sharding.mesh_sizes(sizes, devices)
     if math.prod(sizes) != devices:
         axes = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, sizes, strict=True))
         raise ValueError(
             f"mesh {axes} uses {math.prod(sizes)} of the target's {devices} devices: "
-            "set one size to -1, or choose fewer devices"
+            "set one size to -1, such as mesh.fsdp=-1, or choose fewer devices"
         )
     return AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
 
@@ -174,7 +178,7 @@ def _slices(name: str, size: str) -> Target:
         example = f"{name}:{'x'.join(['4'] * torus)}"
         raise ValueError(
             f"accelerator '{name}:{size}': a {name} slice has {torus} dimensions, such as "
-            f"{example}, or {example}*2 for two slices"
+            f"{example}, or {example}*2 for two slices; write positive numbers with x between them"
         )
     target = Target(name, tuple(map(int, match.groups()[:-1])), int(match.groups()[-1] or 1))
     small = _SMALL[torus]
@@ -189,7 +193,7 @@ def _slices(name: str, size: str) -> Target:
     if (chips := math.prod(target.sizes)) > target.kind.chips:
         raise ValueError(
             f"accelerator '{name}:{size}' has {chips} chips, but a {name} slice has at most "
-            f"{target.kind.chips}"
+            f"{target.kind.chips}: choose a smaller slice, or several slices with *NUMBER"
         )
     return target
 
@@ -202,11 +206,11 @@ def _gpus(name: str, size: str) -> Target:
         )
     count = int(size)
     if count > _MAX_GPUS:
-        raise ValueError(f"accelerator '{name}:{size}': at most {_MAX_GPUS:,} GPUs are allowed")
+        raise ValueError(f"accelerator '{name}:{size}': choose at most {_MAX_GPUS:,} GPUs")
     if count > host and count % host:
         below = count // host * host
         raise ValueError(
-            f"accelerator '{name}:{size}': hosts have {host} GPUs, so take {name}:{below} or "
-            f"{name}:{below + host}"
+            f"accelerator '{name}:{size}': each host has {host} GPUs, so choose "
+            f"{name}:{below} or {name}:{below + host}"
         )
     return Target(name, (count,))

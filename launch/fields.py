@@ -6,11 +6,15 @@ from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _MULTILINE = ("job.slurm.setup", "job.gke.patch")
-_KUBERNETES = (r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?", "use lower-case letters, digits, - and .")
+_KUBERNETES = (
+    r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?",
+    "use lower-case letters, digits, - and . , with a letter or digit at both ends",
+)
 _FORMS = {
     "job.name": (
         r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
-        "use at most 40 lower-case letters, digits and dashes",
+        "use at most 40 lower-case letters, digits and dashes; start with a letter and do not end "
+        "with a dash",
     ),
     "job.secrets": (r"[A-Za-z_]\w*", "write names of environment variables, such as HF_TOKEN"),
     "job.slurm.partition": (r"[\w.,-]*", "use letters, digits and . , _ -"),
@@ -20,15 +24,16 @@ _FORMS = {
     "job.gke.queue": _KUBERNETES,
     "job.gke.secret": _KUBERNETES,
 }
-"""Allowed forms of some fields, as (regular expression, advice for the error message)."""
+"""Allowed forms of some fields, by field name: (regular expression, advice for the error)."""
 
 
 def check(value: Any, field: str = "job") -> None:
-    """Check a field of a job file, or all fields of a group.
+    """Check the strings in the value of a job's field, or of a whole group of fields.
 
-    A string must be one line without control characters, unless it is a shell command or YAML.
-    Some names, for example job.name, must also match a pattern. A string that breaks these rules
-    could change other parts of the script or manifest into which it is inserted.
+    `field` is the name of the field or group, such as "job.gke". Every string must be one line
+    without control characters, except in job.slurm.setup (shell commands) and job.gke.patch (YAML).
+    Some names, such as job.name, must also match a pattern. Other strings could change parts of the
+    script or manifest that belong to other fields.
 
     Raises:
         ValueError: A string breaks these rules.

@@ -38,6 +38,7 @@ class Gke(NamedTuple):
     """Settings for Google Kubernetes Engine: the group `gke` of a job file."""
 
     namespace: str
+    """Kubernetes namespace in which the runs are created."""
     service_account: str
     """Kubernetes service account that may read and write the bucket; "" for the default."""
     queue: str
@@ -45,6 +46,7 @@ class Gke(NamedTuple):
     secret: str
     """Name of the Kubernetes secret that holds the values of job.secrets."""
     spot: bool
+    """Whether to use spot machines, which cost less but can be preempted at any time."""
     grace: ranges.Count
     """Seconds between SIGTERM and SIGKILL, during which a run saves a checkpoint."""
     patch: str = ""
@@ -58,7 +60,10 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     gke = settings.read(Gke, groups["gke"], "gke")
     check(job)
     if not target.kind.pool:
-        raise ValueError(f"GKE has no {target.name}: use launch.slurm on a cluster that has it")
+        raise ValueError(
+            f"job.accelerator is {job.accelerator}, which GKE does not offer: use launch.slurm "
+            f"on a cluster with {target.name}"
+        )
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),
@@ -76,16 +81,17 @@ def check(job: Job) -> None:
         )
     if not job.workdir.startswith("gs://"):
         raise ValueError(
-            f"job.workdir is {job.workdir!r}, but other hosts cannot read a local folder, and it "
-            "is lost when its machine stops: choose a folder in a bucket, gs://BUCKET/..."
+            f"job.workdir is {job.workdir!r}, but other hosts cannot read a folder on a machine's "
+            "disk, and the disk is deleted with the machine: choose a folder in a bucket, such as "
+            "gs://BUCKET/runs/NAME"
         )
 
 
 def folder(job: Job, workdir: str) -> str:
     """Return the --workdir of the job's command, for a workdir in a gs:// bucket.
 
-    Commands that can write to buckets get the URL itself, others the path where it is mounted,
-    /gcs/BUCKET/...
+    Commands that can write to buckets get the URL. Other commands get the path under which the
+    bucket is mounted, /gcs/BUCKET/...
     """
     accepts_url = job.command.rpartition(".")[2] in jobs.IN_BUCKETS
     return workdir if accepts_url else workdir.replace("gs://", "/gcs/", 1)
@@ -130,7 +136,9 @@ def _patch(gke: Gke) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"job.gke.patch is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(patch, dict):
-        raise ValueError(f"job.gke.patch is {gke.patch!r}: write a mapping, {{spec: {{...}}}}")
+        raise ValueError(
+            f"job.gke.patch is {gke.patch!r}: write a mapping, such as {{spec: {{...}}}}"
+        )
     return patch
 
 

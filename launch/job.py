@@ -27,7 +27,9 @@ from diffusion_jax.train import optimizer
 from launch import accelerators, fields
 from launch.accelerators import Target
 
-_JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
+_JOB = config_flags.DEFINE_config_file(
+    "job", None, "Job file, such as launch/jobs/scaling.py.", lock_config=True
+)
 _GROUPS = ("gke", "slurm")
 _REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
 IN_BUCKETS = ("train", "train_vae", "sample", "evaluate")
@@ -38,6 +40,7 @@ class Job(NamedTuple):
     """Fields of a job file that apply to all launchers."""
 
     name: str
+    """Name of the job on the cluster. The runs of a sweep are named NAME-0, NAME-1, ..."""
     command: str
     """Module to run, such as imagen_jax.train or benchmarks.scaling."""
     config: str
@@ -51,28 +54,34 @@ class Job(NamedTuple):
     accelerator: str
     """Accelerators of each run, such as v5p:4x4x4, or v5p:4x4x4*2 for one run on two slices."""
     image: str
+    """Container image of the runs, such as REGISTRY/NAME:TAG. It may be "" for Slurm, and for
+    XManager on this machine; the runs then use no container."""
     workdir: str
+    """Workdir of the run: a folder, or a URL such as gs://BUCKET/runs/NAME. The runs of a sweep use
+    its subfolders 0, 1, ..."""
     secrets: tuple[str, ...]
     """Names of environment variables with secret values.
 
-    The docstring of each launcher says where it gets the values."""
+    The docstring of each launcher says where the launcher gets the values."""
     env: tuple[str, ...] = ()
     """Environment variables of each run, such as "NCCL_DEBUG=INFO"."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container, besides the folders in the config and the flags."""
     restarts: ranges.Amount = 10
-    """Maximum number of restarts after a crash, a hang, or a workdir or port in use. A run that was
-    preempted, was requeued or reached its time limit is always restarted. A run that rejected its
-    config, flags or data (exit code 2) is never restarted."""
+    """Maximum number of restarts because of crashes, hangs, or a workdir or port in use. A run that
+    was preempted, was requeued or reached its time limit is always restarted. A run that rejected
+    its config, flags or data (exit code 2) is never restarted."""
 
 
 class Run(NamedTuple):
     """One run of a job: its name, command line and workdir."""
 
     name: str
+    """Name of the job, with the run's number if the job has a sweep, such as "quickstart-2"."""
     argv: tuple[str, ...]
     """Command line after `python -m`, without --workdir."""
     workdir: str
+    """Folder or URL for the results of this run."""
     overrides: tuple[str, ...]
     """Config overrides from the job's sweep that distinguish this run, such as "seed=1"."""
 
@@ -85,7 +94,7 @@ class Launcher(NamedTuple):
     submit: Callable[[list[str]], None]
     """Submit the rendered texts of all runs. Raises ValueError or ImportError on failure."""
     folder: Callable[[str], str] = str
-    """Convert a run's workdir to the path that the job's command gets as --workdir."""
+    """Convert a run's workdir to the path or URL that the job's command gets as --workdir."""
     note: str = ""
     """A note for the user, such as how sbatch reads the time limit; printed before the runs are
     submitted."""
@@ -132,8 +141,8 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
 def pipe(program: Sequence[str], text: str, missing: str) -> None:
     """Run a program with `text` as its standard input.
 
-    Raises ValueError if the program fails or is not installed. `missing` is the advice that the
-    message gives if it is not installed.
+    Raises ValueError if the program fails or is not installed. If it is not installed, the message
+    ends with the advice `missing`.
     """
     try:
         subprocess.run(program, input=text, text=True, check=True)
@@ -163,7 +172,7 @@ def check(job: Job) -> None:
         raise ValueError("job.workdir is empty: give a folder with --job.workdir=...")
     if job.config and not os.path.exists(job.config.partition(":")[0]):
         raise ValueError(
-            f"job.config is {job.config!r}: there is no such file; name one in configs/"
+            f"job.config is {job.config!r}: there is no such file; choose a file in configs/"
         )
 
 
@@ -198,10 +207,11 @@ def table(rows: Sequence[Run]) -> str:
 
 
 def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
-    """Return a run's environment variables, given its workdir `folder`.
+    """Return the environment variables of a run, by name.
 
     They are the variables in job.env, the folder of the compilation cache, and the compiler
-    settings for the target. Raises ValueError if an entry of job.env is not NAME=VALUE.
+    settings for the target. `folder` is the --workdir of the run's command. Raises ValueError if an
+    entry of job.env is not NAME=VALUE.
     """
     variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
     for pair in job.env:
@@ -219,10 +229,10 @@ def trains(job: Job) -> bool:
 
 
 def folders(job: Job, run: Run) -> list[str]:
-    """Return the folders of all absolute paths in a run's config, its flags and job.mounts.
+    """Return the folders that a run's config, its flags and job.mounts name by absolute paths.
 
-    A file or a glob pattern counts as its parent folder. A folder inside another listed folder is
-    omitted.
+    For a file or a glob pattern, this is the folder that contains it. A folder inside another
+    listed folder is omitted.
     """
     config = config_of(run) or {}
     values = [*_strings(config), *(argument.partition("=")[2] for argument in run.argv)]
@@ -252,8 +262,8 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
     """Let the job's command parse the flags of all runs, without running the command.
 
     Raises ValueError with the command's error message if a flag is invalid. A single process checks
-    all runs: it gets the flags of all of them, and absl parses every occurrence of a repeated flag.
-    The absl flag --only_check_args makes the command exit after parsing.
+    all runs: it gets the flags of all runs together, and absl parses every occurrence of a repeated
+    flag. The absl flag --only_check_args makes the command exit after parsing.
     """
     arguments = dict.fromkeys(argument for argv in commands for argument in argv)
     argv = [sys.executable, "-m", *arguments, "--only_check_args"]
@@ -261,25 +271,25 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
     if process.returncode:
         lines = process.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if "rror" in line] or lines
-        raise ValueError(f"the command rejects its flags: {errors[-1]}")
+        raise ValueError(f"{commands[0][0]} rejects its flags: {errors[-1]}")
 
 
 def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
     """Rehearse a run on this machine with virtual CPU devices, and return the report as a string.
 
     The job's command runs with --rehearse, which checks the inputs and whether the run fits into
-    the memory of the target's devices. If this machine cannot read all inputs, or the command has
-    no --rehearse, the string explains why there was no rehearsal. Raises ValueError with the
+    the memory of the target's devices. If no rehearsal is possible, for example because this
+    machine cannot read all inputs, the returned string gives the reason. Raises ValueError with the
     command's message if the command rejects its inputs.
     """
     if job.command.rpartition(".")[2] not in _REHEARSED:
         return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
-    disk = "/".join(folder.split("/")[:2])  # For example /shared or /gcs.
+    disk = "/".join(folder.split("/")[:2])  # The top-level folder, such as /shared or /gcs.
     missing = [path for path in (*folders(job, run), disk) if path and not os.path.exists(path)]
     if "://" in folder:
         missing = [path for path in missing if path != disk] + [folder] * (not _is_writable(folder))
     if missing:
-        return f"{run.name} is not rehearsed: {', '.join(missing)} is not on this machine"
+        return f"{run.name} is not rehearsed: this machine lacks {', '.join(missing)}"
     devices = f"--xla_force_host_platform_device_count={target.devices}"
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
     unet = (config_of(run) or {}).get("unet", {})

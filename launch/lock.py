@@ -8,9 +8,9 @@
       python -m launch.lock < pylock.$target.toml > launch/${target%13}.txt
     done
 
-The command reads a lock file and prints the requirements. Each hash belongs to the wheel that pip
-would choose for Python 3.12 on Linux or, if no wheel fits, to the source archive. With
---require-hashes, pip installs only files with these hashes. Run this after changing
+The last command reads a lock file and prints the requirements. Each hash belongs to the wheel that
+pip would choose for Python 3.12 on Linux or, if no wheel fits, to the source archive. With
+--require-hashes, pip installs only files with these hashes. Run these commands after changing
 requirements.txt, constraints.txt or launch/constraints.txt.
 """
 
@@ -44,7 +44,8 @@ def requirements(lock: Mapping[str, Any]) -> Iterator[str]:
         if not best and "sdist" not in package:
             release = f"{package['name']} {package['version']}"
             raise ValueError(
-                f"{release} has no wheel for Python 3.12 on Linux: constrain another version"
+                f"{release} has no wheel for Python 3.12 on Linux: choose another version in "
+                "launch/constraints.txt"
             )
         digest = best[min(best)] if best else package["sdist"]["hashes"]["sha256"]
         yield f"{package['name']}=={package['version']} --hash=sha256:{digest}"

@@ -19,13 +19,13 @@ products that were split or run in float32, and communication that does not over
 computation.
 
 --profile prints how much of a step's time on a TPU each kind of work and each layer takes. These
-times come from the TPU compiler's estimates of cycles, and --mfu is ignored; nothing runs on a TPU.
+times come from the TPU compiler's estimates of cycles. Nothing runs on a TPU, and --mfu is ignored.
 The estimates are for the whole program or, with --fast, for the model's blocks, each compiled once.
 
 The predicted time of arithmetic is the FLOPs of matrix products and convolutions divided by --mfu
-times the peak rate; benchmarks.train_step measures this utilization on one device. Communication is
-assumed to run at full bandwidth. Samples/s are given for two cases: all communication overlaps with
-arithmetic, and none does.
+times the peak rate. benchmarks.train_step measures this utilization on one device. Communication is
+assumed to run at full bandwidth. The command prints samples/s for two cases: as much communication
+as possible overlaps with arithmetic, and none does.
 """
 
 import contextlib
@@ -50,11 +50,16 @@ _CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "Accelerators, such as v5p:4x4x4 or h100:64.")
 _FAST = flags.DEFINE_boolean("fast", False, "Only trace the program; do not compile it.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables.")
-_PROFILE = flags.DEFINE_boolean("profile", False, "Print the TPU compiler's cycles, and an audit.")
+_PROFILE = flags.DEFINE_boolean(
+    "profile", False, "Print the TPU compiler's estimated cycles, and an audit."
+)
 _MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/performance.md.
-_MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.")
+_MFU = flags.DEFINE_float("mfu", 0.4, "Assumed model FLOP utilization of one device.")
 _PICTURES = flags.DEFINE_integer(
-    "pictures", 1_000_000, "Number of pictures in the data set, for its disk space.", lower_bound=0
+    "pictures",
+    1_000_000,
+    "Number of pictures in the data set, to estimate its disk space.",
+    lower_bound=0,
 )
 
 
@@ -83,7 +88,7 @@ def main(argv: list[str]) -> None:
     if lacks_kernel:
         notes.append(
             "the plan replaces the attention kernel by blockwise attention, which needs about the "
-            "same memory"
+            "same memory, because this machine cannot compile the kernel"
         )
     if not _FAST.value:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
@@ -126,7 +131,7 @@ def main(argv: list[str]) -> None:
 
 
 def table(target: str, f: dict[str, Any]) -> str:
-    """Format the figures `f` of a plan (from `estimate.plan`) as a table for `target`."""
+    """Format the numbers `f` of a plan (see `estimate.plan`) as a table for `target`."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     need = f["bytes_per_device"]
     size = lambda n: f"{n / 2**30:,.2f} GiB" if n >= 2**27 else f"{n / 2**20:,.2f} MiB"
@@ -185,8 +190,8 @@ def _profile(model: Any, target: Target, mesh: Any, compiled: Any) -> Profile:
 def _modelled(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with blockwise attention in place of a cuDNN or splash kernel.
 
-    Every machine can trace blockwise attention. It needs about the same memory as the kernels,
-    because neither stores the attention scores.
+    Every machine can trace blockwise attention. It needs about as much memory as the kernels,
+    because all of them avoid storing the attention scores.
     """
     unet = config["unet"]
     if unet.get("attention_impl") not in ("cudnn", "splash"):
@@ -213,9 +218,10 @@ def _advice(
     mesh: Any,
     with_remat: Callable[[], estimate.TracedModel],
 ) -> list[str]:
-    """Return lines of advice: flags for rematerialization, the micro batch or the mesh.
+    """Return advice that follows from the estimated memory, one line per item.
 
-    The advice follows from the estimated memory.
+    A line names flags for rematerialization, the micro batch or the mesh, and their effect.
+    `with_remat` traces the model with rematerialization.
     """
     remat, best = config["unet"]["remat"], figures["largest_micro_batch"]
     share = figures["micro_batch"] * figures["accumulate"]
@@ -240,7 +246,8 @@ def _advice(
         advice.append(f"{micro}: {share // best} passes of {best:,} samples per device")
     elif mesh.shape["replica"] > 1:
         advice.append(
-            "--config.mesh.replica=1 --config.mesh.fsdp=-1: otherwise not even the state fits"
+            "--config.mesh.replica=1 --config.mesh.fsdp=-1: shard the state over all devices; "
+            "with this mesh, not even one sample fits"
         )
     return advice
 

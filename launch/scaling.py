@@ -1,4 +1,4 @@
-"""Write docs/scaling.md, the page with the planner's predicted scaling for 1 to 512 devices.
+"""Print docs/scaling.md, the page with the planner's predicted scaling for 1 to 512 devices.
 
 python -m launch.scaling > docs/scaling.md
 """
@@ -21,18 +21,19 @@ _KINDS = ("h100", "v5p")
 DEVICES = (1, 8, 16, 32, 64, 128, 256, 512)
 _TORUS = {1: (1, 1, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4), 128: (4, 4, 8),
           256: (4, 8, 8), 512: (8, 8, 8)}  # fmt: skip
-_MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.", 1e-3, 1.0)
+_MFU = flags.DEFINE_float("mfu", 0.4, "Assumed model FLOP utilization of one device.", 1e-3, 1.0)
 
 
 class Section(NamedTuple):
     """Content of one model's section of the page."""
 
     cost: str
-    """Sentence with the TFLOP per sample and the global batch size."""
+    """Text that gives the TFLOP per sample and the global batch size."""
     rows: list[tuple[int, str, list[str]]]
-    """Rows of the table: (devices, samples per device, one cell per kind of accelerator)."""
+    """Rows of the table: (devices, samples per device, cells for each kind of accelerator)."""
     ends: str
-    """Largest number of devices with nearly linear scaling, for each kind of accelerator."""
+    """Text that gives, for each kind of accelerator, the largest number of devices with at least
+    90 % of one device's samples/s per device."""
 
 
 def main(argv: list[str]) -> None:
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> None:
 def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
     """Return a model's section of the page.
 
-    `curves` holds, for each kind of accelerator, the results of `curve`.
+    `curves` maps each kind of accelerator to the result of `curve`.
     """
     batch = traced.model.run.batch_size
     rows = []
@@ -70,9 +71,9 @@ def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
 
 
 def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
-    """Return the fastest mesh and micro batch, with the step time, for each count in DEVICES.
+    """Return the fastest mesh and micro batch for each number of devices in DEVICES.
 
-    Raises ValueError if the model does not fit.
+    `mfu` is the assumed model FLOP utilization. Raises ValueError if the model does not fit.
     """
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
@@ -80,8 +81,8 @@ def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
 def best(traced: TracedModel, target: Target, mfu: float) -> Choice:
     """Return the mesh and micro batch with the fastest step among those that fit into memory.
 
-    Step times assume that no communication overlaps with arithmetic. The meshes use fsdp over all
-    devices or over eight. Raises ValueError if nothing fits.
+    Parameters are sharded over all devices, or over groups of eight. Step times assume that no
+    communication overlaps with arithmetic. Raises ValueError if nothing fits.
     """
     shapes = {(1, target.devices), (max(1, target.devices // 8), min(8, target.devices))}
     fastest = choice.best(traced, target, mfu, sorted(shapes))

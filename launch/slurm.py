@@ -11,8 +11,8 @@ A run that is preempted or nears its time limit saves a checkpoint and is requeu
 crashes or hangs, or finds its workdir in use, is requeued up to job.restarts times. The file
 WORKDIR/crashes-JOBID counts these restarts; if the workdir is in a bucket, the file is
 NAME-crashes-JOBID in the folder where sbatch was called. A run that rejected its config, flags or
-data (exit code 2) is not requeued. A training run whose workdir is a folder also ends after it was
-preempted three times in a row without saving a new checkpoint.
+data (exit code 2) is not requeued. A training run whose workdir is a folder is not requeued either
+if it started three times in a row without saving a new checkpoint.
 
 If job.image is set, commands run in this container image (with Pyxis). The workdir and all folders
 in the config, the flags and job.mounts are mounted. Otherwise commands run in the environment that
@@ -40,9 +40,9 @@ _TIMES = {
     r"(\d+)-(\d+):(\d+)": (86400, 3600, 60),
     r"(\d+)-(\d+):(\d+):(\d+)": (86400, 3600, 60, 1),
 }
-"""Forms of sbatch's time limit: a regular expression, and the unit of each number in seconds."""
+"""Forms of sbatch's time limit: a regular expression, and the seconds in each number's unit."""
 _OPTIONS = {
-    r"-a|--arr": "its tasks would share a workdir; use job.sweep, which gives each run its own",
+    r"-a|--arr": "all tasks would share one workdir; use job.sweep, which gives each run its own",
     r"-t|--time(?!-)": "set job.slurm.time instead",
     r"--sig": "set job.slurm.grace instead",
 }
@@ -53,11 +53,13 @@ class Slurm(NamedTuple):
     """Settings for Slurm: the group `slurm` of a job file."""
 
     partition: str
+    """Partition to submit to; "" for the cluster's default."""
     account: str
+    """Account that is charged for the job; "" for the user's default."""
     time: str
     """Time limit in sbatch's form, such as 24:00:00."""
     grace: ranges.Count
-    """A run saves a checkpoint and is requeued this many seconds before its time limit."""
+    """Number of seconds before the time limit at which a run saves a checkpoint and is requeued."""
     setup: str
     """Shell commands to run before the job's command, such as "source .venv/bin/activate"."""
     options: tuple[str, ...] = ()
@@ -104,12 +106,12 @@ def check(job: Job, slurm: Slurm, target: Target) -> None:
     if not job.workdir.startswith("/") and not is_url:
         raise ValueError(
             f"job.workdir is {job.workdir!r}: give the absolute path of a folder that all nodes "
-            "see, such as /shared/runs/NAME"
+            "can access, such as /shared/runs/NAME"
         )
 
 
 def seconds(time: str) -> float:
-    """Convert a time limit in one of sbatch's forms to seconds; infinity means no limit.
+    """Convert a time limit in one of sbatch's forms to seconds, or to infinity for no limit.
 
     Raises ValueError for other forms.
     """
@@ -137,7 +139,7 @@ def reading(time: str) -> str:
 def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     """Return the sbatch script of a run.
 
-    Raises ValueError if a folder to mount has ":" or "," in its name, which Pyxis would split.
+    Raises ValueError if a folder to mount has ":" or "," in its name, at which Pyxis splits names.
     """
     image = []
     if job.image:
@@ -145,7 +147,8 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
         folders = dict.fromkeys([*workdir, *jobs.folders(job, run)])
         if unclear := [folder for folder in folders if re.search("[:,]", folder)]:
             raise ValueError(
-                f"{unclear[0]} cannot be mounted: its name contains ':' or ','; rename it"
+                f"{unclear[0]} cannot be mounted: its name contains ':' or ',', at which Pyxis "
+                "splits names; rename the folder"
             )
         mounts = ",".join(f"{folder}:{folder}" for folder in folders)
         image = [

@@ -1,4 +1,4 @@
-"""Rendering of the Jinja templates in this folder: manifest, Slurm script and docs/scaling.md."""
+"""Rendering of this folder's Jinja templates: GKE manifest, Slurm script and docs/scaling.md."""
 
 import pathlib
 from typing import Any
@@ -9,7 +9,7 @@ import jinja2
 def fill(name: str, **values: Any) -> str:
     """Render the template NAME.jinja in this folder with these values.
 
-    Raises jinja2.UndefinedError if the template uses a value that is not given.
+    Raises jinja2.UndefinedError if the template uses a name that is not in `values`.
     """
     environment = jinja2.Environment(
         trim_blocks=True,

@@ -25,7 +25,9 @@ from launch.accelerators import Target
 from launch.gke import folder as in_bucket
 from launch.job import Job, Launcher
 
-_EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where to run the job.")
+_EXECUTOR = flags.DEFINE_enum(
+    "executor", "local", ["local", "vertex"], "Run the job on this machine, or on Vertex AI."
+)
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
@@ -47,7 +49,8 @@ def check(job: Job, target: Target, executor: str) -> None:
     """Raise ValueError if XManager cannot start the job; `executor` is "local" or "vertex"."""
     if job.secrets:
         raise ValueError(
-            "job.secrets is not supported by XManager: set these variables in the runs' environment"
+            "job.secrets is not supported by XManager: remove it, and set these variables in the "
+            "environment of the runs"
         )
     if executor == "local":
         if "://" in job.workdir:
@@ -60,11 +63,19 @@ def check(job: Job, target: Target, executor: str) -> None:
         )
     for text in (*job.overrides, *job.flags, *itertools.chain(*job.sweep), *job.env):
         if "$(" in text:
-            raise ValueError(f"{text!r} holds '$(', which Vertex replaces: use launch.gke")
+            raise ValueError(
+                f"{text!r} (in job.overrides, job.flags, job.sweep or job.env) holds '$(', which "
+                "Vertex replaces: use launch.gke"
+            )
     if not job.image:
-        raise ValueError("job.image is empty: build an image with launch/Dockerfile and push it")
+        raise ValueError(
+            "job.image is empty: build an image with launch/Dockerfile, push it, and name it with "
+            "--job.image=REGISTRY/NAME:TAG"
+        )
     if not job.workdir.startswith("gs://"):
-        raise ValueError(f"job.workdir is {job.workdir!r}: use a bucket, gs://BUCKET/...")
+        raise ValueError(
+            f"job.workdir is {job.workdir!r}: choose a folder in a bucket, such as gs://BUCKET/runs"
+        )
 
 
 def _submit(job: Job, target: Target, lines: list[str]) -> None:

@@ -3,8 +3,9 @@
     python -m notebooks [OWNER/NAME]
 
 The notebooks clone the repository whose URL is in pyproject.toml ([project.urls], Repository), and
-their badges open the same repository in Colab. OWNER/NAME, the name of your repository on GitHub,
-changes this URL; the command asks for it while the owner is YOUR-NAME. Commit the changes.
+their badges open the notebooks of this repository in Colab. If you pass OWNER/NAME, the name of
+your repository on GitHub, the command first writes its URL into pyproject.toml. Without it, the
+command asks for OWNER/NAME if the URL still contains YOUR-NAME. Commit all changed files.
 """
 
 import pathlib
@@ -17,7 +18,7 @@ import jupytext
 HERE = pathlib.Path(__file__).parent
 COLAB = "https://colab.research.google.com/github"
 PAGES = (HERE.parent / "docs" / "launch.md",)
-"""Other files with Colab badges."""
+"""Files with Colab badges, besides the notebooks."""
 
 
 PROJECT = HERE.parent / "pyproject.toml"
@@ -31,21 +32,24 @@ def repository() -> str:
 
 
 def with_repository(text: str) -> str:
-    """Return the text with REPOSITORY and all Colab badges set to this project's repository."""
+    """Set REPOSITORY and the links of all Colab badges in a text to this project's repository."""
     name = repository().removeprefix(GITHUB)
     text = re.sub(r'(?m)^REPOSITORY = ".*"$', f'REPOSITORY = "{repository()}"', text)
     return re.sub(rf"{COLAB}/[^/]+/[^/]+/", f"{COLAB}/{name}/", text)
 
 
 def set_repository(name: str) -> None:
-    """Write the repository's URL into pyproject.toml. Exits if `name` is not OWNER/NAME."""
+    """Write the URL of the GitHub repository `name` into pyproject.toml.
+
+    Exits with an error message if `name` is not OWNER/NAME.
+    """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         sys.exit(f"error: {name!r} is not OWNER/NAME, such as alice/imagen-sd-jax")
     PROJECT.write_text(PROJECT.read_text().replace(repository(), GITHUB + name))
 
 
 def main() -> None:
-    """Update the URLs in the .py files and other pages, and write the notebooks."""
+    """Update the URLs in the .py files and in PAGES, and write the notebooks."""
     if len(sys.argv) > 1:
         set_repository(sys.argv[1])
     elif "/YOUR-NAME/" in repository() and sys.stdin.isatty():

@@ -40,7 +40,7 @@ OPTIONS: Options = {
 def choose(**values: Any) -> Choice:
     """Convert option values, such as steps=20, to a Choice.
 
-    The fields of the Choice are the arguments `overrides`, `weights` and `guide` of `load`.
+    The fields of a Choice are the arguments `overrides`, `weights` and `guide` of `load`.
 
     Args:
         **values: Values keyed by option name, a key of OPTIONS.
@@ -69,8 +69,8 @@ def load(
         weights: For a run, the checkpoint and the average (EMA) to load. Other models use only
             `weights.ema`, which chooses averaged or raw weights.
         guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
-        file: Facts that a directory or a file may lack, such as what the UNet predicts.
-        strength: For image-to-image, the share of the sampling steps to run, in (0, 1].
+        file: Settings that a directory or a file may lack, such as what the UNet predicts.
+        strength: For image-to-image, the share of the sampling steps to take, in (0, 1].
 
     Raises:
         FileNotFoundError: The path, or a file that the model or an argument names, does not exist.
@@ -79,10 +79,15 @@ def load(
     path = files.path(path)
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
         if guide:
-            raise ValueError(f"--guide={guide} needs a run (--workdir), but {path} is not a run")
+            raise ValueError(
+                f"--guide={guide} works only for runs (--workdir), but {path} is a model trained "
+                "elsewhere: leave --guide out"
+            )
         return published.load_model(files.local(path), overrides, weights.ema, file, strength)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no {path}: name a run, a diffusers directory or a file")
+        raise FileNotFoundError(
+            f"{path} does not exist: name the workdir of a run, a diffusers directory or a file"
+        )
     return trained.load_model(path, overrides, weights, guide, strength)
 
 
@@ -142,10 +147,10 @@ def draw_batches(
     pictures: Mapping[str, np.ndarray] | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Images]:
-    """Yield the images of `draw` in batches [n, H, W, 3], as floats in about [-1, 1].
+    """Draw images in batches; yield each batch as floats [n, H, W, 3] in about [-1, 1].
 
-    If the guidance scale has no effect (1, for most kinds of guidance), the negative prompt is not
-    encoded.
+    If the guidance scale has no effect (with most kinds of guidance, this is the scale 1), the
+    negative prompt is not encoded.
 
     Args:
         model: The model.
@@ -170,7 +175,7 @@ def draw_batches(
 
 
 def card(model: Model) -> dict[str, Any]:
-    """Return the settings of a model and its sampler, as metadata to save with each image."""
+    """Return the metadata to save with each image: the model, its weights and its settings."""
     p = model.settings
     card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
     height, width = p.output_shape
@@ -182,7 +187,7 @@ def card(model: Model) -> dict[str, Any]:
 
 
 def describe_guidance(model: Model) -> dict[str, Any]:
-    """Return a model's LoRA, guiding model and non-default guidance settings, as metadata."""
+    """Return metadata of a model: its LoRA, its guiding model, and changed guidance settings."""
     s: settings.Sampler = model.settings.sampler
     is_changed = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
     is_changed |= {"guidance_high": s.guidance_high < float("inf")}
@@ -191,10 +196,10 @@ def describe_guidance(model: Model) -> dict[str, Any]:
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
-    """Return the settings of the sampler's noise levels and churn, as metadata.
+    """Return metadata of a sampler: the settings that determine its noise levels, and its churn.
 
     Settings with default values are left out, with one exception: if `sampler.grid` or
-    `sampler.end` is set, all settings of the grid are included.
+    `sampler.end` is set, all settings of the noise levels are included.
     """
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
     has_grid, defaults = sampler.grid or sampler.end, sampler._field_defaults
@@ -204,5 +209,5 @@ def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
 
 
 def default_batch_size(model: Model) -> int:
-    """Return the default number of images to draw at once; larger images use smaller batches."""
+    """Return the default batch size for drawing. Larger images use smaller batches."""
     return program.default_batch_size(*model.settings.output_shape)

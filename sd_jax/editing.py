@@ -1,4 +1,4 @@
-"""Image-to-image and inpainting with Stable Diffusion: wrap a sampler so that it edits latents."""
+"""Image-to-image and inpainting with Stable Diffusion: make samplers that edit given pictures."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,15 +17,15 @@ IMAGE, MASK = "image", "mask"
 def wrapper(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
 ) -> Callable[[Sampler], Sampler]:
-    """Return a function that takes a sampler and returns one that edits the pictures in a batch.
+    """Return a function that maps a sampler to one that edits the latents of a batch's pictures.
 
     Args:
-        p: The model's settings; p.strength is the share of the steps to run.
+        p: The model's settings; p.strength is the share of the sampling steps to take.
         vae_params: The weights of the VAE, which encodes the pictures.
-        batch: The pictures at "image", uint8 [B, H, W, 3]. Optionally a mask at "mask", [B, H, W],
-            True at the pixels to redraw. A latent is redrawn if the mask is True at any of its
-            pixels.
-        keys: One key per picture for the noise that is added to its latents.
+        batch: A dict with the pictures at "image", uint8 [B, H, W, 3]. It may also hold masks at
+            "mask", bool [B, H, W], True at the pixels to redraw. A latent is redrawn if the mask is
+            True at any pixel that it covers.
+        keys: One random key per picture, for the noise that is added to its latents.
     """
     factor, pixels = vae.factor(p.vae), to_range(batch[IMAGE], p.latents.pixels)
     moments: Any = p.vae.apply(vae_params, pixels, method="encode")

@@ -10,9 +10,9 @@ images as a curve over guidance. A model of the built-in coloured digits is scor
 judge, which recognises digits and colours and needs none of these files. --checkpoint, --ema and
 all sampler settings take lists. Each combination of values is one point of the sweep:
 --sampler=ddim,dpmpp_2m --steps=10,20,50 --eta=0,1. All points draw with the same seeds. Features
-are saved after each batch, so that the same command continues an interrupted sweep.
+are saved after each batch, so the same command continues an interrupted sweep.
 
-Several models, trained with this library or elsewhere, can share a figure with a curve for each:
+Several models, trained with this library or elsewhere, can share one plot with a curve for each:
 
     python -m sd_jax.evaluate --workdir=runs/sd1_256 --model=weights/sd-v1-5 \\
         --model=weights/sd-v2-0-base --size=256 --out=runs/comparison ...
@@ -22,8 +22,8 @@ default, a run uses the sampler of its config, and a diffusers directory uses it
 --sampler, --steps and --grid override these settings for all models.
 
 The results are written to WORKDIR/evaluation/NAME. WORKDIR is --out or, by default, the workdir of
-the first run. The files are sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a
-sheet of images for each guidance scale, and scores/ with a metadata card for each score. The scores
+the first run. The files are sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and curve.pdf,
+a sheet of images for each guidance scale, and scores/ with the settings of each score. The scores
 are also written to the run's metrics, and WORKDIR/report.html shows everything on one page. The
 command python -m diffusion_jax.report WORKDIR --rcp adds MLPerf's reference runs to that page.
 """
@@ -57,7 +57,7 @@ def open_run(
     Args:
         workdir: The workdir of the run.
         points: The option values of each point of the sweep, keyed as in drawing.OPTIONS.
-        weights: The checkpoints and averages (EMA) of the run to evaluate.
+        weights: The saved weights to evaluate, each a checkpoint and an average (EMA).
 
     Raises:
         FileNotFoundError: There is no such run.
@@ -77,7 +77,7 @@ def open_model(
     Args:
         path: The directory or file.
         points: The option values of each point of the sweep, keyed as in drawing.OPTIONS.
-        file: Facts that the model's files may lack.
+        file: Settings that the model's files may lack.
         ema: "ema" for averaged weights if the file has them, or "raw".
 
     Raises:
@@ -99,7 +99,10 @@ def _subject(
 ) -> Subject:
     height, width = model.settings.output_shape
     if height != width:
-        raise ValueError(f"{model.workdir} draws {width}x{height}: evaluation needs square images")
+        raise ValueError(
+            f"{model.workdir} draws images of {width}x{height} pixels, but evaluation needs square "
+            "images: choose another model"
+        )
 
     def describe(model: Model) -> dict[str, Any]:
         s = model.settings.sampler
@@ -135,15 +138,17 @@ if __name__ == "__main__":
         """Open the models that --workdir and --model name, each with all points of the sweep."""
         if not (_WORKDIR.value or _MODEL.value):
             raise ValueError(
-                "there is no model: give --workdir=FOLDER of a training run or --model=PATH"
+                "there is no model to score: give --workdir=FOLDER (a training run) or --model=PATH"
             )
         file_flags.check_unused(bool(_MODEL.value), _FILE())
         if not _WORKDIR.value and not flags.FLAGS.out:
             raise ValueError(
-                "--model has no workdir: give a folder for the results with --out=FOLDER"
+                "a --model has no workdir for the results: name a folder with --out=FOLDER"
             )
         if len(weights) > 1:
-            raise ValueError("give --ema and --checkpoint once, with commas between several values")
+            raise ValueError(
+                "--ema or --checkpoint is repeated: give each flag once, with commas between values"
+            )
         points = [values for (values,) in option_flags.points(drawing.OPTIONS, _OPTIONS, 1)]
         ema = "raw" if all(one.ema == "raw" for one in weights[0]) else "ema"
         return [

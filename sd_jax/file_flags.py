@@ -1,4 +1,4 @@
-"""Command-line flags for models that were trained elsewhere: facts that their files may lack."""
+"""Command-line flags for models trained elsewhere: settings that the models' files may lack."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from absl import flags
 
 from sd_jax.weights.published import File
 
-flags.disclaim_key_flags()  # --help lists the flags under the command that calls `define`.
+flags.disclaim_key_flags()  # So --help lists the flags under the command that calls `define`.
 
 
 def check_unused(is_file: bool, file: File) -> None:
@@ -18,7 +18,8 @@ def check_unused(is_file: bool, file: File) -> None:
     """
     if not is_file and any(value is not None for value in file):
         raise ValueError(
-            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora need --model"
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora need --model: "
+            "leave them out for a --workdir"
         )
 
 
@@ -30,11 +31,16 @@ def define() -> Callable[[], File]:
             "prediction",
             None,
             ["eps", "v"],
-            "What the UNet of --model predicts, if its files do not say.",
+            "What the UNet of --model predicts, if the model's files do not state it.",
         ),
-        flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE."),
+        flags.DEFINE_string(
+            "tokenizer", None, "Folder with CLIP's tokenizer, if --model is a single file."
+        ),
         flags.DEFINE_integer(
-            "norm_groups", None, "Number of groups in the norms of --model=FILE; 16 for MLPerf."
+            "norm_groups",
+            None,
+            "Number of groups in the norms of residual blocks, if --model is a single file; 16 for "
+            "MLPerf's models.",
         ),
         flags.DEFINE_enum(
             "dtype",
@@ -45,10 +51,11 @@ def define() -> Callable[[], File]:
         flags.DEFINE_string(
             "config",
             None,
-            "LDM's yaml config of --model=FILE; states the number of heads if the file does not.",
+            "LDM's yaml config, if --model is a single file that does not state the number of "
+            "attention heads.",
         ),
         flags.DEFINE_multi_string(
-            "lora", None, "A LoRA to merge into --model, FILE or FILE:STRENGTH; may be repeated."
+            "lora", None, "A LoRA to merge into --model, as FILE or FILE:STRENGTH; may be repeated."
         ),
     ]
 

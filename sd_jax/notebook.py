@@ -23,7 +23,7 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
 
     Args:
         path: The run's workdir, the directory or the file.
-        file: Facts that a directory or a file may lack, such as what the UNet predicts.
+        file: Settings that a directory or a file may lack, such as what the UNet predicts.
         **values: Options for drawing, such as steps=20: the keys of drawing.OPTIONS, which are also
             the flags of sd_jax.sample.
 
@@ -43,8 +43,8 @@ def _draw(
 ) -> Any:
     if inputs.low_res is not None:
         raise ValueError(
-            "Stable Diffusion has no stage that enlarges pictures: draw over the picture instead, "
-            "at a larger height and width"
+            "low_res is given, but Stable Diffusion has no stage that enlarges pictures: leave it "
+            "out, and draw over the picture (image=...) at a larger height and width"
         )
     height, width = models[0].settings.output_shape
     over = inputs.over.at((width, height), len(prompts)) if inputs.over else {}

@@ -1,21 +1,22 @@
-"""Encode the images of a data set once, so that training reads VAE moments instead of images.
+"""Encode the images of a data set as VAE moments, which training reads instead of the images.
 
     python -m sd_jax.precache --config=configs/sd1_512_v1_5.py --config.data.path=photos \\
         --config.vae.weights=weights/sd-v1-5 --out=moments
     python -m sd_jax.train --config=configs/sd1_512_v1_5.py --config.data.source=moments \\
         --config.data.path=moments --workdir=runs/sd1
 
-Use the same config and overrides as for training. --out receives webdataset tars. For each image
-they hold KEY.npy, the means and log variances of its latents, and KEY.txt, its caption. At each
-step, training samples new latents from these moments. A manifest records the VAE and the pixel
-range, and training refuses moments of another VAE. To precompute text embeddings, use python -m
-diffusion_jax.precache.
+Use the same config and overrides as for training. --out receives webdataset tars. For an image with
+the key KEY, they hold the means and log variances of the latents as KEY.npy, and the caption as
+KEY.txt. At each step, training samples new latents from these moments. A manifest records the VAE
+and the pixel range, and training refuses moments of another VAE. To precompute text embeddings, use
+python -m diffusion_jax.precache.
 
 If the command is killed, run it again to continue. To share the work between N machines or
-processes, run the command in each of them with the same --out on a shared disk, --workers=N, and
-its own number --worker, from 0 to N-1. If a worker dies, the others do its work. Each worker uses
-all of its devices. --engine=beam runs the work on Apache Beam (docs/data.md). --verify compares all
-finished tars with their recorded checksums, and encodes damaged ones again.
+processes, run the command in each of them with the same --out on a shared disk, with --workers=N,
+and with a different number from 0 to N-1 as --worker. If a worker dies, the others do its work.
+Each worker uses all devices that it can see. --engine=beam runs the work on Apache Beam
+(docs/data.md). --verify compares all finished tars with their recorded checksums, and encodes the
+images of damaged tars again.
 """
 
 import pathlib
@@ -44,16 +45,21 @@ def define_flags() -> None:
     cli.define_config()
     flags.DEFINE_string("out", None, "The folder to write to; created if needed.", required=True)
     flags.DEFINE_integer(
-        "shard_images", 1000, "Images per tar; a killed command loses at most one.", lower_bound=1
+        "shard_images",
+        1000,
+        "Images per tar. If the command is killed, it loses at most one tar of work.",
+        lower_bound=1,
     )
     flags.DEFINE_integer("batch", 8, "Images per device and batch.", lower_bound=1)
-    flags.DEFINE_bool("verify", False, "Check all tars, and encode damaged ones again.")
+    flags.DEFINE_bool(
+        "verify", False, "Check all tars, and encode the images of damaged tars again."
+    )
     engines.define_flags()
     flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
-    """Write the VAE moments of the images of --config to the folder --out."""
+    """Run the command: write the VAE moments of the config's images to the folder --out."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start()
@@ -78,13 +84,15 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
     """
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(
-            f"data.source is {s.data.source!r}: name the source of the images, such as "
-            "--config.data.source=webdataset; encode each part of a mixture into its own folder"
+            f"data.source is {s.data.source!r}, but moments are encoded from one source of images: "
+            "name it, as in --config.data.source=webdataset, and encode each part of a mixture "
+            "into its own folder"
         )
     if s.data.flip or s.data.crop != "center":
         raise ValueError(
             f"data.flip is {s.data.flip} and data.crop is {s.data.crop!r}, but moments are encoded "
-            "once, from whole images: set data.flip=False and data.crop=center"
+            "only once, so training cannot flip or crop at random: set data.flip=False and "
+            "data.crop=center"
         )
     encoder = Encoder(s)
     pictures = sources.open_pictures(s.data, s.latents.image_size)
@@ -98,10 +106,10 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
 
 
 class Encoder(engines.Portable):
-    """The VAE's encoder, with the weights that a config names, on the devices of this process."""
+    """A function that encodes images as VAE moments, on all devices of this process."""
 
     def __init__(self, s: Settings):
-        """Read the VAE's weights, and set `identity` to the manifest of the moments."""
+        """Read the weights of a config's VAE, and set `identity` to the manifest of the moments."""
         vae_params = read_vae(s.vae_weights, s.vae)
         self.identity = made_by(s, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
@@ -113,9 +121,9 @@ class Encoder(engines.Portable):
 
 
 def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.Encode:
-    """Return a function that encodes images to VAE moments, on all devices of a mesh.
+    """Return a function that encodes images as VAE moments, on all devices of a mesh.
 
-    It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z].
+    It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z] of Z latent channels.
     """
     split = sharding.batch_sharding(mesh)
     params = sharding.place_all(vae_params, mesh, task.RULES)

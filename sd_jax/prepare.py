@@ -6,8 +6,8 @@
     python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
     python -m sd_jax.prepare miniature --out=miniature
 
-Every command writes only complete files, and all except miniature skip existing files. If a
-command is killed, run it again. --dry_run prints what a command would do.
+Every command writes only complete files. The commands mlperf, laion and images skip existing files,
+so if they are killed, run them again to continue. --dry_run prints what a command would do.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def _laion(options: argparse.Namespace) -> None:
     tables = sorted(source.glob("*.parquet"))
     if not tables:
         raise FileNotFoundError(
-            f"{source} holds no .parquet files: name the folder of LAION-400M's metadata"
+            f"--metadata={source} holds no .parquet files: name the folder of LAION-400M's metadata"
         )
     engine, names = engines.of(options), tuple(table.name for table in tables)
     path = lambda number: out / names[number]
@@ -76,7 +76,9 @@ def _captions(options: argparse.Namespace) -> None:
     path, out = files.local(options.annotations), files.path(options.out)
     _out(options, out.parent)
     if not path.is_file():
-        raise FileNotFoundError(f"--annotations={path} does not exist")
+        raise FileNotFoundError(
+            f"--annotations={path} does not exist: name COCO's captions_val2014.json"
+        )
     chosen = coco.choose(coco.read_annotations(path), options.num)
     if options.dry_run:
         print(f"would write {len(chosen):,} captions to {out}")
@@ -91,7 +93,7 @@ def _images(options: argparse.Namespace) -> None:
     if options.dry_run:
         names = [coco.image_name(row.image_id) for row in captions]
         missing = sum(not (out / name).exists() for name in names)
-        print(f"would squash {missing:,} of {len(captions):,} images to {coco.SIZE} pixels")
+        print(f"would resize {missing:,} of {len(captions):,} images to {coco.SIZE} pixels")
         return
     done = coco.squash_all(captions, files.local(options.images), out, options.threads)
     print(f"{done:,} images written; {len(captions):,} are in {out}")
@@ -107,7 +109,7 @@ def _miniature(options: argparse.Namespace) -> None:
 
 
 def _out(options: argparse.Namespace, folder: files.Path) -> pathlib.Path:
-    """Return the output folder. Raises ValueError if it is not writable, except in a dry run."""
+    """Return the output folder. Except in a dry run, raises ValueError if it is not writable."""
     return files.path(folder) if options.dry_run else files.folder(folder, "--out")
 
 
@@ -125,39 +127,39 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dry_run", action="store_true", help="print what would be done")
         return command.add_argument
 
-    arg = add("mlperf", _mlperf, "Fetch the files that MLCommons publishes, and check the hashes.")
+    arg = add("mlperf", _mlperf, "Download the files that MLCommons publishes, and check hashes.")
     arg("--out", required=True, help="folder to write to; each set gets a subfolder")
     arg("--sets", nargs="+", choices=[*download.SETS], default=[*download.SETS], metavar="SET",
-        help=f"sets to fetch, from {', '.join(download.SETS)}; default: all")  # fmt: skip
+        help=f"sets to download, from {', '.join(download.SETS)}; default: all")  # fmt: skip
     arg(
         "--source",
         default=download.SOURCE,
-        help="URL of the file lists, such as a mirror's; gs:// and s3:// work too",
+        help="URL of the folder with the file lists, such as a mirror; may be gs:// or s3://",
     )
     arg("--threads", type=int, default=4, help="number of files to download at once")
     arg("--verify", action="store_true", help="check the hashes of existing files again")
 
     arg = add("laion", _laion, "Keep the rows of LAION-400M's tables that have a licence.")
-    arg("--metadata", required=True, help="folder of the parquet files")
+    arg("--metadata", required=True, help="folder with LAION-400M's parquet files")
     arg("--out", required=True, help="folder for the filtered files, which keep their names")
     engines.add_arguments(arg)
 
     arg = add("captions", _captions, "Write MLPerf's table of 30,000 COCO captions.")
-    arg("--annotations", required=True, help="captions_val2014.json")
-    arg("--out", required=True, help="table to write, .tsv")
+    arg("--annotations", required=True, help="path of COCO's captions_val2014.json")
+    arg("--out", required=True, help="path of the table to write, a .tsv file")
     arg("--num", type=int, default=coco.NUMBER, help="number of captions")
 
-    arg = add("images", _images, "Squash the images of the captions to 512 by 512 pixels.")
-    arg("--captions", required=True, help="the table of captions")
+    arg = add("images", _images, "Resize the images of the captions to 512 by 512 pixels.")
+    arg("--captions", required=True, help="the table that the command captions writes")
     arg("--images", required=True, help="val2014.zip, or the folder that it unpacks to")
     arg("--out", required=True, help="folder for the images")
     arg("--threads", type=int, default=8, help="number of images to resize at once")
 
-    arg = add("miniature", _miniature, "Write tiny stand-ins for a benchmark run on a laptop.")
+    arg = add("miniature", _miniature, "Write tiny data and networks for a test run on a laptop.")
     arg("--out", required=True, help="folder to write to")
     return parser
 
 
 if __name__ == "__main__":
-    flags.FLAGS.mark_as_parsed()  # argparse reads the flags, but absl's logging needs parsed flags.
+    flags.FLAGS.mark_as_parsed()  # absl's logging needs this; argparse reads the arguments.
     main(sys.argv[1:])

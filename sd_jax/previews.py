@@ -12,11 +12,12 @@ from sd_jax.settings import Pipeline
 
 
 def sketched(denoise: Denoiser, preview: Preview, p: Pipeline, vae_params: Any) -> Denoiser:
-    """Return a denoiser that also sends a preview of each denoised latent to `preview`.
+    """Return a denoiser with the same results that also sends previews of them to `preview`.
 
     Args:
-        denoise: The denoiser; its results do not change.
-        preview: Called on the host with RGB images [B, h, w, 3] and the noise level.
+        denoise: The denoiser.
+        preview: Called on the host with RGB images [B, h, w, 3] in about [-1, 1] and the noise
+            level.
         p: The model's settings.
         vae_params: The weights of the VAE, which determine the colours.
     """
@@ -27,9 +28,9 @@ def sketched(denoise: Denoiser, preview: Preview, p: Pipeline, vae_params: Any) 
 def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
     """Return a linear approximation of the VAE's decoder: a matrix [Z, 3] and a colour [3].
 
-    The RGB of a scaled latent z is about z @ matrix + colour. The colour is the RGB of a zero
-    latent, and the matrix is the decoder's first-order response to latents that are constant over
-    the image.
+    The RGB colour of a scaled latent z is about z @ matrix + colour. The colour is that of a zero
+    latent. The matrix holds the decoder's finite-difference derivatives by each of the Z latent
+    channels, for latents that are constant over the image.
     """
     z = p.vae.latent_channels
     flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale

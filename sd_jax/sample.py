@@ -8,26 +8,26 @@
 
 --workdir is a run of sd_jax.train. --model is a diffusers directory, or a checkpoint file of
 CompVis, Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz). A file needs a folder with
-CLIP's tokenizer, --tokenizer=FOLDER. A file of 2.x also needs --prediction=eps or --prediction=v,
-the quantity that its UNet predicts. By default a run draws with the settings of its config. Other
-models draw at the size that they were trained at, with 50 steps and guidance scale 7.5, using the
-scheduler of the directory, or PLMS if there is none. Each sampler setting is a flag (--eta,
---churn, --grid ...).
+CLIP's tokenizer, --tokenizer=FOLDER. A file of Stable Diffusion 2.x also needs --prediction=eps or
+--prediction=v, the quantity that the UNet predicts. By default, a run draws with the settings of
+its config. Other models draw images of the size that they were trained on, with 50 steps and
+guidance scale 7.5, using the scheduler of the directory, or PLMS if there is no scheduler. Each
+sampler setting is a flag (--eta, --churn, --grid ...).
 
-A LoRA trained here is a run: give it as --workdir, and its strength as --lora_scale. LoRA files of
-diffusers and kohya are merged into a --model. Give each as FILE or FILE:STRENGTH:
+A LoRA trained with this library is a run: give it as --workdir, and its strength as --lora_scale.
+LoRA files of diffusers and kohya are merged into a --model. Give each as FILE or FILE:STRENGTH:
 --lora=style.safetensors:0.7 --lora=cat.pt.
 
-Image-to-image: --image=photo.png --strength=0.6 draws over the picture in the last 60% of the
-steps. Give one picture for all prompts, or one for each. Pictures are resized to --height and
+Image-to-image: --image=photo.png --strength=0.6 draws over the picture in the last 60 % of the
+steps. Give one picture for all prompts, or one per prompt. Pictures are resized to --height and
 --width if these are given. Inpainting: --mask=mask.png has the size of the picture. White pixels
-are redrawn, and black pixels stay exactly as they are. At --strength=1 the redrawn part starts from
-noise.
+are redrawn, and black pixels stay exactly as they are. With --strength=1, the redrawn part starts
+from pure noise.
 
---out receives a PNG for each image, sheet.png with all images and their prompts, and metadata.jsonl
-with all settings that are needed to draw an image again. Image n has the seed --seed + n, and
-depends only on its seed, prompts and picture: --seed=5 --num_images=1 draws the sixth image of
---seed=0.
+The folder --out receives one PNG per image, sheet.png with all images and their prompts, and
+metadata.jsonl with all settings that are needed to draw an image again. Image n uses the seed
+--seed + n, and depends only on its seed, prompts and picture. So --seed=5 --num_images=1 draws the
+sixth image of --seed=0.
 """
 
 import itertools
@@ -50,7 +50,9 @@ _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoi
 _OPTIONS = option_flags.define(drawing.OPTIONS)
 _FILE = file_flags.define()
 _PICTURES = pictures.define()
-_STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps run with --image, in (0, 1].")
+_STRENGTH = flags.DEFINE_float(
+    "strength", 0.8, "Share of the sampling steps that draw over --image, in (0, 1]."
+)
 _BATCH = flags.DEFINE_integer(
     "batch_size", None, "Number of images to draw at once.", lower_bound=1
 )
@@ -62,7 +64,7 @@ _PREVIEW = flags.DEFINE_integer(
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the model and the pictures that the flags name, and return a Session that draws.
+    """Open the model and the pictures that the flags name, and return them as a Session.
 
     Args:
         prompts: The prompts, at least one.
@@ -103,7 +105,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _preview(out: pathlib.Path) -> Preview:
-    """Return a function that writes every --preview_every-th preview to preview.png in `out`."""
+    """Return a function that updates preview.png in `out` after every --preview_every steps."""
     steps = itertools.count(1)
 
     def show(sketches: ArrayLike, sigma: ArrayLike) -> None:
@@ -116,14 +118,19 @@ def _preview(out: pathlib.Path) -> Preview:
 
 
 def _pictures(num_texts: int) -> Mapping[str, np.ndarray]:
-    """Return the pictures of --image and --mask, one for each text; {} if there are none."""
+    """Return arrays of the pictures of --image and --mask, with one row per text.
+
+    They have the keys pictures.IMAGE and pictures.MASK. Without --image, return {}.
+    """
     opened = _PICTURES(num_texts)
     if opened is None:
         return {}
     width, height = (_OPTIONS[side].value for side in ("width", "height"))
     first = opened.images[0]
     if not (width and height) and len({image.size for image in opened.images}) > 1:
-        raise ValueError("the pictures differ in size: give --height and --width for all")
+        raise ValueError(
+            "the pictures of --image differ in size: give --height and --width, to resize them all"
+        )
     return opened.at((width or first.width, height or first.height), num_texts)
 
 

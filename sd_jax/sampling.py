@@ -1,4 +1,4 @@
-"""Sampling with a Stable Diffusion model, from texts and, for editing, pictures."""
+"""Draw images with a Stable Diffusion model from texts, or edit pictures as texts describe."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB o
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
     """Return a function that draws a batch of images, for the field `sample` of a Task.
 
-    The arguments are those of make_begin.
+    The arguments are those of `make_begin`.
     """
     return samplers.make_sample(make_begin(p, *arguments, **named), p.sampler)
 
@@ -38,20 +38,19 @@ def make_begin(
 ) -> samplers.Begin:
     """Return a function `begin` that prepares the sampler's arguments, as a samplers.Start.
 
-    Its arguments are those of a Task's `sample`: (params, frozen, batch, keys, guidance).
-
-    `frozen` holds the weights of the text encoder at "text", of the VAE at "vae", and of a guiding
-    model at "guide". `batch` holds the tokens that `prompts` returns. To edit pictures, it also
-    holds "image", uint8 [B, H, W, 3], and for inpainting "mask" [B, H, W], which is True at the
-    pixels to redraw (see diffusion.editing).
+    The arguments of `begin` are those of a Task's `sample`: (params, frozen, batch, keys,
+    guidance). `frozen` holds the weights of the text encoder at "text", of the VAE at "vae", and of
+    the guiding model, if there is one, at "guide". `batch` holds the tokens that `prompts` returns.
+    To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3], and for inpainting "mask",
+    bool [B, H, W], which is True at the pixels to redraw (see diffusion_jax/diffusion/editing.py).
 
     Args:
-        p: The model's settings. When pictures are edited, p.strength is the share of the steps to
-            run.
+        p: The model's settings. When pictures are edited, p.strength is the share of the sampling
+            steps to take.
         encoder: The text encoder.
-        preview: Called on the host at each evaluation of the denoiser, with RGB images of x0 and
-            the noise level. The images have the height and width of the latents. None for no
-            previews.
+        preview: Called on the host at each evaluation of the denoiser, with small RGB images of the
+            denoised latents and the noise level. The images have the height and width of the
+            latents. None for no previews.
         guide: The settings of a second model that guides this one; None for no such model.
     """
     unet, vae, objective = p.unet, p.vae, objectives.make(p.diffusion)
@@ -100,7 +99,10 @@ def make_begin(
 def _denoiser_of(
     unet: Any, params: Any, scalings: Precond, span: meanflow.Span | None
 ) -> Callable[[Any], Denoiser]:
-    """Return a function that maps a text context to the denoiser D(x, sigma)."""
+    """Return a function that maps a text context to the denoiser D(x, sigma).
+
+    `span` computes MeanFlow's span from sigma; None for other models.
+    """
 
     def denoiser_of(text):
         def denoise(x, sigma):
@@ -116,8 +118,8 @@ def _denoiser_of(
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
     """Return a sampling batch: the tokens of texts and of their negative prompts.
 
-    `negative` is one negative prompt for all texts, or one for each text. The keys of its tokens
-    start with "negative_".
+    `negative` is one negative prompt for all texts, or one per text. The keys of the negative
+    prompts' tokens start with "negative_".
     """
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
     tokens = encoder.tokenize(negatives)
@@ -127,9 +129,9 @@ def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence
 def attended(
     p: Pipeline, encoder: TextEncoder, frozen: Any, batch: Mapping[str, Any]
 ) -> Float[Array, "B L D"]:
-    """Encode a batch of tokens as the UNet's text context [B, L, D].
+    """Encode a batch of tokens as the text context [B, L, D] that the UNet attends to.
 
-    The context is padded with zeros to conditioning.pad_to tokens.
+    The context is padded with zeros to p.conditioning.pad_to tokens.
     """
     text = encoder.encode(frozen["text"], dict(batch))[0]
     padding = max(0, p.conditioning.pad_to - text.shape[1])

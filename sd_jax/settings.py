@@ -1,4 +1,4 @@
-"""The settings of a Stable Diffusion config, with their types and ranges, and their checks."""
+"""The settings of Stable Diffusion configs, with types, ranges and checks."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -38,16 +38,13 @@ _Level = Annotated[float, "[0, 2097152]"]
 
 
 class Latents(NamedTuple):
-    """The latents that the UNet learns to draw: `scale` times a sample of the VAE's posterior.
-
-    Read by sd_jax/task.py and sd_jax/sampling.py.
-    """
+    """The latents that the UNet learns to draw. Read by sd_jax/task.py and sd_jax/sampling.py."""
 
     image_size: ranges.Side
     """Side of the square training images in pixels."""
     scale: ranges.Positive = vae_module.SCALE
-    """The factor that scales the latents to a standard deviation of 1: the inverse of the standard
-    deviation of VAE samples, which `python -m sd_jax.train_vae` logs as latent_std."""
+    """The factor that scales samples of the VAE to a standard deviation of 1. It is 1 / latent_std,
+    where latent_std is a metric of `python -m sd_jax.train_vae`."""
     pixels: Annotated[str, PIXELS] = "symmetric"
     """Range of the pixels that the VAE encodes: "symmetric" for [-1, 1], as in the VAE's training,
     or "unit" for [0, 1], as in MLPerf's published moments."""
@@ -57,11 +54,11 @@ class Conditioning(NamedTuple):
     """How texts are dropped and padded. Read by sd_jax/task.py and sd_jax/sampling.py."""
 
     drop_to: Annotated[str, DROP_TO] = "empty"
-    """What replaces a dropped text in training: the embeddings of the empty text ("empty"), which
-    guidance uses by default, or zeros ("zeros"), as in NeMo."""
+    """What replaces a dropped text in training: the embeddings of the empty text ("empty"), from
+    which guidance leads away by default, or zeros ("zeros"), as in NeMo."""
     pad_to: ranges.Amount = 0
-    """Number of tokens to which the text is padded with zeros (NeMo pads CLIP's 77 tokens to 80); 0
-    for no padding."""
+    """Number of tokens to which the text embeddings are padded with zeros (NeMo pads CLIP's 77
+    tokens to 80); 0 for no padding."""
 
 
 class Diffusion(NamedTuple):
@@ -72,27 +69,29 @@ class Diffusion(NamedTuple):
 
     predicts: PrecondName = "eps"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
-    "flow" for rectified flow), or EDM's target ("edm"). The loss measures its error."""
+    "flow" for rectified flow), or EDM's target ("edm"). The loss is the error of the prediction."""
     offset_noise: ranges.Share = 0.0
-    """The strength of offset noise, one random shift of each channel of the latents. It helps a
-    model to draw very dark and very bright images; 0 for none."""
+    """The strength of offset noise: one random number per image and latent channel, added to the
+    noise of all latents. It helps a model to draw very dark and very bright images; 0 for none."""
     min_snr: ranges.Scale = 0.0
     """The limit gamma on the signal-to-noise ratio in the weight "min_snr" (Hang et al. 2023
     use 5). 0 leaves the loss unweighted."""
     noise: NoiseName = "scaled_linear"
     """The distribution of noise levels in training: Stable Diffusion's table of 1000 levels
-    ("scaled_linear"), the same with pure noise as its last level ("zero_terminal_snr"), "cosine" or
-    "linear" (continuous DDPM), "lognormal" (EDM), or "logit_normal" or "uniform_flow" (rectified
+    ("scaled_linear"), this table with pure noise as its last level ("zero_terminal_snr"), "cosine"
+    or "linear" (continuous DDPM), "lognormal" (EDM), or "logit_normal" or "uniform_flow" (rectified
     flow). "eps" cannot be predicted with "zero_terminal_snr" or rectified flow."""
     distance: DistanceName = "l2"
     """How a prediction is compared with its target: squared ("l2") or absolute ("l1") error, or a
     mix of both ("huber")."""
     weight: WeightName = "min_snr"
-    """The weight of each noise level in the loss: "min_snr", "p2", "edm", "flow" (the loss of a
-    network that predicts the flow), or "uncertainty" (learned during training)."""
+    """The weight of each noise level in the loss: "min_snr" (Hang et al. 2023), "p2" (Choi et al.
+    2022), "edm" (Karras et al. 2022), "flow" (the loss of a network that predicts the flow), or
+    "uncertainty" (learned during training, as in EDM2)."""
     method: MethodName = "denoise"
-    """What the network learns: to denoise ("denoise"), or the mean velocity between noise levels,
-    to draw in one step ("meanflow(omega=2)" also learns guidance 2; see diffusion/meanflow.py)."""
+    """What the network learns: to denoise ("denoise"), or to predict the mean velocity between two
+    noise levels, so that one step can draw an image ("meanflow"). "meanflow(omega=2)" also learns
+    guidance scale 2 (see diffusion_jax/diffusion/meanflow.py)."""
 
 
 class Sampler(NamedTuple):
@@ -126,12 +125,12 @@ class Sampler(NamedTuple):
     Other samplers ignore it."""
     grid: GridName = ""
     """How the steps are spaced, by time ("ldm", "even", "leading", "trailing", "linspace") or by
-    noise level ("karras", "exponential"); "" for the noise schedule's or the sampler's default."""
+    noise level ("karras", "exponential"); "" for a default that depends on noise and sampler."""
     end: EndName = ""
     """Where the last step ends: without noise ("zero"), or at the smallest noise level
-    ("sigma_min"); "" for the noise schedule's or the sampler's default."""
+    ("sigma_min"); "" for a default that depends on noise and sampler."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The timestep at which the last step of the grid "leading" starts, if the noise schedule is a
+    """The timestep at which the last step of the grid "leading" starts, if diffusion.noise is a
     table of levels. Other grids ignore it."""
     sigma_min: _Level = 0.0
     """The smallest noise level above 0 of the grids "karras" and "exponential"; 0 for the smallest
@@ -141,11 +140,11 @@ class Sampler(NamedTuple):
     of the training noise. It also limits the levels of the grids "leading", "trailing" and
     "linspace"."""
     rho: ranges.Positive = 7.0
-    """How closely the grid "karras" spaces small noise levels (Karras et al. 2022, equation 5).
-    Larger values take more small steps at the end. Other grids ignore it."""
+    """The exponent rho of the grid "karras" (Karras et al. 2022, equation 5). With larger values,
+    more of the steps are at small noise levels. Other grids ignore it."""
     unit_start: bool = True
-    """Whether drawing starts from noise of standard deviation 1 in the UNet's input, as in LDM, or
-    from the slightly weaker noise of the first level (False)."""
+    """Whether the UNet's first input is noise of standard deviation 1, as in LDM (True), or the
+    slightly weaker noise of the first noise level (False)."""
     guiding: GuidingName = "cfg"
     """The kinds of guidance, joined by +, such as apg(norm=5)+rescale. "cfg" is plain
     classifier-free guidance."""
@@ -165,7 +164,7 @@ class Pipeline(NamedTuple):
     diffusion: Diffusion
     sampler: Sampler
     strength: float = 1.0
-    """Share of the sampling steps that image-to-image runs, in (0, 1]; 1 starts from pure noise."""
+    """Share of the sampling steps that image-to-image takes; 1 starts from pure noise."""
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -175,7 +174,7 @@ class Pipeline(NamedTuple):
 
     @property
     def steps_taken(self) -> int:
-        """Number of sampling steps that image-to-image runs."""
+        """Number of sampling steps that image-to-image takes."""
         return editing.steps_taken(self.strength, self.sampler.steps)
 
 
@@ -215,7 +214,7 @@ class Settings(NamedTuple):
 
     @property
     def crop_sides(self) -> tuple[int, int]:
-        """Side of the training images, and the divisor of all aspect buckets' sides, in pixels."""
+        """Side of square training images, and the number that must divide all sides, in pixels."""
         return self.latents.image_size, size_unit(self.pipeline)
 
     @property
@@ -227,7 +226,7 @@ class Settings(NamedTuple):
         height, width = self.pipeline.output_shape
         if height != width:
             raise ValueError(
-                f"sampler.height is {height}, sampler.width {width}: evaluation needs square images"
+                f"sampler.height {height} is not sampler.width {width}: evaluation needs squares"
             )
         return height
 
@@ -235,8 +234,8 @@ class Settings(NamedTuple):
 class Reconstruction(NamedTuple):
     """Settings of an autoencoder's loss: image distance plus `kl` times KL(posterior || N(0, 1)).
 
-    Both terms are divided by the number of values in an image, so that `kl` is LDM's kl_weight.
-    Read by sd_jax/train_vae.py.
+    Both terms are divided by the number of values in an image, so the weight `kl` has the same
+    effect as LDM's kl_weight. Read by sd_jax/train_vae.py.
     """
 
     image_size: ranges.Side
@@ -254,7 +253,7 @@ class AutoencoderSettings(NamedTuple):
     run: Run
     vae: VAE
     vae_weights: str
-    """The VAE's initial weights: a workdir, a file or a diffusers folder; "" for random weights."""
+    """The VAE's initial weights: a workdir, a file or a diffusers directory; "" for random ones."""
     reconstruction: Reconstruction
     optimizer: Optimizer
     mesh: MeshShape
@@ -263,7 +262,7 @@ class AutoencoderSettings(NamedTuple):
 
     @property
     def crop_sides(self) -> tuple[int, int]:
-        """Side of the training images, and the divisor of all aspect buckets' sides, in pixels."""
+        """Side of square training images, and the number that must divide all sides, in pixels."""
         return self.reconstruction.image_size, vae_module.factor(self.vae)
 
 
@@ -275,12 +274,12 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 def uses_moments(data: Data) -> bool:
     """Return whether training reads VAE moments instead of images.
 
-    Raises ValueError if a mixture has both.
+    Raises ValueError if data.mixture has sources of both kinds.
     """
     kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
     if len({kind == MOMENTS for kind in kinds}) > 1:
         raise ValueError(
-            f"data.mixture has the sources {', '.join(kinds)}: do not mix moments and images"
+            f"data.mixture has the sources {', '.join(kinds)}: use only moments, or only images"
         )
     return kinds[0] == MOMENTS
 
@@ -301,7 +300,7 @@ def check(s: Settings) -> None:
 
 def check_pipeline(p: Pipeline) -> None:
     """Raise ValueError if a model cannot draw with these settings."""
-    for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may set these.
+    for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
     objective.check(p.diffusion)
@@ -313,14 +312,14 @@ def check_pipeline(p: Pipeline) -> None:
         raise ValueError(f"strength is {p.strength}: it must be above 0 and at most 1")
     if p.steps_taken < 1:
         raise ValueError(
-            f"strength is {p.strength}, which runs {p.steps_taken} of {p.sampler.steps} steps: it "
-            "must be in (0, 1] and give at least one step"
+            f"strength is {p.strength}, which takes {p.steps_taken} of {p.sampler.steps} sampling "
+            "steps, but at least one is needed: increase strength or sampler.steps"
         )
     channels = (p.vae.latent_channels, p.unet.in_channels, p.unet.out_channels)
     if len(set(channels)) > 1:
         raise ValueError(
-            f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: they "
-            "must be equal"
+            f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: set them "
+            "to the same number"
         )
 
 
@@ -333,20 +332,21 @@ def check_size(p: Pipeline, field: str, size: int) -> None:
     """Raise ValueError if images with a side of `size` pixels do not fit the VAE and the UNet.
 
     The size must be a multiple of f * 2^n, where f is the VAE's downsampling factor and n is the
-    number of downsampling layers of the UNet. `field` is the name of the size in the message.
+    number of downsampling layers of the UNet. `field` names the size in the message.
     """
     factor, unit = vae_module.factor(p.vae), size_unit(p)
     if size < unit or size % unit:
         raise ValueError(
-            f"{field} is {size}: it must be a multiple of {unit}, since latents are {factor} times "
-            f"smaller and the UNet halves them {len(p.unet.channel_mult) - 1} times"
+            f"{field} is {size}: it must be a multiple of {unit}, because latents are {factor} "
+            f"times smaller, and the UNet halves them {len(p.unet.channel_mult) - 1} times"
         )
 
 
 def _check_text(s: Settings) -> None:
     if s.data.source in ("folder", "webdataset", "moments") and s.data.embedded:
         raise ValueError(
-            f"data.text is {s.data.text!r}: Stable Diffusion reads captions, so set it to txt"
+            f"data.text is {s.data.text!r}, but Stable Diffusion reads captions from the data: set "
+            "data.text=txt, and for stored text embeddings use text.store"
         )
     if s.conditioning.pad_to and s.conditioning.pad_to < s.text.max_tokens:
         raise ValueError(
@@ -366,19 +366,18 @@ def _check_data(s: Settings) -> None:
             )
     elif s.data.flip or s.data.crop != "center" or s.data.resize:
         raise ValueError(
-            "data.flip, data.crop or data.resize is set, but moments are of whole images: set "
-            "data.flip=False, data.crop=center and data.resize=0; to resize the images, give "
-            "--config.data.resize to sd_jax.precache"
+            "data.flip, data.crop or data.resize is set, which is not possible with moments: set "
+            "data.flip=False, data.crop=center and data.resize=0; sd_jax.precache can resize"
         )
     elif s.data.aspect_buckets and s.data.heldout:
         raise ValueError(
-            f"data.heldout is {s.data.heldout}, but the held-out loss needs square images, and "
-            "moments in data.aspect_buckets are not square: set data.heldout to 0"
+            f"data.heldout is {s.data.heldout}, but the held-out loss needs square images, and the "
+            "moments of data.aspect_buckets are not square: set data.heldout to 0"
         )
     elif draws and not s.vae_weights:
         raise ValueError(
-            "vae.weights is empty: name the VAE, or draw nothing during training with "
-            "sample_every=0 and evaluation.every=0"
+            "vae.weights is empty, but drawing during training needs the VAE: name its weights, or "
+            "set sample_every=0 and evaluation.every=0"
         )
 
 
@@ -391,7 +390,7 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
         raise ValueError(f"reconstruction.image_size is {size}: it must be a multiple of {unit}")
     shapes.check(s.data.aspect_buckets, size, unit, resize=s.data.resize)
     if uses_moments(s.data):
-        raise ValueError("data.source is 'moments': an autoencoder is trained on images")
+        raise ValueError("data.source is 'moments': name a source of images, such as 'folder'")
 
 
 SYSTEMS = {

@@ -1,10 +1,10 @@
 """Write configs for training a small latent diffusion model on your own pictures.
 
-    python -m sd_jax.start --data=PHOTOS [--hours=2] [--out=configs/mine.py] [--vae=FOLDER]
+    python -m sd_jax.start --data=PHOTOS [--hours=2] [--out=configs/mine.py] [--vae=PATH]
 
 The command works like imagen_jax.start, whose --help describes PHOTOS. --vae names a trained VAE: a
-diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Without --vae, an
-autoencoder is trained on these pictures first, in a quarter of the time.
+diffusers directory, a checkpoint file or a workdir of sd_jax.train_vae. Without --vae, a quarter of
+the time is used to train a VAE on these pictures first.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ from diffusion_jax.start.written import Changes
 from sd_jax import train, train_vae
 from sd_jax.weights import checkpoints
 
-_VAE = flags.DEFINE_string("vae", "", "A trained VAE; default: train one first.")
+_VAE = flags.DEFINE_string("vae", "", "The path of a trained VAE; by default, one is trained.")
 _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels")
 
 
 def candidates() -> list[Candidate]:
-    """Return the only candidate: a UNet with the VAE of --vae.
+    """Return a list of the only model to choose from: a UNet with the VAE of --vae.
 
-    Without --vae, the candidate first trains a VAE, as a stage of its own.
+    Without --vae, the model has two stages, of which the first one trains a VAE.
     """
     unet = Stage("sd64_11m", "", "sd_jax.train", train.prepare)
     if _VAE.value:
@@ -38,10 +38,11 @@ def candidates() -> list[Candidate]:
 
 
 def read_fields(path: str) -> Changes:
-    """Return the config fields that a VAE on disk determines, such as vae.width.
+    """Return the config fields that a trained VAE determines, such as vae.width.
 
-    The result maps each field to its value and an empty comment. `path` is a diffusers directory, a
-    checkpoint file or a workdir of sd_jax.train_vae. Raises ValueError if it holds no VAE.
+    The result maps each field to its value and a comment, which is empty. `path` is a diffusers
+    directory, a checkpoint file or a workdir of sd_jax.train_vae. Raises ValueError if there is no
+    VAE at `path`.
     """
     if (files.path(path) / runs.CHECKPOINTS).is_dir():
         fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]

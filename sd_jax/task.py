@@ -32,9 +32,9 @@ from sd_jax.vae import Latents, Moments
 def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     """Return a Task: the initialisation, loss and sampling of a Stable Diffusion model.
 
-    A training batch holds the text encoder's tokens, and the images either as "image", uint8 [B, H,
-    W, 3], or as VAE moments, "moments", float [B, h, w, 2 Z]. sampling.prompts makes sampling
-    batches.
+    A training batch holds the text encoder's tokens, and the images either as "image", uint8
+    [B, H, W, 3], or as VAE moments, "moments", float [B, h, w, 2 Z]. The batches for sampling are
+    those of `sampling.prompts`.
 
     Args:
         s: The settings of a training config.
@@ -46,6 +46,8 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     objective = objectives.make(s.diffusion)
     empty = encoder.tokenize([""])
 
+    # `params` holds the network's weights and, for learned loss weights, a collection of their
+    # parameters. unet.apply accepts this additional Flax collection and ignores it.
     def init(key):
         size = s.latents.image_size // vae_module.factor(vae)
         x = jnp.zeros((1, size, size, unet.in_channels))
@@ -119,10 +121,10 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """Return a Task and a batch of one blank image (or moments), to trace a training step.
+    """Return a Task and a batch of one black image (or zero moments), to trace a training step.
 
     The Task holds the shapes of the VAE's weights instead of the weights, or None for training on
-    moments. The batch holds no tokens.
+    moments. The batch holds no text; add what `encoder.tokenize` returns.
     """
     vae, side = s.vae, s.latents.image_size
     small = side // vae_module.factor(vae)
@@ -136,7 +138,7 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
 
 
 def posterior_sample(key: jax.Array, moments: Moments) -> Latents:
-    """Return one random latent per image, drawn from the posterior with the given moments.
+    """Draw the latents of each image from the posterior with the given moments.
 
     The result is not multiplied by latents.scale.
     """
@@ -144,12 +146,12 @@ def posterior_sample(key: jax.Array, moments: Moments) -> Latents:
 
 
 def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
-    """Return the tokens of a batch, with dropped texts replaced by the empty prompt.
+    """Return the tokens of a batch, with the empty prompt in place of dropped texts.
 
     Args:
-        batch: The batch, which holds the tokens of its texts.
+        batch: A batch that holds the tokens of texts.
         empty: The tokens of one empty prompt.
-        keep: False for each text to drop, [B].
+        keep: bool [B], False for each text to drop.
     """
     condition = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
     return {name: jnp.where(condition(name), batch[name], row) for name, row in empty.items()}

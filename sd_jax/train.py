@@ -5,17 +5,18 @@
         --config.text.weights=weights/clip-vit-large-patch14 --config.data.path=shards
 
 The VAE and the text encoder are frozen. They run inside the training step, sharded over the mesh,
-and are not saved in checkpoints. Training is faster with precomputed moments of the images,
---config.data.source=moments (written by python -m sd_jax.precache), and precomputed text
-embeddings, --config.text.store (written by python -m diffusion_jax.precache).
+and are not saved in checkpoints. Training is faster with precomputed VAE moments of the images
+(--config.data.source=moments, written by python -m sd_jax.precache) and precomputed text embeddings
+(--config.text.store, written by python -m diffusion_jax.precache).
 
 Any value of the config can be changed on the command line: --config.optimizer.lr=2e-4. To shard the
 model, set for example --config.mesh.fsdp=8 --config.mesh.replica=4.
 
 The workdir receives metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), images of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
-not finite, not_finite.json reports where the first one came from. Running the same command again
-continues exactly from the last checkpoint. SIGTERM saves a checkpoint and exits with code 143.
+not finite, not_finite.json reports where the first such number came from. Running the same command
+again continues exactly from the last checkpoint. On SIGTERM, training saves a checkpoint and exits
+with code 143.
 """
 
 from typing import Any
@@ -55,7 +56,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance)
 
     def open_prompts(prompts):
-        lookup.open_prompts(s.text, encoder, False, prompts)  # Raises if the store lacks one.
+        lookup.open_prompts(s.text, encoder, False, prompts)  # Raises if the store lacks a prompt.
         return tokenize
 
     # The model with random or given weights. Training changes all weights or only LoRA factors.
@@ -71,7 +72,7 @@ def open_batches(
     """Open the training data of a config. Each process reads only its own rows of a batch.
 
     Raises:
-        ValueError: Moments differ in size from what the config expects, or their manifest names
+        ValueError: Moments have another size than the config requires, or were computed with
             another VAE.
     """
     if not uses_moments(s.data):
@@ -90,7 +91,8 @@ def open_batches(
 def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
     """Return the manifest of VAE moments: the settings and the VAE on which the moments depend.
 
-    The VAE is identified by a digest of its weights; without `vae_params` there is no digest.
+    Its keys are "image_size", "scale", "pixels", "buckets" and "vae", a digest of the VAE's
+    weights. Without `vae_params`, there is no "vae".
     """
     latents = s.latents
     identity = {"image_size": latents.image_size, "scale": latents.scale, "pixels": latents.pixels}

@@ -2,10 +2,10 @@
 
     python -m sd_jax.train_vae --config=configs/sd_quickstart_vae.py --workdir=runs/sd_vae
 
-Give the workdir to sd_jax.train as --config.vae.weights. The metric `latent_std` is the standard
-deviation of the latents: set --config.latents.scale of sd_jax.train to its inverse. Reconstructions
-of the first pictures are written to samples/. Config, data, checkpoints and SIGTERM work as in
-sd_jax.train.
+To train on the latents, give the workdir to sd_jax.train as --config.vae.weights. The metric
+`latent_std` is the standard deviation of the latents. Set --config.latents.scale of sd_jax.train to
+1 / latent_std. Reconstructions of the first pictures are written to samples/. Config, data,
+checkpoints and SIGTERM work as in sd_jax.train.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ def read_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
 def make_task(s: AutoencoderSettings) -> Task:
     """Return a Task: the initialisation and loss of an autoencoder, and reconstruction of images.
 
-    The Task's `sample` reconstructs the images batch["image"], float [B, H, W, 3] in [-1, 1]: it
-    encodes them and decodes the mean of the posterior.
+    Instead of drawing, the Task's `sample` encodes the images batch["image"], float [B, H, W, 3] in
+    [-1, 1], and decodes the mean of the posterior.
     """
     size = s.reconstruction.image_size
     distance = DISTANCES[s.reconstruction.distance]
@@ -71,7 +71,7 @@ def make_task(s: AutoencoderSettings) -> Task:
 
 
 def divergence(moments: Moments) -> Float[Array, "B"]:
-    """Return KL(posterior || N(0, 1)) in nats for each image, from the moments of its posterior."""
+    """Return KL(posterior || N(0, 1)) in nats for each image, given the posterior's moments."""
     mean, std = vae_module.mean_and_std(moments)
     return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
 

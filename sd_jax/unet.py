@@ -1,10 +1,11 @@
 """UNet of Stable Diffusion 1.x, 2.x and MLPerf: residual blocks and transformers over latents.
 
-It computes the same numbers as LDM's openaimodel (Rombach et al. 2022).
+With equal weights, it computes the same numbers as LDM's openaimodel (Rombach et al. 2022).
 
-Arrays are NHWC. Shapes: B batch; H W height and width of the latents; h w height and width at a
-level; C channels of a level; E = 4 * width, the channels of the time embedding; L text tokens of
-width D; T query tokens; N heads of width K.
+Arrays are NHWC. In the shapes, B is the batch size, H and W are the height and width of latents, h
+and w those at a level, C is the number of channels of a level, and E = 4 * width is the width of
+the time embedding. There are L text tokens of width D, T query tokens, and N attention heads of
+width K.
 """
 
 import functools
@@ -36,26 +37,27 @@ class UNet(nn.Module):
     """Stable Diffusion's UNet. The defaults are those of 2.0."""
 
     width: Width = 320
-    """Number of channels of the first convolution; `channel_mult` multiplies this number."""
+    """Number of channels of the first convolution."""
     channel_mult: Multiples = (1, 2, 4, 4)
     """Number of channels of each level, in multiples of `width`. Each level but the deepest halves
     the resolution."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2
     """Number of residual blocks of each level on the way down; the way up has one more."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (0, 1, 2)
-    """Levels with transformers; level 0 is the full resolution."""
+    """Levels with transformers; level 0 has the full resolution."""
     transformer_depth: Count = 1
     """Number of blocks in each transformer."""
     num_heads: Amount = 0
     """Number of attention heads (8 in 1.x). If it is 0, `head_dim` determines the number."""
     head_dim: Count = 64
-    """Width of an attention head. It has no effect if num_heads is set."""
+    """Width of an attention head. It has no effect if `num_heads` is not 0."""
     linear_projections: bool = True
-    """Whether checkpoint files store the first and last layer of a transformer as linear layers
-    (2.x) instead of 1x1 convolutions (1.x). The network computes the same numbers."""
+    """Whether checkpoint files store the first and last layer of a transformer as linear layers, as
+    in 2.x (True), or as 1x1 convolutions, as in 1.x (False). The network computes the same numbers.
+    """
     norm_groups: Count = 32
     """Number of groups of the norms in residual blocks and before the output (16 in MLPerf). The
-    norms of transformers always have 32."""
+    group norms of transformers always have 32 groups."""
     in_channels: Count = 4
     """Number of channels of the latents."""
     out_channels: Count = 4
@@ -63,9 +65,9 @@ class UNet(nn.Module):
     remat: bool = False
     """Whether to recompute activations in the backward pass. This saves memory and costs time."""
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With `remat`, what to store instead of recomputing it: "nothing", the outputs of "attention",
-    the outputs of attention, convolutions and linear layers ("products"), or these in host memory
-    ("offloaded")."""
+    """With `remat`, which outputs to store instead of recomputing them: none ("nothing"), those of
+    attention ("attention"), those of attention, convolutions and linear layers ("products"), or the
+    same as "products" but in host memory ("offloaded")."""
     attention_impl: Annotated[str, IMPLEMENTATIONS] = "auto"
     """The implementation of attention. All give the same numbers up to rounding; "auto" chooses the
     fastest for the device. Heads wider than 128 use "xla" instead of "cudnn"."""
@@ -79,12 +81,12 @@ class UNet(nn.Module):
         time: Float[Array, "B"],
         text: Float[Array, "B L D"],
     ) -> Float[Array, "B H W {self.out_channels}"]:
-        """Return the network's prediction F in float32.
+        """Return the network's raw output F, in float32.
 
         Args:
-            x: The noisy latents in the network's coordinates.
+            x: The noisy latents, scaled by the preconditioner's c_in.
             time: Timesteps from 0 to 999, possibly fractional.
-            text: The text context; attention has no mask and sees every token.
+            text: The text context. Attention has no mask, so it sees every token.
 
         Raises:
             ValueError: The height or width of x is not a multiple of 2^(levels - 1).
@@ -93,7 +95,7 @@ class UNet(nn.Module):
         emb = ops.sinusoid(time, self.width).astype(self.dtype)  # [B, width]
         emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)  # [B, E]
         emb = dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype)
-        emb = nn.silu(emb)  # LDM does this in each residual block; the result is equal.
+        emb = nn.silu(emb)  # LDM applies SiLU in each residual block, with the same result.
         text = text.astype(self.dtype)
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps), self.norm_groups, dtype=self.dtype
@@ -144,8 +146,8 @@ class UNet(nn.Module):
         unit = 2 ** (len(self.channel_mult) - 1)
         if height % unit or width % unit:
             raise ValueError(
-                f"latents of {height} x {width} cannot be halved {len(self.channel_mult) - 1} "
-                f"times: choose multiples of {unit}"
+                f"latents of height {height} and width {width} cannot be halved "
+                f"{len(self.channel_mult) - 1} times: choose multiples of {unit}"
             )
 
 
@@ -161,7 +163,7 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"], emb: Float[Array, "B E"]):
-        """Return features [B, H, W, width], given features x and a time embedding after SiLU."""
+        """Return features [B, H, W, width]. SiLU has already been applied to the embedding."""
         h = GroupNorm(self.norm_groups, silu=True, name="norm1")(x)
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         emb = dense(emb, self.width, "emb", dtype=self.dtype)
@@ -184,7 +186,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], text: Float[Array, "B L D"]):
-        """Return x plus the transformer's output, [B, H, W, C]. Each layer is also residual."""
+        """Return x plus the output of the transformer, whose layers are also residual."""
         c = x.shape[-1]
         heads = self.num_heads or c // self.head_dim
         attend = functools.partial(Attention, heads, self.implementation, self.dtype)
@@ -219,7 +221,7 @@ class Attention(nn.Module):
         (q,), (k,), (v,) = (
             layer(name=name)(y) for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
         )  # [B, T, N, K], [B, L, N, K], [B, L, N, K]
-        # cuDNN does not support such wide heads, which occur only at low resolutions.
+        # cuDNN does not support heads wider than 128, which occur only at low resolutions.
         too_wide = self.implementation == "cudnn" and head_dim > 128
         out = attend(q, k, v, implementation="xla" if too_wide else self.implementation)
         return FromHeads(c, dtype=self.dtype, name="out")(out)  # [B, T, C]
@@ -231,16 +233,14 @@ def transformer_widths(unet: UNet) -> set[int]:
 
 
 def check(unet: UNet) -> None:
-    """Raise ValueError if a UNet's fields are inconsistent.
-
-    The check is cheap, so call it before compiling.
-    """
+    """Raise ValueError if a UNet's fields contradict each other."""
     levels = len(unet.channel_mult)
     blocks = blocks_per_level(unet.num_res_blocks, levels)
     if len(blocks) != levels:
         raise ValueError(
-            f"unet.num_res_blocks {blocks} and unet.channel_mult "
-            f"{tuple(unet.channel_mult)} differ in length: give one per level, or a single number"
+            f"unet.num_res_blocks {blocks} has {len(blocks)} entries, but unet.channel_mult "
+            f"{tuple(unet.channel_mult)} has {levels} levels: give one entry per level, or a "
+            "single number"
         )
     for level in unet.attention_levels:
         if not 0 <= level < levels:
@@ -252,7 +252,7 @@ def check(unet: UNet) -> None:
         if unet.norm_groups < 1 or unet.width * mult % unet.norm_groups:
             raise ValueError(
                 f"unet.norm_groups {unet.norm_groups} does not divide the width "
-                f"{unet.width * mult} of a level: choose one that does"
+                f"{unet.width * mult} of a level: choose a divisor of this width"
             )
     for width in transformer_widths(unet):
         _check_heads(unet, width)
@@ -263,27 +263,28 @@ def check(unet: UNet) -> None:
         )
     if unet.attention_impl == "cudnn" and jnp.dtype(unet.dtype).itemsize != 2:
         raise ValueError(
-            f"unet.attention_impl 'cudnn' is for 16-bit dtypes, not for "
-            f"{jnp.dtype(unet.dtype).name}: change one of the two"
+            "unet.attention_impl is 'cudnn', which needs a 16-bit dtype, but unet.dtype is "
+            f"{jnp.dtype(unet.dtype).name}: set unet.dtype='bfloat16' or unet.attention_impl='xla'"
         )
 
 
 def _check_heads(unet: UNet, width: int) -> None:
     if width % 32:
         raise ValueError(
-            f"the width of a transformer is {width}: its normalisation has 32 groups, so take a "
-            "multiple of 32"
+            f"the width of a transformer is {width}: it must be a multiple of 32, the number of "
+            "groups in group normalisation, so change unet.width or unet.channel_mult"
         )
     field = "num_heads" if unet.num_heads else "head_dim"
     value = getattr(unet, field)
     if value < 1 or width % value:
         raise ValueError(
             f"unet.{field} {value} does not divide the width {width} of a level with "
-            "attention: choose one that does"
+            "attention: choose a divisor of this width"
         )
     head_dim = width // unet.num_heads if unet.num_heads else unet.head_dim
     if unet.attention_impl == "cudnn" and head_dim % 8:
         raise ValueError(
-            f"unet.attention_impl is 'cudnn', but heads have width {head_dim}: choose a "
-            "unet.head_dim that is a multiple of 8, or 'xla'"
+            "unet.attention_impl is 'cudnn', which needs heads whose width is a multiple of 8, but "
+            f"unet.{field} {value} gives width {head_dim}: change unet.{field}, or set "
+            "unet.attention_impl='xla'"
         )

@@ -1,10 +1,10 @@
 """Autoencoder of Stable Diffusion (KL-f8): maps images to latents of 1/8 the size, and back.
 
-It computes the same numbers as LDM's AutoencoderKL (Rombach et al. 2022).
+With equal weights, it computes the same numbers as LDM's AutoencoderKL (Rombach et al. 2022).
 
-Images are NHWC in [-1, 1]. Shapes: B batch; H W height and width of the images; h w height and
-width at a level (at the deepest level, of the latents); C channels of a level; Z channels of the
-latents.
+Images are NHWC in [-1, 1]. In the shapes, B is the batch size, and H and W are the height and width
+of the images. h and w are the height and width at a level; the deepest level has those of the
+latents. C is the number of channels of a level, and Z the number of channels of the latents.
 """
 
 import functools
@@ -24,9 +24,11 @@ from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
 
 SCALE = 0.18215
-"""1 / standard deviation of the latents: the UNet's latents are SCALE times a VAE sample."""
+"""Stable Diffusion's factor from VAE samples to the UNet's latents, whose standard deviation is 1.
+"""
 Moments = Float[Array, "B h w _"]
-"""Parameters of the posterior q(z | image): Z channels of means, then Z of log variances."""
+"""Parameters of the posterior q(z | image): Z channels of means, then Z channels of log variances.
+"""
 Latents = Float[Array, "B h w Z"]
 
 
@@ -34,7 +36,7 @@ class VAE(nn.Module):
     """The autoencoder of Stable Diffusion, which maps images to latents and back."""
 
     width: Width = 128
-    """Number of channels of the first convolution; `channel_mult` multiplies this number."""
+    """Number of channels of the first convolution."""
     channel_mult: Multiples = (1, 2, 4, 4)
     """Number of channels of each level, in multiples of `width`. Each level but the deepest halves
     the resolution."""
@@ -54,7 +56,7 @@ class VAE(nn.Module):
     def __call__(
         self, images: Float[Array, "B H W _"], eps: Latents
     ) -> tuple[Float[Array, "B H W _"], Moments]:
-        """Encode images and decode a sample of the posterior, drawn with the normal noise `eps`.
+        """Encode images, and decode the sample mean + std * eps of the posterior.
 
         Returns:
             The decoded images, and the posterior's moments [B, h, w, 2 Z].
@@ -71,13 +73,13 @@ class VAE(nn.Module):
         unit = factor(self)
         if images.shape[1] % unit or images.shape[2] % unit:
             raise ValueError(
-                f"images of {images.shape[1]} x {images.shape[2]} pixels cannot be encoded: take "
-                f"multiples of {unit}"
+                f"images of {images.shape[1]} x {images.shape[2]} pixels cannot be encoded: resize "
+                f"them to multiples of {unit}"
             )
         return self.encoder(images)
 
     def decode(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Decode latents, already divided by latents.scale, to images roughly in [-1, 1]."""
+        """Decode latents to images in about [-1, 1]. Divide the UNet's latents by latents.scale."""
         return self.decoder(z)
 
 
@@ -120,7 +122,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Return images for latents `z`; values are not clipped to [-1, 1]."""
+        """Return the images that latents encode. They are not clipped to [-1, 1]."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
         width = self.width * self.channel_mult[-1]
@@ -146,7 +148,7 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"]):
-        """Return features [B, H, W, width] for features `x`."""
+        """Return features [B, H, W, width]."""
         h = GroupNorm(eps=1e-6, silu=True, name="norm1")(x)  # [B, H, W, C]
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         h = GroupNorm(eps=1e-6, silu=True, name="norm2")(h)
@@ -157,10 +159,10 @@ class ResBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over pixels with one head, for `query_chunk` queries at a time."""
+    """Self-attention over pixels with one head, computed for a part of the queries at a time."""
 
     query_chunk: int = 4096
-    """Number of queries at a time. Memory grows with query_chunk times the number of keys, H W."""
+    """Number of queries to compute at a time. Memory use is proportional to query_chunk * H * W."""
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -174,7 +176,7 @@ class Attention(nn.Module):
         attend_rows = lambda rows: attend(rows, k, v, implementation="xla")
         if tokens <= self.query_chunk:
             out = attend_rows(q)  # [B, HW, 1, C]
-        else:  # Chunks change no result, since each query has its own softmax.
+        else:  # Each query has its own softmax, so the result does not depend on the chunks.
             chunks = -(-tokens // self.query_chunk)
             q = jnp.pad(q, ((0, 0), (0, chunks * self.query_chunk - tokens), (0, 0), (0, 0)))
             q = q.reshape(b, chunks, self.query_chunk, 1, c)
@@ -190,7 +192,7 @@ def factor(vae: VAE) -> int:
 
 
 def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
-    """Return mean and standard deviation of the posterior, given its moments.
+    """Return the mean and the standard deviation of the posterior with the given moments.
 
     Log variances are clipped to [-30, 20].
     """
@@ -199,9 +201,9 @@ def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
 
 
 def sample(moments: Moments, eps: Latents) -> Latents:
-    """Return mean + std * eps, given the moments of the posterior.
+    """Return mean + std * eps for the posterior with the given moments.
 
-    If `eps` is standard normal, this is a sample of the posterior, without the factor SCALE.
+    If `eps` is standard normal, this is a sample of the posterior. It is not multiplied by SCALE.
     """
     mean, std = mean_and_std(moments)
     return mean + std * eps
@@ -210,9 +212,9 @@ def sample(moments: Moments, eps: Latents) -> Latents:
 def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
     """Decode latents `z` in slices of at most `at_once` images per device, to save memory.
 
-    The result is that of decode(z). Together with Attention.query_chunk, this decodes large images
-    without splitting them into tiles, and hence without seams. If `z` is sharded, each device must
-    hold consecutive rows, as in a batch sharded over a mesh.
+    The result equals decode(z). Together with Attention.query_chunk, this saves so much memory that
+    large images need not be split into tiles, which would leave seams. If `z` is sharded, each
+    device must hold consecutive rows, as in a batch sharded over a mesh.
     """
     devices = math.gcd(len(z), jax.device_count())
     per_device = len(z) // devices
@@ -233,13 +235,13 @@ def check(vae: VAE) -> None:
     for mult in (1, *vae.channel_mult):
         if vae.width * mult < 32 or vae.width * mult % 32:
             raise ValueError(
-                f"vae.width * {mult} is {vae.width * mult}: group normalisation has 32 groups, so "
-                "take a multiple of 32"
+                f"vae.width * {mult} is {vae.width * mult}: it must be a multiple of 32, the "
+                "number of groups in group normalisation"
             )
     if min(vae.num_res_blocks, vae.latent_channels) < 1:
         raise ValueError(
-            f"vae.num_res_blocks {vae.num_res_blocks} and latent_channels {vae.latent_channels} "
-            "must be at least 1"
+            f"vae.num_res_blocks is {vae.num_res_blocks} and vae.latent_channels is "
+            f"{vae.latent_channels}: both must be at least 1"
         )
 
 

@@ -1,13 +1,13 @@
-"""A web page to draw with Stable Diffusion models, compare them, and watch them train.
+"""Serve a web page to draw with Stable Diffusion models, compare them, and watch them train.
 
     python -m sd_jax.web --workdir=runs/sd_quickstart [--workdir=runs/other ...] [--port=8765]
 
 The command prints the address of the page. Only this machine can reach the page, unless --host
 names another address; then the page needs the token that is printed with the address. Images appear
-while they are drawn. Each has a link to itself, and the command that draws it again. A grid of
-images compares the values of two settings. The page also shows the sweeps and training curves of
-the runs. A --workdir may also be a diffusers directory. The command needs the extra [web]: pip
-install starlette uvicorn.
+while they are drawn. Each has a link, and the command that draws it again. A grid of images
+compares the values of two settings. The page also shows the sweeps and training curves of the runs.
+A --workdir may also be a diffusers directory. The command needs the extra [web]: pip install
+starlette uvicorn.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def open_model(stages: Sequence[str], values: Values) -> Loaded:
     """
     if len(stages) > 1:
         raise ValueError(
-            f"--workdir={','.join(stages)}: this path does not exist, and Stable Diffusion has no "
-            "cascades: give each further model its own --workdir"
+            f"--workdir={','.join(stages)} does not exist, and Stable Diffusion has no cascades of "
+            "several models: repeat --workdir for each model"
         )
     return load(stages[0], **values)
 

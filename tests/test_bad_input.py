@@ -84,7 +84,7 @@ train --config.optimizer.ema_widths=(0.5,) | optimizer.ema_widths is (0.5,): it 
 train --config.optimizer.moment_dtype=int8 | optimizer.moment_dtype is 'int8': choose from
 sample --ema=0.07 --prompt=x | no average '0.07' in
 averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and at most 0.28
-averages --width=0.07 | --width (the average) and --out (its folder) belong together
+averages --width=0.07 | --width (the average) and --out (the folder to write) belong together
 averages | holds no power-function averages: train with
 train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
 train --config.data.max_broken=2.0 | data.max_broken is 2.0: it must be from 0 to 1
@@ -124,12 +124,12 @@ sample --prompt=a --steps=0 | sampler.steps is 0: it must be above 0
 sample --prompt=a --guidance=nan | sampler.guidance is nan: it must be from 0 to 1000
 sample --prompt=a --checkpoint=7 | no checkpoint of step 7
 sample --prompt=a --num_images=0 | num_images
-sample --embeddings=D/none.npy | the text encoder 'hashed' needs --prompt=TEXT
+sample --embeddings=D/none.npy | the text encoder 'hashed', which cannot use embeddings from files
 sample --prompt=a --mask=D/wide.png | --mask=D/wide.png needs a picture: give --image
-sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
+sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its picture is 20x20
 sample --prompt=a --image=D/wide.png | the picture is 4x3: crop it to a square
 sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it must be from 0 to 1
-sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
+sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3, but its picture is 20x20
 sd_sample --prompt=a --lora=D/none | --config and --lora need --model
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
 train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the model to adapt
@@ -186,7 +186,7 @@ heldout word | unknown arguments ['word']
 metrics fid D/none.npz D/none.npz --dinov2=D/none | D/none
 metrics compare D/none D/none | D/none
 metrics stats --images=D/images --out=D/x.txt | the name must end in .npz
-rcp | name one or more results
+rcp | no run is given: name workdirs or logs
 rcp D/none | D/none
 coco captions --annotations=D/none --out=D/x.tsv | --annotations=D/none does not exist
 coco laion --metadata=D/empty --out=D/x | D/empty holds no .parquet files
@@ -205,11 +205,11 @@ start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_ima
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
 start --data=D/table.parquet | (image columns: none): choose a table
 start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
-start --data=D/images --text=json:caption | 1 of 1 images have no .json:caption
+start --data=D/images --text=json:caption | 1 of 1 images have no text (data.text=json:caption)
 start --data=D/images --text=npy | --text=npy names embeddings, but this command needs captions
-start --hours=0 | --hours=0: give a time above 0
-start --hours=-1 | --hours=-1: give a time above 0
-start --hours=nan | --hours=nan: give a time above 0
+start --hours=0 | --hours=0: give a number of hours above 0
+start --hours=-1 | --hours=-1: give a number of hours above 0
+start --hours=nan | --hours=nan: give a number of hours above 0
 start --out=D/raises.py | D/raises.py exists already: give another --out
 start --out=D/wide.py | D/wide.png exists already: give another --out
 start --out=D/new.txt | --out=D/new.txt: give the name of a Python file
@@ -233,7 +233,7 @@ sd_sample --prompt=a --image=D/images/0.png --strength=nan | strength is nan: it
 sample --prompt=a --image=D/images/0.png --strength=nan | --strength is nan: it must be from 0 to 1
 sample --prompt=a --num_images=1000000000 | num_images
 sd_sample --prompt=a --height=100000000 | images of 16x100000000 need more than
-coco captions --annotations=D/deep.json --out=D/x.tsv | D/deep.json is not a COCO captions file
+coco captions --annotations=D/deep.json --out=D/x.tsv | D/deep.json does not have the format of
 coco images --captions=D/binary.txt --images=D/images --out=D/x | D/binary.txt is not a table of cap
 prepare fetch --url=file:///etc/passwd --out=D/x | file:///etc/passwd is not fetched: its scheme mus
 plan --target=h100:1000000000 | at most 32,768 GPUs
@@ -326,4 +326,4 @@ def test_words_that_are_not_read_are_counted_and_drawn_without(files, tmp_path, 
     assert ended.code == 0, ended.err
     assert bool(lost) == bool(re.search(r"1 of 1 texts are not read in full", ended.err)), ended.err
     assert f"the text encoder ignores '{lost}" in ended.err or not lost
-    assert "draws          1 images of 16x16, of 1 texts" in ended.out
+    assert "draws          1 images of 16x16, for 1 texts" in ended.out

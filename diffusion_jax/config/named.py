@@ -30,10 +30,10 @@ class Call(NamedTuple):
 
 
 def one_of(field: str, value: Any, names: Iterable[str]) -> None:
-    """Check that the value of the config field `field` is in `names`.
+    """Check that `value`, the value of the config field `field`, is one of `names`.
 
     Raises:
-        ValueError: It is not. The message suggests the closest name, and lists all names.
+        ValueError: It is none of them. The message suggests the closest name, and lists all names.
     """
     names = list(names)
     if value not in names:
@@ -43,9 +43,9 @@ def one_of(field: str, value: Any, names: Iterable[str]) -> None:
 
 
 def choices(question: str, names: Iterable[str]) -> str:
-    """Return "QUESTION Choose from NAMES" for an error message.
+    """Return a text such as "did you mean 'heun'? Choose from euler, heun" for an error message.
 
-    `question` is a text such as "did you mean 'heun'?", or "".
+    `question` is the first part, such as "did you mean 'heun'?". It can be "".
     """
     listed = ", ".join(names)
     return f"{question} Choose from {listed}" if question else f"choose from {listed}"
@@ -93,8 +93,8 @@ def bound(
         field: The name of the config field that holds `text`, for error messages.
         text: A name, optionally with parameters in brackets.
         table: Maps names to functions.
-        group: A config group. Parameters that `text` omits take the values of its fields of the
-            same names. With None, they keep the function's defaults.
+        group: A config group. A parameter that `text` omits takes the value of the group's field of
+            the same name, if there is one. Otherwise, it keeps the function's default.
 
     Raises:
         ValueError: The name or a parameter is unknown, or `text` joins several names by +.
@@ -108,10 +108,10 @@ def bound(
 def bind(
     field: str, call: Call, table: Mapping[str, Function], group: Any = None
 ) -> functools.partial:
-    """Look up the function of a parsed call in a table, and bind its parameters.
+    """Look up the function that a parsed call names in a table, and bind its parameters.
 
-    Parameters that the call omits take the fields of the same names in `group`, if it has them.
-    Raises ValueError if the name or a parameter is unknown.
+    A parameter that the call omits takes the value of the field of the same name in `group`, if
+    there is one. Raises ValueError if the name or a parameter is unknown.
     """
     one_of(field, call.name, table)
     function = resolved(table[call.name])
@@ -136,7 +136,7 @@ def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.par
 
 
 def resolved(function: Function) -> Callable[..., Any]:
-    """Return a function of a table. If it is a string "MODULE:FUNCTION", import it."""
+    """Return the function of a table's entry. A string "MODULE:FUNCTION" is imported."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")

@@ -1,4 +1,4 @@
-"""Annotations that state the valid values of config fields, and functions that check values.
+"""Check config values against annotations, which state the valid values of each field.
 
 The annotation of a field holds its type and its valid values:
 
@@ -45,7 +45,7 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def check(kind: type, values: Mapping[str, Any], name: str) -> None:
-    """Check the values of a config group against the annotations of a NamedTuple or network.
+    """Check the values of a config group against the annotations of its class.
 
     The default of a field is always valid. An empty tuple is valid only if the annotation allows
     it explicitly with ().
@@ -153,8 +153,10 @@ def options(hint: Any) -> list[str]:
     table = getattr(hint, "__metadata__", ("",))[0]
     if not callable(table):
         return [] if isinstance(table, str) else list(map(str, table))
+    # FUNCTION(field, text) does not expose its table of names. But the error message for an unknown
+    # name, here "_", lists all names.
     try:
-        table("", "_")  # The message for an unknown name lists the names.
+        table("", "_")
     except ValueError as error:
         return str(error).partition(": choose from ")[2].split(", ")
     return []
@@ -175,7 +177,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def _misfit(value: Any, kind: Any) -> str:
-    """Describe the type that `value` should have. Return "" if the type is right or not checked."""
+    """Describe the type that `value` must have. Return "" if it has it, or if any is allowed."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, Sequence):
         inner = parts[0] if origin is Sequence or parts[1:] == (...,) else Any

@@ -26,7 +26,10 @@ class Field(NamedTuple):
 
 
 def fields(kind: type) -> list[Field]:
-    """Return the fields of a NamedTuple or network class that configs can set, in order."""
+    """Return the fields of a config group's class that configs can set, in order.
+
+    `kind` is the class, a NamedTuple or a network.
+    """
     hints, meanings = typing.get_type_hints(kind, include_extras=True), sentences(kind)
     return [
         Field(name, ranges.description(hints[name]), default, meanings.get(name, ""))
@@ -36,7 +39,7 @@ def fields(kind: type) -> list[Field]:
 
 @functools.cache
 def sentences(kind: type) -> dict[str, str]:
-    """Map the fields of a class, including inherited ones, to the strings that follow them."""
+    """Map each field of a class, including inherited ones, to the string that follows the field."""
     found = {}
     for base in reversed(kind.__mro__):
         if base not in (object, tuple):
@@ -47,7 +50,7 @@ def sentences(kind: type) -> dict[str, str]:
 def _strings(tree: Any) -> dict[str, str]:
     """Map each annotated name in the body of a class to the string that directly follows it.
 
-    `tree` is the parsed class. Names that no string follows are left out.
+    `tree` is the parsed class. Names without such a string are left out.
     """
     return {
         node.target.id: " ".join(after.value.value.split())

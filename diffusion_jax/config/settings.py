@@ -1,4 +1,4 @@
-"""The config groups that all systems share, as NamedTuples, and functions that read them.
+"""The config groups that all systems share, as NamedTuples, and functions that read configs.
 
 Configs hold plain values and can omit fields that have a default. Only the entry points see a
 config: all other functions take these NamedTuples or single values. The annotation of a field holds
@@ -106,11 +106,11 @@ class Optimizer(NamedTuple):
     """
 
     lr: Positive
-    """The learning rate after the warm-up."""
+    """The learning rate at the end of the warm-up."""
     schedule: str = "constant"
-    """The schedule of the learning rate after the warm-up: "constant"; "cosine", which falls to 0
-    at the last step; "wsd", which is constant and falls to 0 over the last fifth of the steps;
-    "inverse_sqrt", which falls after `decay_from`; or "ldm", constant after LDM's warm-up."""
+    """The learning rate after the warm-up: "constant"; "cosine" falls to 0 at the last step; "wsd"
+    is constant, then falls to 0 over the last fifth of the steps; "inverse_sqrt" falls after
+    `decay_from`; "ldm" is constant, after a warm-up that starts closer to 0, as in LDM."""
     warmup: Amount = 10_000
     """Number of steps over which the learning rate rises from about 0 to `lr`."""
     decay_from: Count = 70_000
@@ -125,8 +125,8 @@ class Optimizer(NamedTuple):
     weight_decay: Annotated[float, "[0, inf)"] = 0.01
     """AdamW's weight decay: each update subtracts lr * weight_decay * weight from each weight."""
     clip: Annotated[float, "(0, inf]"] = 1.0
-    """The largest norm of the gradient of all weights together. A larger gradient is scaled down to
-    this norm; inf for no limit."""
+    """The largest norm of the gradient, over all weights together. A larger gradient is scaled down
+    to this norm; inf for no limit."""
     micro_batch: Annotated[int, "[0, 1048576]"] = 0
     """Number of images per device in one pass of a step, to save memory. The number of passes
     follows from batch_size and the mesh, and does not change the noise. With 0, `accumulate` sets
@@ -138,20 +138,21 @@ class Optimizer(NamedTuple):
     """Decay rates of the exponential moving averages of the weights. By default, images are drawn
     with the average that has the largest rate."""
     ema_warmup: bool = False
-    """Whether averages start with the lower decay rate (1 + step) / (10 + step), until this rate
-    reaches the one in ema_decays. Short runs need this warm-up."""
+    """Whether the decay rates of ema_decays are limited to (1 + step) / (10 + step), so that the
+    averages soon forget the initial weights. Short runs need this limit."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
-    """Relative widths of EDM2's power-function averages, such as (0.05, 0.10). After training,
-    `python -m diffusion_jax.averages` computes any other width from their snapshots."""
+    """Relative widths of power-function averages of the weights (EDM2), such as (0.05, 0.10). After
+    training, `python -m diffusion_jax.averages` computes averages of other widths from their
+    snapshots."""
     snapshot_every: Amount = 0
     """Number of steps between two snapshots of the power-function averages; 0 for 1/32 of the run.
     """
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
-    """The dtype of Adam's first moment. "bfloat16" saves 2 of at least 16 bytes of memory per
-    weight."""
+    """The dtype of Adam's first moment. "bfloat16" saves 2 bytes of memory per weight, of at least
+    16."""
     max_skipped: Count = 100
     """The run ends after this many steps in a row whose loss or gradient is not finite. If no step
-    of the run was finite before, it ends after at most 10 such steps."""
+    of the run was finite so far, it ends after at most 10 such steps."""
 
 
 class Lora(NamedTuple):
@@ -164,11 +165,13 @@ class Lora(NamedTuple):
     """The rank of the factors. Factors of a higher rank can learn more, and take more space. 0
     trains all weights."""
     alpha: Positive = 8.0
-    """The strength of the factors in training: their product is multiplied by alpha / rank."""
+    """The strength of the factors: their product is multiplied by alpha / rank, in training and
+    when images are drawn."""
     targets: str = "_attn/"
     """A regular expression that selects the layers to adapt by their paths, such as mid_attn/q."""
     scale: Annotated[float, "[-100, 100]"] = 1.0
-    """The strength of the learned change when images are drawn: 1 as in training, 0 for none."""
+    """A further factor of the learned change when images are drawn: 1 as in training, 0 for no
+    change."""
 
     @property
     def alpha_by_rank(self) -> float:
@@ -185,8 +188,8 @@ class MeshShape(NamedTuple):
     """
 
     replica: Annotated[int, "(0, inf)", (-1,)] = 1
-    """Number of groups of devices. Each group holds all weights and processes a part of the batch.
-    """
+    """Number of groups of devices. Each group holds all weights, and processes its part of the
+    batch."""
     fsdp: Annotated[int, "(0, inf)", (-1,)] = -1
     """Number of devices in a group. The weights and the group's part of the batch are split over
     them."""
@@ -203,14 +206,15 @@ class Evaluation(NamedTuple):
     every: Amount = 0
     """Number of training images (not steps) between two evaluations; 0 for no evaluation."""
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
-    """The guidance scales. Every prompt is drawn and scored at each of them."""
+    """The guidance scales. A picture is drawn and scored for every prompt at each scale."""
     prompts: str = ""
-    """A file of prompts: .txt with one per line, .tsv, COCO's .json, or SOURCE:PATH::TEXT; "" for
-    the prompts that the data source provides."""
+    """A file of prompts: .txt with one per line, .tsv, or COCO's .json. SOURCE:PATH::TEXT names the
+    captions of a data source instead. "" for the prompts that the training data's source provides.
+    """
     num_prompts: Count = 1_000
     """Number of prompts that are chosen from the file at random, the same ones in every run."""
     reference: str = ""
-    """A file of statistics of Inception features of real pictures, for FID, KID, precision, recall,
+    """A file with the Inception statistics of real pictures, for FID, KID, precision, recall,
     density and coverage."""
     inception: str = ""
     """The weights of Inception, for the metrics of `reference`, sFID and the Inception Score."""
@@ -221,11 +225,11 @@ class Evaluation(NamedTuple):
     clip: str = ""
     """The weights of CLIP, for the CLIP score and CMMD."""
     clip_reference: str = ""
-    """A file of statistics of CLIP features of real pictures, for CMMD."""
+    """A file with the CLIP statistics of real pictures, for CMMD."""
     dinov2: str = ""
-    """The weights of DINOv2, for the metrics on its features."""
+    """The weights of DINOv2, for the metrics that use its features."""
     dinov2_reference: str = ""
-    """A file of statistics of DINOv2 features of real pictures."""
+    """A file with the DINOv2 statistics of real pictures."""
     judge: str = ""
     """The folder of a judge: a classifier that `python -m diffusion_jax.metrics train_judge`
     trained on your own captions."""
@@ -250,7 +254,7 @@ class Heldout(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Where a run writes its metrics, besides metrics.jsonl and TensorBoard's files.
+    """Where a run writes its metrics, in addition to metrics.jsonl and TensorBoard's files.
 
     Read by diffusion_jax/machine/log.py.
     """
@@ -275,7 +279,7 @@ class Data(NamedTuple):
     `source`."""
     text: str = "txt"
     """Where the captions or text embeddings are, such as txt or npy (files beside the images) or
-    json:caption (a field of such a file)."""
+    json:caption (the field `caption` of a JSON file beside each image)."""
     uncaptioned: Annotated[str, UNCAPTIONED] = "error"
     """What to do with images without captions: "error" refuses the data, "drop" leaves the images
     out, and "empty" gives them the empty text."""
@@ -284,8 +288,8 @@ class Data(NamedTuple):
     min_size: Amount = 0
     """Leave out images whose shorter side has fewer pixels than this."""
     max_aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
-    """Leave out images whose longer side is more than this many times the shorter one; 0 for no
-    limit."""
+    """Leave out images whose longer side is more than this many times as long as the shorter side;
+    0 for no limit."""
     min_chars: Amount = 0
     """Leave out images whose captions have fewer characters than this."""
     max_broken: Share = 0.1
@@ -311,7 +315,7 @@ class Data(NamedTuple):
     """A folder of pictures that `sample` drew with the base model. They fill every second row of a
     batch, so that fine-tuning forgets less (prior preservation, Ruiz et al. 2022); "" for none."""
     prior_weight: Scale = 1.0
-    """The weight of the pictures from `prior` in the loss. All other pictures have weight 1."""
+    """The weight in the loss of the pictures from `prior`. All other pictures have weight 1."""
 
     @property
     def embedded(self) -> bool:
@@ -323,7 +327,7 @@ class Data(NamedTuple):
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields outside groups of a config, and its groups, as two dicts."""
+    """Split a config into two dicts: the fields outside groups, and the groups."""
     groups = {key: value for key, value in config.items() if isinstance(value, Mapping)}
     return {key: value for key, value in config.items() if key not in groups}, groups
 
@@ -347,8 +351,8 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
     """Return a config group with the defaults of its omitted fields.
 
     Args:
-        fields: Maps the group's fields, in order, to their defaults. A field without a default
-            maps to dataclasses.MISSING.
+        fields: Maps the group's fields, in order, to their defaults. A field without a default maps
+            to dataclasses.MISSING.
         group: The values in the config.
         name: The group's name for error messages; "" for fields outside groups.
 
@@ -372,9 +376,9 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
 
 
 def check_prompts(run: Run, data: Data) -> None:
-    """Raise ValueError if images are sampled during training but the config has no prompts.
+    """Raise ValueError if a run draws images during training but its config has no prompts.
 
-    With stored embeddings, no prompts are needed.
+    Data with stored embeddings need no prompts.
     """
     if not data.embedded and run.sample_every and not run.prompts:
         raise ValueError(

@@ -11,9 +11,10 @@ def up_to(size: int, unit: int, max_aspect: float = 2.0) -> tuple[Shape, ...]:
     """Return shapes for data.aspect_buckets that have at most size x size pixels.
 
     Args:
-        size: side of the model's square pictures in pixels.
-        unit: all sides are multiples of this number of pixels, if `size` is one.
-        max_aspect: the largest ratio of the longer to the shorter side.
+        size: Side of the model's square pictures in pixels.
+        unit: The sides of all shapes are multiples of this number of pixels, if `size` is a
+            multiple of it.
+        max_aspect: The largest ratio of the longer to the shorter side.
     """
     wide = []
     for width in range(size, int(size * max_aspect) + 1, unit):
@@ -27,10 +28,10 @@ def check(buckets: Sequence[Sequence[int]], size: int, unit: int, *, resize: int
     """Raise ValueError if a model cannot be trained on these shapes.
 
     Args:
-        buckets: the config's data.aspect_buckets.
-        size: height and width of the model's square pictures in pixels.
-        unit: a side must be a multiple of this number of pixels.
-        resize: the config's data.resize, which must be 0 if there are buckets.
+        buckets: The config's data.aspect_buckets.
+        size: Height and width of the model's square pictures in pixels.
+        unit: Each side must be a multiple of this number of pixels.
+        resize: The config's data.resize, which must be 0 if there are buckets.
     """
     if buckets and resize:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Find config fields without effect, such as a parameter of a sampler that is not used.
+"""Find config fields without effect, such as a parameter of a sampler that the run does not use.
 
-The settings record each read of a field. A field that was never read has no effect.
+The settings record which of their fields are read. A field that was never read has no effect.
 """
 
 from collections.abc import Callable, Collection
@@ -52,6 +52,6 @@ def _watch(group: Any, read: set[str]) -> Any:
             return super().__iter__()
 
         def __reduce__(self) -> Any:
-            return kind, tuple(group)  # A copy does not record reads.
+            return kind, tuple(group)  # Pickled as a plain NamedTuple, which records nothing.
 
     return Watched(*group)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 VERSION = 4
 """The version that this code writes. Configs of version 0 hold neither a version nor a system."""
-# Systems of version-0 configs: the first of these groups that a config has determines the system.
+# A version-0 config names no system. The first of these groups that it has determines the system.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
-# Data sources of version 2 that moved out of data/, with their present modules.
+# Data sources of version 2 whose module has moved, and their present modules.
 _SOURCES = {"digits": "diffusion_jax.examples.digits"}
 
 
@@ -26,18 +26,18 @@ class Change(NamedTuple):
     renamed: str = ""
     """The new name of the field; "" if the field is removed, or if only its values are renamed."""
     learned: tuple[Any, ...] = ()
-    """Values of a removed field that the present code still implements.
+    """Values of a removed field that the present code implements.
 
-    `upgrade` raises ValueError for any other value, because the weights were trained with a value
-    that the code no longer supports. With (), the field does not affect what the weights mean, and
-    any value is ignored.
+    `upgrade` raises ValueError for any other value, because the code no longer supports weights
+    that were trained with it. With (), any value is accepted, because the field does not affect
+    what the weights mean.
     """
     values: Mapping[Any, Any] = MappingProxyType({})
     """Maps old values to new values, for a field that keeps its name. Other values stay."""
 
 
 CHANGES: tuple[Change, ...] = (
-    # "precomputed" meant stored embeddings, which data.text now names; NeMo's come from T5.
+    # "precomputed" meant stored embeddings of T5, as in NeMo. Now data.text names the embeddings.
     Change(2, "text.encoder", values={"precomputed": "t5"}),
     Change(3, "data.source", values=_SOURCES),
     Change(4, "optimizer.snapshot_dtype"),

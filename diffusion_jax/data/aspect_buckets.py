@@ -1,8 +1,8 @@
-"""Aspect buckets: batches of different aspect ratios, so that cropping removes little of a picture.
+"""Assigns pictures to aspect buckets, so that cropping removes little of each picture.
 
-A bucket is a shape that pictures are cropped to. Each picture belongs to the bucket whose aspect
-ratio is nearest to its own, and all pictures of a batch belong to one bucket (Podell et al. 2023,
-"SDXL", section 2.3; the idea is NovelAI's). The buckets are read from data.aspect_buckets.
+A bucket is a shape that pictures are cropped to. Each picture belongs to the bucket with the
+nearest aspect ratio, and all pictures of a batch belong to one bucket (Podell et al. 2023, "SDXL",
+section 2.3; the idea is NovelAI's). The config field data.aspect_buckets lists the buckets.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ _THREADS = 16  # Reading headers is limited by the latency of disks and object s
 
 
 class Buckets(NamedTuple):
-    """The non-empty buckets of a data set, and the bucket of each of its N pictures."""
+    """The non-empty buckets of a data set of N pictures, and the bucket of each picture."""
 
     shapes: Sequence[Shape]
+    """Height and width of each bucket in pixels."""
     bucket: Int[np.ndarray, "N"]
     """The bucket of each picture, as an index into `shapes`."""
 
@@ -41,7 +42,7 @@ class Buckets(NamedTuple):
 def sort(pictures: Pictures, buckets: Sequence[Shape]) -> Buckets:
     """Assign each picture to the bucket with the nearest aspect ratio, and return the buckets.
 
-    This reads the header of every picture. Empty buckets are left out. From then on, `pictures`
+    This reads the header of every picture. Empty buckets are left out. Afterwards, `pictures`
     replaces an unusable picture only by pictures of the same bucket.
     """
     sizes = read_sizes(pictures)
@@ -69,8 +70,8 @@ def read_sizes(pictures: Pictures) -> Int[np.ndarray, "N 2"]:
 def nearest(sizes: Int[np.ndarray, "N 2"], buckets: Sequence[Shape]) -> Int[np.ndarray, "N"]:
     """Return, for each picture, the index of the bucket with the nearest aspect ratio.
 
-    The distance of two ratios is the difference of their logarithms. Damaged pictures, of size
-    (0, 0), count as squares.
+    The distance between two ratios is the difference of their logarithms. Damaged pictures, whose
+    size is (0, 0), count as squares.
 
     Args:
         sizes: height and width of each picture.
@@ -87,16 +88,16 @@ def cropped_away(
 
     Args:
         sizes: height and width of each picture.
-        shapes: height and width of the crop of each picture; only their ratio matters.
+        shapes: height and width of each picture's crop. Only the ratio of the two matters.
     """
     return 1 - np.exp(-np.abs(_log_aspect(sizes) - _log_aspect(shapes)))
 
 
 def described(buckets: Buckets, sizes: Int[np.ndarray, "N 2"]) -> str:
-    """Return a log line that summarises the buckets.
+    """Return a log line with the share of pictures in each bucket.
 
-    It lists the share of pictures in each bucket. It also tells which share of a picture's area
-    cropping removes on average, with these buckets and with square crops.
+    The line also shows which share of a picture's area cropping removes on average, with these
+    buckets and with square crops.
     """
     shares = [count / max(len(sizes), 1) for count in buckets.counts]
     shapes = ", ".join(
@@ -107,7 +108,7 @@ def described(buckets: Buckets, sizes: Int[np.ndarray, "N 2"]) -> str:
     square = cropped_away(sizes, np.ones_like(sizes)).mean()
     return (
         f"pictures by height x width: {shapes}; cropping removes {away:.1%} of their area "
-        f"({square:.1%} with squares)"
+        f"(square crops: {square:.1%})"
     )
 
 

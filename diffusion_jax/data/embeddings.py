@@ -23,7 +23,7 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 
     Args:
         contents: the file's bytes.
-        name: the file's name; its suffix selects the format, and errors mention it.
+        name: the file's name, which errors mention. Its suffix selects the format.
 
     Raises:
         ValueError: the file is damaged, has several arrays but not exactly one named "encodings",
@@ -44,13 +44,13 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 
 
 def check_suffix(text: str) -> None:
-    """Check that text files with the suffix `text` can be read.
+    """Check that files with the suffix `text` can be read as captions or embeddings.
 
-    Captions have the suffix "txt", embeddings "npy", "npz" or "safetensors". A prefix is allowed,
-    such as "t5.npy".
+    The suffix of captions is "txt". That of embeddings is "npy", "npz" or "safetensors". A suffix
+    may have several parts, such as "t5.npy".
 
     Raises:
-        ValueError: the suffix is unknown, or is that of a pickle.
+        ValueError: the suffix is unknown, or belongs to pickles.
     """
     last = text.rsplit(".")[-1]
     if last in ("pickle", "pkl", "pt", "pth"):

@@ -12,7 +12,7 @@ from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.machine import untrusted
 
 _NAMES = ("caption", "captions", "text", "prompt", "description", "title")
-"""Common names of caption fields, the likeliest first. They are preferred to other text fields."""
+"""Common names of caption fields, the likeliest first. Other text fields come after these."""
 # Text fields that never hold captions.
 _OTHER = ("file_name", "key", "url", "image", "status", "error_message", "sha256", "exif")
 
@@ -24,7 +24,8 @@ def guess(path: str, text: str = "") -> Data:
     every picture gets the caption "".
 
     Args:
-        path: a file, folder, pattern or URL, or SOURCE:PATH::TEXT.
+        path: a file, folder, URL, or pattern such as "shard-{00..99}.tar", or SOURCE:PATH::TEXT,
+            as in sources.named.
         text: the value of data.text; "" infers it from the files.
 
     Raises:
@@ -49,7 +50,8 @@ def guess(path: str, text: str = "") -> Data:
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     """Infer the data settings for a folder.
 
-    If the folder holds no image files, the settings are for its tars, ArrayRecord files or tables.
+    If there are no image files, the settings are for the tars, ArrayRecord files or parquet tables
+    in the folder.
     """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))

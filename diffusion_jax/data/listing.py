@@ -1,15 +1,17 @@
-"""Builds and opens listings: memory-mapped files with the position of each record in many tars.
+"""Builds and opens listings. A listing is a memory-mapped file with the positions of all records in
+a set of tars.
 
 A listing has 16 bytes per record. It is built once from the indices of the tars (see tars.py) and
 saved as `records-NAME.index` in the folder that holds all tars, or in the user's cache if that
-folder is read-only. NAME is a hash of the tars' names, sizes and times and of the listed suffixes,
-so a listing is never out of date: if the tars change, a new one is built. Old listings may be
-deleted when no run uses them. For tars in an object store, the listing is kept in the bucket and
-copied to each machine.
+folder is read-only. NAME is a hash of the suffixes of images and texts, and of each tar's name,
+size and modification time. If a tar changes, a new listing is built, so a listing is never out of
+date. Old listings may be deleted when no run uses them. For tars in an object store, the listing is
+kept in the bucket and copied to each machine.
 
-The file holds the fields spans, firsts and facts of Listing (uint32, int64, JSON), followed by the
-number of bytes of the facts (uint64), all little-endian. The facts include the CRC-32 of the bytes
-before them. A damaged listing, which could pair images with wrong texts, is built again.
+The file holds the fields spans (uint32), firsts (int64) and facts (JSON) of Listing, and then the
+number of bytes of the facts (uint64). All numbers are little-endian. The facts include the CRC-32
+of all bytes before the facts. A damaged listing, which could pair images with wrong texts, is built
+again.
 """
 
 import collections
@@ -42,18 +44,19 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Listing(NamedTuple):
-    """The positions of all records that have an image and a text, ordered by tar and member."""
+    """The positions of all records that have an image and a text, in the order of the tars."""
 
     tars: Sequence[str]
+    """The paths or URLs of the T tars."""
     firsts: Int[np.ndarray, "T+1"]
     """Tar t holds records firsts[t] to firsts[t + 1] - 1."""
     spans: UInt32[np.ndarray, "N 4"]
     """Offset and size of the image, offset and size of the text. Offsets are in blocks of
     tars.BLOCK bytes, sizes in bytes."""
     facts: dict[str, Any]
-    """Counts of "records", "images", "bare" images (without a text), "truncated" tars and "broken"
+    """Numbers of "records", "images", "bare" images (without a text), "truncated" tars and "broken"
     (unreadable) tars. "first" holds up to three names of bare images, "error" the message about the
-    first broken tar, and "suffixes" the suffixes of all files."""
+    first broken tar, and "suffixes" the suffixes of all files in the tars."""
 
 
 def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
@@ -62,7 +65,7 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     Unreadable tars are left out, and counted in the listing's facts.
 
     Args:
-        path: a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
+        path: the tars; see tars.find.
         images: suffixes of the image files.
         text: suffix of the text files.
 
@@ -85,7 +88,7 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     target = next(filter(_is_writable, folders)) / name
     lock = target.with_name(f".{name}.lock")
     with filelock.FileLock(lock):
-        if _load(target, names) is None:  # Another process may have built it in the meantime.
+        if _load(target, names) is None:  # Another process may have built it meanwhile.
             _obtain(f"{home}{name}", target, functools.partial(_build, names, images, text))
         lock.unlink(missing_ok=True)
     listing = _load(target, names)
@@ -94,9 +97,10 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
 
 
 def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
-    """Write the listing to `path`: download it from `shared`, or else build it.
+    """Write the listing to `path`: download it from `shared` if it exists there, or build it.
 
-    If `shared` is a URL, a new listing is uploaded there, so that other machines can download it.
+    `shared` is the place of the listing in the folder of the tars. If it is a URL, a new listing is
+    uploaded there, so that other machines can download it.
     """
     if storage.is_url(shared) and storage.exists(shared):
         return storage.download(shared, path)
@@ -105,7 +109,10 @@ def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
         try:
             storage.upload(path, shared)
         except OSError as error:
-            logging.warning("cannot share the listing, so each machine builds its own: %s", error)
+            logging.warning(
+                "the listing of the tars' records cannot be uploaded, so each machine builds its "
+                "own: %s", error
+            )  # fmt: skip
 
 
 def _is_writable(folder: pathlib.Path) -> bool:
@@ -146,7 +153,7 @@ def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
 def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib.Path) -> None:
     """Write the listing of the tars `names` to `path`.
 
-    The tars are processed in small groups, because the indices of all of them would fill memory.
+    The tars are processed in groups, because the indices of all tars together would fill memory.
     """
     facts: dict[str, Any] = {"first": [], "error": ""}
     counts, suffixes, lengths, crc = collections.Counter[str](), set[str](), [], 0
@@ -211,7 +218,8 @@ def _attempt(name: str) -> Index | ValueError:
 def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
     """Return (offset, size) in bytes of the image and of the text of each record.
 
-    Both are -1 if a record has no text. Records without an image are left out.
+    The text's offset and size are -1 if a record has no text. Records without an image are left
+    out.
     """
     num_records = int(index.record.max(initial=-1)) + 1
     spans = np.full((num_records, 2, 2), -1, np.int64)

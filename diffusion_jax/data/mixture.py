@@ -1,4 +1,4 @@
-"""Define Mixture, a data set that draws from several sources with given weights."""
+"""Define Mixture, a data set that combines several sources with given weights."""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ class Mixture(Pictures):
 
         Args:
             parts: the sources.
-            weights: relative frequency with which each source is drawn.
-            counts: loss weight of each source's pictures; empty if all are equal.
+            weights: how often each source is drawn from, relative to the other sources.
+            counts: loss weight of each source's pictures; empty if all weights are equal.
         """
         self.parts, self.lengths = parts, [len(part) for part in parts]
         self.part_counts = tuple(counts)

@@ -20,8 +20,8 @@ Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or 
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
 _CHUNK = 64  # Number of encoded records that are read and held in memory together.
-# Until this many records were read, the share of damaged records is relative to this number (or to
-# the size of a smaller data set).
+# The share of damaged records is relative to at least this many records (or to all records of a
+# smaller data set), even if fewer were read.
 _FEW = 100
 _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
@@ -82,8 +82,8 @@ class Pictures(Portable, abc.ABC):
 
         Args:
             indices: indices of the pictures to read.
-            places: where to crop each larger picture: x and y from 0 (left, top) to 1 (right,
-                bottom). None crops the centre.
+            places: crop position (x, y) of each picture, from 0 (left, top) to 1 (right, bottom).
+                None crops the centre.
 
         Returns:
             The pictures, uint8 RGB pixels or float VAE moments, and a caption or embeddings for
@@ -99,7 +99,7 @@ class Pictures(Portable, abc.ABC):
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
         """Return (indices, pictures, texts) of the usable pictures among `indices`.
 
-        In contrast, `read` replaces an unusable picture by another one.
+        Unusable pictures are left out, whereas `read` replaces them by others.
         """
         return indices, *self.read(indices)
 
@@ -236,7 +236,7 @@ class Decoded(Pictures):
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
         """Return (indices, images, texts) of the usable records among `indices`.
 
-        Unusable ones are added to the counts that `skipped` returns.
+        Unusable records are added to the counts that `skipped` returns.
         """
         usable, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
@@ -251,7 +251,7 @@ class Decoded(Pictures):
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         """Return the caption or embeddings of each record, or "" for a damaged text.
 
-        Images are not read if the format allows it.
+        If the format allows it, the images are not read.
         """
         texts = self._records.texts(indices.tolist())
         return ["" if isinstance(text, transforms.Unusable) else text for text in texts]

@@ -2,7 +2,7 @@
 
 The picture that a run draws as sample n (n = step * batch size + row) depends only on the data and
 on (seed, n). Every epoch is a new permutation, and neither the number of processes nor a restart
-changes the order. With aspect buckets, the batch of a step depends on (seed, step).
+changes the order. With aspect buckets, the order also depends on the batch size.
 """
 
 import json
@@ -30,14 +30,14 @@ Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 
 
 class Apart(NamedTuple):
-    """The pictures that are held out of training, and the function that batches them."""
+    """The pictures that are held out of training, and a function that makes batches of them."""
 
     pictures: Pictures
     make: Callable[[Rows, Sequence[Any]], Batch]
-    """make(pictures, texts) returns a batch."""
+    """A function make(pictures, texts) that returns a batch."""
 
     def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
-        """Read up to `count` held-out pictures; return the keys and a batch of the usable ones.
+        """Read up to `count` held-out pictures. Return the keys of the usable ones and their batch.
 
         Pictures are chosen by a hash of their keys, so adding records changes the choice little.
         """
@@ -48,7 +48,7 @@ class Apart(NamedTuple):
 
 
 class OtherData(ValueError):
-    """Error for a saved data position that the current data or settings cannot continue."""
+    """Error: the data, the seed or the batch size changed, so the data order cannot continue."""
 
 
 class Batches:
@@ -72,11 +72,11 @@ class Batches:
 
         Args:
             batches: `batches[step]` is the batch of a step, with the rows of this process only.
-            pictures: the pictures in the batches.
+            pictures: the data set that the batches are made from.
             batch_size: number of rows of all processes together.
             seed: seed of the data order.
             num_threads: number of prefetching threads.
-            make: maps the indices of pictures, all of one bucket, to a batch.
+            make: a function that maps indices of pictures of one bucket to a batch.
             buckets: the bucket of each picture; None if all pictures are squares of one size.
         """
         self.pictures, self._make, self._buckets = pictures, make, buckets
@@ -126,7 +126,7 @@ class Batches:
         return [self._make(members[:1]) for members in self._buckets.members()]
 
     def get_state(self) -> bytes:
-        """Return the position after the last batch as JSON bytes, the same in every process."""
+        """Return the position after the last batch as JSON bytes, equal in all processes."""
         samples = self._iterator.get_state()["next_index"] * self._batch_size
         return json.dumps({"samples": samples, **self._identity}).encode()
 
@@ -136,19 +136,19 @@ class Batches:
         The state {"samples": 0} without further keys means the start of any data set.
 
         Raises:
-            OtherData: the data or the seed changed, or the batch size does not divide the position.
+            OtherData: the saved position does not fit the data, the seed or the batch size.
         """
         saved = json.loads(state)
         samples = saved.pop("samples")
         if saved != self._identity and (samples or saved):
             raise OtherData(
                 f"the saved position belongs to {saved}, but the data are now {self._identity}: "
-                "the order cannot be continued. Restore the data and the seed, or start a new run"
+                "the order cannot be continued. Restore the saved values, or start a new run"
             )
         if samples % self._batch_size:
             raise OtherData(
                 f"the saved position, sample {samples}, is not a multiple of the batch size "
-                f"{self._batch_size}: choose a batch size that divides it"
+                f"{self._batch_size}: choose a batch_size that divides {samples}"
             )
         self._iterator.set_state({"next_index": samples // self._batch_size})
 
@@ -181,7 +181,7 @@ class Batches:
 def training_batches(
     pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
 ) -> Batches:
-    """Return an iterator over a config's training batches. `name` is the batch key of pictures."""
+    """Return an iterator over a config's training batches, whose pictures have the key `name`."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
@@ -225,12 +225,12 @@ def make_batches(
     Args:
         pictures: the pictures.
         tokenize: maps the batch's texts to arrays.
-        batch_size: number of rows of all processes together. Process p gets rows p*b to (p+1)*b,
-            where b = batch_size / process_count.
+        batch_size: number of rows of all processes together. Process p gets rows p*b to
+            (p+1)*b - 1, where b = batch_size / process_count.
         seed: seed of the order, the random crops and the flips.
-        process_index: p; see local_rows.
+        process_index: p, from 0 to process_count - 1; see local_rows.
         process_count: the number of processes that share a batch; see local_rows.
-        num_threads: number of threads, each of which makes complete batches; 0 reads on demand.
+        num_threads: number of prefetching threads; 0 makes each batch when it is needed.
         crop: "center", or "random" to crop larger pictures at a random position.
         flip: whether to mirror each picture with probability 1/2.
         name: key of the pictures.
@@ -243,8 +243,8 @@ def make_batches(
         raise ValueError(f"crop is {crop!r}: choose from {', '.join(CROPS)}")
     if batch_size < 1 or batch_size % process_count:
         raise ValueError(
-            f"batch_size is {batch_size}: it must be a multiple of the {process_count} processes "
-            "that share a batch"
+            f"batch_size is {batch_size}: it must be a positive multiple of {process_count}, the "
+            "number of processes that share a batch"
         )
     rows = batch_size // process_count
     views = [pictures.cropped_to(shape) for shape in buckets.shapes] if buckets else [pictures]
@@ -291,8 +291,8 @@ def _batch_order(
 ) -> grain.MapDataset[Int[np.ndarray, "B"]]:
     """Return a data set whose item n holds the picture indices in a process's rows of batch n.
 
-    Each bucket has its own epochs. The bucket of step n depends on n alone. Any range of steps
-    draws the pictures of all buckets about equally often, apart from the weights of a mixture.
+    Each bucket has its own epochs. The bucket of batch n depends on n alone. Any range of batches
+    holds each picture about equally often or, in a mixture, as often as the weights say.
     """
     orders, weights = [], []
     for among in [None] if buckets is None else buckets.members():
@@ -305,15 +305,15 @@ def _batch_order(
 def _order(
     pictures: Pictures, seed: int, among: Int[np.ndarray, "N"] | None = None
 ) -> grain.MapDataset[int]:
-    """Return a data set whose item n is the picture index of sample n of a group of pictures.
+    """Return the order in which a group of pictures is drawn, as a data set of picture indices.
 
     Every epoch is a new permutation. In a mixture, each source has its own epochs, the source of
-    sample n depends on n alone, and any range of samples follows the weights of the sources.
+    item n depends on n alone, and any range of items follows the weights of the sources.
 
     Args:
-        pictures: the pictures.
+        pictures: the complete data set.
         seed: seed of the permutations.
-        among: sorted indices of the group's pictures; None for all pictures.
+        among: the sorted indices of the group's pictures; None means all pictures.
     """
     orders, weights = [], []
     for part, (indices, weight) in enumerate(_parts(pictures, among)):
@@ -329,9 +329,10 @@ def _mix(orders: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.
 
 
 def _parts(pictures: Pictures, among: Int[np.ndarray, "N"] | None) -> list[tuple[Any, float]]:
-    """Return, for each source, (indices, weight) of the pictures of a group in that source.
+    """Split a group of pictures by source: return (indices, weight) for each source.
 
-    The weight is how often these pictures are drawn, relative to other sources and groups.
+    `among` holds the group's sorted indices; None means all pictures. The weight says how often
+    these pictures are drawn, relative to other sources and groups.
     """
     if not isinstance(pictures, Mixture):
         indices = range(len(pictures)) if among is None else among
@@ -348,16 +349,16 @@ def _parts(pictures: Pictures, among: Int[np.ndarray, "N"] | None) -> list[tuple
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
-    """Return global arrays with the given sharding, joined from the batch rows of all processes."""
+    """Join the batch rows of all processes into global arrays with the given sharding."""
     place = jax.make_array_from_process_local_data
     return {name: place(sharding, rows) for name, rows in batch.items()}
 
 
 def local_rows(sharding: Sharding, batch_size: int) -> tuple[int, int]:
-    """Return the arguments process_index and process_count of `make_batches` for this process.
+    """Return (process_index, process_count), the arguments of `make_batches`, for this process.
 
-    The numbers differ from jax.process_index() and jax.process_count() if the mesh orders processes
-    differently, or if several processes hold the same rows (tensor parallelism across hosts).
+    These numbers differ from jax.process_index() and jax.process_count() if the mesh reorders
+    processes, or if several processes hold the same rows (tensor parallelism across hosts).
     """
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     return share([index[0].indices(batch_size)[:2] for index in indices if index], batch_size)
@@ -375,8 +376,8 @@ def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
     if covered != size or batch_size % size or first % size:
         raise ValueError(
             f"this process's devices hold rows {sorted(set(spans))} of a batch of {batch_size}: "
-            "the rows must be contiguous and the same number in every process, so the mesh must "
-            "place a process's devices next to each other"
+            "each process must hold one contiguous range of rows, and all ranges must be equally "
+            "long. Change the mesh, so that the devices of a process are next to each other"
         )
     return first // size, batch_size // size
 
@@ -387,7 +388,7 @@ def _places(seed: int, samples: range) -> np.ndarray:
 
 
 def _flip(images: np.ndarray, seed: int, samples: range) -> np.ndarray:
-    """Return a copy in which each image is mirrored with probability 1/2, drawn from (seed, n)."""
+    """Copy the images, each mirrored with probability 1/2, drawn from (seed, sample number)."""
     reverse, out = np.arange(images.shape[2])[::-1], np.empty_like(images)
     for n, image, row in zip(samples, images, out, strict=True):
         if np.random.default_rng((seed, n)).random() < 0.5:

@@ -17,13 +17,13 @@ _CHUNK = 256  # Number of records whose texts are read together.
 
 
 def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 2023) -> list[str]:
-    """Return the prompts of a file, or a random sample of them, in the file's order.
+    """Return the prompts of a file or data source, or a random sample of the prompts.
 
-    Blank prompts are left out.
+    The prompts keep their order, and blank ones are left out.
 
     Args:
-        path: a .txt with one prompt per line, a .tsv with a column `caption`, a .json of COCO's
-            captions, or "SOURCE:PATH::TEXT" for the captions of a data source, such as
+        path: a .txt with one prompt per line, a .tsv with a column `caption`, one of COCO's caption
+            files (.json), or "SOURCE:PATH::TEXT" for the captions of a data source, such as
             tfds:coco_captions@val::captions/text.
         number: size of the sample, drawn without replacement; None returns all prompts.
         seed: seed of the sample.
@@ -65,7 +65,7 @@ def _read(path: str | os.PathLike[str]) -> Sequence[str]:
 
 
 def _captions(named: Records) -> list[str]:
-    """Return the caption of each record, leaving out damaged ones and embeddings."""
+    """Return the captions of a data source. Damaged captions and embeddings are left out."""
     chunks = (range(i, min(i + _CHUNK, len(named))) for i in range(0, len(named), _CHUNK))
     return [text for chunk in chunks for text in named.texts(chunk) if isinstance(text, str)]
 
@@ -78,12 +78,17 @@ def _table(path: pathlib.Path) -> list[str]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     if rows and "caption" not in rows[0]:
-        raise ValueError(f"{path} has no column caption: its columns are {', '.join(rows[0])}")
+        raise ValueError(
+            f"{path} has no column 'caption', but {', '.join(rows[0])}: rename the prompts' column"
+        )
     return [row["caption"] for row in rows]
 
 
 def _coco(path: pathlib.Path) -> list[str]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or "annotations" not in content:
-        raise ValueError(f"{path} has no annotations: it is not one of COCO's caption files")
+        raise ValueError(
+            f"{path} has no annotations: use one of COCO's caption files, such as "
+            "captions_val2014.json"
+        )
     return [a["caption"].strip() for a in sorted(content["annotations"], key=lambda a: a["id"])]

@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
 
 class Records(Portable, abc.ABC):
-    """Abstract base class of sources of encoded images: a thread-safe list of records."""
+    """Abstract base class of data sources: a thread-safe list of encoded images with texts."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -44,9 +44,9 @@ class Records(Portable, abc.ABC):
         """Read the records with these indices. Raises OSError if their files have been removed."""
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return the caption or embeddings of each record; Unusable for a damaged one.
+        """Return the caption or embeddings of each record, or Unusable if the text is damaged.
 
-        Images are not read if the format allows it.
+        The base class reads complete records. Formats that can read texts alone override this.
         """
         return [record.text for record in self.read(indices)]
 
@@ -67,9 +67,9 @@ class Records(Portable, abc.ABC):
         return indices.astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """Return counts of the images or tars that the source left out when it was opened.
+        """Return how many images or tars the source left out when it was opened, keyed by reason.
 
-        The keys are the reasons, such as "no_caption".
+        An example is {"no_caption": 3}.
         """
         return {}
 
@@ -98,12 +98,13 @@ def split_of(path: str) -> tuple[str, str]:
 def read_text(contents: bytes, text: str) -> Any:
     """Return the caption or embeddings in a text file, or Unusable.
 
-    The result is Unusable if the file is damaged, lacks the field, or has a caption that is not
-    UTF-8.
+    The result is Unusable if the file is damaged, if a JSON file lacks the field FIELD, or if the
+    caption is not UTF-8.
 
     Args:
         contents: the file's bytes.
-        text: "txt" or "json:FIELD" for a caption; any other suffix is read as embeddings.
+        text: "txt" or "json:FIELD" for a caption; any other value is the suffix of a file of
+            embeddings.
     """
     suffix, _, field = text.partition(":")
     try:
@@ -119,28 +120,29 @@ def read_text(contents: bytes, text: str) -> Any:
 
 
 def not_utf8() -> Unusable:
-    """Return the error for a caption that is not UTF-8."""
+    """Return the Unusable error for a caption that is not UTF-8."""
     return Unusable("broken_text", "the text is not UTF-8")
 
 
 def cell_text(cell: Any) -> str | Unusable:
     """Return the caption in a table cell, or Unusable if the cell holds no UTF-8 text.
 
-    The cell may be a string, bytes, or a list, of which the first item is used.
+    The cell may be a string, bytes, or a list. Of a list, the first item is used.
     """
     while isinstance(cell, list | tuple | np.ndarray) and len(cell):
         cell = cell[0]
     if isinstance(cell, bytes):
         return read_text(cell, "txt")
-    return _caption(cell) if isinstance(cell, str) else Unusable("no_caption", "the cell is empty")
+    return _caption(cell) if isinstance(cell, str) else Unusable("no_caption", "it holds no text")
 
 
 def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
-    """Check the config's data.text, and split it into file suffix and field name.
+    """Check the config's data.text, and split it into (file suffix, field name or "").
 
     Args:
         text: data.text, such as "txt", "json:caption" or "npy".
-        tables: suffixes of the tables that the source can read. Like "json", they need a field.
+        tables: suffixes of the tables that the source can read. Like "json", these suffixes need a
+            field.
 
     Raises:
         ValueError: a field is missing, a suffix without fields has one, or the suffix is unknown.
@@ -148,11 +150,11 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
     suffix, _, field = text.partition(":")
     if suffix.rsplit(".")[-1] in ("json", *tables):
         if not field:
-            raise ValueError(f"data.text is {text!r}: name the field, such as {text}:caption")
+            raise ValueError(f"data.text is {text!r}: add the field's name, such as {text}:caption")
     elif field:
         raise ValueError(
-            f"data.text is {text!r}: only {', '.join(('json', *tables))} take a field after the "
-            f"colon, so write {suffix}"
+            f"data.text is {text!r}: a colon and a field may only follow "
+            f"{' or '.join(('json', *tables))}, so write {suffix}"
         )
     else:
         embeddings.check_suffix(suffix)
@@ -160,7 +162,10 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def suffix_of(name: str) -> str:
-    """Return the lower-case suffix after a name's first dot, such as "t5.npy" for "a/b.t5.npy"."""
+    """Return the part of a file name after the first dot, in lower case: "a/b.T5.npy" -> "t5.npy".
+
+    The result is "" for a name without a dot.
+    """
     return os.path.basename(name).partition(".")[2].lower()
 
 
@@ -169,7 +174,7 @@ def check_exists(paths: Sequence[str], format: str) -> None:
 
     Args:
         paths: local paths or URLs.
-        format: the --format of the example data set that the message suggests.
+        format: the value of --format in the command that the message suggests.
 
     Raises:
         FileNotFoundError: a path is missing. The message shows how to make an example data set.
@@ -203,10 +208,10 @@ def check_any(
     """
     if num_images == 0:
         others = _list(suffixes)
-        tars = "; tars are read by the source 'webdataset'" if "tar" in others else ""
+        tars = ", or read the tars with data.source=webdataset" if "tar" in others else ""
         raise ValueError(
-            f"no images in {place}: looked for {', '.join(images)} "
-            f"and found {others or 'nothing at all'}{tars}"
+            f"no images in {place}: looked for {', '.join(images)} files "
+            f"and found {others or 'no files at all'}; check the path{tars}"
         )
 
 
@@ -222,15 +227,15 @@ def check_captions(
 
     Args:
         num_bare: number of images without a text.
-        first: names of up to three images without a text.
+        first: names of some images without a text. The message shows up to three.
         num_images: number of all images.
         text: the value of data.text.
         uncaptioned: the value of data.uncaptioned.
         suffixes: the suffixes of all files.
 
     Raises:
-        ValueError: some images lack a text and are not dropped, all images lack one, or
-            `uncaptioned` is unknown.
+        ValueError: some images lack a text and `uncaptioned` is not "drop", all images lack a text,
+            or `uncaptioned` is unknown.
     """
     if uncaptioned not in UNCAPTIONED:
         raise ValueError(
@@ -239,11 +244,11 @@ def check_captions(
         )
     if num_bare and (uncaptioned != "drop" or num_bare == num_images):
         raise ValueError(
-            f"{num_bare} of {num_images} images have no .{text} beside them: "
-            f"{_some(first, num_bare)}. Write a .{text} with the same stem for each (it may be "
-            f"empty), set data.text to the texts' suffix (suffixes found: {_list(suffixes)}), or "
-            "leave these images out with data.uncaptioned=drop; in a folder, "
-            "data.uncaptioned=empty gives them an empty text"
+            f"{num_bare} of {num_images} images have no text (data.text={text}): "
+            f"{_some(first, num_bare)}. Add the missing texts (they may be empty), change "
+            f"data.text to where the texts are (suffixes found: {_list(suffixes)}), or leave these "
+            "images out with data.uncaptioned=drop; in a folder, data.uncaptioned=empty gives them "
+            "an empty text"
         )
 
 

@@ -1,4 +1,7 @@
-"""Splits data sets into training and held-out pictures; held-out loss reveals memorisation."""
+"""Splits data sets into training and held-out pictures.
+
+A loss that is higher on held-out pictures than on training pictures reveals memorisation.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +18,11 @@ _CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     """Split pictures into (training, held out) by a hash of their keys.
 
-    About `share` of the pictures, a number in [0, 1), are held out. The choice is the same in every
-    run and process. If the keys are derived from names, the choice for a record does not change
-    when other records are added or removed. A held-out record never replaces an unusable record in
-    training. In a mixture, each source is split, but all pictures of data.prior are used for
-    training.
+    `share`, a number in [0, 1), is the approximate share of held-out pictures. The choice is the
+    same in every run and process. If the keys are derived from names, the choice for a record does
+    not change when other records are added or removed. A held-out record never replaces an unusable
+    record in training. In a mixture, each source is split, but all pictures of data.prior are used
+    for training.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))
@@ -43,7 +46,7 @@ class Subset(Pictures):
     def __init__(self, pictures: Pictures, indices: Int[np.ndarray, "N"], others: bool = False):
         """Select the pictures at these sorted indices, or, with `others`, all except these."""
         self._pictures, self._indices, self._others = pictures, indices, others
-        # Number of pictures outside of `indices` before each of them.
+        # For each of `indices`, the number of smaller indices that are not in `indices`.
         self._before = indices - np.arange(len(indices))
 
     def __len__(self) -> int:
@@ -58,7 +61,7 @@ class Subset(Pictures):
     def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
         """Replace unusable pictures only by pictures of the same group in this subset.
 
-        The pictures outside of the subset form a group of their own.
+        In the complete data set, the pictures outside of the subset form one more group.
         """
         of_all = np.full(len(self._pictures), -1, np.int64)
         of_all[self._inside(np.arange(len(self)))] = groups

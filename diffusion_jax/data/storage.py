@@ -19,11 +19,11 @@ import fsspec
 from diffusion_jax.machine import files, remote
 
 _ATTEMPTS = 4
-_FEW = 1000  # Number of local files per thread in `stamps`.
+_FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
              "last_modified")  # fmt: skip
-"""Fields of file listings that change when the file's contents change. Stores differ in which of
-these fields they provide."""
+"""Fields of an fsspec listing that change when a file's contents change. A kind of store provides
+only some of these fields."""
 _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
@@ -38,7 +38,7 @@ def exists(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Return whether the path is a folder, or a common prefix in an object store."""
+    """Return whether the path is a folder or, in an object store, a prefix of object names."""
     return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
 
 
@@ -54,7 +54,7 @@ def find(folder: str, suffix: str) -> list[str]:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """Return a file's size in bytes, and a number that changes with its contents.
+    """Return a file's size in bytes, and a number that changes when the contents change.
 
     For a local file the number is the modification time; for a remote file it is a hash of the etag
     or similar metadata.
@@ -68,9 +68,10 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def stamps(paths: Sequence[str]) -> list[str]:
-    """Return a string for each file that changes when its contents change; "" for a missing file.
+    """Return one string per file. A file's string changes when the contents of the file change.
 
-    Consecutive URLs in the same folder need only one request, if the server can list the folder.
+    For a missing file, the string is "". Consecutive URLs in the same folder need only one request,
+    if the server can list the folder.
     """
     paths = list(paths)
     group = lambda i: paths[i].rpartition("/")[0] if is_url(paths[i]) else i // _FEW
@@ -80,7 +81,7 @@ def stamps(paths: Sequence[str]) -> list[str]:
 
 
 def open_file(path: str) -> Any:
-    """Open a local file or URL for sequential binary reading. In a URL, seeking back is slow."""
+    """Open a local file or URL for sequential binary reading. Seeking back in a URL is slow."""
     if not is_url(path):
         return pathlib.Path(path).open("rb")
     return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
@@ -98,8 +99,8 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
     A range that exceeds the end of a file is cut off there.
 
     Raises:
-        OSError: a file is missing, or a store still fails after a few attempts. Network faults
-            are errors, not damaged records, so they cannot change the training data.
+        OSError: a file is missing, or a store fails in four attempts. A network fault thus ends
+            the run; it does not count as a damaged record, which would change the training data.
     """
     if not is_url(paths[0]):
         return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
@@ -117,7 +118,7 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
 
 
 def download(url: str, path: pathlib.Path) -> None:
-    """Download a file from an object store; `path` appears only once it is complete."""
+    """Download a file from an object store. `path` appears only once the file is complete."""
     with files.whole(path) as temporary:
         _system(url).get_file(url, str(temporary))
 
@@ -147,7 +148,7 @@ def _stamps(paths: Sequence[str]) -> list[str]:
     """Return the same strings as `stamps`, for files that are all local or all in one folder."""
     rows: dict[str, Any] = {}
     if is_url(paths[0]) and len(paths) > 1:
-        with contextlib.suppress(Exception):  # Many web servers do not list folders.
+        with contextlib.suppress(Exception):  # Many web servers cannot list folders.
             listing = _system(paths[0]).ls(paths[0].rpartition("/")[0], detail=True)
             rows = {row["name"].rpartition("/")[2]: row for row in listing if row.get("size")}
     return [_stamp(path, rows.get(path.rpartition("/")[2])) for path in paths]

@@ -2,7 +2,8 @@
 
 Members of a tar form a record if their paths agree up to the first dot of the file name, as
 `a/0001.jpg` and `a/0001.txt` do. The index of a tar is saved beside it (`shard.tar.index.npz`), or
-in the user's cache if the folder is read-only. It is rebuilt when the tar's size or time changes.
+in the user's cache if the folder is read-only. The index is rebuilt when the tar's size or
+modification time changes.
 """
 
 import functools
@@ -28,7 +29,7 @@ from diffusion_jax.machine import files, untrusted
 
 KEY = "__key__"
 BLOCK = 512
-"""Bytes per block of a tar; a member's header is in the block before its contents."""
+"""Bytes per block of a tar. The header of a member is the block before the member's contents."""
 _INDEX_VERSION = 2
 _WDINFO = ".pkl"
 _BRACES = r"\{([^{}]*)\}"
@@ -84,10 +85,10 @@ def load_index(tar: str) -> Index:
 def scan(path: str) -> Index:
     """Build an index from a tar's headers.
 
-    Files that a truncated tar holds only in part are left out, with a warning.
+    If the tar is truncated, the incomplete file at its end is left out, with a warning.
 
     Raises:
-        ValueError: the file is compressed or not a tar, or is truncated in its first file.
+        ValueError: the file is compressed or not a tar, or is truncated within its first member.
     """
     records: dict[str, int] = {}
     rows = []
@@ -110,8 +111,9 @@ def scan(path: str) -> Index:
             ) from error
         truncated = True
         logging.warning(
-            "%s is truncated (%s): its %d complete files are used", path, error, len(rows)
-        )
+            "%s is truncated (%s): only its %d complete files are used, until you replace the tar",
+            path, error, len(rows),
+        )  # fmt: skip
     record, suffixes, offsets, sizes = zip(*rows, strict=True) if rows else ((), (), (), ())
     spans = np.stack([offsets, sizes], axis=1).astype(np.int64)
     return Index(np.array(record, np.int64), np.array(suffixes, str), spans, np.array(truncated))
@@ -130,13 +132,15 @@ def split(name: str) -> tuple[str, str]:
 def expand(pattern: str) -> list[str]:
     """Return all names that a pattern with braces stands for, as in a shell.
 
-    "{a,b}" lists alternatives, "{08..11}" a range of numbers.
+    "{a,b}" stands for a and b, and "{08..11}" for 08, 09, 10 and 11.
 
     Raises:
         ValueError: there are more than a million names.
     """
     if (count := math.prod(map(_count, re.findall(_BRACES, pattern)))) > _MAX_NAMES:
-        raise ValueError(f"{pattern} means {count:,} files: at most {_MAX_NAMES:,} are allowed")
+        raise ValueError(
+            f"{pattern} stands for {count:,} files: at most {_MAX_NAMES:,} are allowed"
+        )
     match = re.search(_BRACES, pattern)
     if match is None:
         return [pattern]
@@ -161,7 +165,11 @@ def _count(braces: str) -> int:
 
 
 def find(path: str) -> list[str]:
-    """Return the paths of all tars at `path`: a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
+    """Return the paths of all tars at `path`.
+
+    Args:
+        path: a tar, a folder (searched recursively), NeMo's list of tars (wdinfo.pkl), or a pattern
+            such as "shard-{0000..0099}.tar". Each may be a URL.
 
     Raises:
         FileNotFoundError: a tar is missing.
@@ -171,7 +179,10 @@ def find(path: str) -> list[str]:
 
 
 def find_stamped(path: str) -> tuple[list[str], list[str]]:
-    """Return the tars that `find` returns, and for each a string that changes with its contents."""
+    """Return the paths that `find` returns, and one string per tar; see storage.stamps.
+
+    The string of a tar changes when the tar's contents change.
+    """
     tars = [tar for name in expand(path) for tar in _listed(name)]
     stamps = storage.stamps(tars)
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
@@ -188,17 +199,24 @@ def _listed(name: str) -> list[str]:
         return [name]
     tars = storage.find(name, ".tar")
     if not tars:
-        raise ValueError(f"no .tar in {name}: image files are read by the source 'folder'")
+        raise ValueError(
+            f"no .tar files in {name}: check the path, or read image files with data.source=folder"
+        )
     return tars
 
 
 def _wdinfo(path: str) -> list[str]:
-    """Return the paths of the tars in NeMo's list, which may hold paths relative to its folder."""
+    """Return the paths of the tars that NeMo's wdinfo.pkl at `path` lists.
+
+    In the file, relative paths are relative to the file's folder.
+    """
     try:
         info = _PlainUnpickler(io.BytesIO(storage.read(path))).load()
         names = [str(name) for name in info["tar_files"]]
     except Exception as error:  # A damaged pickle can raise anything.
-        raise ValueError(f"cannot read {path} as NeMo's wdinfo: {error}") from error
+        raise ValueError(
+            f"cannot read {path} as NeMo's list of tars (wdinfo.pkl): {error}"
+        ) from error
     if not names:
         raise ValueError(f"{path} lists no tar files")
     folder = path.rpartition("/")[0]
@@ -236,7 +254,9 @@ def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
         except OSError:
             continue  # The folder is read-only.
     logging.warning(
-        "cannot save a tar's index to any of %s: every start reads all headers of the tar", paths
+        "the index of a tar cannot be saved to any of %s, so every start reads all headers of the "
+        "tar: make one of these folders writable",
+        paths,
     )
 
 
@@ -247,7 +267,7 @@ def _digest(tar: str) -> str:
 
 @functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Return the folders in which to save an index if its tar's folder is read-only, best first."""
+    """Return the folders for the indices of tars in read-only folders, the preferred one first."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     name = "diffusion_jax/tar_index"
     return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

@@ -14,7 +14,7 @@ CENTRE = (0.5, 0.5)
 
 
 class Unusable(ValueError):
-    """Error for an image or text that training skips; it is counted under the name `reason`."""
+    """Error for an image or text that training skips. Skipped pictures are counted by `reason`."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(f"{reason}: {detail}")
@@ -38,16 +38,16 @@ def crop(
     Args:
         data: an encoded image.
         shape: height and width of the crop in pixels.
-        resize: length in pixels to which the smaller side is resized before cropping; 0 resizes the
+        resize: length in pixels to which the shorter side is resized before cropping; 0 resizes the
             image until it just covers the crop.
-        min_size: smallest allowed side of the encoded image in pixels.
-        max_aspect: largest allowed ratio of the sides; 0 allows any.
+        min_size: smallest allowed length of the shorter side of the encoded image, in pixels.
+        max_aspect: largest allowed ratio of the longer side to the shorter one; 0 allows any.
         place: position of the crop: x and y from 0 (left, top) to 1 (right, bottom).
 
     Raises:
-        Unusable: with reason "broken_image" if the image is damaged or does not have 8 bits per
+        Unusable: with reason "broken_image" if the image is damaged or has more than 8 bits per
             channel, "too_small" if a side is shorter than `min_size`, "too_elongated" if the ratio
-            of its sides exceeds `max_aspect`.
+            of the sides exceeds `max_aspect`.
     """
     image, smallest = _open(data), (resize, resize) if resize else shape
     if min(image.size) < min_size:
@@ -79,11 +79,11 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
 
     Args:
         data: an encoded image.
-        size: largest length in pixels of the smaller side or, with `pad`, of the longer side.
+        size: largest length in pixels of the shorter side or, with `pad`, of the longer side.
         pad: whether to add white borders that make the image a square.
 
     Raises:
-        Unusable: with reason "broken_image" if the image is damaged or does not have 8 bits per
+        Unusable: with reason "broken_image" if the image is damaged or has more than 8 bits per
             channel.
     """
     image = _decode(_open(data), size)
@@ -122,7 +122,7 @@ def _decode(image: Image.Image, size: int) -> Image.Image:
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is several times faster. At
         # least twice the target size is kept, so the antialiasing below determines the result.
         image.draft(None, (2 * size, 2 * size))
-        ImageOps.exif_transpose(image, in_place=True)  # The default copies every image.
+        ImageOps.exif_transpose(image, in_place=True)  # By default, every image is copied.
         if image.mode == "RGB":
             return image
         if not image.has_transparency_data:
@@ -141,14 +141,15 @@ def _resize(
 ) -> Image.Image:
     """Resize an image until it just covers `smallest`, and crop it to `shape`.
 
-    Both are (height, width). A single resampling step computes only the pixels of the crop.
+    `smallest` and `shape` are (height, width), and `place` is the crop position as in `crop`. A
+    single resampling step computes only the pixels of the crop.
     """
     size = (shape[1], shape[0])  # In Pillow, the width comes first.
     pairs = list(zip(reversed(smallest), image.size, strict=True))
     scale = max(low / side for low, side in pairs)
     sides = [max(low, round(side * scale)) for low, side in pairs]
     firsts = [int(p * (side - crop)) for p, side, crop in zip(place, sides, size, strict=True)]
-    # The box in the original image; Pillow's filter reads beyond its edges.
+    # The box is the crop in the original image. Pillow's filter reads beyond the box's edges.
     steps = [before / after for before, after in zip(image.size, sides, strict=True)]
     left, top = (first * step for first, step in zip(firsts, steps, strict=True))
     right, bottom = (

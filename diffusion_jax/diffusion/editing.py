@@ -18,13 +18,14 @@ def wrap(
 
     Args:
         sampler: The sampler to wrap.
-        image: The images to edit, in the range of x0, or their latents.
+        image: The images to edit, in [-1, 1], or their latents if the model works on latents.
         eps: Standard normal noise.
         strength: The share of the steps to run, from 0 to 1 (see `steps_taken`). Sampling starts
-            from image + sigma * eps (SDEdit, Meng et al. 2022). At 1 it starts from pure noise.
-        new: True at the pixels to draw. At all other pixels D returns the image. There, the network
-            sees the noisy image, and the result equals the image (as in Lugmayr et al. 2022,
-            equation 8). None draws all pixels.
+            from image + sigma * eps (SDEdit, Meng et al. 2022). At 1, pixels to redraw start from
+            pure noise.
+        new: True at the pixels to redraw; None redraws all pixels. At the other pixels, D returns
+            `image`. So the network sees a noisy version of `image` there, and the result equals
+            `image` (as in Lugmayr et al. 2022, equation 8).
     """
 
     def draw(denoise, x, sigmas, noise):
@@ -36,15 +37,16 @@ def wrap(
         if len(sigmas) > 1:
             with_image = lambda x, sigma: jnp.where(fixed, image, denoise(x, sigma))
             x = sampler(denoise if new is None else with_image, x, sigmas, noise)
-        # Callers divide by this factor, in samplers.in_own_coordinates.
+        # Callers divide the result by this factor (samplers.in_own_coordinates).
         return jnp.where(fixed, image * jnp.sqrt(1 + sigmas[-1] ** 2), x)
 
     return draw
 
 
 def steps_taken(strength: float, steps: int) -> int:
-    """Return how many of the steps run at this strength: strength * steps, rounded down.
+    """Return the number of steps to run at this strength: strength * steps, rounded down.
 
-    The product is computed in floating point, as in CompVis and diffusers, so 0.58 * 50 gives 28.
+    The product is computed in floating point, as in CompVis and diffusers. So 0.58 * 50 gives 28
+    instead of 29.
     """
     return int(strength * steps)

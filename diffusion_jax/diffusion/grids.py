@@ -1,10 +1,11 @@
 """Sampling grids: the decreasing noise levels through which a sampler steps.
 
-A grid of n steps has n + 1 levels: one at the start of each step, and the end of the last step,
-which is 0 or the smallest level. Any grid works with any model, with one exception: grids by time
-choose n times of the model's noise schedule, so they need a schedule with times. Grids by level
-space the levels between sigma_max and sigma_min. The names leading, trailing and linspace are from
-Lin et al. 2024, Table 2. These grids round the times of discrete schedules as diffusers does.
+A grid of n steps has n + 1 levels: the level at which each step starts, and the end of the last
+step, which is 0 or the smallest level. Grids spaced in time (BY_TIMES) choose n times of the
+model's noise schedule, so they need a noise that defines times. Grids spaced by level ("karras",
+"exponential") place levels between sigma_max and sigma_min, so they work with every noise. The
+names leading, trailing and linspace are from Lin et al. 2024, Table 2. These grids round the times
+of discrete schedules as diffusers does.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,14 @@ Times = Float[np.ndarray, "n"] | Float[Array, "n"]
 Spacing = Callable[..., tuple[Sigmas, Times | None]]
 """A function from (noise, a config's `sampler` group, Placement, end) to (levels, times).
 
-`levels` holds the level at the start of each of the n steps. The end may follow; otherwise
-make_grid adds it. `times` holds the time that the network sees at the start of each step. If it is
-None, noise.time computes these times."""
+`end` is one of ENDS. `levels` holds n + 1 levels if the spacing includes the end of the last step
+("even" does). If the spacing has only the n levels at which steps start ("trailing"), it returns
+these, and make_grid appends the level at time 0, or 0 if the noise defines no times. `times` holds
+the n times that the network sees at the start of the steps. With None, noise.time computes these
+times from the levels."""
 ENDS = ("zero", "sigma_min")
+"""The last level of a grid. "zero" is 0. "sigma_min" is the level at time 0 or, on a grid spaced by
+level, the smaller one of noise.bounds."""
 EndName = Annotated[str, ENDS]
 
 
@@ -34,18 +39,19 @@ class Grid(NamedTuple):
 
     sigmas: Float[Array, "n+1"]
     time: Callable[[Sigma], Sigma]
-    """Maps sigma to c_noise, the time given to the network. EDM networks get ln(sigma) / 4 instead.
-    """
+    """Maps sigma to c_noise, the time given to the network. Networks with the preconditioner `edm`
+    get ln(sigma) / 4 instead."""
 
 
 class Placement(NamedTuple):
-    """How a sampler places its steps on a discrete schedule."""
+    """How the grid of a sampler chooses its times."""
 
     includes_end: bool = False
-    """True if `leading` and `linspace` use n + 1 times, the last of which is the end. The multistep
-    solvers of diffusers do this."""
+    """True if `leading` and `linspace` space n + 1 times, the last of which is the end of the grid.
+    The multistep solvers of diffusers do this."""
     rounded: bool = True
-    """True if fractional times are rounded to whole times."""
+    """True if `linspace`, `karras` and `exponential` round fractional times of a discrete schedule
+    to whole times. `leading` and `trailing` always use whole times."""
 
 
 def make_grid(noise: Noise, s: Any, name: str, end: str, placement: Placement) -> Grid:
@@ -55,8 +61,8 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: Placement) -
         noise: The noise that the model was trained on.
         s: A config's `sampler` group. Its steps, sigma_min, sigma_max, rho and offset are read.
         name: The kind of grid, a key of GRIDS.
-        end: The last level: "zero" for 0, "sigma_min" for the smallest level.
-        placement: How the sampler places its steps on a discrete schedule.
+        end: The last level, one of ENDS.
+        placement: How the grid chooses its times.
 
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
@@ -73,8 +79,9 @@ def check(noise: Noise, name: str) -> None:
     """Raise ValueError if the grid `name` is spaced in time, but the noise defines no times."""
     if name in BY_TIMES and noise.level is None:
         raise ValueError(
-            f"sampler.grid is {name!r}, which is spaced in time, but this diffusion.noise defines "
-            f"no times: choose from {', '.join(grid for grid in GRIDS if grid not in BY_TIMES)}"
+            f"sampler.grid is {name!r}, which is spaced in time, but the model's diffusion.noise "
+            "defines no times: choose from "
+            f"{', '.join(grid for grid in GRIDS if grid not in BY_TIMES)}"
         )
 
 
@@ -95,9 +102,10 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
 
 
 def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at evenly spaced times, from one spacing below the largest time to 0.
+    """Compute the levels at n evenly spaced times, from one spacing below the largest time to 0.
 
-    On a discrete schedule, s.offset is added to each time.
+    On a discrete schedule, s.offset is added to each time. If the end counts as a time (see
+    `_has_end`), n + 1 times are spaced, and steps start at the first n of them.
     """
     points = s.steps + _has_end(noise, placement)
     if not noise.steps:
@@ -113,10 +121,10 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
 
 
 def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at n evenly spaced times, from the largest to 0. Steps start at them.
+    """Compute the levels at n evenly spaced times, from the largest to 0, at which steps start.
 
-    If placement.includes_end is True, or if the noise is continuous and its default end is "zero",
-    the steps start at the first n of n + 1 such times, and the last step ends at time 0.
+    If the end counts as a time (see `_has_end`), n + 1 times are spaced. The steps start at the
+    first n of them, and the last step ends at time 0.
     """
     last = noise.steps - 1 if noise.steps else 1
     times = np.linspace(0, last, s.steps + _has_end(noise, placement))[::-1]
@@ -124,7 +132,11 @@ def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigma
 
 
 def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas, Times | None]:
-    """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5)."""
+    """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5).
+
+    With `end` "zero", n steps start at n levels, and the last level before 0 is sigma_min. With
+    "sigma_min", there are n + 1 levels, and the last step ends at sigma_min.
+    """
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
     sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
     return sigmas, _times_of(noise, sigmas[: s.steps], np.round if placement.rounded else None)
@@ -133,7 +145,10 @@ def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas
 def exponential(
     noise: Noise, s: Any, placement: Placement, end: str
 ) -> tuple[Sigmas, Times | None]:
-    """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced."""
+    """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced.
+
+    There are n or n + 1 levels, as in `karras`.
+    """
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
     return sigmas, _times_of(noise, sigmas[: s.steps], np.floor if placement.rounded else None)
@@ -152,32 +167,38 @@ GRIDS: dict[str, Spacing | str] = {
 imported on use."""
 GridName = Annotated[str, GRIDS]
 BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace")
+"""The grids that are spaced in time."""
 
 
 def karras_sigmas(
     n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, rho: Scalar = 7.0
 ) -> Float[Array, "{n}+1"]:
-    """Compute EDM's n noise levels from sigma_max to sigma_min (equation 5), and append 0."""
+    """Compute EDM's n levels from sigma_max to sigma_min, and append 0.
+
+    This is equation 5 of Karras et al. 2022.
+    """
     top, bottom = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
     return jnp.append((top + jnp.linspace(0, 1, n) * (bottom - top)) ** rho, 0.0)
 
 
 def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Compute the decreasing times of n DDIM or PLMS steps on a discrete schedule, and append 0.
+    """Compute LDM's n times on a schedule of `steps` times, in decreasing order, and append 0.
 
-    For n up to steps / 2, the times are 1, 1 + steps / n, 1 + 2 steps / n, ... If n divides
-    `steps`, these are LDM's times; otherwise they are fractional. Sampling with few steps thus
-    starts well below the schedule's last time. For larger n, the times are evenly spaced from 1 to
-    steps - 1.
+    LDM uses them for DDIM and PLMS. For n up to steps / 2, they are 1 + i * steps / n with i from
+    n - 1 to 0. If n divides `steps`, these are exactly LDM's times; otherwise they are fractional.
+    Sampling with few steps thus starts well below the schedule's last time. For larger n, the times
+    are evenly spaced from steps - 1 to 1.
 
-    numpy computes them, as in `even_times`, because JAX would compile a program for each n.
+    The times are computed by numpy, as in `even_times`, because JAX would compile a program for
+    each n.
 
     Raises:
         ValueError: n is not between 1 and `steps`.
     """
     if not 1 <= n <= steps:
         raise ValueError(
-            f"{n} sampling steps do not fit a noise schedule of {steps} times: choose 1 to {steps}"
+            f"{n} sampling steps do not fit a noise schedule of {steps} times: choose 1 to {steps} "
+            "steps"
         )
     gap = steps / n if 2 * n <= steps else (steps - 2) / (n - 1)
     return np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32)
@@ -186,18 +207,18 @@ def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
 def even_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
     """Compute n + 1 evenly spaced times from steps - 1 to 0, as in DPM-Solver.
 
-    They are generally fractional.
+    The times are generally fractional.
     """
     return np.linspace(steps - 1, 0, n + 1, dtype=np.float32)
 
 
 def _level(noise: Noise) -> Callable[[Any], Sigmas]:
-    assert noise.level is not None  # `check` has raised an error otherwise.
+    assert noise.level is not None  # make_grid calls `check` first.
     return noise.level
 
 
 def _has_end(noise: Noise, placement: Placement) -> bool:
-    """Return whether the end needs a time in addition to the n times at which steps start."""
+    """Return whether n + 1 times are spaced, the last of which is the end of the grid."""
     return placement.includes_end or (not noise.steps and noise.end == "zero")
 
 
@@ -205,7 +226,7 @@ def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | 
     """Return the levels at the first s.steps times, and these times (see Spacing).
 
     On a continuous schedule, the second value is None. On a discrete schedule, levels above
-    s.sigma_max are lowered to it, unless it is 0.
+    s.sigma_max are lowered to s.sigma_max, unless s.sigma_max is 0.
     """
     times = times[: s.steps].astype(np.float32)
     sigmas = _level(noise)(jnp.asarray(times))
@@ -215,7 +236,8 @@ def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | 
 def _times_of(noise: Noise, sigmas: Sigmas, rounded: Callable | None) -> Times | None:
     """Convert levels to times of a discrete schedule, by linear interpolation in ln sigma.
 
-    The function `rounded` then rounds the times. Return None for a continuous schedule.
+    The function `rounded`, if it is not None, then rounds the times. Return None for a continuous
+    schedule.
     """
     if not noise.steps:
         return None

@@ -4,6 +4,7 @@ D(x, sigma) is the estimate of the clean image. A network computes it with the t
 negative text and, for some kinds of guidance, with the empty text. Autoguidance (Karras et al.
 2024) uses a second network instead of the negative text. A Guide combines these estimates into one
 (guides.py).
+
 A function in GUIDANCE takes a Guide and returns a new one. A function in THRESHOLDS takes a
 denoiser and returns a new one.
 """
@@ -60,10 +61,11 @@ def make_denoiser(
 
 
 def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoiser:
-    """Return the denoiser D(x, sigma) that `guide` combines from D with several conditions.
+    """Return a denoiser that evaluates D under several conditions and combines them with `guide`.
 
-    If `guidance` is None, D with the text alone is returned. D with the text alone is also used at
-    noise levels where `guide.applies` is False. The level of the first image decides for the batch.
+    If `guidance` is None, the denoiser is D with the text alone. The text alone is also used at
+    noise levels where `guide.applies` returns False. The level of the first image decides for the
+    whole batch.
     """
 
     def plain(x, sigma):
@@ -110,7 +112,7 @@ def check(s: Any) -> None:
         raise ValueError(
             f"sampler.guiding is {s.guiding!r}, but cfg_pp cannot be used with sampler.name "
             f"{s.name!r}, because this sampler also evaluates the network between the levels of "
-            "its grid: choose ddim or euler, or heun without churn"
+            "its grid: choose ddim or euler, or heun with churn 0"
         )
 
 
@@ -124,10 +126,10 @@ def bound(field: str, text: str) -> list[functools.partial]:
 
 
 def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
-    """Repeat the guidance scale for each image, or return None if guidance has no effect.
+    """Return an array that holds the guidance scale once per image, or None without guidance.
 
-    Guidance has no effect if the scale is 1 and all kinds of guidance in `guiding` are in
-    PLAIN_AT_1. The network is then evaluated with the text alone.
+    The result is None if the scale is 1 and all kinds of guidance in `guiding` are in PLAIN_AT_1.
+    Guidance then has no effect, and the network is evaluated with the text alone.
     """
     kinds = {call.name for call in named.calls("sampler.guiding", guiding)}
     if guidance == 1 and kinds <= {*PLAIN_AT_1}:
@@ -143,7 +145,8 @@ def conditional(
     """Return a function that evaluates a network under several conditions in one joined batch.
 
     Each of the `conditions` has one row per image. In the joined batch, the rows of an image are
-    neighbours, so that a sharded batch needs no communication. If there is a second denoiser
+    neighbours, so that a sharded batch needs no communication. The returned function is called
+    either with the names of all conditions or with COND alone. If there is a second denoiser
     `guide`, it computes D for the name GUIDE.
     """
     join = lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
@@ -183,11 +186,13 @@ GUIDANCE: dict[str, Callable[..., Guide] | str] = {
     "tcfg": guides.tcfg,
     "fdg": guides.fdg,
 }
-"""The names that sampler.guiding can combine by +. Functions apply from left to right. A function
+"""The names that sampler.guiding can join by +. In "first+second", `second` wraps the Guide that
+`first` returns. So at each evaluation, `second` runs first: it may change the estimates of D or the
+guidance scale before it calls `first`, and the result afterwards, as `rescale` does. A function
 given as "MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, bound]
 PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale", "tcfg", "fdg")
-"""The kinds of guidance that have no effect at guidance 1, where D equals D_cond."""
+"""The kinds of guidance that have no effect at guidance scale 1: the guided D equals D_cond."""
 
 
 def dynamic(denoise: Denoiser, *, percentile: Scalar = 99.5) -> Denoiser:

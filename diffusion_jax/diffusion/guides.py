@@ -34,8 +34,8 @@ class Guide(NamedTuple):
     needs: tuple[str, ...] = (COND, NEGATIVE)
     """The names of the conditions for which `combine` needs D."""
     applies: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
-    """Returns whether guidance applies at a noise level. At other levels D is D_cond, computed from
-    the text alone. None applies guidance at all levels."""
+    """Returns whether guidance applies at a noise level. Where it returns False, D is D_cond, and
+    the network is evaluated with the text alone. None applies guidance at all levels."""
 
 
 class Model(NamedTuple):
@@ -50,7 +50,7 @@ def outward(other: str = NEGATIVE) -> Guide:
     """Build a Guide that computes D_other + guidance * (D_cond - D_other).
 
     This is equation 6 of Ho & Salimans 2022. `guidance` is one number, or one number per image. At
-    guidance 1 the result is bitwise equal to D_cond.
+    guidance scale 1, the result is bitwise equal to D_cond.
     """
 
     def combine(d, x, sigma, guidance):
@@ -79,9 +79,10 @@ def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = floa
 def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
     """Apply adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
 
-    The update is D_cond - D_other. First, if an image's update is longer than `norm`, it is scaled
-    to this length; 0 means no limit. Then the part of the update parallel to D_cond, which causes
-    oversaturation, is multiplied by `eta`. Guidance uses the result in place of D_cond - D_other.
+    The update of an image is D_cond - D_other. First, an update that is longer than `norm` is
+    shortened to this length; `norm` 0 means no limit. Then the part of the update parallel to
+    D_cond, which causes oversaturation, is multiplied by `eta`. Guidance uses the changed update in
+    place of D_cond - D_other.
     """
     del model
     _check_order(guide, "apg")
@@ -99,7 +100,7 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
 
 
 def cfg_pp(guide: Guide, model: Model) -> Guide:
-    """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance is the paper's lambda, 0 to 1.
+    """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance scale is its lambda, from 0 to 1.
 
     CFG++ adds the noise of the unconditional estimate to the guided image
     D_lambda = D_uncond + lambda (D_cond - D_uncond). With r = sigma' / sigma, a step from sigma to
@@ -107,8 +108,9 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
 
         x' = D_lambda + r (x - D_uncond).
 
-    It equals DDIM's step x' = D + r (x - D) at the guidance lambda / (1 - r). The sampler must
-    evaluate D at the grid's levels only: `guidance.check` rejects `restart`, and `heun` with churn.
+    This equals DDIM's step x' = D + r (x - D) at the guidance scale lambda / (1 - r). The sampler
+    must evaluate D at the grid's levels only: `guidance.check` rejects `restart`, and `heun` with
+    churn.
     """
 
     def combine(d, x, sigma, guidance):
@@ -121,8 +123,8 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
 def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
     """Rescale the guided prediction of the network (Lin et al. 2024, equations 15 and 16).
 
-    A copy of the guided prediction is scaled to the standard deviation of the conditional one. The
-    result is phi times this copy plus 1 - phi times the guided prediction.
+    A copy of the guided prediction F is scaled to the standard deviation of F_cond in each image.
+    The result is phi times this copy plus (1 - phi) times the guided F.
     """
 
     def combine(d, x, sigma, guidance):
@@ -137,8 +139,8 @@ def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
 def cfg_zero(guide: Guide, model: Model, *, zero: Count = 1) -> Guide:
     """Apply CFG-Zero* (Fan et al. 2025, Algorithm 1) to the predictions F of the network.
 
-    F_other becomes the multiple of itself that is nearest to F_cond. In the first `zero` steps, the
-    guided F is 0. The paper defines this for the velocity of flow models.
+    F_other is replaced by c F_other, with the factor c that brings it nearest to F_cond. In the
+    first `zero` steps, the guided F is 0. Fan et al. define this for the velocity of flow models.
     """
     _check_order(guide, "cfg_zero")
 
@@ -157,8 +159,8 @@ def cfg_zero(guide: Guide, model: Model, *, zero: Count = 1) -> Guide:
 def tcfg(guide: Guide, model: Model) -> Guide:
     """Apply tangential damping (Kwon et al. 2025, TCFG) to the predictions F of the network.
 
-    F_other is projected onto the first right singular vector of the matrix (F_cond, F_other). This
-    vector is parallel to cos(t) F_cond + sin(t) F_other, where
+    F_other is projected onto the first right singular vector of the matrix with the rows F_cond and
+    F_other. This vector is parallel to cos(t) F_cond + sin(t) F_other, where
 
         tan(2 t) = 2 F_cond . F_other / (|F_cond|^2 - |F_other|^2).
     """
@@ -179,9 +181,9 @@ def tcfg(guide: Guide, model: Model) -> Guide:
 def fdg(guide: Guide, model: Model, *, low: Share = 0.5) -> Guide:
     """Apply frequency-decoupled guidance (Sadat et al. 2025, Algorithm 1) with two frequency bands.
 
-    The low frequencies of the update D_cond - D_other are multiplied by `low`. So guidance w
-    applies to the high frequencies, and 1 + low * (w - 1) to the low ones. The bands are the levels
-    of a Laplacian pyramid.
+    The low frequencies of the update D_cond - D_other are multiplied by `low`. At the guidance
+    scale w, high frequencies are thus guided with w, and low ones with 1 + low * (w - 1). The bands
+    are the levels of a Laplacian pyramid.
     """
     del model
     _check_order(guide, "fdg")
@@ -195,16 +197,16 @@ def fdg(guide: Guide, model: Model, *, low: Share = 0.5) -> Guide:
 
 
 def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
-    """Apply Perp-Neg (Armandpour et al. 2023): keep what the negative text shares with the prompt.
+    """Apply Perp-Neg (Armandpour et al. 2023): ignore what prompt and negative text share.
 
-    D is D_empty + guidance * (a - weight * b), where a = D_cond - D_empty, and b is the part of
-    D_negative - D_empty that is perpendicular to a.
+    The guided D is D_empty + guidance * (a - weight * b), where a = D_cond - D_empty, and b is the
+    part of D_negative - D_empty that is perpendicular to a.
     """
     del model
     if guide.other != NEGATIVE:
         raise ValueError(
-            "sampler.guiding has perp_neg, which guides by the negative and the empty text, "
-            "but --guide names a second model to guide by: remove one of the two"
+            "sampler.guiding has perp_neg, which needs the negative text, but --guide replaces "
+            "the negative text by a second model: remove one of the two"
         )
 
     def combine(d: Mapping[str, Images], x, sigma, guidance):
@@ -224,9 +226,10 @@ def projected(
 
 
 def low_frequencies(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
-    """Blur and halve the images, then enlarge and blur them again, as in a Laplacian pyramid.
+    """Compute the low frequencies of images, as in a Laplacian pyramid.
 
-    The blur is that of Burt & Adelson 1983. Halving and enlarging are linear interpolations.
+    The images are blurred, halved, enlarged, and blurred a second time. The blur is that of Burt &
+    Adelson 1983. Images are halved and enlarged by linear interpolation.
     """
     batch, height, width, channels = images.shape
     small = (batch, height // 2, width // 2, channels)
@@ -235,7 +238,7 @@ def low_frequencies(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
 
 
 def _blurred(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
-    """Convolve with (1, 4, 6, 4, 1) / 16 along both axes. The border mirrors the image."""
+    """Convolve with (1, 4, 6, 4, 1) / 16 along both axes. Borders are padded by reflection."""
     for axis in (1, 2):
         size, pad = images.shape[axis], [(2 * (a == axis), 2 * (a == axis)) for a in range(4)]
         padded = jnp.pad(images, pad, mode="reflect")
@@ -247,19 +250,22 @@ def _blurred(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
 
 
 def _predictions(model: Model, x: Images, sigma: Sigma):
-    """Return the functions D -> F and F -> D, where F is the network: D = c_skip x + c_out F."""
+    """Return the functions D -> F and F -> D, where F is the network's prediction.
+
+    They are related by D = c_skip x + c_out F.
+    """
     c_skip, c_out, *_ = (c[:, None, None, None] for c in model.scalings(sigma))
     return lambda d: (d - c_skip * x) / c_out, lambda f: c_skip * x + c_out * f
 
 
 def _check_order(guide: Guide, name: str) -> None:
-    """Raise ValueError if the guidance `name` follows perp_neg, where it would have no effect.
+    """Raise ValueError if the guidance `name` follows perp_neg in sampler.guiding.
 
-    The guidance `name` changes D_other, the estimate that guidance leads away from. The update of
-    perp_neg does not use it.
+    The guidance `name` changes D_other, the estimate from which guidance leads away. If it follows
+    perp_neg, this is D_negative, but perp_neg leads away from D_empty.
     """
     if EMPTY in guide.needs:
         raise ValueError(
-            f"sampler.guiding has {name} after perp_neg, but {name} cannot change perp_neg's "
-            f"update: write {name}+perp_neg"
+            f"sampler.guiding has {name} after perp_neg, where {name} cannot change the estimate "
+            f"from which perp_neg leads away: write {name}+perp_neg"
         )

@@ -2,7 +2,8 @@
 
 On the line z_t = (1 - t) x0 + t eps, the velocity is v = eps - x0. The network learns u(z_t, t, h),
 the mean velocity of the flow over the times from t - h to t. One evaluation then goes from z_t to
-z_{t - h} = z_t - h u, and z_1 - u(z_1, 1, 1) is an image. With h = 0, u is v.
+z_{t - h} = z_t - h u, and z_1 - u(z_1, 1, 1) is an image. At h = 0, u is the velocity of the flow,
+the mean of v given z_t.
 
 In the coordinates of precond.py, t = sigma / (1 + sigma) and x = z_t / (1 - t). The denoiser of any
 preconditioner implies u = (z_t - D) / t, and a step of Euler or DDIM from sigma to the level at
@@ -23,8 +24,9 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 Times = Float[Array, "B"]
 Kept = Bool[Array, "B"]
 Network = Callable[..., Images]
-"""Maps (x, c_noise, h, kept, rows) to F. Where `kept` is False, the network sees the empty text
-instead of the image's text. `rows` is the slice of the batch that the other arguments hold."""
+"""Maps (x, c_noise, h, kept, rows) to F. For images whose `kept` is False, the network sees the
+empty text instead of the image's text. The other arguments hold only the images in the slice `rows`
+of the batch."""
 Velocity = Callable[..., Images]
 """Maps (z, t, h, kept, rows) to u."""
 Span = Callable[[Sigma], Times]
@@ -34,7 +36,7 @@ _ALL = slice(None)
 
 
 class MeanFlow(NamedTuple):
-    """The guidance that the network learns (section 4.2), and the weight of each image.
+    """Options of MeanFlow: the guidance that the network learns, and the weight of each image.
 
     `make` describes the fields.
     """
@@ -61,15 +63,15 @@ def make(
     """Train a network that draws in one step (Geng et al. 2025), with guidance built in.
 
     Args:
-        omega: Weight of the velocity v in the target. The learned guidance is omega / (1 - kappa).
-        kappa: Weight in the target of the network's own prediction with the text.
+        omega: Weight of the velocity v in the target. The learned guidance scale is
+            omega / (1 - kappa) (section 4.2).
+        kappa: Weight, in the target, of the network's own prediction with the text.
         low: The smallest time t at which the velocity is guided.
         high: The largest time t at which the velocity is guided.
-        every: Of every `every` images in a micro batch, one learns the mean velocity over an
-            interval. The others learn v.
+        every: Of every `every` images in a micro-batch, one trains the mean velocity over an
+            interval, and the others train the velocity at a single time.
         norm_p: The exponent of the adaptive weight; 0 weights all images equally.
-        norm_eps: The squared error of an image is divided by (error + norm_eps)^norm_p (equation
-            22).
+        norm_eps: The squared error e of an image is divided by (e + norm_eps)^norm_p (equation 22).
     """
     return MeanFlow(omega, kappa, low, high, every, norm_p, norm_eps)
 
@@ -78,26 +80,27 @@ def losses(
     velocity: Velocity, frozen: Velocity, x0: Images, eps: Images, t: Times, r: Times, kept: Kept,
     s: MeanFlow,
 ) -> tuple[Times, Times]:  # fmt: skip
-    """Return the weighted loss of each image, which training minimises, and its |u - v|^2.
+    """Compute the weighted loss of each image, which training minimises, and its |u - v|^2.
 
     Args:
         velocity: The function u, with the network's weights and texts bound.
-        frozen: The same function, whose weights get no gradient from the loss. It computes the
-            targets.
+        frozen: The same function, which computes the targets. The loss gives its weights no
+            gradient.
         x0: Images in [-1, 1].
         eps: Standard normal noise.
         t: The end of each image's interval of times, in [0, 1].
         r: The start of the interval, at most t. It is used for every s.every-th image only; the
             others have h = 0.
-        kept: True for the images that keep their text. The others learn the velocity without
-            guidance.
+        kept: True for the images that keep their text. The others, with the empty text, learn the
+            velocity without guidance.
         s: The guidance and the weights.
     """
     z, v = _each(1 - t) * x0 + _each(t) * eps, eps - x0
     target = jnp.where(_each(kept), guided(frozen, z, v, t, s), v)
     h = jnp.where(jnp.arange(len(t)) % s.every == 0, t - r, 0)
-    # Only these rows need the derivative. If the batch is no multiple of `every`, it is computed
-    # for all rows: train/memory.py traces 1009 rows, and needs sizes proportional to the batch.
+    # Only every s.every-th image needs the derivative. If s.every does not divide the batch, it is
+    # computed for all images. train/memory.py needs this: it traces a batch of 1009 images, whose
+    # arrays must have sizes proportional to the batch.
     rows = slice(None, None, s.every if len(t) % s.every == 0 else 1)
 
     # The MeanFlow identity (equation 6): u = v - h du/dt along the flow.
@@ -139,7 +142,7 @@ def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Arra
 
 
 def velocity_of(network: Network, scalings: Precond) -> Velocity:
-    """Return the function u = (z - D) / t of a network F and its preconditioner."""
+    """Return the function u = (z - D) / t, where D is the denoiser of the network F."""
 
     def velocity(z, t, h, kept, rows):
         f = lambda x, time: network(x, time, h, kept, rows)

@@ -17,7 +17,8 @@ from diffusion_jax.diffusion.onestep import NO_SIGNAL, Draws, same_level
 from diffusion_jax.diffusion.precond import Denoiser, Images
 
 Turn = Callable[[Images, Images, Float[Array, ""]], Images]
-"""A function from (slope, x, sigma) to the quantity that PLMS averages, or its inverse."""
+"""A function from (slope, x, sigma) to the quantity that PLMS averages, or the inverse function,
+from (quantity, x, sigma) to the slope."""
 
 
 def plms(
@@ -30,9 +31,9 @@ def plms(
     """Sample with PLMS (Liu et al. 2022): the four-step Adams-Bashforth method on eps.
 
     N steps take N + 1 evaluations of D, and add no noise. The first step is computed twice, as in
-    CompVis' code: along its slope, then along the mean of the slopes at both ends. The next two
-    steps use two and three slopes. The network may predict any quantity, since
-    eps = (x - D) / sigma. As a loop, with t for sigma:
+    CompVis' code: along the slope at its start, then along the mean of the slopes at its start and
+    end. The second step uses two slopes, the third three, and all later steps four. The network may
+    predict any quantity, since eps = (x - D) / sigma. As a loop, with t for sigma:
 
         for i in range(n):
             d = (x - D(x, t[i])) / t[i]
@@ -44,9 +45,10 @@ def plms(
             x = x + (t[i + 1] - t[i]) * mean
             before = (d, *before)
 
-    The code scans over evaluations of D; k = 1 is the second evaluation of the first step. `turns`
-    is a pair of functions: the first converts a slope to the quantity that is averaged, the second
-    converts the average back to a slope. The default averages the slopes themselves.
+    The code scans over evaluations of D instead of steps; k = 1 is the second evaluation of the
+    first step. `turns` is a pair of functions: the first converts a slope to the quantity that is
+    averaged, the second converts the average back to a slope. The default averages the slopes
+    themselves.
     """
     del noise  # Deterministic.
     n = len(sigmas) - 1
@@ -64,7 +66,7 @@ def plms(
     def evaluate(carry, inputs):
         x, x_before, before, before_2, before_3 = carry  # x, and the slopes of three earlier steps.
         k, level, start, end, w = inputs
-        # A product, because how XLA divides by a scalar depends on the batch size.
+        # Multiply by 1 / level: how XLA rounds a division by a scalar depends on the batch size.
         slope = (x - denoise(x, same_level(level, x))) * (1 / level)
         slope = turns[0](slope, x, level)
         mean = w[0] * slope + w[1] * before + w[2] * before_2 + w[3] * before_3
@@ -108,9 +110,9 @@ def dpmpp_2m(
 ) -> Images:
     """Sample with DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), a two-step method in -ln sigma.
 
-    It adds no noise. The first step is of first order, and so is a last step to 0. `steps` is the
-    number of steps in the grid. If it is below 15, the last step is always of first order, as in
-    the authors' code.
+    The sampler adds no noise. The first step is of first order, and so is a last step to 0. `steps`
+    is the number of steps in the grid. If it is below 15, the last step is always of first order,
+    as in the authors' code.
     """
     del noise  # Deterministic.
     last = len(sigmas) - 2
@@ -136,12 +138,13 @@ def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
 
     N steps take N evaluations of D, and add no noise. The predictor is the step of `dpmpp_2m`; in
     the last step it is of first order. The corrector uses D at the end of the step, which the next
-    step needs anyway. With the step length h, the previous step length g, and r = e^-h,
+    step needs anyway. If h is the length of the step, g that of the previous step, and r = e^-h,
+    the corrector computes
 
         x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),
 
     where m0 and m1 are D at the start of this step and of the previous one, and D is evaluated at
-    the end of this step. The weights solve equation 9 of the paper, so the step is exact if D is
+    the end of this step. The weights solve equation 9 of Zhao et al., so the step is exact if D is
     quadratic in -ln sigma. In the first step, which has no m1, rho_0 is 0 and rho_1 is 1 / 2.
     """
     del noise  # Deterministic.
@@ -177,11 +180,11 @@ def deis(
     """Sample with tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3.
 
     N steps take N evaluations of D, and add no noise. A step from sigma_i extrapolates eps by a
-    polynomial in u = ln(sigma / sigma_i) through the values at this step and at earlier ones. The
-    polynomial is integrated exactly: x' = x + sum_j c_j eps_j, where c_j is the integral of the
-    j-th Lagrange polynomial over sigma. The first steps are of lower order, and a step to 0 is of
-    first order. `steps` is the number of steps in the grid. If it is below 15, the last two steps
-    have at most the orders 2 and 1, as in diffusers.
+    polynomial in u = ln(sigma / sigma_i) through the values of eps at the start of this step and of
+    earlier ones. The polynomial is integrated exactly: x' = x + sum_j c_j eps_j, where c_j is the
+    integral of the j-th Lagrange polynomial over sigma. The first steps are of lower order, and a
+    step to 0 is of first order. `steps` is the number of steps in the grid. If it is below 15, the
+    last two steps have at most the orders 2 and 1, as in diffusers.
     """
     del noise  # Deterministic.
 

@@ -1,8 +1,8 @@
 """Noise distributions of training, and noise schedules. The table NOISES names them for configs.
 
 A schedule maps t in [0, 1] to the log-SNR ln(alpha^2 / (1 - alpha^2)), and sigma = exp(-logSNR / 2)
-is the noise level in x = x0 + sigma * eps. A discrete schedule is a table with an ln alpha for each
-of its N steps. Times t in [0, N - 1] may lie between steps. The noise levels are float32.
+is the noise level in x = x0 + sigma * eps. A discrete schedule of N steps is a table that holds
+ln alpha for each step. Its times t in [0, N - 1] may lie between steps. Noise levels are float32.
 """
 
 import math
@@ -31,13 +31,14 @@ Positive = Annotated[int | float, "(0, inf)"]
 class Noise(NamedTuple):
     """The distribution of noise levels in training, and the time that the network sees for each.
 
-    Sampling takes its noise levels from a grid instead. `grid` and `end` are the default choices.
+    Sampling takes its noise levels from a grid instead (grids.py). `grid` and `end` are the
+    defaults for this grid.
     """
 
     draw: DrawSigma
     """Maps (key, batch size) to the noise level of each training image."""
     time: Callable[[Sigma], Sigma]
-    """Maps sigma to c_noise for networks that predict eps, x0, v or flow. EDM networks always use
+    """Maps sigma to c_noise, the network's time input. Networks with the preconditioner `edm` get
     ln(sigma) / 4 instead."""
     level: Callable[[Time], Sigma] | None = None
     """Maps times to sigma. Times are in [0, 1], or in [0, steps - 1] on a discrete schedule. None
@@ -71,9 +72,9 @@ def make(d: Any) -> Noise:
 
 
 def quantiles(noise: Noise, n: int) -> Float[np.ndarray, "{n}"]:
-    """Compute n quantiles of the noise levels in training, at (i + 1/2) / n for i < n.
+    """Compute the n quantiles (i + 1/2) / n, for i < n, of the noise levels in training.
 
-    They are estimated from 2^16 draws with a fixed key.
+    The quantiles are estimated from 2^16 draws with a fixed key.
     """
     draws = np.sort(np.asarray(noise.draw(jax.random.key(0), 2**16)))
     return draws[(np.arange(n) * 2 + 1) * len(draws) // (2 * n)]
@@ -91,15 +92,15 @@ def lognormal(*, p_mean: Real = -1.2, p_std: Positive = 1.2) -> Noise:
 
 
 def logit_normal(*, mean: Real = 0.0, std: Positive = 1.0, shift: Positive = 1.0) -> Noise:
-    """Build rectified flow with logit-normal times (SD3, equation 19).
+    """Build the noise of rectified flow with logit-normal times (SD3, equation 19).
 
-    ln(t / (1 - t)) ~ N(mean, std^2), and the noise level shift * t / (1 - t) is lognormal.
+    ln(t / (1 - t)) ~ N(mean, std^2), so the noise level shift * t / (1 - t) is lognormal.
     """
     return flow_noise(draw_lognormal(mean + math.log(shift), std), shift)
 
 
 def uniform_flow(*, shift: Positive = 1.0) -> Noise:
-    """Build rectified flow with uniformly distributed times (Liu et al. 2023)."""
+    """Build the noise of rectified flow with uniform times (Liu et al. 2023)."""
 
     def draw(key, batch):
         t = jax.random.uniform(key, (batch,), minval=2.0**-20, maxval=1 - 2.0**-20)
@@ -109,12 +110,12 @@ def uniform_flow(*, shift: Positive = 1.0) -> Noise:
 
 
 def cosine() -> Noise:
-    """Build continuous DDPM with the cosine schedule."""
+    """Build the noise of DDPM in continuous time, with the cosine schedule."""
     return continuous_noise(cosine_log_snr)
 
 
 def linear() -> Noise:
-    """Build continuous DDPM with the linear schedule."""
+    """Build the noise of DDPM in continuous time, with the linear schedule."""
     return continuous_noise(linear_log_snr)
 
 
@@ -124,7 +125,7 @@ def ldm() -> Noise:
 
 
 def ldm_zero_terminal_snr() -> Noise:
-    """Build LDM's schedule of 1000 steps, rescaled so that the last step has no signal."""
+    """Build LDM's schedule of 1000 steps, rescaled so that x has no signal at the last step."""
     return discrete_noise(zero_terminal_snr(scaled_linear()))
 
 
@@ -143,18 +144,18 @@ NoiseName = Annotated[str, named.checked(NOISES)]
 
 
 def continuous_noise(log_snr: LogSNR) -> Noise:
-    """Build DDPM in continuous time.
+    """Build the noise of DDPM in continuous time.
 
-    Training draws times uniformly. Sampling uses evenly spaced times.
+    Training draws times uniformly. Sampling uses evenly spaced times by default.
     """
     level = lambda t: sigma_of(log_snr(t))
     return Noise(uniform_time(log_snr), precond.log_snr, level, grid="even", end="")
 
 
 def discrete_noise(log_alphas: LogAlphas) -> Noise:
-    """Build DDPM on a discrete schedule, as in LDM.
+    """Build the noise of DDPM on a discrete schedule, as in LDM.
 
-    Sampling ends at the noise level of time 0, which is above 0.
+    By default, sampling ends at the noise level of time 0, which is above 0.
     """
     level, steps = lambda t: sigma_at(log_alphas, t), len(log_alphas)
     time = time_of(log_alphas)
@@ -162,12 +163,12 @@ def discrete_noise(log_alphas: LogAlphas) -> Noise:
 
 
 def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
-    """Build rectified flow: the noise level at time t is shift * t / (1 - t).
+    """Build the noise of rectified flow: the noise level at time t is shift * t / (1 - t).
 
-    There is no signal at t = 1. A `shift` above 1 raises the noise levels, which suits larger
-    images (SD3, equation 23).
+    `draw` draws the levels in training. At t = 1, x has no signal. A `shift` above 1 raises the
+    noise levels, which suits larger images (SD3, equation 23).
     """
-    least = 2.0**-20  # Keeps the level of t = 1 finite, as in `zero_terminal_snr`.
+    least = 2.0**-20  # Keeps the level at t = 1 finite, as in `zero_terminal_snr`.
     level = lambda t: shift * t / jnp.maximum(1 - t, least)
     return Noise(draw, precond.log_snr, level, grid="even", end="zero")
 
@@ -182,7 +183,7 @@ def draw_lognormal(mean: int | float, std: int | float) -> DrawSigma:
 
 
 def uniform_time(log_snr: LogSNR) -> DrawSigma:
-    """Return a function that draws t ~ U[0, 1) and computes sigma at t, as in continuous DDPM."""
+    """Return a function that draws t ~ U[0, 1) and computes sigma at t (DDPM)."""
 
     def draw(key, batch):
         return sigma_of(log_snr(jax.random.uniform(key, (batch,))))
@@ -225,8 +226,8 @@ def scaled_linear(
 ) -> Float[Array, "{steps}"]:
     """Compute Stable Diffusion's table of ln alpha ("scaled linear").
 
-    The square roots of the betas are evenly spaced. alpha^2 at a step is the product of 1 - beta up
-    to this step. Its logarithm is summed in float64.
+    The square roots of the betas are evenly spaced. alpha^2 at a step is the product of 1 - beta
+    over all steps up to this one. The logarithms are summed in float64.
     """
     first, last = math.sqrt(beta_first), math.sqrt(beta_last)
     log_alphas, total = [], 0.0
@@ -237,10 +238,11 @@ def scaled_linear(
 
 
 def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
-    """Shift and scale a table so that the last step has no signal (Lin et al. 2024, Algorithm 1).
+    """Shift and scale a table so that x has no signal at the last step.
 
-    The last alpha is 2^-20 instead of 0, so that sigma stays finite. In float32, x0 + sigma * eps
-    then keeps hardly any digits of x0.
+    This is Algorithm 1 of Lin et al. 2024, except that the last alpha is 2^-20 instead of 0, which
+    keeps sigma finite. At the last step, the float32 value of x0 + sigma * eps keeps hardly any
+    digits of x0.
     """
     alphas = jnp.exp(log_alphas)
     shifted = (alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])
@@ -256,7 +258,8 @@ def sigma_at(log_alphas: LogAlphas, t: Time) -> Float[Array, "N"]:
 def time_of(log_alphas: LogAlphas) -> Callable[[Sigma], Sigma]:
     """Return a function from sigma to time, the inverse of `sigma_at`.
 
-    Levels outside of the table are clipped to it. Preconditioners pass this time to the network.
+    Levels outside of the table get the time of its nearest end. Preconditioners pass this time to
+    the network.
     """
 
     def time(sigma):

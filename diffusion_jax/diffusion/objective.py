@@ -25,9 +25,10 @@ class Weighting(NamedTuple):
     """The weight of the loss at each noise level."""
 
     weigh: Callable[[Any, Sigma, Sigma, Losses], Losses]
-    """Maps (the task's parameters, sigma, c_out, the losses of F) to the weighted losses."""
+    """Maps (the task's parameters, sigma, c_out, the loss of F for each image) to each image's
+    weighted loss."""
     init: Callable[[], Any] | None = None
-    """Returns the initial parameters of a learned weighting; None if nothing is learned."""
+    """Returns the initial parameters of a learned weighting. None: the weighting is fixed."""
 
 
 class Objective(NamedTuple):
@@ -40,8 +41,10 @@ class Objective(NamedTuple):
     distance: Distance
     weighting: Weighting
     offset: float
+    """The strength of offset noise (see `shifted`)."""
     mean_flow: meanflow.MeanFlow | None = None
-    """Options of MeanFlow, which replaces `loss` by `mean_flow_loss`; None for a denoiser."""
+    """Options of MeanFlow, whose loss is `mean_flow_loss`. None: a denoiser is trained with `loss`.
+    """
 
     @property
     def scalings(self) -> Precond:
@@ -49,7 +52,7 @@ class Objective(NamedTuple):
         return self.precond(self.noise.time)
 
     def with_learned(self, params: Mapping[str, Any]) -> Any:
-        """Return the network's params plus the initial params of the weighting, if it has any."""
+        """Return the network's params, plus those of the weighting if the weighting is learned."""
         return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
 
     def shifted(self, key: PRNGKeyArray, eps: Images) -> Images:
@@ -65,7 +68,7 @@ class Objective(NamedTuple):
         self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
         counts: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
-        """Compute the mean weighted loss, which training minimises, and each image's plain loss.
+        """Compute the mean weighted loss, to be minimised, and each image's unweighted loss.
 
         Args:
             params: The task's parameters. A learned weighting takes its parameters from them.
@@ -73,7 +76,8 @@ class Objective(NamedTuple):
             x0: Images in [-1, 1].
             eps: Standard normal noise.
             sigma: The noise level of each image.
-            counts: An additional weight of each image, for prior preservation; None for 1.
+            counts: A further weight of each image, for prior preservation; None weights all images
+                by 1.
         """
         scalings = self.scalings
         losses = precond.loss(network, scalings, x0, eps, sigma, self.distance)
@@ -88,10 +92,11 @@ class Objective(NamedTuple):
 
         Args:
             network: The network F, as a function with its weights and conditions bound.
-            frozen: The same function, whose weights get no gradient from the loss.
+            frozen: The same function, which computes the targets. The loss gives its weights no
+                gradient.
             x0: Images in [-1, 1].
             eps: Standard normal noise.
-            sigmas: Two noise levels per image, in any order: the ends of its interval of times.
+            sigmas: Two noise levels per image, in any order: the ends of the image's time interval.
             kept: True for the images that keep their text.
             counts: As in `loss`.
         """
@@ -106,8 +111,8 @@ class Objective(NamedTuple):
     def span(self, sigmas: Float[Array, "levels"]) -> meanflow.Span | None:
         """Return a function that maps a noise level to the span h that MeanFlow's network reads.
 
-        h is the time from this level to the next lower level of `sigmas`, the sampling grid. Return
-        None for a denoiser, which reads no span.
+        h is the difference in time between this level and the next lower level of `sigmas`, the
+        sampling grid. Return None for a denoiser, which reads no span.
         """
         return meanflow.spans(sigmas) if self.mean_flow else None
 
@@ -116,8 +121,8 @@ class Objective(NamedTuple):
     ) -> tuple[Losses, Losses]:
         """Compute each image's unweighted loss and its v-loss |D - x0|^2 (1 + sigma^2) / sigma^2.
 
-        The v-loss is the same whether the network predicts eps, x0, v or flow. It can therefore
-        compare runs with different predictions.
+        The v-loss of D is the same whether the network predicts eps, x0, v or flow. It can
+        therefore compare runs whose networks predict different quantities.
         """
         residual = precond.residual(network, self.scalings, x0, eps, sigma)
         mean = lambda each: jnp.mean(each, axis=(1, 2, 3))
@@ -149,21 +154,21 @@ def make(d: Any) -> Objective:
 def check(d: Any) -> None:
     """Raise ValueError if fields of a config's `diffusion` group do not fit together.
 
-    There are two such cases. The network predicts eps, but the last noise level has no signal, so
-    that eps-prediction is undefined there. Or the method is MeanFlow, which would ignore the
+    There are two such cases. The network predicts eps, but x has no signal at the last noise level,
+    so that eps-prediction is undefined there. Or the method is MeanFlow, which would ignore the
     config's distance or weighting.
     """
     predicts = _prediction_field(d)
     name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
     if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
         raise ValueError(
-            f"diffusion.noise is {d.noise!r} and diffusion.{predicts} is 'eps': eps-prediction is "
-            "undefined at zero terminal SNR, so choose v or flow"
+            f"diffusion.noise is {d.noise!r}, which ends without signal, but diffusion.{predicts} "
+            "is 'eps', a prediction that is undefined at zero terminal SNR: choose v or flow"
         )
     weighted = d.distance != "l2" or d.weight != "min_snr" or d.min_snr
     if name("method") == "meanflow" and weighted:
         raise ValueError(
-            f"diffusion.method is {d.method!r}, which weights images itself: set "
+            f"diffusion.method is {d.method!r}, which has its own loss and weights: set "
             "diffusion.distance=l2, diffusion.weight=min_snr and diffusion.min_snr=0, the defaults"
         )
 
@@ -178,8 +183,8 @@ _NO_SIGNAL_AT_THE_END = ("zero_terminal_snr", "logit_normal", "uniform_flow")
 def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
     """Build a weighting of |D - x0|^2 from a function of the signal-to-noise ratio 1 / sigma^2.
 
-    The result does not depend on what the network predicts: the loss of F is |D - x0|^2 / c_out^2,
-    and the weighting multiplies it by c_out^2.
+    The weighted loss does not depend on what the network predicts: the loss of F is
+    |D - x0|^2 / c_out^2, and the weighting multiplies it by c_out^2.
     """
     return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
 
@@ -187,8 +192,9 @@ def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> We
 def min_snr(*, min_snr: Amount = 5.0) -> Weighting:
     """Build Min-SNR-gamma (Hang et al. 2023, section 3.4): |D - x0|^2 has weight min(snr, gamma).
 
-    The parameter `min_snr` is gamma. With 0 the loss is unweighted. Relative to the eps-loss, the
-    weight is min(snr, gamma) / snr; relative to the v-loss, it is min(snr, gamma) / (snr + 1).
+    The parameter `min_snr` is gamma. With 0, the loss of F is not weighted. Relative to the
+    eps-loss, the weight is min(snr, gamma) / snr. Relative to the v-loss, it is
+    min(snr, gamma) / (snr + 1).
     """
     if not min_snr:
         return Weighting(lambda params, sigma, c_out, losses: losses)
@@ -212,7 +218,7 @@ def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
     """Build the loss of rectified flow: |D - x0|^2 has weight 1 / t^2, t = sigma / (1 + sigma).
 
     The loss is the squared difference between (x_t - D) / t, the flow that D implies, and eps - x0.
-    The divisor t is at least `floor`, as in JiT (Li & He 2025). Otherwise the weight would be
+    The divisor t is at least `floor`, as in JiT (Li & He 2025). Without this, the weight would be
     unbounded at low noise levels.
     """
     return x0_weighting(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
@@ -223,7 +229,7 @@ def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
 
     u is a learned linear function of `channels` fixed random sinusoids of ln(sigma) / 4. The
     optimal u(sigma) is the logarithm of the expected loss at sigma (Kendall et al. 2018), so that
-    all levels contribute equally. u starts at 0, where the weighted loss equals the plain loss.
+    all levels contribute equally. u starts at 0, so the loss is not weighted at first.
     """
     key_frequency, key_phase = jax.random.split(jax.random.key(0))
 

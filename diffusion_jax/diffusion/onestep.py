@@ -1,15 +1,17 @@
-"""One-step samplers: Heun's method, Euler's method, DDIM and DDPM.
+"""Single-step samplers: Heun's method, Euler's method, DDIM and DDPM.
 
-A sampler, here and in the other modules, is a function `sampler(denoise, x, sigmas, noise)`:
+Each step uses only the current x, unlike the steps of the samplers in multistep.py.
+
+In all modules, a sampler is a function `sampler(denoise, x, sigmas, noise)`:
 
     denoise: D(x, sigma), which includes guidance, thresholds and conditions.
     x: The start: noise of standard deviation sigmas[0], or a noisy image at this level.
     sigmas: The N + 1 decreasing levels of N steps.
     noise: noise(i) is the standard normal draw of step i.
 
-It returns x at the last level, which is 0 or the smallest level of a schedule. Configs can set its
-keyword-only parameters. Loops are scans, so that every sampler traces `denoise` only once. Where
-the paper's form looks different, the docstring or a comment shows it.
+It returns x at the last level, which is 0 or the smallest level of a schedule. Configs can set the
+keyword-only parameters of a sampler. Loops are scans, so that every sampler traces `denoise` only
+once. Where the form of the cited paper looks different, the docstring or a comment shows it.
 """
 
 from collections.abc import Callable
@@ -43,8 +45,8 @@ def heun(
 ) -> Images:
     """Sample with Heun's method, and with noise churn at levels in [s_min, s_max] if churn > 0.
 
-    This is Algorithm 2 of EDM. N steps take 2 N - 1 evaluations of D. The paper's loop, with t for
-    sigma:
+    This is Algorithm 2 of EDM (Karras et al. 2022). N steps take 2 N - 1 evaluations of D. EDM's
+    loop, with t for sigma:
 
         for i in range(n):
             gamma = min(churn / n, sqrt(2) - 1) if s_min <= t[i] <= s_max else 0
@@ -56,10 +58,10 @@ def heun(
                 d_next = (x - D(x, t[i + 1])) / t[i + 1]
                 x = x_hat + (t[i + 1] - t_hat) * (d + d_next) / 2
 
-    The paper's loop evaluates D in two places, so the network would be compiled twice. The code
-    here scans over evaluations instead of steps: k = 2 i is the Euler step i, and k = 2 i + 1 its
-    correction. The last step has no correction, even if it ends above 0, and neither do steps that
-    start above NO_SIGNAL.
+    EDM's loop evaluates D in two places, so the network would be compiled twice. The code here
+    scans over evaluations instead of steps: evaluation k = 2 i is for Euler's step i, and
+    k = 2 i + 1 for Heun's correction of step i. The last step has no correction, even if it ends
+    above 0. Steps that start above NO_SIGNAL have none either.
     """
     inside = (s_min <= sigmas) & (sigmas <= s_max)
     gammas = jnp.where(inside, jnp.minimum(churn / (len(sigmas) - 1), 2**0.5 - 1), 0)
@@ -74,7 +76,7 @@ def heun_steps(
     noise: Draws,
     s_noise: Scalar = 1.0,
 ) -> Images:
-    """Run Heun's method (see `heun`) with churn that may differ between steps.
+    """Run Heun's method (see `heun`) with an amount of churn for each step.
 
     Step i first adds noise, which raises the noise level by the factor 1 + gammas[i].
     """
@@ -110,7 +112,7 @@ def ddim(
     """Sample with DDIM (Song et al. 2021, equation 12).
 
     `eta` in [0, 1] scales the new noise of each step. With eta = 0, DDIM is Euler's method in
-    sigma. With eta = 1, a step draws from DDPM's posterior.
+    sigma, without new noise. With eta = 1, a step draws from DDPM's posterior.
     """
 
     def step(x, inputs):
@@ -136,7 +138,7 @@ def euler_ancestral(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) 
 
 
 def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """Sample with DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2), on any noise levels.
+    """Sample with DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2), on any sampling grid.
 
     If the levels end above 0, the last step adds no noise and returns the posterior mean, as in
     Algorithm 2. If they end at 0, this equals `ddim` with eta = 1.

@@ -33,9 +33,10 @@ Precond = Callable[[Sigma], Scalings]
 
 
 def edm(sigma_data: float = 0.5) -> Precond:
-    """Build EDM's preconditioner: inputs and targets of F have unit variance (Table 1).
+    """Build EDM's preconditioner, which gives the inputs and targets of F unit variance.
 
-    `sigma_data` is the standard deviation of the training images.
+    These are the scalings of Karras et al. 2022, Table 1. `sigma_data` is the standard deviation of
+    the training images.
     """
 
     def scalings(sigma):
@@ -127,7 +128,8 @@ PrecondName = Annotated[str, named.checked(PRECONDS)]
 def log_snr(sigma: Sigma) -> Sigma:
     """Compute the log-SNR ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma.
 
-    It is the network's time input in continuous DDPM.
+    It is the time input c_noise of networks that are trained with continuous noise, except with the
+    preconditioner `edm`.
     """
     return -2 * jnp.log(sigma)
 
@@ -190,8 +192,8 @@ def residual(network: Network, precond: Precond, x0: Images, eps: Images, sigma:
     c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)
     f = network(c_in * (x0 + scale * eps), scalings.c_noise)
-    # (x0 - c_skip * x) / c_out with x written out: x0 - x would keep the rounding of x, which a
-    # small c_out magnifies, although the target of `epsilon` is exactly eps.
+    # This is (x0 - c_skip * x) / c_out with x = x0 + sigma * eps written out. x0 - x would keep the
+    # rounding error of x, which a small c_out magnifies.
     target = ((1 - c_skip) * x0 - c_skip * scale * eps) / c_out
     return f - target
 

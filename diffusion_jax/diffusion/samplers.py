@@ -31,7 +31,7 @@ class Method(NamedTuple):
     end: str = "zero"
     """The default end of the grid on continuous schedules, "zero" or "sigma_min"."""
     placement: Placement = Placement()
-    """How the sampler places its steps on discrete schedules."""
+    """How the sampler's grid chooses its times."""
 
 
 _UNROUNDED, _WITH_END = Placement(rounded=False), Placement(includes_end=True)

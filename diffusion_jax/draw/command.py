@@ -1,7 +1,8 @@
-"""The sampling command of every system: prompts -> PNG files, a contact sheet, metadata.jsonl.
+"""The sampling command of every system: draw prompts, and write the images and their metadata.
 
-A system reads its own flags and opens its models. Prompts, seeds, progress and files are handled
-here, in the same way for all systems.
+The files are a PNG for each image, a contact sheet and metadata.jsonl. A system reads its own flags
+and opens its models. Prompts, seeds, progress and files are handled here, in the same way for all
+systems.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import files, programs, progress, sheets, untrusted
 from diffusion_jax.text import TextEncoder, vocabulary
 
-flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
+flags.disclaim_key_flags()  # --help lists these flags with those of the module that runs `command`.
 
 
 _SHOWN = 5  # The log shows the ignored parts of at most this many texts.
@@ -33,16 +34,16 @@ class Session(NamedTuple):
 
     captions: Sequence[str]
     draw: Callable[[Sequence[int], Sequence[int]], Iterator[Sequence[Images]]]
-    """A function (indices of texts [N], seeds [N]) -> batches.
+    """A function (indices of captions [N], seeds [N]) -> batches.
 
-    A batch holds one array of images per stage.
+    A batch holds one array of images per stage of the cascade, the largest images last.
     """
     card: dict[str, Any]
     """The models and their settings, written at the end of each line of metadata.jsonl."""
     inputs: Mapping[str, Sequence[str]] = {}
-    """Input files by kind, such as pictures and masks.
+    """Paths of input files, keyed by their names in metadata.jsonl, such as "image" and "mask".
 
-    A kind has one file for all texts, or one per text.
+    A key has one path for all captions, or one per caption.
     """
     all_sizes: bool = False
     """Whether to write the images of a cascade's earlier stages as well."""
@@ -80,19 +81,22 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
-    """Log how many texts the encoder does not read in full, and the ignored parts of up to five."""
+    """Log the number of texts that the encoder does not read in full, and what it ignores.
+
+    The ignored parts are logged for at most five texts.
+    """
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
-            "the text encoder ignores %r in the text %r: it lacks these characters, or reads at "
-            "most %d tokens", part, text, encoder.max_tokens,
+            "the text encoder ignores %r in the text %r, because it does not know these characters "
+            "or reads only the first %d tokens", part, text, encoder.max_tokens,
         )  # fmt: skip
     if lost:
         logging.warning("%d of %d texts are not read in full", len(lost), len(texts))
 
 
 def warn_of_new_words(workdir: files.Path, encoder: TextEncoder, texts: Sequence[str]) -> None:
-    """Log one line that lists the words of the texts that are in no training caption of a run."""
+    """Log one line that lists the words of `texts` that no training caption of a run contains."""
     if line := vocabulary.warning(vocabulary.read(workdir), texts, encoder.name):
         logging.warning("%s", line)
 
@@ -117,7 +121,7 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     try:
         lines = untrusted.read_text(files.local(path)).splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts={path} is not UTF-8 text: give one prompt per line") from error
+        raise ValueError(f"--prompts={path} is not UTF-8 text: save the file in UTF-8") from error
     except OSError as error:
         raise ValueError(f"--prompts={path}: {error.strerror or error}") from error
     if not any(map(str.strip, lines)):
@@ -139,7 +143,7 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
     total, device = len(session.captions) * num_images, jax.devices()[0]
     rows = [
         ("device", f"{jax.device_count()} x {device.device_kind}"),
-        ("draws", f"{total:,} images of {sizes}, of {len(session.captions):,} texts, into {out}"),
+        ("draws", f"{total:,} images of {sizes}, for {len(session.captions):,} texts, into {out}"),
         *((name, str(value)) for name, value in session.card.items() if name != "stages"),
         *(
             ("stage", ", ".join(f"{k} {v}" for k, v in s.items()))
@@ -151,7 +155,7 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
-    """Draw all images. Process 0 writes the images of each batch as soon as they are drawn."""
+    """Draw all images. Process 0 writes the images of each batch as soon as the batch is drawn."""
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
     batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
@@ -164,7 +168,10 @@ def _write(
     session: Session, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
     batches: Iterable[Sequence[Images]],
 ) -> None:  # fmt: skip
-    """Write each image of the batches, then metadata.jsonl and the contact sheet, on process 0."""
+    """Write each image of the batches, then metadata.jsonl and the contact sheet.
+
+    Image n draws caption rows[n] with seed seeds[n]. Only process 0 writes.
+    """
     lines, images = [], []
     for batch in batches:
         if jax.process_index():
@@ -187,7 +194,10 @@ def _write_image(
     seed: int,
     sizes: Sequence[UInt8[np.ndarray, "_ _ 3"]],
 ) -> dict[str, Any]:
-    """Write the PNG files of one image, and return its line of metadata.jsonl."""
+    """Write the PNG files of one image, and return its line of metadata.jsonl.
+
+    `text` is the index of its caption. `sizes` holds the image at the size of each stage.
+    """
     name = f"seed_{seed:06}"
     line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}
     line |= {kind: paths[text % len(paths)] for kind, paths in session.inputs.items() if paths}

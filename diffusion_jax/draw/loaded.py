@@ -37,10 +37,8 @@ from diffusion_jax.weights import averages, restore
 
 _WEIGHTS = 4  # Sets of weights per stage that stay loaded, including the first set.
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
-"""A function of (current images, their noise level).
-
-It is called on the host at each evaluation of the network.
-"""
+"""A function of (predicted images, noise level). It is called on the host at each evaluation of the
+network."""
 
 
 class Cancelled(Exception):
@@ -60,7 +58,7 @@ class Inputs(NamedTuple):
 
 
 class Enlarger(NamedTuple):
-    """The first stage of a cascade that enlarges a picture."""
+    """The first stage of a cascade that enlarges images."""
 
     stage: int
     """The index of the stage in the cascade, from 0."""
@@ -74,16 +72,16 @@ class System(NamedTuple):
     options: Options
     """The options that users may choose, by name."""
     draw: Callable[..., Iterator[Sequence[Images]]]
-    """A function (stages, prompts, seeds, inputs) -> batches, each with one array of images per
+    """A function (stages, prompts, seeds, inputs) -> batches. A batch holds one array of images per
     stage. `inputs` is an Inputs."""
     tokenize: Callable[[Model, Sequence[str]], Texts]
     """A function (stage, prompts) -> the tokens on which the stage is conditioned."""
     describe: Callable[[Sequence[Model]], dict[str, Any]]
     """A function stages -> the metadata card that the command `sample` writes with each picture."""
     enlarger: Callable[[Sequence[Model]], Enlarger | None] = lambda stages: None
-    """A function stages -> the first stage that enlarges a picture, or None."""
+    """A function stages -> the first stage that enlarges images, or None."""
     any_shape: bool = False
-    """Whether a drawing takes the shape of the picture that it draws over."""
+    """Whether a drawing has the height and width of the picture that it draws over."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -122,9 +120,9 @@ class Loaded:
     """A run, or the runs of a cascade, whose weights and compiled programs stay in memory."""
 
     vocabulary: Vocabulary | None = None
-    """The words of the first stage's training captions; None if the run keeps none."""
+    """The words of the first stage's training captions; None if the run has no vocabulary."""
     any_shape = False
-    """Whether a drawing takes the shape of the picture that it draws over."""
+    """Whether a drawing has the height and width of the picture that it draws over."""
 
     def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
         """Store opened stages. `values` are the option values with which each stage was opened."""
@@ -160,15 +158,16 @@ class Loaded:
             prompts: One text or several.
             seeds: One seed per prompt, or the first of consecutive seeds. By default they start at
                 0, as in the command `sample`.
-            progress: Called with the images while they are drawn.
+            progress: Called at each evaluation of the network with the predicted images and their
+                noise level.
             image: The picture that all prompts draw over (image-to-image).
             mask: A picture that is white at the part of `image` to redraw (inpainting).
             low_res: The picture that all prompts enlarge. A cascade skips the stages before the
                 first one that enlarges.
             strength: The share of the steps that draw over `image`, in (0, 1]: one value for the
                 first stage, or one per stage.
-            **values: Values of the flags of `sample`. A list holds one value per stage.
-                `checkpoint=None` draws with the loaded checkpoint.
+            **values: Drawing options. They have the names of the flags of `sample`. A list holds
+                one value per stage. `checkpoint=None` draws with the loaded checkpoint.
 
         Raises:
             ValueError: A value is out of range, a picture does not fit, or the numbers of prompts
@@ -205,9 +204,9 @@ class Loaded:
         return Drawing(images, prompts, seeds, card, smaller)
 
     def denoiser(self, prompts: str | Sequence[str], **values: Any) -> "PromptedDenoiser":
-        """Return the guided denoiser D(x, sigma) under these prompts, for use in custom samplers.
+        """Return the guided denoiser D(x, sigma) for these prompts, for use in custom samplers.
 
-        `values` are the same as for `draw`. Raises ValueError for a cascade.
+        `values` are drawing options, as in `draw`. Raises ValueError for a cascade.
         """
         if len(self.stages) > 1:
             raise ValueError(
@@ -230,13 +229,14 @@ class Loaded:
 
     @property
     def enlarger(self) -> Enlarger | None:
-        """The first stage that enlarges a picture. None if there is none."""
+        """The first stage that enlarges images; None if no stage does."""
         return self._system.enlarger(self.stages)
 
     def _size_of(self, image: Image.Image | None, values: Values) -> Values:
         """Return the height and width of the picture to draw over, as option values.
 
-        A side that the user has chosen is left out. The result is {} for systems that draw squares.
+        A side that the user has chosen is left out. The result is {} without a picture, and for
+        systems that draw squares only.
         """
         if image is None or not self.any_shape:
             return {}
@@ -244,7 +244,7 @@ class Loaded:
         return {side: getattr(image, side) for side in ("height", "width") if side not in chosen}
 
     def _strengths(self, strength: float | Sequence[float]) -> list[float | None]:
-        """Return the strength of each stage. A single value is for the first stage; others get 1.
+        """Return the strength of each stage. A single value is for the first; later stages get 1.
 
         Raises:
             ValueError: A value is outside (0, 1], or there is not one value per stage.
@@ -258,7 +258,12 @@ class Loaded:
     def _stages_with(
         self, values: Values, watched: bool, strengths: Sequence[float | None]
     ) -> list[Model]:
-        """Return the stages with other weights and settings. Compiled programs are reused."""
+        """Return the stages with the weights and settings in `values`.
+
+        Compiled programs are reused. If `watched`, self._progress gets the images that each
+        evaluation predicts. `strengths` holds, for each stage, the share of the steps that draw
+        over a picture.
+        """
         for name in values:
             if name in self.options and self.options[name].at_load:
                 raise ValueError(f"{name} cannot change after loading: pass it to load()")
@@ -273,10 +278,7 @@ class Loaded:
         return stages
 
     def _with_weights(self, n: int, weights: Weights) -> Model:
-        """Return stage n with these weights.
-
-        The most recently used sets of weights stay in memory.
-        """
+        """Return stage n with these weights. The most recently used sets stay in memory."""
         first, key = self.stages[n], self._key(n, weights)
         if key == self._first[n]:
             model = first
@@ -292,9 +294,9 @@ class Loaded:
         return model._replace(ema=ema) if first.step else model
 
     def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
-        """Return the key (stage, average, step) that identifies these weights of stage n.
+        """Return (n, average, step), the key that identifies the chosen weights of stage n.
 
-        The average "ema" is replaced by the name of the average with the largest decay.
+        In the key, "ema" is replaced by the name of the average with the largest decay.
         """
         step = self.stages[n].step if weights.step is None else weights.step
         stored = self.averages(n, step)
@@ -316,9 +318,9 @@ class Loaded:
 class PromptedDenoiser:
     """D(x, sigma): a model's prediction of x0 from x = x0 + sigma * eps under fixed prompts.
 
-    x and x0 have the shape [B, H, W, C]. `sigmas` are the noise levels of the model's sampler.
-    `start` returns x at the first level, and `pictures` turns x at the last level into images.
-    Example of Euler's method:
+    x and x0 have the shape [B, H, W, C]. `sigmas` are the levels of the model's sampling grid.
+    `start` returns x at the first level, and `pictures` turns x at the last level into images. For
+    example, Euler's method with D = model.denoiser(prompts):
 
         x = D.start(seeds)
         for sigma, low in zip(D.sigmas, D.sigmas[1:]):
@@ -371,14 +373,20 @@ class PromptedDenoiser:
 def _paired(
     prompts: str | Sequence[str], seeds: int | Sequence[int] | None
 ) -> tuple[list[str], list[int]]:
-    """Return lists of prompts and seeds of equal length. Raise ValueError if they do not match."""
+    """Return lists of prompts and seeds of equal length, as described in `Loaded.draw`.
+
+    Raises ValueError if the numbers of prompts and seeds differ, or if there are no prompts.
+    """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if seeds is None or isinstance(seeds, int):
         seeds = [(seeds or 0) + n for n in range(len(texts))]
     seeds = list(seeds)
     texts = texts * len(seeds) if len(texts) == 1 else texts
     if not texts or len(texts) != len(seeds):
-        raise ValueError(f"{len(texts)} prompts and {len(seeds)} seeds: give one seed per prompt")
+        raise ValueError(
+            f"{len(texts)} prompts and {len(seeds)} seeds: give at least one prompt, and one seed "
+            "per prompt"
+        )
     return texts, seeds
 
 

@@ -1,4 +1,4 @@
-"""Open training runs with chosen settings and weights, as models that draw."""
+"""Open training runs, with chosen settings and weights, as models that draw."""
 
 import functools
 import hashlib
@@ -37,20 +37,25 @@ class Model(NamedTuple):
     draw: Draw
     params: Any
     ema: str
+    """The average that `params` holds, or "raw"."""
     step: int
+    """The step of the checkpoint; 0 for a model that is not a run."""
     guide: str = ""
     """The run whose model guides this one, as WORKDIR or WORKDIR@STEP, or "" for none."""
     programs: Programs | None = None
     """The compiled sampling programs, one for each choice of settings of the same networks."""
     settle: Callable[[Overrides], Any] | None = None
-    """A function that returns the settings with further overrides."""
+    """A function overrides -> the settings after these fields are replaced."""
     lora: Mapping[str, Any] = {}
     """Entries of the metadata cards of a LoRA run: "lora_scale", the strength of the LoRA, and
     "base", the fingerprint of the weights that it adapts. {} for other runs."""
 
 
 class GuidingModel(NamedTuple):
-    """A second model that guides the first one. It replaces the negative prompt."""
+    """A second model for autoguidance. Guidance leads away from its estimate.
+
+    This estimate replaces that of the first model with the negative prompt.
+    """
 
     settings: Any
     params: Params
@@ -80,13 +85,14 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
 def open_encoder(
     text: Text, mesh: Mesh, rules: sharding.Rules, encoders: Encoders | None = None
 ) -> tuple[TextEncoder, Any]:
-    """Return the text encoder that can encode new texts, and its weights on the devices.
+    """Open the text encoder of a run for new texts, and place its weights on the devices.
 
-    The dict `encoders` caches both, so that runs with the same encoder share its weights.
+    Returns the encoder and these weights. The dict `encoders` caches both, so that runs with the
+    same encoder share the weights.
     """
     encoders = {} if encoders is None else encoders
     key = text._replace(drop_prob=0.0, store="")  # The other fields determine the encoder.
-    encoder = lookup.open_online(text)  # Also checks that it matches the store.
+    encoder = lookup.open_online(text)  # Also checks that the encoder made the run's store.
     if key not in encoders:
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, rules)
     return encoders[key]
@@ -99,9 +105,9 @@ def load_guide(
 
     Args:
         guide: WORKDIR or WORKDIR@STEP.
-        system: The system of both models.
+        system: The system to which both models belong.
         s: The settings of the model that is guided.
-        init_of: Maps settings to the `init` of their Task.
+        init_of: Maps a run's settings to the `init` of its Task.
         mesh: The devices for the parameters of the guide.
         rules: The sharding rules of the system.
 
@@ -139,7 +145,7 @@ def load_model(
     guide: str = "",
     lora_scale: float = 1.0,
 ) -> Model:
-    """Return the model of a run with the chosen weights.
+    """Load the chosen weights of a run, and return the run as a Model.
 
     Args:
         workdir: The workdir of the run.
@@ -147,7 +153,7 @@ def load_model(
         encoder: The run's text encoder.
         task: The run's task. Its `frozen` weights must already be on the devices.
         mesh: The devices for the parameters.
-        begin_of: Maps (settings, preview, strength) to the task's `begin`.
+        begin_of: Maps (settings, preview, strength) to the task's `begin` (see BeginOf).
         weights: The choice of saved weights to read.
         guide: The name of the run that guides this one, for metadata cards.
         lora_scale: The strength of a LoRA run, for metadata cards.
@@ -165,7 +171,7 @@ def load_model(
 
 
 def with_weights(model: Model, weights: Weights) -> Model:
-    """Return the same model with other weights of its run. Compiled programs are kept.
+    """Return `model` with the chosen weights of the same run. Compiled programs are kept.
 
     Raises FileNotFoundError or ValueError if the run has no such checkpoint or average.
     """
@@ -185,13 +191,13 @@ def with_overrides(
     preview: Preview | None = None,
     strength: float | None = None,
 ) -> Model:
-    """Return the same model with further overrides.
+    """Return `model` with changed settings. No weights are loaded, and compiled programs are kept.
 
-    No weights are loaded, and compiled programs are kept.
+    `overrides` are the fields to replace. `preview` is called on the host at each evaluation of the
+    network, with the predicted images and their noise level. `strength` is the share of the steps
+    that draw over a picture; None keeps the share with which the model was opened.
 
-    `preview` is called on the host at each evaluation of the network, with the predicted images and
-    their noise level. `strength` is the share of the steps that draw over a picture; None keeps the
-    share with which the model was opened. Raises ValueError if settings do not fit together.
+    Raises ValueError if settings do not fit together.
     """
     assert model.programs and model.settle
     s = model.settle(overrides)
@@ -199,7 +205,7 @@ def with_overrides(
 
 
 def fingerprint(models: Sequence[Params]) -> str:
-    """Return 16 hexadecimal digits that identify the weights' values, however they are sharded."""
+    """Return 16 hexadecimal digits that identify the weights, independent of their sharding."""
     everywhere = sharding.replicated(sharding.make_mesh())
     sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
@@ -212,7 +218,7 @@ def _placed_shapes(init: Callable[..., Params], mesh: Mesh, rules: Any) -> Param
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
-    """Return the sum of each array's bits modulo 2^32. It does not depend on the sharding."""
+    """Read each array's bits as integers and sum them modulo 2^32, whatever the sharding."""
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = [
         jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)

@@ -1,4 +1,7 @@
-"""Define flags for drawing options: with one value, one value per stage, or as sweep axes."""
+"""Define and read command-line flags for drawing options.
+
+A flag takes a single value, one value per stage of a cascade, or the values of a sweep axis.
+"""
 
 import itertools
 import re
@@ -16,11 +19,11 @@ _DEFINE: Mapping[type, Callable[..., flags.FlagHolder]] = {
     str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float,
     bool: flags.DEFINE_bool,
 }  # fmt: skip
-flags.disclaim_key_flags()  # --help lists them with the command that defines them.
+flags.disclaim_key_flags()  # --help lists these flags with those of the module that defines them.
 
 
 def define(table: Options) -> Holders:
-    """Define one flag, with one value, for each option."""
+    """Define one flag for each option. Each flag takes a single value, for all stages."""
     return {
         name: _DEFINE[ranges.kind_of(option.hint)](name, _default(option), option.help)
         for name, option in table.items()
@@ -28,7 +31,7 @@ def define(table: Options) -> Holders:
 
 
 def define_by_stage(table: Options) -> Holders:
-    """Define one flag for each option, with one value for all stages of a cascade or one per stage.
+    """Define one flag for each option. Each flag takes one value, or one per stage of a cascade.
 
     Commas separate values. For free text, which may contain commas, the flag is repeated instead.
     """
@@ -41,12 +44,15 @@ def define_by_stage(table: Options) -> Holders:
 
 
 def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
-    """Define one flag for each option. A flag with several values becomes an axis of a sweep."""
+    """Define one flag for each option. A flag with several values becomes an axis of a sweep.
+
+    Options whose names are in `without` get no flag.
+    """
     return {
         name: flags.DEFINE_multi_string(
             name,
             _defaults(option),
-            option.help if option.at_load else f"{option.help} Several values form an axis.",
+            option.help if option.at_load else f"{option.help} Several values form a sweep axis.",
         )
         for name, option in table.items()
         if name not in without
@@ -54,12 +60,14 @@ def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
 
 
 def values(holders: Holders) -> dict[str, Any]:
-    """Return the values of the flags that `define` defined, by name."""
+    """Return the values of the flags that `define` defined, keyed by option name."""
     return {name: holder.value for name, holder in holders.items()}
 
 
 def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str, Any]]:
-    """Return the values of each stage from the flags that `define_by_stage` defined.
+    """Return the values of the flags that `define_by_stage` defined, as one dict per stage.
+
+    The dicts are keyed by option name.
 
     Raises:
         ValueError: A flag has neither one value nor `num_stages` values.
@@ -69,15 +77,16 @@ def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str
 
 
 def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[str, Any]]]:
-    """Return the points of a sweep. Each point holds the values of every stage.
+    """Return the points of the sweep that the flags of `define_axes` describe.
 
-    Points are all combinations of the values of the axes. With one stage, commas separate the
-    values of an axis. With several stages, commas separate stages, and each repetition of a flag
-    adds a value to its axis.
+    A point holds one dict per stage, of option values keyed by option name. The points are all
+    combinations of the values of the axes. With one stage, commas separate the values of an axis.
+    With several stages, commas separate the values of the stages, and each repetition of a flag
+    adds a value to the axis.
 
     Raises:
-        ValueError: An option that cannot vary has several values, or a value is given neither once
-            nor for every stage.
+        ValueError: An option that cannot vary has several values, or a flag has neither one value
+            nor one per stage.
     """
     axes = {name: _axis(name, table[name], h.value, num_stages) for name, h in holders.items()}
     return [
@@ -87,7 +96,7 @@ def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[
 
 
 def each(name: str, texts: Sequence[str], hint: Any, num_stages: int) -> list[Any]:
-    """Return one value per stage, parsed from the texts of a flag.
+    """Return one value per stage, parsed from the texts that were given for the flag `name`.
 
     There is one text for all stages, or one text per stage. Without texts, every value is None.
     Raises ValueError for a value that the type `hint` does not allow.
@@ -106,19 +115,22 @@ def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> l
 
 
 def _one_or_more(option: Option, texts: Sequence[str]) -> Any:
-    """Return None if there is no value, the value if there is one, or else a list of the values."""
+    """Return None if there is no value, the value itself if there is one, or a list of several."""
     parts = list(texts) if option.is_text else _split(texts)
     return parts if len(parts) > 1 else next(iter(parts), None)
 
 
 def _split(texts: Sequence[str]) -> list[str]:
-    """Split at commas, but not inside brackets, as in apg(eta=0, norm=5)."""
+    """Split at commas, except for commas inside brackets, as in apg(eta=0, norm=5)."""
     parts = re.split(r",(?![^(]*\))", ",".join(texts))
     return [part.strip() for part in parts if part.strip()]
 
 
 def _default(option: Option) -> Any:
-    """Return the flag's default: None for a config field, so that the config's value applies."""
+    """Return the default of an option's flag.
+
+    It is None for an option that overrides a config field, so that the config's value applies.
+    """
     return None if option.field else option.default
 
 

@@ -36,7 +36,7 @@ Overrides = Mapping[str, Any]
 
 
 class Weights(NamedTuple):
-    """A choice of saved weights of a run."""
+    """A choice among the saved weights of a run."""
 
     ema: str = "ema"
     """The average: a decay such as "0.9999", a width such as "0.05", "ema" (the largest decay) or
@@ -49,9 +49,10 @@ NEWEST = Weights()
 
 
 class Choice(NamedTuple):
-    """Settings and weights that replace a run's own when the run is opened."""
+    """The settings and weights with which a run is opened."""
 
     overrides: Mapping[str, Any] = {}
+    """Settings that replace those of the run, keyed by config field."""
     weights: Weights = NEWEST
     guide: str = ""
     """The run whose model guides this one, as WORKDIR or WORKDIR@STEP, or "" for none."""
@@ -92,7 +93,7 @@ SHARED: Options = {
         help="Strength of a LoRA run: 0 draws like the model that it adapts.", at_load=True
     ),
     "unet_weights": Option(
-        "Path of the weights that a LoRA run adapts, if they moved since training.",
+        "New path of the weights that a LoRA run adapts, if they have moved since training.",
         str, field="unet.weights", at_load=True,
     ),
     "text_weights": Option(
@@ -104,9 +105,9 @@ SHARED: Options = {
 
 
 def read(options: Options, values: Values) -> dict[str, Any]:
-    """Return the values with checked types.
+    """Return the values, converted to the types of their options and checked.
 
-    Text is parsed, and options with the value None are left out.
+    Text is parsed. Options whose value is None are left out.
 
     Raises:
         ValueError: A name is unknown, or a value has another type or is out of range.
@@ -137,7 +138,7 @@ def choose(options: Options, values: Values) -> Choice:
 
 
 def changes(options: Options, values: Values) -> Overrides:
-    """Return the config overrides for the values that may change after a model is opened.
+    """Return the config overrides that `values` imply and that may change after loading.
 
     Raises ValueError if a name is unknown, or a value has another type or is out of range.
     """
@@ -158,7 +159,7 @@ def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
     """Return the values of each stage of a cascade. A list or tuple holds one value per stage.
 
     Raises:
-        ValueError: A list does not have one value per stage.
+        ValueError: The length of a list is not `num_stages`.
     """
     for name, value in values.items():
         if isinstance(value, list | tuple) and len(value) != num_stages:
@@ -173,7 +174,8 @@ def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
 def varied(points: Sequence[Sequence[Overrides]]) -> list[dict[str, str]]:
     """Return, for each point of a sweep, the overrides that differ between points, as strings.
 
-    A point holds the overrides of each stage. If stages have different values, commas join them.
+    A point holds the overrides of each stage. If stages have different values, commas join the
+    values.
     """
     fields = dict.fromkeys(field for point in points for stage in point for field in stage)
     values = lambda point, field: [stage.get(field) for stage in point]

@@ -11,11 +11,11 @@ from PIL import Image, UnidentifiedImageError
 from diffusion_jax.machine import files, untrusted
 
 IMAGE, MASK = "image", "mask"
-flags.disclaim_key_flags()  # --help lists them with the command that defines them.
+flags.disclaim_key_flags()  # --help lists these flags with those of the module that defines them.
 
 
 class Pictures(NamedTuple):
-    """Pictures to draw over. The white parts of their masks are redrawn."""
+    """Pictures to draw over, and masks. Pixels that are white in the mask are redrawn."""
 
     images: Sequence[Image.Image]
     """One picture for all texts, or one picture per text."""
@@ -23,10 +23,10 @@ class Pictures(NamedTuple):
     """No mask, one mask for all texts, or one mask per text."""
 
     def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
-        """Return uint8 pictures IMAGE [N, H, W, 3] and, if any, bool masks MASK [N, H, W].
+        """Return {IMAGE: uint8 [N, H, W, 3], MASK: bool [N, H, W]}, without MASK if no mask exists.
 
-        All are resized to `size`. A pixel of a resized mask is True if any part of it is white. So
-        a pixel that is not redrawn lies entirely in the black part of the mask.
+        Pictures and masks are resized to `size`. A pixel of a resized mask is True if any part of
+        it is white. So a pixel that is not redrawn lies entirely in the black part of the mask.
 
         Args:
             size: Width and height in pixels.
@@ -55,13 +55,14 @@ def define() -> Callable[[int], Pictures | None]:
     masks = flags.DEFINE_multi_string(
         "mask",
         [],
-        "A mask for --image: white parts are redrawn, black parts stay. One, or one per text.",
+        "A mask for --image, white at the parts to redraw and black elsewhere: one for all texts, "
+        "or one for each.",
     )
     return lambda num_texts: read(images.value, masks.value, num_texts)
 
 
 def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Pictures | None:
-    """Open the files of pictures and masks. Return None if there are none.
+    """Open pictures and masks from the paths `images` and `masks`. Return None without paths.
 
     Raises:
         ValueError: The numbers or sizes of pictures, masks and texts do not fit together, or a
@@ -70,9 +71,12 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     """
     opened = [open_picture(path, "RGB", "--image") for path in images]
     white = [open_picture(path, "L", "--mask") for path in masks]
-    for name, some in (("pictures", opened), ("masks", white)):
+    for name, some in (("--image", opened), ("--mask", white)):
         if len(some) not in (0, 1, num_texts):
-            raise ValueError(f"{len(some)} {name} and {num_texts} texts: give one, or one per text")
+            raise ValueError(
+                f"{name} is given {len(some)} times, but there are {num_texts} texts: give it "
+                "once, or once per text"
+            )
     if white and not opened:
         raise ValueError(f"--mask={masks[0]} needs a picture: give --image too")
     for i, (path, mask) in enumerate(zip(masks, white, strict=True)):
@@ -103,7 +107,7 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
 
 def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:
-    """Return a picture to draw over, with its mask if there is one; None without a picture.
+    """Return Pictures with one picture to draw over and its mask, if any; None without a picture.
 
     Raises:
         ValueError: There is a mask without a picture, or their sizes differ.
@@ -125,6 +129,6 @@ def pixels(image: Image.Image) -> UInt8[np.ndarray, "H W 3"]:
 def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:
     if mask.size != image.size:
         raise ValueError(
-            f"{name} is {mask.size[0]}x{mask.size[1]} and its picture "
-            f"{image.size[0]}x{image.size[1]}: they must have the same size"
+            f"{name} is {mask.size[0]}x{mask.size[1]}, but its picture is "
+            f"{image.size[0]}x{image.size[1]}: give a mask of the picture's size"
         )

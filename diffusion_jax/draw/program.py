@@ -1,7 +1,7 @@
-"""Draw images from texts, batch by batch over the mesh.
+"""Draw images from texts in batches, on all devices of a mesh.
 
-An image is a function of the parameters, the settings, its text, its guidance and its seed. The
-batch size and the number of devices change only the order of floating-point sums.
+An image depends only on the parameters, the settings, its text, its guidance scale and its seed.
+The batch size and the number of devices change only the order of floating-point sums.
 """
 
 import collections
@@ -24,6 +24,7 @@ from diffusion_jax.task import Params, Sample, Texts
 
 Images = Float[np.ndarray, "B H W 3"]  # In about [-1, 1]; sheets.to_uint8 returns pixels.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
+"""A function (params, texts, seeds [B], guidance [B] or None) -> images (see `make_draw`)."""
 BeginOf = Callable[[Any, Preview | None, float | None], Begin]
 """A function (settings, preview, strength) -> a task's `begin`.
 
@@ -50,8 +51,8 @@ _PIXELS = 2**22  # Default limit on the pixels that a device draws at once.
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
     """Jit a task's `sample`: draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
-    If guidance is None, the network is evaluated with the prompt alone, at half the cost. The
-    function is compiled, with a log line, once for each batch size B.
+    If guidance is None, the network is evaluated with the prompt alone, at half the cost. For each
+    batch size B, `draw` is compiled once, which is logged. `frozen` is the task's frozen weights.
     """
     where = batch_sharding(mesh)
     num_shards = mesh.shape["replica"] * mesh.shape["fsdp"]
@@ -64,7 +65,7 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
     compiled = announced(from_seeds, "the sampler")
 
     def draw(params, batch, seeds, guidance):
-        # Rows are repeated until the batch divides over the mesh.
+        # Rows are repeated until the batch size is a multiple of num_shards.
         rows = np.arange(-(-len(seeds) // num_shards) * num_shards) % len(seeds)
         inputs = batch, np.asarray(seeds, np.uint32), guidance
         inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
@@ -75,7 +76,10 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
 
 def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int = 16) -> Programs:
-    """Return the sampling programs of a task.
+    """Return the functions that build and cache the sampling programs of a model.
+
+    `begin_of` builds the `begin` of the model's task for given settings (see BeginOf). `frozen` is
+    the task's frozen weights, already on the devices, which every program gets as an argument.
 
     The `max_programs` most recently used programs stay compiled. Settings that differ only in
     sampler.guidance share a program, because guidance is an argument of the program.
@@ -97,9 +101,9 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:
-    """Return `begin` with a denoiser that also sends each x0 it predicts to `preview` on the host.
+    """Return a `begin` whose denoiser also sends each x0 that it predicts to `preview` on the host.
 
-    If `preview` is None, return `begin` itself.
+    If `preview` is None, return `begin` unchanged.
     """
     if preview is None:
         return begin
@@ -119,9 +123,9 @@ def in_batches(
     guidance: Float[np.ndarray, "N"] | None,
     batch_size: int,
 ) -> Iterator[Images]:
-    """Draw N images, `batch_size` at a time.
+    """Draw N images, `batch_size` at a time, and yield the images of each batch.
 
-    The last batch is padded; images of the padding are dropped.
+    The last batch is padded to `batch_size`. The images of the padding are dropped.
     """
     inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
     for start in range(0, len(seeds), batch_size):
@@ -131,7 +135,7 @@ def in_batches(
 
 
 def default_batch_size(height: int, width: int) -> int:
-    """Return the default batch size; larger images use smaller batches."""
+    """Return the default batch size over all devices. Larger images use smaller batches."""
     return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
 
 
@@ -150,7 +154,7 @@ def check_fits(height: int, width: int, channels: int, num_images: int = 1) -> N
     if need > limit:
         raise ValueError(
             f"{num_images} images of {width}x{height} need more than {need / 1e9:,.0f} GB of "
-            f"memory on a device of {limit / 1e9:.1f} GB: choose a smaller size or batch"
+            f"memory per device, which has {limit / 1e9:.1f} GB: choose a smaller size or batch"
         )
 
 

@@ -1,8 +1,8 @@
-"""The evaluation command that all systems share: it scores a sweep, and writes tables and a page.
+"""Implement the evaluation command of all systems: score a sweep, write tables and a page.
 
 A sweep consists of points. A point is a model with one checkpoint, one average (EMA) of its
 weights, and fixed sampler settings. The command draws pictures for every point at every guidance
-scale, with the same prompts and the same noise. loop.py saves the features of the pictures batch by
+scale, with the same prompts and the same noise. loop.py saves the pictures' features after each
 batch.
 """
 
@@ -58,7 +58,7 @@ class Subject(NamedTuple):
     size: int
     """The side of the final pictures in pixels."""
     batch_size: int
-    """The maximum batch size if the sweep sets none."""
+    """The largest batch size if Sweep.batch_size is None."""
     points: Sequence[Callable[[], Point]]
     """One function per point. Each loads the weights of its point and returns the Point."""
     name: str = ""
@@ -74,14 +74,14 @@ class Sweep(NamedTuple):
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
-    """The folder's name under evaluation/. None means step_N, or the joined names of several
-    subjects."""
+    """The name of the results' folder under evaluation/. None means step_N, or the joined names of
+    several subjects."""
     size: int | None = None
     """The side in pixels to which pictures are resized before scoring. None does not resize."""
 
 
 AXES = ("ema", "checkpoint", "guidance")
-"""Drawing options that a sweep varies through the flags in sweep_flags."""
+"""Drawing options that have a flag in sweep_flags, with several values for a sweep."""
 
 
 def of_models(
@@ -101,13 +101,13 @@ def of_models(
     Args:
         models: The model of each stage, loaded with the first weights and the first overrides.
         draw: Maps (models of the stages, prompts, seeds, guidance) to images in about [-1, 1].
-        describe: Returns the entry of a stage in the card's list "models".
+        describe: Returns the entry for a stage in the card's list "models".
         source: The config field data.source of the training run.
         sizes: The sides in pixels of the first stage's images and of the final pictures.
-        weights: A list of weights to evaluate for each stage, starting with the first one. Stages
+        weights: A list of weights to evaluate for each stage, in the order of the stages. Stages
             without a list keep their loaded weights.
         name: The label of the subject in tables and figures.
-        overrides: For each combination of sampler settings, the config overrides of every stage.
+        overrides: For each combination of sampler settings, the config overrides of each stage.
 
     Raises:
         ValueError: The overrides of a stage are invalid.
@@ -155,14 +155,14 @@ def command(
     guidance: Sequence[float],
     write_page: Callable[[pathlib.Path], pathlib.Path],
 ) -> None:
-    """Run `python -m SYSTEM.evaluate --workdir=FOLDER`.
+    """Run the command `python -m SYSTEM.evaluate --workdir=FOLDER`.
 
     --help prints the docstring of the main module, which calls this function.
 
     Args:
-        open_subjects: Opens the models that the command's flags name. Its argument holds a list of
-            weights for each stage. If it raises ValueError or OSError, the command prints a
-            one-line message and exits with code 2.
+        open_subjects: Opens the models that the command's flags name, with a list of weights for
+            each stage. If it raises ValueError or OSError, the command prints a one-line message
+            and exits with code 2.
         guidance: The default guidance scales.
         write_page: Writes a web page about a run's folder and returns the path of the page.
     """
@@ -203,7 +203,7 @@ def command(
 def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     """Trace the drawing and scoring of one batch, and return a printable summary of the sweep.
 
-    Nothing is compiled. Raise ValueError if tracing shows that the sweep would fail.
+    Nothing is compiled. An error that would stop the sweep is raised during tracing.
     """
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
@@ -230,7 +230,7 @@ def evaluate(
     """Draw and score all prompts at every point and guidance. Return the folder of the results.
 
     The folder is in the first subject's workdir. Each point at each guidance is a row of the table.
-    If `training` is given, also find the nearest training picture of each drawn picture. The
+    If `training` is not None, also find the nearest training picture of each drawn picture. The
     process prints a message and exits with code 2 if a checkpoint or average is missing, if the
     folder holds features of another sweep, or if an image is not finite.
     """
@@ -285,9 +285,10 @@ def _features(
     subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
     card: Card, images: pathlib.Path,
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
-    """Return the judges' cards and the features of all prompts at one point and guidance.
+    """Return the judges' cards, and the features of the pictures drawn at one point and guidance.
 
-    Features that an earlier call saved are reused, and their pictures are not drawn again. If
+    The cards are keyed by judge, and the features by kind (Metric.features). The features are saved
+    in out/features/`name`. Pictures whose features are already saved are not drawn again. If
     plan.save_images is set, the drawn pictures are written to the folder `images`.
     """
     folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
@@ -348,7 +349,9 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     for name in ("num_seen", "num_heldout"):
         if f[name].present:
             logging.warning(
-                "--%s is for a data source with its own prompts: it has no effect here", name
+                "--%s has no effect, because the run's data source has no prompts of its own, or "
+                "--prompts replaces them",
+                name,
             )
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "inception_mode", "clip", "clip_reference",
@@ -361,7 +364,9 @@ def check_names(subjects: Sequence[Subject]) -> None:
     """Raise ValueError if two models have the same name, because their files would collide."""
     names = [subject.name for subject in subjects]
     if same := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two models are named {same[0]}, after their folders: rename one folder")
+        raise ValueError(
+            f"two models are named {same[0]}, after their folders: rename one of these folders"
+        )
 
 
 def check_folder(name: str | None) -> None:
@@ -375,7 +380,7 @@ def common_size(subjects: Sequence[Subject]) -> int:
     sides = sorted({subject.size for subject in subjects})
     if len(sides) > 1:
         raise ValueError(
-            f"the models draw pictures of {', '.join(map(str, sides))} pixels: resize them before "
-            f"they are scored, with --size={sides[0]} for example"
+            f"the models draw pictures of different sizes ({', '.join(map(str, sides))} pixels): "
+            f"set --size, for example --size={sides[0]}, to resize all before they are scored"
         )
     return sides[0]

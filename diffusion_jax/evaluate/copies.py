@@ -1,10 +1,10 @@
-"""Finds drawn pictures that are copies of training pictures (`evaluate --copies`).
+"""Find drawn pictures that may be copies of training pictures (`evaluate --copies`).
 
-For each drawn picture, the nearest training picture is the one with the smallest distance between
-their features. If a model copies nothing, its pictures are about as far from the training pictures
-as real pictures that it has never seen (unseen pictures). A drawn picture counts as close if it is
-closer to a training picture than 95 % of the unseen pictures are. About 5 % of a model's pictures
-are therefore close even if it copies nothing.
+The distance of two pictures is the distance between their features. If a model copies nothing, its
+pictures are about as far from the nearest training pictures as real pictures that were not in
+training (unseen pictures). A drawn picture counts as close if it is closer to a training picture
+than 95 % of the unseen pictures are. About 5 % of a model's pictures are therefore close even if
+the model copies nothing.
 """
 
 import functools
@@ -26,10 +26,11 @@ from diffusion_jax.metrics import bootstrap, neighbours
 
 TABLE = "copies.csv"
 CLOSE = 0.05
-"""A picture is close if its distance is below this quantile of the unseen pictures' distances."""
+"""A picture is close if its distance to the nearest training picture is below this quantile of the
+unseen pictures' distances."""
 _BATCH, _PAIRS, _COLUMNS = 64, 16, 8
 Draw = Callable[[Sequence[int]], UInt8[np.ndarray, "B H W 3"]]
-"""Draws the pictures with the given indices again."""
+"""Maps indices of drawn pictures to these pictures, which it draws again."""
 
 
 class Nearest(NamedTuple):
@@ -40,16 +41,16 @@ class Nearest(NamedTuple):
 
 
 class Training:
-    """The training pictures, with their features and the distances of unseen real pictures."""
+    """The training pictures, with their features, and the distances of unseen pictures to them."""
 
     def __init__(self, pictures: Pictures, scorer: Scorer, unseen: Pictures | None = None):
         """Store the arguments. The features of the pictures are computed on first use.
 
         Args:
-            pictures: The training pictures, in the size of the drawn ones.
+            pictures: The training pictures, in the size of the drawn pictures.
             scorer: The scorer whose judges compute the features.
-            unseen: Real pictures that the model has never seen, in the same size. If None, the
-                judges' stored features of real pictures are used.
+            unseen: Real pictures that were not in training, in the size of the drawn pictures. If
+                None, the judges' stored features of real pictures are used.
         """
         self._pictures, self._scorer, self._unseen = pictures, scorer, unseen
 
@@ -72,13 +73,19 @@ class Training:
         return {key: self.nearest(key, rows) for key, rows in self.unseen_features.items()}
 
     def nearest(self, key: str, rows: Float[np.ndarray, "N D"]) -> Nearest:
-        """Find the training picture nearest to each row of `rows`, features of the kind `key`."""
+        """Find the nearest training picture of each picture whose features are a row of `rows`.
+
+        `key` is the kind of features.
+        """
         return Nearest(*neighbours.nearest(rows, self._rows[key]))
 
     def describe(self, key: str, nearest: Nearest) -> dict[str, Any]:
-        """Return a table row that compares drawn pictures with unseen real pictures.
+        """Return a row of TABLE, which compares drawn pictures with unseen pictures.
 
-        `nearest` holds the distances of the drawn pictures, for features of the kind `key`.
+        `nearest` holds the nearest training pictures of the drawn pictures, for features of the
+        kind `key`. The row's columns are the kind of features, the numbers of drawn and training
+        pictures, the median distances of drawn and of unseen pictures, and the share of drawn
+        pictures that are close, with its confidence interval.
         """
         unseen = self.unseen[key].distances
         close = (nearest.distances < np.quantile(unseen, CLOSE)).astype(np.float64)
@@ -91,9 +98,10 @@ class Training:
         }  # fmt: skip
 
     def sheet(self, nearest: Nearest, draw: Draw) -> UInt8[np.ndarray, "H W 3"]:
-        """Return a contact sheet of the closest pairs, at most 16.
+        """Return a contact sheet of the 16 drawn pictures that are closest to training pictures.
 
-        Each drawn picture is above its nearest training picture. `draw` draws these pictures again.
+        Each drawn picture is above its nearest training picture. If there are fewer than 16 drawn
+        pictures, the sheet shows all of them.
         """
         closest = np.argsort(nearest.distances, kind="stable")[:_PAIRS]
         real, texts = self._pictures.read(nearest.indices[closest])
@@ -113,10 +121,10 @@ def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training
 
     Args:
         name: The value of --copies: the training pictures, SOURCE:PATH or SOURCE:PATH::TEXT.
-        unseen: The value of --unseen: real pictures that were not in training, in the same form.
-            For "", the judges' stored features of real pictures are used.
+        unseen: The value of --unseen: real pictures that were not in training, SOURCE:PATH or
+            SOURCE:PATH::TEXT. For "", the judges' stored features of real pictures are used.
         scorer: The scorer whose judges compute the features.
-        size: The side of the pictures in pixels.
+        size: The side in pixels to which the pictures are resized.
 
     Raises:
         ValueError: A source is unknown or empty, no judge compares drawn pictures with real ones,
@@ -125,19 +133,21 @@ def open_training(name: str, unseen: str, scorer: Scorer, size: int) -> Training
     """
     if not name:
         if unseen:
-            raise ValueError(f"--unseen={unseen} is used by --copies only: add --copies")
+            raise ValueError(
+                f"--unseen={unseen} is used by --copies only: add --copies, or remove --unseen"
+            )
         return None
     if jax.process_count() > 1:
         raise ValueError(
-            f"--copies={name} needs a single process: run the same command in one process; "
-            "features that were saved before are reused"
+            f"--copies={name} needs a single process: repeat the command in one process, which "
+            "reuses all features that were saved"
         )
     if not scorer.picture_features:
         raise ValueError(f"--copies={name} needs features of pictures: add --reference or --judge")
     if not unseen and not scorer.real_features:
         raise ValueError(
-            f"--copies={name} compares with real pictures that were not in training, but no "
-            "reference file holds their features: name such pictures with --unseen, or write the "
+            f"--copies={name} also needs real pictures that were not in training, but no reference "
+            "file holds features of real pictures: name such pictures with --unseen, or write the "
             "reference with metrics stats --keep_features"
         )
     opened = _open("copies", name, size)
@@ -154,13 +164,16 @@ def _open(flag: str, name: str, size: int) -> Pictures:
 def write(
     out: pathlib.Path, sheet: str, training: Training, features: Features, draw: Draw
 ) -> list[dict[str, Any]]:
-    """Write a sheet of the closest pairs and return a row of TABLE, for each kind of features.
+    """For each kind of features, write a sheet of the drawn pictures closest to training pictures.
+
+    The sheet shows each of them with its nearest training picture. Return one row of TABLE per kind
+    of features.
 
     Args:
         out: The folder of the sheets.
-        sheet: The part of a sheet's file name after "copies_KIND_".
+        sheet: The end of a sheet's file name, after "copies_KIND_".
         training: The training pictures.
-        features: The features of the drawn pictures.
+        features: The features of the drawn pictures, keyed by kind (Metric.features).
         draw: Draws the pictures with the given indices again.
     """
     rows = []
@@ -169,20 +182,22 @@ def write(
         rows.append(training.describe(key, nearest))
         sheets.write_png(out / f"copies_{key}_{sheet}", training.sheet(nearest, draw))
         logging.info(
-            "copies, by %s: a share of %.3g of the drawn pictures is as close to a training "
-            "picture as the closest %g of unseen real ones (interval %.3g to %.3g)",
+            "copies, by %s features: a share of %.3g of the drawn pictures is as close to a "
+            "training picture as the closest share of %g of the unseen pictures (confidence "
+            "interval of the first share: %.3g to %.3g)",
             key, rows[-1]["close"], CLOSE, rows[-1]["close_low"], rows[-1]["close_high"],
         )  # fmt: skip
         if rows[-1]["median_distance_of_unseen"] == 0:
             logging.warning(
-                "copies, by %s: this share says nothing, because most of the real pictures that "
-                "should be unseen are training pictures. Name pictures that the model was not "
-                "trained on with --unseen", key,
+                "copies, by %s features: this share says nothing, because at least half of the "
+                "pictures that should be unseen are training pictures. With --unseen, name "
+                "pictures that the model was not trained on", key,
             )  # fmt: skip
     return rows
 
 
 def _features(name: str, pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> Features:
+    """Compute features of the kinds `keys` for all pictures. Log the progress under `name`."""
     total, parts = len(pictures), []
     meter = progress.Meter(name, total)
     for start in range(0, total, _BATCH):

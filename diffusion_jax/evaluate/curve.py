@@ -1,4 +1,4 @@
-"""Makes the figure of a sweep: chooses which scores to plot and against what."""
+"""Make the figure of a sweep: choose the scores or the guidance for its axes."""
 
 import itertools
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ def figure(result: SweepResult) -> Plot:
 
 
 def _lines(result: SweepResult) -> dict[str, list[dict[str, str]]]:
-    """Group rows by model, weights and settings, and sort each group by guidance.
+    """Group the table's rows by model, weights and settings, and sort each group by guidance.
 
-    Groups are keyed by name. A name contains only the parts that differ between groups, or all
-    parts if these short names are ambiguous.
+    The groups are keyed by name. A name consists of the settings that differ between groups, or of
+    all settings if these short names are ambiguous.
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in sorted(result.rows, key=lambda row: float(row["guidance"])):

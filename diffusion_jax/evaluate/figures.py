@@ -1,4 +1,4 @@
-"""Draws figures of scores with matplotlib and saves them as PNG, PDF or SVG."""
+"""Draw figures of scores with matplotlib and save them as PNG, PDF or SVG."""
 
 import colorsys
 import io
@@ -43,7 +43,7 @@ class Band(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A figure: lines and bands on one pair of axes; `x` and `y` are the axis labels."""
+    """The content of a figure: lines and bands. `x` and `y` are the labels of the axes."""
 
     lines: Sequence[Line]
     x: str
@@ -52,9 +52,9 @@ class Plot(NamedTuple):
 
 
 def save(plot: Plot, format: str) -> bytes:
-    """Draw a figure and return the bytes of a "png", "pdf" or "svg" file.
+    """Draw a figure and return the bytes of a file in the format "png", "pdf" or "svg".
 
-    Equal figures give equal bytes.
+    Equal plots give equal bytes.
     """
     import matplotlib  # Takes a second to import, and few commands draw figures.
     from matplotlib.figure import Figure
@@ -93,7 +93,7 @@ def _wrapped(name: str) -> str:
 
 
 def _distinct(number: int) -> list[str]:
-    """Return `number` distinct colours (#RRGGBB): a fixed palette, then evenly spaced hues."""
+    """Return `number` colours (#RRGGBB): first a fixed palette, then evenly spaced hues."""
     extra = range(number - len(_COLOURS))
     shades = [colorsys.hls_to_rgb(i / len(extra), (0.3, 0.45, 0.6)[i % 3], 0.65) for i in extra]
     hexes = ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]

@@ -1,8 +1,9 @@
-"""The loop of all evaluations: draws images in batches and computes their features.
+"""Draw images in batches and compute their features, for all evaluations.
 
-`drawing` draws images for sweeps and for evaluation during training. MLPerf's benchmark has a
-separate function, which keeps the images on the devices. Features can be saved in a folder, one
-shard file per batch. An interrupted evaluation then continues where it stopped.
+`collect` runs over the batches. The function that draws a batch comes from `drawing`, for sweeps
+and for evaluation during training. MLPerf's benchmark has its own, which keeps the images on the
+devices. Features can be saved in a folder, one shard file per batch. An interrupted evaluation then
+continues where it stopped.
 """
 
 import io
@@ -54,13 +55,13 @@ def collect(
     Args:
         num_images: number of images.
         batch_size: largest number of images per batch.
-        compute: draws images and computes their features.
+        compute: draws a batch of images and computes their features.
         name: name of the evaluation in messages.
         folder: folder in which the features of each batch are saved. Images whose features are
             already saved are not drawn again, even if the batch size has changed. With None,
             nothing is saved.
-        finite: if True, a non-finite image also ends the process with code 2, and the result has no
-            entry "fine". If False, non-finite images are only marked in the entry "fine".
+        finite: if True, an image that is not finite also ends the process with code 2, and the
+            result has no entry "fine". If False, such images are only marked in the entry "fine".
     """
     missing = np.ones(num_images, bool) if folder is None else _missing(folder, num_images)
     batches, parts = _batches(missing, batch_size), []
@@ -94,8 +95,8 @@ def drawing(
 ) -> Compute:
     """Return a function that draws images of a scorer's prompts and computes all judges' features.
 
-    The features have three additional entries. "images" holds those pictures of the batch that the
-    contact sheet shows. "seconds" [1, 2] holds the seconds spent on drawing and on computing
+    The function's result has three additional entries. "images" holds the images of the batch that
+    the contact sheet shows. "seconds" [1, 2] holds the seconds spent on drawing and on computing
     features. "fine" [B] is True for finite images.
 
     Args:
@@ -165,11 +166,15 @@ def _check(features: Features, rows: np.ndarray, name: str, finite: bool) -> Non
     if bad.size and finite:
         raise ValueError(
             f"{bad.size} of {len(rows)} images of {name} are not finite; the first one is for "
-            f"prompt {rows[bad[0]]}: the model or its sampler diverges, so no score is written"
+            f"prompt number {rows[bad[0]]} (from 0): the model or its sampler diverges, so no "
+            "score is written"
         )
     for key, values in features.items() if not bad.size else ():
         if not np.isfinite(values).all():
-            raise ValueError(f"features of {key} are not finite: the weights are damaged")
+            raise ValueError(
+                f"the {key} features are not finite: the weights of the network that computes them "
+                "are damaged"
+            )
 
 
 def _write_shard(folder: pathlib.Path, rows: np.ndarray, features: Features) -> None:
@@ -206,8 +211,8 @@ def _ends(path: pathlib.Path) -> tuple[int, int]:
 def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
     """Return a mask that is True for images without saved features.
 
-    Process 0 computes the mask and sends it to all processes. Process 0 also deletes shards that
-    are damaged, for example according to their CRC-32.
+    Process 0 computes the mask and sends it to all processes. Process 0 also deletes damaged
+    shards, which it detects, for example, by their CRC-32.
     """
     missing = np.ones(num_images, bool)
     for path in _shards(folder) if jax.process_index() == 0 else ():

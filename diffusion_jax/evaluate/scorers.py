@@ -1,4 +1,4 @@
-"""Scorers, which hold the prompts of an evaluation and the judges that score its pictures."""
+"""Make scorers. A scorer holds the prompts of an evaluation and the judges of its pictures."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -30,18 +30,18 @@ from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 
 Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
-"""Maps prompts to real pictures and their captions.
+"""Maps prompts to real pictures and the captions of these pictures.
 
 A prompt without a real picture gets a picture with another caption."""
 Features = dict[str, Float[np.ndarray, "N D"]]
+"""Features with one row per picture, keyed by kind (Metric.features)."""
 Scores = dict[str, dict[str, float]]
 """{judge's name: {table column: value}}."""
 _OF_PROMPTS = ("reference", "inception", "inception_mode", "clip", "clip_reference", "dinov2",
                "dinov2_reference", "judge")  # fmt: skip
 _NO_FEATURES = (
-    "{} needs the features of each real image, but the reference has only their mean and "
-    "covariance: write the reference with python -m diffusion_jax.metrics stats --keep_features "
-    "(for sfid, add --spatial)"
+    "{} needs features that the reference file does not hold: write the file with python -m "
+    "diffusion_jax.metrics stats --keep_features (for sfid, with --spatial)"
 )
 _SHOWN = 42  # Number of pictures on a sheet.
 
@@ -52,9 +52,9 @@ class FeatureJudge(NamedTuple):
     card: Card
     """A record of everything that the scores depend on, except the scored model."""
     features: tuple[str, ...]
-    """The names of the features that `extract` returns, as used in table.Metric.features."""
+    """The kinds of features (Metric.features) that `extract` returns."""
     extract: Callable[[UInt8[np.ndarray, "B H W 3"], Sequence[str]], tuple[np.ndarray, ...]]
-    """Maps (images, prompts) to a tuple of features, [B, D] each."""
+    """Maps (images, prompts) to one array of features [B, D] for each kind."""
     real: Stats | None = None
     """Statistics of real pictures, or None if the scores need no real pictures."""
 
@@ -73,13 +73,13 @@ class Scorer:
         real: Real | None = None,
         guidance: Sequence[int | float] = (),
     ):
-        """Choose the metrics that the judges can compute.
+        """Store the arguments, and prepare the metrics.
 
         Args:
             prompts: the prompts.
             judges: the judges, keyed by name.
             metrics: keys of METRICS. By default, all metrics that the judges support, except those
-                marked by_name.
+                with by_name=True.
             groups: slices of the prompts, keyed by name. A metric scores the pictures of the slice
                 that Metric.group names.
             shown: indices of the prompts whose pictures are on the contact sheet.
@@ -87,7 +87,8 @@ class Scorer:
             guidance: the default guidance scales of a sweep. With (), the command's defaults apply.
 
         Raises:
-            ValueError: the judges do not support one of `metrics`.
+            ValueError: one of `metrics` is unknown, not supported by the judges, or needs more
+                prompts.
         """
         self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
         self.groups, self._real = {"": slice(None), **(groups or {})}, real
@@ -102,14 +103,14 @@ class Scorer:
 
     @property
     def picture_features(self) -> list[str]:
-        """The kinds of features that judges compare between drawn and real pictures."""
+        """One kind of features (Metric.features) for each judge that has real pictures."""
         return [judge.features[0] for judge in self._judges.values() if judge.real is not None]
 
     @property
     def real_features(self) -> Features:
-        """Features of the judges' real pictures, keyed by kind of features (Metric.features).
+        """Stored features of the judges' real pictures, keyed by kind (Metric.features).
 
-        Judges without stored features of real pictures are left out.
+        Judges that have only the mean and covariance of such features are left out.
         """
         real = {judge.features[0]: judge.real for judge in self._judges.values()}
         kept = {name: stats.features for name, stats in real.items() if stats is not None}
@@ -133,22 +134,19 @@ class Scorer:
         return sheets.contact_sheet(images, labels)
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """Compute the features of all judges for pictures in 0..255 and their prompts.
-
-        The features are keyed by kind (Metric.features), with one row per picture.
-        """
+        """Compute all judges' features of pictures in 0..255 that were drawn for `prompts`."""
         features = {}
         for judge in self._judges.values():
             features |= zip(judge.features, judge.extract(images, prompts), strict=True)
         return features
 
     def score(self, features: Features) -> Scores:
-        """Compute all scores and their intervals from the features of all pictures.
+        """Compute all scores and the ends of their intervals from the features of all pictures.
 
         `features` must have a row for each prompt, in the order of the prompts.
         """
         scores: Scores = {name: {} for name in self._judges}
-        # Metrics that share distances recognise equal features by their identity.
+        # Real.compared caches distances by the identity of the array, so make each array once.
         rows_of = functools.cache(lambda name, group: features[name][self.groups[group]])
         for name, reference in self._metrics.items():
             metric = METRICS[name]
@@ -160,7 +158,10 @@ class Scorer:
         return scores
 
     def _chosen(self, names: Sequence[str]) -> dict[str, object]:
-        """Choose the metrics to compute. Map each metric's name to the result of `_reference`."""
+        """Return {metric: result of `_reference`} for the metrics to compute.
+
+        These are `names`, or all metrics that the judges support if `names` is empty.
+        """
         chosen = {}
         prepare = functools.cache(lambda owner, reference: reference(self._judges[owner].real))
         for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
@@ -182,13 +183,13 @@ class Scorer:
             raise LookupError(f"unknown metric {name!r}: choose from {', '.join(METRICS)}")
         if metric.features not in self._owners or metric.group not in self.groups:
             raise LookupError(
-                f"{name} needs features of {metric.features}, but only "
-                f"{', '.join(self._owners)} are available"
+                f"{name} needs the features {metric.features}, but only {', '.join(self._owners)} "
+                "are available: set the weights that compute them, or remove the metric"
             )
         if len(self.prompts) < metric.least:
             raise LookupError(
-                f"{name} needs at least {metric.least} images, but there are {len(self.prompts)}: "
-                "add prompts"
+                f"{name} needs at least {metric.least} images, but there are only "
+                f"{len(self.prompts)} prompts: add prompts"
             )
         if metric.reference is None:
             return None
@@ -206,9 +207,9 @@ def columns(scores: Scores) -> dict[str, float]:
 
 
 def own_scorer(source: str) -> Callable[..., Scorer] | None:
-    """Return the function `open_scorer` of a data source's module, or None without one.
+    """Return the function `open_scorer` of a data source's module, or None if it has none.
 
-    A data source that defines `open_scorer` provides its own prompts and judge.
+    A data source whose module has this function provides its own prompts and judge.
     """
     return getattr(sources.own_module(source), "open_scorer", None)
 
@@ -244,19 +245,20 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
 def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
     """Raise ValueError if `settings` sets a field that needs a file of prompts.
 
-    The scorer of a data source does not use these fields. In the message, `prefix` ("evaluation."
-    or "--") precedes the names of fields.
+    A data source's own scorer does not use these fields. In the message, `prefix` ("evaluation." or
+    "--") precedes the names of fields.
     """
     for name in _OF_PROMPTS:
         if settings[name]:
             raise ValueError(
-                f"{prefix}{name} needs a file of prompts, since the run's data source has its own "
-                f"prompts and judge: set {prefix}prompts=FILE, too, or remove {prefix}{name}"
+                f"{prefix}{name} needs a file of prompts, since the run's data source otherwise "
+                f"uses its own prompts and judge: also set {prefix}prompts=FILE, or remove "
+                f"{prefix}{name}"
             )
 
 
 def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
-    """Return the scorer of prompts from a file, with the judges that the evaluation group names.
+    """Return a scorer for prompts from a file, with the judges that the evaluation group names.
 
     Args:
         size: side of the pictures in pixels.
@@ -328,8 +330,12 @@ def _against(
 ) -> FeatureJudge:
     """Return a judge that compares pictures with the statistics in the file `path`.
 
-    Pictures are preprocessed as recorded on the card of the statistics, or with `mode` if the file
-    has no card. `name` is the kind of features.
+    Args:
+        name: the kind of features.
+        path: the file with statistics of real pictures.
+        make: loads the extractor with the given preprocessing.
+        mode: the preprocessing if the file has no card. Otherwise, that on the card is used.
+        card: fields for the judge's card.
     """
     real = stats_files.read(path)
     stats_files.check_mode(path, real, mode, "inception_mode")
@@ -348,9 +354,10 @@ def _against(
 
 
 def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> FeatureJudge:
-    """Return a trained judge that compares pictures with its held-out real pictures.
+    """Return a FeatureJudge that compares pictures with a trained judge's held-out pictures.
 
-    The real pictures are shrunk to the size of the drawn pictures.
+    The held-out pictures are shrunk to the size of the drawn pictures. `card` holds fields for the
+    FeatureJudge's card, including the size.
     """
     size = card["image_size"][0]
     at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))
@@ -370,7 +377,7 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
 
 
 def _pairs(clip: clip_towers.Clip, card: Mapping) -> FeatureJudge:
-    """Return a judge whose feature is the CLIP cosine between each picture and its prompt."""
+    """Return a judge that computes the CLIP cosine of each picture and its prompt."""
     image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
     extract = lambda images, prompts: (
         clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),

@@ -1,4 +1,4 @@
-"""Reads and writes the files of a sweep: tables, scores with their cards, and event files.
+"""Read and write the files of a sweep: tables, scores with their cards, and event files.
 
 A sweep draws the same prompts from the same noise for every combination of guidance, checkpoint,
 average (EMA) and sampler settings.
@@ -41,7 +41,7 @@ class SweepResult(NamedTuple):
     folder: pathlib.Path
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
-    """Scores, keyed by file name without suffix. It names the point, the guidance and the judge."""
+    """Scores, keyed by their file's name without suffix: the point, the guidance and the judge."""
 
 
 def read(folder: pathlib.Path) -> SweepResult:
@@ -51,7 +51,7 @@ def read(folder: pathlib.Path) -> SweepResult:
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
-    """Read all sweeps of a workdir, sorted by folder name. Symbolic links are ignored."""
+    """Read all sweeps of a workdir, sorted by the names of their folders. Ignore symbolic links."""
     root = files.path(workdir)
     tables = sorted((root / runs.EVALUATION).glob(f"*/{TABLE}"))
     return [read(path.parent) for path in tables if untrusted.is_plain(path, root)]
@@ -80,7 +80,7 @@ def point_name(row: Row) -> str:
 def label(row: Row) -> str:
     """Return a label for a point, such as "step 3000, ema, steps 20".
 
-    It consists of the model, the checkpoint, the average and the settings.
+    The label consists of the model, the checkpoint, the average and the settings.
     """
     parts = [row.get("model"), f"step {row['checkpoint']}", row["ema"]]
     parts += [f"then {row['later']}"] if row.get("later") else []
@@ -104,7 +104,7 @@ def axis_label(axis: str) -> str:
 
 
 def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Write a CSV file with the columns of all rows, in the order in which they first occur."""
+    """Write rows to a CSV file. Its columns are in the order in which they first occur in a row."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, lineterminator="\n")
@@ -124,11 +124,11 @@ def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
 def write_metrics(
     folder: pathlib.Path, rows: Sequence[Row], pictures: Sequence[UInt8[np.ndarray, "H W 3"]]
 ) -> None:
-    """Write metrics.jsonl and TensorBoard event files.
+    """Write a sweep's scores to metrics.jsonl and to TensorBoard event files.
 
-    TensorBoard shows each point as a run, and each score as a curve over guidance. Its step axis
-    shows 100 x guidance, for scores and contact sheets. The event files also contain curve.png.
-    `pictures` holds the contact sheet of each row.
+    TensorBoard shows each point as a run, and each score as a curve over guidance. The steps of
+    scores and contact sheets are 100 x guidance. The event files also contain curve.png. `pictures`
+    holds the contact sheet of each row.
     """
     lines = []
     for row in rows:
@@ -152,7 +152,7 @@ def write_metrics(
 
 
 def _is_score(column: str, value: Any) -> bool:
-    """Return whether a column holds a score, and not an interval's end or another number."""
+    """Return whether a column holds a score, as opposed to an interval's end or another number."""
     others = ("guidance", "features_share_of_time")
     return isinstance(value, float) and column not in others and not column.endswith(_ENDS)
 
@@ -176,7 +176,7 @@ def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
 
 
 def describe(row: Row) -> str:
-    """Return a text with the guidance and the scores of a row, one per line, with intervals."""
+    """Return a text with one line for a row's guidance and one for each score and its interval."""
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
         if name in row:
@@ -190,8 +190,8 @@ def describe(row: Row) -> str:
 def sheet_name(row: Row, several: bool = False) -> str:
     """Return the file name of a row's contact sheet.
 
-    If `several` is True, the name contains the name of the point. Otherwise it contains only the
-    model's name, if the row has one.
+    The file name ends with the guidance. It begins with the name of the point if `several` is True,
+    and with the model's name, if the row has one, if `several` is False.
     """
     model = point_name(row) if several else _file_name(row.get("model") or "")
     return f"{model}_guidance_{float(row['guidance']):g}.png".removeprefix("_")

@@ -1,4 +1,4 @@
-"""Flags of the evaluation command: what to draw, and how to score it."""
+"""Define the flags of the evaluation command: what to draw, and how to score it."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
     default = ",".join(f"{value:g}" for value in guidance)
     count = functools.partial(flags.DEFINE_integer, lower_bound=1)
     holders = [
-        flags.DEFINE_list("guidance", [], f"Guidance to score at; default {default}."),
+        flags.DEFINE_list("guidance", [], f"Guidance scales; default {default}."),
         flags.DEFINE_multi_string(
             "checkpoint",
             [],
@@ -34,23 +34,24 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_multi_string(
             "ema",
             [],
-            'Averages (EMA): decays (0.9999), widths (0.05), "ema" (largest; default) or "raw".',
+            "Averages (EMA), separated by commas: decays (0.9999), widths (0.05), "
+            '"ema" (the largest; default) or "raw" (none). Repeat the flag for the next stage.',
         ),
-        count(
-            "size", None, "Resize pictures to this side before they are scored; none by default."
-        ),
+        count("size", None, "Side in pixels to which pictures are resized before they are scored."),
         flags.DEFINE_string(
-            "out", None, "A folder for the results instead of the first model's workdir."
+            "out", None, "A folder for the results; the first model's workdir by default."
         ),
         flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
         count("batch_size", None, "Images drawn at once."),
-        flags.DEFINE_string("name", None, "The folder under evaluation/; step_N by default."),
+        flags.DEFINE_string(
+            "name", None, "Name of the folder under evaluation/; step_N by default."
+        ),
         flags.DEFINE_bool("rehearse", False, "Print what would be scored, and exit."),
         flags.DEFINE_bool("save_images", False, "Also save every image as a PNG."),
         flags.DEFINE_string(
-            "prompts", None, "A file of prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."
+            "prompts", None, "Prompts: a .txt, .tsv or COCO's .json file, or SOURCE:PATH::TEXT."
         ),
-        count("num_prompts", None, "The number of prompts, drawn at random from the file."),
+        count("num_prompts", None, "Number of prompts to choose at random; all by default."),
         flags.DEFINE_string("reference", "", "Statistics of real images (.npz), for FID."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
         flags.DEFINE_enum(
@@ -78,20 +79,20 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "copies",
             "",
-            "The training pictures, as SOURCE:PATH::TEXT. Finds the one nearest to each drawn "
-            "picture, and writes copies.csv and a sheet of the closest pairs.",
+            "The training pictures, as SOURCE:PATH::TEXT. For each drawn picture, find the nearest "
+            "training picture. Write copies.csv and a sheet of the closest pictures.",
         ),
         flags.DEFINE_string(
             "unseen",
             "",
-            "--copies: real pictures that were not in training, as SOURCE:PATH::TEXT; by default "
-            "the real pictures of the reference or the judge.",
+            "For --copies: real pictures that were not in training, as SOURCE:PATH::TEXT; by "
+            "default the real pictures of the reference or the judge.",
         ),
         flags.DEFINE_list(
             "metrics",
             [],
-            "Scores to compute, such as fid,kid; by default all that the files allow, except slow "
-            "and redundant ones.",
+            "Scores to compute, such as fid,kid. By default, all scores for which the files "
+            "suffice, except slow or redundant ones.",
         ),
         count("num_seen", 1, "Quick start: images per prompt that was in training."),
         count("num_heldout", 8, "Quick start: images per prompt that was held out."),
@@ -102,8 +103,9 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
 def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
     """Return a list of weights per stage, made from the values of --ema and --checkpoint.
 
-    A stage's list combines each of its averages with each of its checkpoints. Stages after the last
-    value of either flag have no list. Raise ValueError if a checkpoint is not a whole number.
+    A stage's list combines each of the stage's averages with each of its checkpoints. Stages for
+    which neither flag has a value have no list. Raise ValueError if a checkpoint is not a whole
+    number.
     """
     names = [text.split(",") for text in emas] or [["ema"]]
     steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]
@@ -115,5 +117,8 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
 
 
 def numbers(texts: Sequence[str], flag: str, hint: Any) -> list[Any]:
-    """Convert the values of --`flag` to the type `hint`. Raise ValueError if a value is invalid."""
+    """Convert `texts`, the values of --`flag`, to the type `hint`.
+
+    Raise ValueError if a value is invalid.
+    """
     return [ranges.read_value(f"--{flag}", text, hint) for text in texts]

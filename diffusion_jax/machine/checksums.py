@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterator
 from diffusion_jax.machine import files
 
 FOLDER = "checksums"
-"""The subfolder that holds the lists of checksums: JSON files of {path: [bytes, checksum]}.
+"""The subfolder that holds the lists of checksums: JSON files of {path: [size, checksum]}.
 
-`write` writes a single list. Earlier versions wrote one for each process.
+The size is in bytes. `write` writes a single list. Earlier versions wrote a list for each process.
 """
 COMMIT = "commit_success.txt"
 """The file that Orbax writes last in a bucket. It marks a complete checkpoint."""
@@ -62,11 +62,11 @@ def read_back(
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """Return a message about the first file that does not match its checksum or has none, or None.
+    """Return a message about a file that does not match its checksum or has none, or None.
 
     If `items` names subfolders, only their files are checked. The files with a checksum are divided
     into `parts` parts, and only part number `part` (from 0) is compared. A folder without lists of
-    checksums counts as undamaged, because earlier versions wrote none.
+    checksums counts as undamaged, because earlier versions wrote no such lists.
     """
     if not exist(folder):
         return None
@@ -86,11 +86,11 @@ def exist(folder: files.Path) -> bool:
 def damaged(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path, difference) for each file that does not match its checksum.
+    """Yield (path, difference) for each file that does not match its size or checksum.
 
-    If `items` names subfolders, only their files are compared. The files are divided into `parts`
-    parts, and only part number `part` (from 0) is compared. A folder without lists of checksums
-    yields nothing.
+    `difference` is a message. If `items` names subfolders, only their files are compared. The files
+    are divided into `parts` parts, and only part number `part` (from 0) is compared. A folder
+    without lists of checksums yields nothing.
     """
     folder, look = files.path(folder), _look(folder)
     listed, unreadable = _lists(folder)
@@ -105,7 +105,7 @@ def damaged(
 
 
 def _lists(folder: pathlib.Path) -> tuple[dict[str, tuple[int, str]], list[str]]:
-    """Return all entries of a folder's lists, and the names of the lists that cannot be read."""
+    """Return {path: (size, checksum)} from a folder's lists, and the names of unreadable lists."""
     listed, unreadable = {}, []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
@@ -139,8 +139,8 @@ def _names(folder: pathlib.Path) -> list[str]:
 def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
     """Return a function look(name, whole) that returns a file's size in bytes and its checksum.
 
-    For a local file, the checksum is a SHA-256. In a bucket, it is "crc32c:...", "md5:..." or ""
-    (no checksum). If `whole` is False, local files are not read and their checksum is "".
+    The checksum is a SHA-256 for a local file, and "crc32c:...", "md5:..." or "" (none) for a file
+    in a bucket. If `whole` is False, local files are not read, and their checksum is "".
     """
     if bucket := files.remote(folder):
         objects = bucket.objects()

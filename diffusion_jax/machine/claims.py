@@ -1,4 +1,4 @@
-"""Record the settings that a folder was started with, and refuse different settings later."""
+"""Record the settings with which a folder was first used, and refuse other settings later."""
 
 import json
 import os
@@ -15,12 +15,12 @@ def claim(
     free: tuple[str, ...] = (),
     write: bool = True,
 ) -> dict[str, Any]:
-    """Write the identity into the JSON file `path`, or compare it with an existing file.
+    """Write the settings `identity` into the JSON file `path`, or compare them with that file.
 
     Args:
         path: The file. Its folder is created if missing.
         identity: The settings that determine the results, such as a config.
-        free: Prefixes of dotted field names. Fields with such a name may differ.
+        free: Prefixes of dotted field names. Fields whose names start with one of them may differ.
         write: Whether to write the file if it is missing. Only one process should write it.
 
     Returns:
@@ -45,7 +45,7 @@ def claim(
 
 
 def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> str:
-    """Return a list of the fields that differ, as text with both values, or "" if all are equal.
+    """Return a text that lists the fields that differ, with both values, or "" if none differs.
 
     A field in a group has a dotted name, such as "optimizer.lr". Fields whose names begin with a
     prefix in `free` are ignored.

@@ -36,7 +36,10 @@ _ABRUPTLY = "abruptly, usually because another process died"
 _TEXT = 500  # gather_text cuts each text to this number of bytes.
 _BROKEN = re.compile(r"\bgloo\b|\bnccl\b|coordination.?service", re.IGNORECASE)
 _DISTRIBUTED = flags.DEFINE_enum(
-    "distributed", "auto", ["auto", "on", "off"], "Whether to join other processes."
+    "distributed",
+    "auto",
+    ["auto", "on", "off"],
+    "Whether to join other processes; auto: if flags, variables or the cluster name them.",
 )
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
 _PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
@@ -47,7 +50,7 @@ _TIMEOUT = flags.DEFINE_integer(
 
 
 class _Farewell:
-    """The message that this process prints if it ends because another process died."""
+    """The parts of the message that this process prints if another process dies."""
 
     advice = "Start all processes again."
     last_words: LastWords | None = None
@@ -141,9 +144,9 @@ def gather_text(text: str) -> list[str]:
 def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[int], bool]]:
     """Yield stopping(step), a function that returns whether SIGTERM demands a stop at this step.
 
-    Before the first call of `stopping`, there is nothing to save. So SIGTERM calls `leave` and ends
-    the process at once with code 143, even while a library compiles a program. After the first call
-    of `stopping`, SIGTERM no longer ends the process. Instead, `stopping` returns True.
+    Before the first call of `stopping`, there is nothing to save. So at SIGTERM, this calls `leave`
+    and ends the process at once with code 143, even while a library compiles a program. After the
+    first call of `stopping`, SIGTERM does not end the process. Instead, `stopping` returns True.
 
     With several processes, SIGTERM never ends a process at once. If one process receives it,
     `stopping` returns True in all processes at the same step.
@@ -153,7 +156,8 @@ def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[in
         return
     received, begun = [], threading.Event()
     # Python calls its handlers between two operations of the main thread, and so not while a
-    # library works. But it writes the signal's number to a socket at once, and a thread reads it.
+    # library works. But Python writes the signal's number to a socket at once, and the thread
+    # `watch` reads it there.
     reading, writing = socket.socketpair()
     writing.setblocking(False)
 
@@ -163,7 +167,8 @@ def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[in
                 with contextlib.suppress(OSError):
                     leave()
                 print(
-                    "stopped by SIGTERM before the first step; the same command starts again",
+                    "stopped by SIGTERM before the first step; the same command starts the run "
+                    "again",
                     file=sys.stderr,
                 )
                 _end(exits.PREEMPTED)
@@ -191,7 +196,7 @@ def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[in
 def ending_at_disconnection() -> Iterator[None]:
     """End this process with a message if the connection to another process breaks in this context.
 
-    Otherwise, the writing of a checkpoint would wait for the lost process.
+    If this process did not end, it would wait for the lost process when it writes a checkpoint.
     """
     try:
         yield
@@ -206,9 +211,9 @@ def together() -> Iterator[None]:
     """End several processes together.
 
     A process that leaves this context without an error waits until all others have left it, too. A
-    process that fails ends without waiting. Without this context, the interpreter of a failed
-    process would wait for the other processes, while they wait for it. In the end, a signal would
-    kill the failed process and hide its exit code.
+    process that fails ends without waiting. Without this context, a failed process and the other
+    processes would wait for each other at exit, until a signal kills the failed process and hides
+    its exit code.
     """
     try:
         yield
@@ -271,10 +276,10 @@ def _check_port(identity: Mapping[str, Any]) -> None:
 
 
 def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments of jax.distributed.initialize from flags and environment variables.
+    """Return the arguments of jax.distributed.initialize that flags and variables set.
 
     Return None if num_processes is 1 or no argument is set. Raise ValueError if only some arguments
-    are set, or if their values are invalid.
+    are set, or if a value is invalid.
     """
     number = lambda name: int(environment[name]) if environment.get(name) else None
     identity = {
@@ -289,8 +294,8 @@ def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
         flag = {"coordinator_address": "--coordinator"}
         names = ", ".join(flag.get(name, f"--{name}") for name in missing)
         raise ValueError(
-            f"{names} is missing: give --coordinator=HOST:PORT, --num_processes and --process_id "
-            "together, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            f"{names} is missing: set all of --coordinator=HOST:PORT, --num_processes and "
+            "--process_id, or of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         )
     if identity["process_id"] >= identity["num_processes"]:
         raise ValueError(
@@ -305,7 +310,7 @@ def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments of jax.distributed.initialize for the cluster of this environment.
+    """Return the arguments of jax.distributed.initialize for the cluster that is detected.
 
     Return None for a single process.
     """
@@ -318,7 +323,7 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the ids of all GPUs of a node if Slurm runs one task per node, or None otherwise.
+    """Return the ids of all GPUs of this node if Slurm runs one task per node, else None.
 
     Without these ids, a task's JAX would use only the first GPU of its node.
     """

@@ -51,9 +51,9 @@ def _as_os_errors(tf: Any) -> Iterator[None]:
 def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
     """Yield a clu.metric_writers.MetricWriter for event files in `folder`, and close it at the end.
 
-    First, events of steps after `after` are removed from existing files; with after=0, all events
-    are removed. Only process 0 writes. If TensorFlow is not installed, a warning is logged and
-    nothing is written.
+    Before that, events of steps after `after` are removed from existing files; with after=0, all
+    events are removed. Only process 0 writes. If TensorFlow is not installed, a warning is logged
+    and nothing is written.
     """
     writer = _Nothing() if jax.process_index() else _open(folder, after)
     try:
@@ -63,16 +63,16 @@ def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
 
 
 def _open(folder: pathlib.Path, after: int) -> Any:
-    # Otherwise TensorFlow logs at each import that oneDNN may change its arithmetic.
+    # By default, TensorFlow logs at each import that oneDNN may change its arithmetic.
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     try:
         import tensorflow as tf
         from clu import metric_writers
     except ImportError as error:
         hint = "pip install -r requirements.txt"
-        logging.warning("no event files for TensorBoard: %s. %s", error, hint)
+        logging.warning("no event files for TensorBoard are written (%s): run %s", error, hint)
         return _Nothing()
-    tf.config.set_visible_devices([], "GPU")  # Otherwise TensorFlow takes all GPU memory.
+    tf.config.set_visible_devices([], "GPU")  # By default, TensorFlow takes all GPU memory.
     for path in folder.glob("events.out.tfevents.*"):
         _drop_after(path, after)
     with _as_os_errors(tf):
@@ -92,9 +92,10 @@ def _simple(value: Any) -> bool | int | float | str:
 
 
 def _drop_after(path: pathlib.Path, step: int) -> None:
-    """Remove events of steps after `step` from an event file, and an incomplete record at its end.
+    """Remove events of steps after `step` from an event file.
 
-    Hparams are removed, too. If no event remains, the file is deleted.
+    Hparams and an incomplete record at the end are removed, too. If no event remains, the file is
+    deleted.
     """
     import tensorflow as tf
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader

@@ -1,4 +1,4 @@
-"""Exit codes that tell a launcher whether to start a run again."""
+"""Define exit codes, which tell a launcher whether to start a run again."""
 
 REFUSED = 2
 """Invalid input: the same command would fail again."""

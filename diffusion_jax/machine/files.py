@@ -21,8 +21,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def path(name: Path) -> pathlib.Path:
     """Return a name as a path: a Remote for a URL such as gs://bucket/run, else a pathlib.Path.
 
-    A pathlib.Path made from a URL has lost one "/" (gs:/bucket/run), but it also becomes a Remote.
-    Local names may contain ":/", as in SOURCE:/PATH.
+    A pathlib.Path made from a URL lacks one "/" (gs:/bucket/run), but also becomes a Remote. Local
+    names may contain ":/", as in SOURCE:/PATH.
     """
     if isinstance(name, Remote):
         return name
@@ -73,7 +73,7 @@ def folder(name: Path, flag: str) -> pathlib.Path:
     """Return the path of a folder to write into.
 
     Raise ValueError if the folder cannot be created or written to. The message names `flag`, the
-    flag that names the folder.
+    command-line flag that sets the folder.
     """
     check_writable(name, flag)
     return path(name)
@@ -96,10 +96,7 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error means that a disk or quota is full.
-
-    If so, a later attempt may succeed.
-    """
+    """Return whether an error means that a disk or quota is full, so that it may be temporary."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
@@ -107,8 +104,8 @@ def is_full(error: BaseException) -> bool:
 def named(path: Path, hidden: Path = "") -> Iterator[None]:
     """Make OSErrors in this context name the file `path`.
 
-    Errors that already name a file do not change, unless they name `hidden`, such as a temporary
-    file.
+    Errors that already name another file do not change, except if it is the temporary file
+    `hidden`.
     """
     try:
         yield
@@ -128,7 +125,10 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def write_new(path: Path, content: bytes | str) -> None:
-    """Write a file atomically unless it exists. If several processes try, only the first writes."""
+    """Write `content` to `path` atomically, unless the file exists.
+
+    If several processes try to create the file, only one of them succeeds.
+    """
     if place := remote(path):
         try:
             place.write_bytes(content.encode() if isinstance(content, str) else content, new=True)
@@ -144,7 +144,7 @@ def write_new(path: Path, content: bytes | str) -> None:
 def whole(
     path: Path, rename: Callable[[pathlib.Path, pathlib.Path], object] = pathlib.Path.replace
 ) -> Iterator[pathlib.Path]:
-    """Yield a temporary path. A file or folder that is written there replaces `path` at the end.
+    """Yield a temporary path. At the end, the file or folder written there replaces `path`.
 
     The temporary path is in the same folder as `path`. At the end, a file is flushed to the disk,
     so that even a power cut cannot leave an empty file under the final name. Then `rename` moves
@@ -178,7 +178,7 @@ def whole(
 
 
 def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:
-    """Delete temporary files that writers of the files `paths` left behind when they were killed.
+    """Delete the temporary files that killed writers of the files `paths` left behind.
 
     No other process may be writing these files. A bucket has no temporary files.
     """

@@ -11,9 +11,9 @@ def count(jaxpr: core.Jaxpr) -> int:
     """Return the FLOPs of matrix products and convolutions: two operations per multiply-add.
 
     Multiplications with padding count. Multiplications with the zeros between dilated pixels do
-    not, so each of the two backward convolutions of a strided convolution counts as much as the
+    not. So each of the two backward convolutions of a strided convolution counts as much as the
     forward convolution, as is usual in papers. The body of a `scan` counts once per iteration. The
-    body of a `while` counts only once, because its number of iterations is unknown. Of a `cond`,
+    body of a `while` counts only once, because its number of iterations is unknown. For a `cond`,
     only the costliest branch counts. Operations that an attention kernel recomputes in its backward
     pass do not count.
     """

@@ -1,12 +1,12 @@
-"""Peak FLOP/s and memory of accelerators."""
+"""Look up the peak FLOP/s and the memory of devices."""
 
 import os
 from typing import Any, NamedTuple
 
 import jax
 
-# Dense bfloat16 FLOP/s of one device (without sparsity), from its maker's data sheet. Each key is a
-# part of `device_kind`. The first match counts, so variants come before their family.
+# Dense bfloat16 FLOP/s of one device (without sparsity), from data sheets. Each key is a part of
+# `device_kind`. The first match counts, so variants such as "H100 PCIe" come before "H100".
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -27,7 +27,7 @@ PEAKS = {
 
 
 class Memory(NamedTuple):
-    """Memory of a device, in bytes: the use now, the peak use so far, and the limit."""
+    """Memory of a device, in bytes: the current use, the peak use so far, and the limit."""
 
     used: int
     peak: int

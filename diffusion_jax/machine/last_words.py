@@ -1,8 +1,8 @@
 """Print a message even if the process dies outside Python.
 
-When another process has died, JAX aborts this process from C++, and no more Python code runs. So
-this module starts a small child process. The child waits until its standard input closes, and then
-prints the latest message.
+When another process of the job has died, JAX aborts this process from C++, and no more Python code
+runs. So this module starts a small child process. The child waits until its standard input closes,
+and then prints the latest message.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ _EXIT = _Handler(lambda number: os._exit(1))
 def exit_at_abort() -> None:
     """Make this process exit with code 1 instead of dying by SIGABRT when a library calls abort().
 
-    This needs a C handler, because a Python handler runs only after the C handler has returned, and
-    abort() ends the process as soon as that happens.
+    This needs a handler called from C. Python would run a Python handler only after its own C
+    handler has returned, but abort() ends the process as soon as that happens.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, _Handler], ctypes.c_void_p

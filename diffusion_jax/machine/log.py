@@ -83,7 +83,7 @@ class MetricWriter:
     def flush(self) -> None:
         """Block until all metrics are uploaded, if the workdir is in a bucket.
 
-        Without this call, they are uploaded every few seconds.
+        Without this call, they are uploaded in the background every few seconds.
         """
         self._mirror.send()
 
@@ -102,9 +102,9 @@ def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
 def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean loss per range of noise levels: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
 
-    metrics["level_loss"] holds, for each range, the sum of the losses of all samples in this range.
-    metrics["level_count"] holds the number of these samples. Ranges without samples are left out.
-    If the metrics lack these two keys, the result is {}.
+    For each range, metrics["level_loss"] holds the sum of the losses of the range's samples, and
+    metrics["level_count"] the number of these samples. Ranges without samples are left out. If the
+    metrics lack these two keys, the result is {}.
     """
     if "level_loss" not in metrics:
         return {}
@@ -126,10 +126,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def read_more_metrics(
     path: str | os.PathLike[str], content: bytes, rows: list[dict[str, Any]]
 ) -> tuple[bytes, list[dict[str, Any]]]:
-    """Return the complete lines of a metrics.jsonl file, as bytes and parsed.
+    """Return the complete lines of a metrics.jsonl file: their bytes, and the parsed lines.
 
-    `content` and `rows` are what an earlier call returned, or b"" and []. If the file still starts
-    with `content`, only the lines after it are parsed.
+    `content` and `rows` are the results of an earlier call, or b"" and []. If the file starts with
+    `content`, only the lines after it are parsed.
 
     Raises:
         ValueError: A complete line is damaged.
@@ -151,7 +151,7 @@ def read_sound_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     lines, damaged = _parse(path, _whole_lines(path))
     if damaged:
-        logging.warning("%s; leaving out %d such lines", damaged[0], len(damaged))
+        logging.warning("%s; %d damaged lines are ignored", damaged[0], len(damaged))
     return lines
 
 
@@ -163,9 +163,9 @@ def _whole_lines(path: str | os.PathLike[str]) -> bytes:
 def _parse(
     path: str | os.PathLike[str], content: bytes, first: int = 1
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the parsed lines of metrics, and one message per damaged line.
+    """Return the parsed lines of `content`, and one message per damaged line.
 
-    `first` is the number of the first line.
+    `path` and `first`, the number of the first line, appear in the messages.
     """
     lines, damaged = [], []
     for number, line in enumerate(content.split(b"\n")[:-1], first):
@@ -190,7 +190,7 @@ def _metrics(line: Any) -> dict[str, Any]:
 def write_manifest(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int
 ) -> None:
-    """Add an entry for this start of the run to manifest.json: {"runs": [first, ..., this one]}.
+    """Append an entry for this start of the run to the list "runs" in manifest.json.
 
     A damaged file is replaced by one with only this entry. For the arguments, see `manifest_entry`.
     """
@@ -201,11 +201,11 @@ def write_manifest(
 
 
 def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str, Any]:
-    """Return the manifest entry, as JSON values, for a run that this process starts at `step`.
+    """Return the manifest entry, as JSON values, for a run that this process starts after `step`.
 
-    The entry holds the config, the seed, the first step, the time, the command line, package
-    versions, the git commit (None outside a checkout), the devices, and the environment variables
-    that JAX, XLA and their libraries read.
+    The entry holds the config, the seed, `step` (as "first_step"), the time, the command line,
+    package versions, the git commit (None outside a checkout), the devices, and the environment
+    variables that JAX, XLA and their libraries read.
     """
     versions = {package: version(package) for package in _PACKAGES}
     entry = {
@@ -234,7 +234,7 @@ def read_manifest(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         return list(untrusted.parse_json(path.read_bytes())["runs"])
     except (ValueError, TypeError, KeyError) as error:
-        logging.warning("%s is damaged (%r): writing it again", path, error)
+        logging.warning("%s is damaged (%r): ignoring its entries", path, error)
         return []
 
 

@@ -1,4 +1,4 @@
-"""Run compiled programs with a log line for each compilation, or only trace them in a rehearsal.
+"""Compile programs with a log line for each compilation, or only trace them in a rehearsal.
 
 In a rehearsal, compiled programs return zeros. The code around them runs unchanged.
 """
@@ -17,7 +17,7 @@ _rehearsals: list[bool] = []
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Start a rehearsal: in this context, `announced` programs are traced, not compiled or run."""
+    """Start a rehearsal: in this context, functions from `announced` only trace programs."""
     _rehearsals.append(True)
     try:
         yield
@@ -26,14 +26,15 @@ def rehearsal() -> Iterator[None]:
 
 
 def rehearsing() -> bool:
-    """Return whether a rehearsal is active, in which programs are only traced."""
+    """Return whether a rehearsal is active."""
     return bool(_rehearsals)
 
 
 def on_host(function: Callable[..., None], *arrays: jax.Array) -> None:
     """Make the program that is being traced call a host function with `arrays` whenever it runs.
 
-    In a rehearsal, the function is called once, during tracing, with zeros.
+    In a rehearsal, the function is called with zeros during tracing, because the program never
+    runs.
     """
     jax.debug.callback(function, *arrays)
     if rehearsing():
@@ -49,8 +50,8 @@ def watched(
 
     Args:
         denoise: The denoiser. Its results do not change.
-        preview: Called on the host with colours(x0) and the noise level sigma. An error in it ends
-            the program.
+        preview: Called on the host with colours(x0) and the noise level sigma. If it raises an
+            error, the program ends.
         colours: Converts x0 to RGB images, for example from latents.
     """
 
@@ -65,7 +66,7 @@ def watched(
 def announced(program: Any, what: str = "") -> Callable[..., Any]:
     """Return a function that calls the jitted `program` and logs each of its compilations.
 
-    `what` describes the program in the log. If it is "", for a program that compiles quickly, the
+    `what` describes the program in the log. For programs that compile quickly, `what` is "" and the
     log level is debug. In a rehearsal, the program is only traced, and the function returns zeros.
     """
     compiled = {}

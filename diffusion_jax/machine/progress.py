@@ -17,7 +17,7 @@ class Meter:
 
     A line is logged at most once per `every` seconds, and when the count reaches `total`. If
     `total` is None, the line shows the elapsed time instead of the time left. The count starts at
-    `done`. The rate does not include these first items.
+    `done`. The rate includes only items counted after that.
     """
 
     def __init__(
@@ -25,7 +25,8 @@ class Meter:
     ):
         """Start the clock.
 
-        `noun` is the plural of the counted items. `name` is the name of the job.
+        `noun` is the plural of the counted items, such as "captions". `name` is the name of the
+        job, with which each line starts.
         """
         self._noun, self._total, self._every = noun, total, every
         self._name = f"{name}: " if name else ""
@@ -68,8 +69,8 @@ def reported(
 ) -> Iterator[T]:
     """Yield the items and log progress.
 
-    The arguments are those of Meter. An item adds `size(item)` to the count when the caller asks
-    for the next item.
+    The other arguments are those of Meter. When the caller asks for the next item, the last one
+    adds size(item) to the count.
     """
     meter = Meter(noun, total, name=name, every=every)
     for item in items:

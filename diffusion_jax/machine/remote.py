@@ -1,11 +1,11 @@
-"""Paths into object stores (gs:// and s3://), with pathlib's methods implemented by fsspec.
+"""Define paths into object stores (gs:// and s3://) with pathlib's methods, based on fsspec.
 
-A store has no folders, and its objects cannot be renamed or appended to. An object appears once all
-of its bytes have arrived. A store can create an object on condition that it does not exist. Files
-that grow line by line are written to a local folder (Mirror), which is uploaded at intervals.
+A store has no folders, and objects cannot be renamed or appended to. An object appears once all of
+its bytes have arrived. A store can create an object on condition that it does not exist. Files that
+grow line by line are written to a local folder (Mirror), which is uploaded at intervals.
 
-fsspec does the transfers. etils.epath is not used, because its `exists` returns False when access
-is denied: a run with wrong credentials would then start from the beginning.
+etils.epath is not used, because its `exists` returns False when access is denied: a run with wrong
+credentials would then start from the beginning.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def system(scheme: str) -> "fsspec.AbstractFileSystem":
 
     # A cached listing would hide what other processes have written.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
-    if "STORAGE_EMULATOR_HOST" in os.environ:  # Otherwise gcsfs asks Google for the bucket's kind.
+    if "STORAGE_EMULATOR_HOST" in os.environ:  # By default, gcsfs asks Google what the bucket is.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         return fsspec.filesystem(scheme)
@@ -173,8 +173,8 @@ class Remote(pathlib.PosixPath):
     def objects(self) -> dict[str, tuple[int, str]]:
         """Return {relative path: (size in bytes, checksum)} of all objects below this path.
 
-        The checksum is "crc32c:..." or "md5:...", as reported by the store, or "" if the store has
-        no checksum. This is the case, for example, if an object was uploaded to S3 in parts.
+        The checksum is "crc32c:..." or "md5:...", as reported by the store. It is "" if the store
+        has no checksum, for example for an object that was uploaded to S3 in parts.
         """
         objects = self._find()
         return {name: (int(info["size"]), _sum(info)) for name, info in objects.items() if name}
@@ -183,7 +183,7 @@ class Remote(pathlib.PosixPath):
         """Return the path of a local copy of the object, or of all objects below this path.
 
         The copy is in the user's cache. Objects that have not changed since an earlier call are not
-        transferred again. fsspec's own file cache is not used, because it does not keep the tree of
+        transferred again. fsspec's own file cache is not used, because it does not preserve the
         folders. Raise FileNotFoundError if nothing exists at this path.
         """
         import filelock  # Imported here, because only commands with URLs need it.
@@ -317,7 +317,8 @@ class Mirror:
     def __init__(self, folder: pathlib.Path, *names: str) -> None:
         """Open `folder`.
 
-        If it is in a bucket, download its files and subfolders `names`, and start the uploads.
+        If the folder is in a bucket, download those of its files and subfolders that `names` lists,
+        and start to upload changes at intervals.
         """
         self.local, self._folder, self._sent = folder, None, {}
         self._opened, self._lock = contextlib.ExitStack(), threading.Lock()
@@ -333,11 +334,10 @@ class Mirror:
     def send(self, sparing: bool = False) -> None:
         """Block until all changes of the local files are in the bucket.
 
-        Files whose names end in .tmp are not sent.
-
-        If `sparing` is True, large files that have grown by less than a tenth are not sent. Each
-        upload sends the whole file, because an object cannot be appended to. So this rule limits
-        the total upload to about ten times the file's size.
+        Files whose names end in .tmp are not sent. If `sparing` is True, large files that have
+        grown by less than a tenth are not sent either. Each upload sends the whole file, because an
+        object cannot be appended to. So this rule limits the total upload to about ten times the
+        file's size.
         """
         if not self._folder:
             return
@@ -378,4 +378,4 @@ class Mirror:
             try:
                 self.send(sparing=True)
             except OSError as error:  # Raised again by the `send` before the next checkpoint.
-                logging.warning("cannot upload yet: %s", error)
+                logging.warning("the upload failed and will be tried again: %s", error)

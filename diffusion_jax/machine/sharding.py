@@ -1,4 +1,4 @@
-"""Place arrays on devices by one mesh and one list of rules. Models need no annotations."""
+"""Place arrays on a mesh of devices by a list of rules, so that models need no annotations."""
 
 import functools
 import math
@@ -40,10 +40,10 @@ def make_mesh(
 
     One size may be -1. It becomes the number of devices divided by the product of the other sizes.
     Batches are split over replica and fsdp. Parameters are split over fsdp and tensor. If the
-    product of the sizes is smaller than the number of devices, only the first devices are used.
-    Several processes must use all devices.
-    With several TPU slices, the axis replica spans the slices if its size is a multiple of the
-    number of slices. Otherwise, the axis fsdp spans them.
+    product of the sizes is smaller than the number of devices, only the first devices are used. A
+    job with several processes must use all devices. With several TPU slices, the axis replica spans
+    the slices if its size is a multiple of the number of slices. Otherwise, the axis fsdp spans
+    them.
 
     Raises:
         ValueError: The sizes do not fit the devices, processes or slices.
@@ -90,11 +90,12 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, *, fsdp_min_size: int = 2**16
 ) -> Any:
-    """Return a tree of NamedShardings. The first rule whose pattern matches a leaf's path applies.
+    """Return a tree of NamedShardings: for each leaf, by the first rule that matches its path.
 
     Args:
         tree: Arrays or shapes. The path of a leaf looks like "opt_state/0/mu/params/conv1/kernel".
-            So a rule that does not start with ^ also places a parameter's averages and moments.
+            So a rule for a parameter also places the parameter's averages and moments, unless its
+            pattern starts with ^.
         mesh: The mesh.
         rules: (pattern, spec) pairs: a regular expression, and a PartitionSpec or one of the words
             FSDP, OUTPUTS and INPUTS. Scalars need no rule; they are replicated.
@@ -114,8 +115,8 @@ def shardings(
                     spec = _split(leaf.shape, mesh, fsdp_min_size, _TENSOR_AXIS.get(str(spec)))
                 return NamedSharding(mesh, _checked(spec, name, leaf.shape, mesh))
         raise ValueError(
-            f"no sharding rule matches {name!r} of shape {leaf.shape}: "
-            "add a rule whose pattern matches this path"
+            f"no sharding rule matches the path {name!r} of an array of shape {leaf.shape}: add a "
+            "rule whose pattern matches this path"
         )
 
     return jax.tree_util.tree_map_with_path(place, tree)
@@ -147,7 +148,7 @@ def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Return the sharding of batches: the mesh axes replica and fsdp split their first axis."""
+    """Return the sharding of batches, which splits their first axis over replica and fsdp."""
     return NamedSharding(mesh, P(("replica", "fsdp")))
 
 
@@ -157,14 +158,15 @@ def batch_ways(mesh: Mesh | AbstractMesh) -> int:
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Return the sharding of keys, scalars and metrics, which are copied to every device."""
+    """Return the sharding that copies an array to every device, as for keys and metrics."""
     return NamedSharding(mesh, P())
 
 
 def place(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy a host array to the devices of all processes. Every process must pass an equal array.
+    """Copy a host array to the devices of all processes, split by `sharding`.
 
-    From a `Stored` array, each process reads only the parts that its devices need.
+    Every process must pass an equal array. Of a `Stored` array, each process reads only the parts
+    that its devices need.
     """
     array = array if isinstance(array, Stored) else np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -185,7 +187,7 @@ def check_batch(
         accumulate: Number of micro batches per batch, or, with name="optimizer.micro_batch", the
             number of samples per device in a micro batch.
         mesh: The mesh.
-        name: The name of `accumulate` in the error message.
+        name: The name of the setting `accumulate` in the error message.
     """
     if accumulate < 1:
         raise ValueError(f"{name} is {accumulate}: it must be at least 1")
@@ -216,8 +218,8 @@ def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple
             between[axis] = slices
             return tuple(within), tuple(between)
     raise ValueError(
-        f"mesh {_describe(sizes)} does not fit {slices} slices: replica or fsdp must be a multiple "
-        f"of {slices}, since otherwise the tensor axis crosses the slow network between slices"
+        f"mesh {_describe(sizes)} does not fit {slices} slices: set replica or fsdp to a multiple "
+        f"of {slices}, so that the tensor axis does not cross the slow network between slices"
     )
 
 

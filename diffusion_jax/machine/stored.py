@@ -1,4 +1,4 @@
-"""An array that stays in its file, so that each process reads only the parts that it needs."""
+"""Define arrays that stay in their files, so that each process reads only the parts it needs."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
 """Store tables of rows sorted by a key, one file per table, and read ranges of keys from them.
 
-Tables join the shards of a large data set without loading all of it. Each shard has a table, and a
-worker reads one range of keys from all tables. A key is 16 bytes of a hash, so ranges of equal
-width hold about the same number of rows. A file holds the bytes of a structured numpy array,
-without a header. Its field "key" has the type KEY. A table in a bucket is copied as a whole, once
-per process.
+With tables, rows with equal keys in different shards of a large data set are found without loading
+the whole data set: each shard has a table, and a worker reads one range of keys from all tables. A
+key is 16 bytes of a hash, so ranges of equal width hold about the same number of rows. A file holds
+the bytes of a structured numpy array, without a header. The array's field "key" has the type KEY. A
+table in a bucket is copied as a whole, once per process.
 """
 
 import bisect
@@ -41,7 +41,7 @@ def num_ranges(rows: int) -> int:
 def read_range(
     paths: Iterable[pathlib.Path], dtype: np.dtype, number: int, count: int
 ) -> np.ndarray:
-    """Return the rows of key range `number` of `count`, concatenated over all tables."""
+    """Return the rows of key range `number` (from 0 to count - 1), concatenated over all tables."""
     bounds = [_bound(number, count), _bound(number + 1, count)]
     parts = [np.zeros(0, dtype)]
     for path in paths:
@@ -52,7 +52,7 @@ def read_range(
 
 
 def range_of(key: bytes, count: int) -> int:
-    """Return the number of the range that holds a key, if there are `count` ranges of keys."""
+    """Return the number (from 0) of the key range, among `count` ranges, that holds a key."""
     return int.from_bytes(key[:8].ljust(8, b"\0"), "big") * count // 2**64
 
 

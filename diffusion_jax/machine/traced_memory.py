@@ -46,7 +46,8 @@ class Equation(NamedTuple):
 class Program:
     """A program whose calls are all inlined.
 
-    `arrays` holds (shape, bytes per element) of each variable, in the order of their numbers.
+    `inputs` and `outputs` hold numbers of variables. `arrays` holds (shape, bytes per element) of
+    each variable, in the order of the numbers.
     """
 
     equations: list[Equation]
@@ -70,7 +71,7 @@ class Lifetimes(NamedTuple):
 
 
 def flatten(jaxpr: core.Jaxpr) -> Program:
-    """Return the program with all calls inlined, without equations whose results are unused."""
+    """Convert a jaxpr to a Program. All calls are inlined, and unused equations are left out."""
     equations: list[Equation] = []
     arrays: list[tuple[tuple[int, ...], int]] = []
 
@@ -108,8 +109,8 @@ def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
 
     `inputs` holds the sharded inputs. The product of a sharded and an unsharded array is sharded.
     The product of two sharded arrays is a partial sum on each device, as after the second of two
-    tensor-parallel layers. Batched products, as in attention, are split along their batch axes, so
-    their results are sharded.
+    tensor-parallel layers. Batched products, as in attention, are split along their batch axes and
+    so have sharded results.
     """
     parts, summed = set(inputs), []
     for name, sources, outputs in program.equations:
@@ -138,9 +139,10 @@ def lifetimes(
     Args:
         program: A program traced with a batch of `samples`.
         samples: A prime that divides no other size in the program. So the size of an array depends
-            on the batch size if and only if `samples` divides its number of elements.
+            on the batch size if and only if `samples` divides the array's number of elements.
         parts: Inputs that are split over devices. They are gathered for operations that need them
-            whole, and count from the first to the last of these. Other inputs do not count.
+            whole, and count as memory from the first to the last of these operations. Other inputs
+            do not count.
         results: Maps each output that stays in memory to its bytes.
         ways: Maps each variable that stays sharded to the number of devices that share it.
     """
@@ -169,7 +171,7 @@ def lifetimes(
 
 
 def peak(arrays: Lifetimes, batch: int) -> int:
-    """Return the largest number of bytes in use at once, for a batch of `batch` samples."""
+    """Return the largest number of bytes in use at one time, for a batch of `batch` samples."""
     sizes = arrays.fixed + batch * arrays.each
     change = np.zeros(int(arrays.stop.max()) + 2)
     np.add.at(change, arrays.start, sizes)
@@ -190,7 +192,10 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equat
 def _schedule(
     program: Program, parts: Set[int]
 ) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
-    """Return the variables that take memory, and pairs (equation number, variables it reads)."""
+    """Return the variables that take memory, and which of them each equation reads.
+
+    The second result holds pairs (number of the equation, variables).
+    """
     whole, users = _needed_whole(program), _users(program)
     elements = lambda v: math.prod(program.arrays[v][0])
     sources = {v: frozenset([v]) for v in program.inputs}

@@ -1,8 +1,8 @@
-"""Default settings of compilers and runtimes for each kind of machine. The user's settings win.
+"""Set defaults of compilers and runtimes for each kind of machine, unless the user has set them.
 
 Every command applies the settings for the installed JAX plugin. Every launcher puts the settings
-for the accelerators that it requests into a job's environment. This module lists only settings that
-have an effect on compiled programs. docs/launch.md lists the settings that were tried and left out.
+for the accelerators that it requests into a job's environment. This module lists only settings with
+a known effect. docs/launch.md lists the settings that were tried and left out.
 The sources are Google's recipes for Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026)
 and NVIDIA's recipes for JAX (JAX-Toolbox, 2026).
 """
@@ -34,16 +34,16 @@ class Setting(NamedTuple):
         return now is not None and (not flag or re.search(rf"{flag[0]}\b", now) is not None)
 
 
-# The figures are from programs compiled by libtpu 0.0.52: six group norms, SiLUs and 3x3
-# convolutions of 512 channels at 16x16, with backward pass and AdamW, on eight chips with eight
-# samples each.
+# The numbers in the reasons for TPUs come from a program that libtpu 0.0.52 compiled: six group
+# norms, SiLUs and 3x3 convolutions of 512 channels at 16x16, with backward pass and AdamW, on eight
+# chips with eight samples each.
 SETTINGS: Mapping[str, tuple[Setting, ...]] = {
     "tpu": (
         Setting(
             "LIBTPU_INIT_ARGS",
             "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
-            "with fsdp, gather whole weights: 18 convolutions and no permutes instead of 36 and "
-            "84, and 22 % (v4) to 46 % (v6e) fewer estimated cycles, without collectives",
+            "with fsdp, gather whole weights: 18 convolutions instead of 36, no permutes instead "
+            "of 84, and 22 % (v4) to 46 % (v6e) fewer estimated cycles (not counting collectives)",
         ),
         Setting(
             "LIBTPU_INIT_ARGS",
@@ -69,7 +69,8 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         Setting(
             "XLA_CLIENT_MEM_FRACTION",
             "0.9",
-            "use more than JAX's default of 0.75; an H100 keeps 8 GB for libraries",
+            "use a larger share of GPU memory than JAX's default of 0.75; 8 GB of an H100 remain "
+            "for libraries",
         ),
     ),
 }
@@ -81,10 +82,10 @@ _READ = (
 
 
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables to set for these kinds of machines, with their new values.
+    """Return {environment variable: new value} for the variables to set on these machines.
 
-    Kinds are keys of SETTINGS; an unknown kind has no settings. `present` is the current
-    environment. Settings that it already has are kept.
+    `kinds` holds keys of SETTINGS; a kind without a key has no settings. `present` is the current
+    environment. Settings that it already has are not changed.
     """
     added: dict[str, str] = {}
     for setting in missing(kinds, present):
@@ -102,8 +103,8 @@ def missing(kinds: Iterable[str], present: Mapping[str, str]) -> list[Setting]:
 def apply() -> None:
     """Set the missing settings in this process's environment. Call this before JAX uses a device.
 
-    On Linux without an accelerator, also make malloc keep freed memory, unless a variable such as
-    MALLOC_ARENA_MAX is set.
+    On Linux without a JAX plugin for an accelerator, also make malloc keep freed memory, unless a
+    variable such as MALLOC_ARENA_MAX is set.
     """
     kinds = local_kinds()
     os.environ.update(environment(kinds, os.environ))
@@ -127,7 +128,7 @@ def _keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return the memory that glibc keeps after it was freed to the kernel."""
+    """Make glibc return freed memory, which it otherwise keeps, to the operating system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

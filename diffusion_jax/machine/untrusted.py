@@ -1,4 +1,4 @@
-"""Read untrusted files with bounded memory, one-line errors, and without executing code.
+"""Read untrusted files with bounded memory and one-line errors, and without executing code.
 
 weights/torch_files.py reads pickles without calling the functions that they name.
 """
@@ -22,13 +22,13 @@ from diffusion_jax.machine.remote import Remote
 
 _IMAGES = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not used.
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
-_TIMES = 50  # A larger archive may unpack to this many times its own size.
+_TIMES = 50  # An archive may also unpack to this many times its own size.
 _TEXT = 2**26  # The largest size of a text file in bytes.
-_OPERATIONS = 5_000_000  # Limit for a pickle. A pickle of 10,000 arrays has 500,000.
+_OPERATIONS = 5_000_000  # Limit for a pickle. A pickle of 10,000 arrays has 500,000 operations.
 
 
 def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
-    """Open a JPEG, PNG or WebP image. Only its header is read; Pillow reads the pixels later.
+    """Open a JPEG, PNG or WebP image. Only the header is read; Pillow reads the pixels on use.
 
     Raises:
         ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
@@ -98,8 +98,8 @@ class Unpickler(pickle.Unpickler):
 
     Subclasses override `find_class`, which decides which classes and functions a pickle may use.
 
-    A pickle of nine bytes can make Python's own unpickler allocate gigabytes. For example, it
-    announces a string that is longer than the file, or stores an object under the number 2**27.
+    A pickle of nine bytes can make Python's own unpickler allocate gigabytes, for example by
+    announcing a string that is longer than the file, or by storing an object under number 2**27.
     """
 
     def __init__(self, file: Any) -> None:
@@ -147,7 +147,7 @@ class Unpacked:
 def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
     """Return the arrays of an open .npz file, keyed by name.
 
-    If `only` is set, read only the array of that name, and return {} if it is missing. Raise
+    If `only` is set, read only the array with this name, and return {} if it is missing. Raise
     ValueError if the file unpacks to far more than its size, or if `read_array` refuses an array.
     """
     check_archive(file)
@@ -165,8 +165,8 @@ def read_array(file: Any, size: int) -> np.ndarray:
     """Return the array of an open .npy file of `size` bytes.
 
     Raise ValueError if the header does not match `size`, or if the array holds Python objects.
-    Numpy's own reader is not used, because it allocates memory for any shape that the header states
-    before it reads the array.
+    NumPy's own reader is not used, because it allocates memory for whatever shape the header
+    states.
     """
     header = {(1, 0): np.lib.format.read_array_header_1_0,
               (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
@@ -186,7 +186,10 @@ def read_array(file: Any, size: int) -> np.ndarray:
 
 
 def check_archive(file: Any) -> None:
-    """Raise ValueError if a zip file unpacks to far more than its size. Rewind `file` otherwise."""
+    """Raise ValueError if the open zip file `file` unpacks to far more than its size.
+
+    Otherwise, rewind the file.
+    """
     packed = file.seek(0, os.SEEK_END)
     file.seek(0)
     with zipfile.ZipFile(file) as archive:

@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from diffusion_jax.machine import files
 
 ID = "wandb_id"
-"""The file in a workdir with the id of its W&B run. With it, a resumed run continues its charts."""
+"""The file in a workdir with the id of its W&B run, to which a resumed run adds its metrics."""
 
 
 class Writer:
@@ -34,7 +34,7 @@ class Writer:
 
 
 def check(project: str) -> None:
-    """Raise ValueError if log.wandb names a `project`, but wandb is not installed."""
+    """Raise ValueError if `project`, the value of log.wandb, is set, but wandb is missing."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"log.wandb is {project!r}, but wandb is not installed: pip install "
@@ -49,8 +49,9 @@ def writing(
     """Yield a writer for a workdir's W&B run, and finish the run at the end.
 
     The W&B run has the name of the workdir. The user must have logged in with `wandb login` or set
-    WANDB_API_KEY. With WANDB_MODE=offline, the files stay in FOLDER/wandb, and `wandb sync` uploads
-    them later. If a resumed run repeats steps, Weights & Biases ignores the repetitions.
+    WANDB_API_KEY. With WANDB_MODE=offline, the files stay in the subfolder wandb of `folder`, and
+    `wandb sync` uploads them later. If a resumed run repeats steps, Weights & Biases ignores the
+    repetitions.
 
     Args:
         project: The name of the project at Weights & Biases.

@@ -4,10 +4,10 @@ The lock is a file writer-N.json. If there are several, the one with the highest
 file is created atomically and names the process that wrote it. The writer rewrites the file every
 few seconds (the heartbeat). A process that replaces a dead writer creates the file number N + 1,
 which only one process can do. A writer on this machine is dead if its process has ended. A writer
-on another machine is dead if another process watches its file for a minute and sees no heartbeat.
-So the clocks of different machines are never compared. If a writer was suspended and replaced, it
-notices this at its next heartbeat and ends its process, even if its successor has already ended and
-removed all locks.
+on another machine counts as dead if a process watches the lock file for a minute and sees no
+heartbeat. So the clocks of different machines are never compared. If a writer was suspended and
+replaced, it notices this at its next heartbeat and ends its process, even if its successor has
+already ended and removed all locks.
 """
 
 import contextlib
@@ -78,9 +78,9 @@ class Writer:
                 _path(self._folder, self._number).unlink()
 
     def _is_gone(self, number: int, holder: dict[str, Any]) -> bool:
-        """Return whether a writer is dead.
+        """Return whether the writer `holder`, which created lock file `number`, is dead.
 
-        If the writer is on another machine, this waits up to `stale` seconds for a heartbeat.
+        For a writer on another machine, this waits up to `stale` seconds for a heartbeat.
         """
         if holder.get("machine") == self._identity["machine"]:
             return _has_ended(holder)
@@ -139,7 +139,7 @@ class Writer:
 def release(folder: files.Path) -> None:
     """Remove the lock of a folder if this process holds it.
 
-    Call this before os._exit, which does not leave the Writer's context.
+    Call this before os._exit, which ends the process without leaving the Writer's context.
     """
     folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
@@ -148,9 +148,9 @@ def release(folder: files.Path) -> None:
 
 
 def refusal(folder: files.Path) -> str | None:
-    """Return the error message for a second writer, or None if the folder is not locked.
+    """Return the error message that a second writer would get, or None if the folder is unlocked.
 
-    A writer on another machine counts as alive, because this function waits for no heartbeat.
+    A writer on another machine counts as alive, because this function does not wait for heartbeats.
     """
     folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
@@ -159,7 +159,10 @@ def refusal(folder: files.Path) -> str | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether a writer on this machine has ended. This process itself counts as ended."""
+    """Return whether a writer on this machine has ended.
+
+    A lock of this process itself counts as ended, because it is from an earlier Writer.
+    """
     started = _started(holder.get("pid"))
     return holder.get("pid") == os.getpid() or started is None or started != holder.get("started")
 

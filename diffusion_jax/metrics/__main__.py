@@ -1,4 +1,4 @@
-"""Scores image sets from the command line. `fid A B` is equivalent to pytorch-fid's command.
+"""Score image sets from the command line. `fid A B` is equivalent to pytorch-fid's command.
 
     python -m diffusion_jax.metrics stats --images=DIR --out=FILE.npz
 
@@ -11,16 +11,17 @@ docs/data.md). --dry_run prints the remaining work.
     python -m diffusion_jax.metrics fid A B
 
 prints the Frechet distance between the features of two folders, tars or .npz files. A is the
-reference. The features are Inception's, or DINOv2's with --dinov2=FOLDER. A file of another program
-has no card and needs --mode. --spatial adds sFID. --all adds FID extrapolated to infinitely many
-images, KID, precision, recall, density, coverage and confidence intervals. --all needs the features
-of both sides. For folders, it also adds sFID and the Inception Score of B. --out=FILE.json writes
-the scores and their card.
+reference set. The features are Inception's, or DINOv2's with --dinov2=FOLDER. A file that another
+program wrote has no card and needs --mode. --spatial adds sFID. --all adds FID extrapolated to
+infinitely many images, KID, precision, recall, density, coverage and confidence intervals. --all
+needs the features of both sets. For folders, it also adds sFID and the Inception Score of B.
+--out=FILE.json writes the scores and their card.
 
     python -m diffusion_jax.metrics clip DIR --prompts=FILE --clip=FOLDER
 
 prints the CLIP score of a folder's images and a file's prompts. The images, sorted by name, are
-paired with the prompts in order. --reference=DIR adds the CMMD to the images of another folder.
+paired with the prompts in order. --reference=DIR also prints the CMMD between these images and
+those of another folder.
 
     python -m diffusion_jax.metrics compare A.json B.json ...
 
@@ -71,33 +72,44 @@ from diffusion_jax.metrics.judges import judge
 from diffusion_jax.metrics.judges import train as train_judge
 from diffusion_jax.metrics.table import METRICS
 
-_IMAGES = flags.DEFINE_string("images", None, "stats: a folder of images, or tars.")
+_IMAGES = flags.DEFINE_string(
+    "images", None, "stats: a folder of images, tars, or SOURCE:PATH::TEXT."
+)
 _OUT = flags.DEFINE_string("out", None, "Output file, or folder for train_judge.")
 _WEIGHTS = flags.DEFINE_string(
     "weights", "", "File with the FID Inception's weights; downloaded by default."
 )
 _MODE = flags.DEFINE_enum(
     "mode", None, [*preprocess.INCEPTION], "Preprocessing for Inception; pytorch by default. fid "
-    "needs it with a file from another program.",
+    "needs it if a file was written by another program.",
 )  # fmt: skip
-_DIMS = flags.DEFINE_enum("dims", "2048", [*inception.LEVELS], "Level of Inception's features.")
-_SIZE = flags.DEFINE_integer("size", 0, "Image side in pixels; 0 does not resize.", lower_bound=0)
-_FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How to resize images to --size.")
+_DIMS = flags.DEFINE_enum(
+    "dims", "2048", [*inception.LEVELS], "Level of Inception's features; 2048 is FID's."
+)
+_SIZE = flags.DEFINE_integer(
+    "size", 0, "Image side in pixels; 0 does not resize. train_judge: 64 by default.", lower_bound=0
+)
+_FIT = flags.DEFINE_enum(
+    "fit", "exact", images.FITS, "How to resize images to --size: squash ignores the aspect ratio, "
+    "crop cuts the centre out, and exact does not resize.",
+)  # fmt: skip
 _BATCH = flags.DEFINE_integer("batch_size", 50, "Images per batch.", lower_bound=1)
 _SPATIAL = flags.DEFINE_bool(
     "spatial", False, "stats: also save mu_s and sigma_s. fid: print sFID."
 )
 _KEEP = flags.DEFINE_bool("keep_features", False, "stats: also save the features.")
-_ALL = flags.DEFINE_bool("all", False, "Print all scores, with confidence intervals.")
+_ALL = flags.DEFINE_bool("all", False, "fid: print all scores. fid, clip: add intervals.")
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", lower_bound=2)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of KID's subsets and the intervals.", lower_bound=0)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Seed of KID's subsets, of the intervals and of train_judge.", lower_bound=0
+)
 _PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file of prompts; in .txt, one per line.")
 _CLIP = flags.DEFINE_string("clip", None, "clip, stats: folder or Hub name of a CLIP.")
 _CLIP_MODE = flags.DEFINE_enum(
     "clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP."
 )
 _DINOV2 = flags.DEFINE_string("dinov2", None, "fid, stats: DINOv2's weights, for FD-DINOv2.")
-_REFERENCE = flags.DEFINE_string("reference", None, "clip: reference images of the CMMD.")
+_REFERENCE = flags.DEFINE_string("reference", None, "clip: a folder of real images, for CMMD.")
 _ALLOW = flags.DEFINE_list("allow", [], "compare: fields of the card that may differ.")
 _DATA = flags.DEFINE_string("data", None, "train_judge: captioned data set, SOURCE:PATH::TEXT.")
 _SEEN = flags.DEFINE_integer(
@@ -129,7 +141,10 @@ def main(argv: list[str]) -> None:
             if argv[1:] and flag.value != flag.default and name not in _ONLY_FOR.get(argv[1], ()):
                 raise ValueError(f"`{argv[1]}` does not read --{name}: remove the flag")
         if _SPATIAL.value and (_CLIP.value or _DINOV2.value or _DIMS.value != "2048"):
-            raise ValueError("--spatial needs Inception: remove --clip, --dinov2 and --dims")
+            raise ValueError(
+                "--spatial works only with Inception's default features: remove --clip, --dinov2 "
+                "and --dims"
+            )
         match argv[1:]:
             case ["stats"] if _IMAGES.value and _OUT.value:
                 cli.start()
@@ -149,7 +164,7 @@ def main(argv: list[str]) -> None:
             case ["convert", path, out]:
                 converted = weights.convert(path, out)
                 origin = "the" if converted.official else "not the"
-                print(f"{out}: {converted.digest}, {origin} public file")
+                print(f"{out}: hash {converted.digest}, {origin} weights of the public file")
             case ["train_judge"] if _DATA.value and _OUT.value:
                 cli.start()
                 _train_judge(_DATA.value, _OUT.value)
@@ -186,8 +201,8 @@ def _fid(a: str, b: str) -> None:
     real, generated = (_side(path, extractor) for path in (a, b))
     if _ALL.value and (real.features is None or generated.features is None):
         raise ValueError(
-            "--all needs the features of both sides: use folders, or files written by `stats` "
-            "with --keep_features"
+            "--all needs the features of both sets: use folders, or files written by `stats` with "
+            "--keep_features"
         )
     main = generated.gaussian if generated.features is None else generated.features
     rows = {kind: main, "inception_spatial": generated.spatial, **generated.more}
@@ -196,7 +211,9 @@ def _fid(a: str, b: str) -> None:
     if real.spatial is not None and generated.spatial is not None:
         names += _metrics_of("inception_spatial")
     elif _SPATIAL.value:
-        raise ValueError("--spatial needs mu_s and sigma_s in both files: write them with `stats`")
+        raise ValueError(
+            "--spatial needs mu_s and sigma_s in both files: write them with `stats --spatial`"
+        )
     names += _metrics_of("inception_unbiased") if _ALL.value and generated.more else []
     card = _card_of(extractor, a, real, generated)
     _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))
@@ -208,8 +225,8 @@ def _score_clip(folder: str) -> None:
     if generated.features is None or len(generated.features) != len(prompts):
         n = generated.gaussian.n
         raise ValueError(
-            f"{folder} has {n} usable images, but there are {len(prompts)} prompts: the numbers "
-            "must be equal"
+            f"{folder} has {n} usable images, but --prompts={_PROMPTS.value} has {len(prompts)} "
+            "prompts: the numbers must be equal"
         )
     ids, encode, size = clip.tokenize(prompts), extractors.on_host(clip.text), _BATCH.value
     texts = np.concatenate([encode(ids[i : i + size]) for i in range(0, len(ids), size)])
@@ -292,7 +309,10 @@ def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
 
 
 def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
-    """Compute the statistics and features of a set of images on all devices of all processes."""
+    """Return the statistics and features of the images at `path`, and their card.
+
+    The features are computed on all devices of all processes.
+    """
     opened = reference.Images(path, extractor, _SIZE.value, _FIT.value)
     progress, mesh = Meter("images", len(opened)).reach, sharding.make_mesh()
     stream, skipped = extractors.extract(
@@ -320,12 +340,13 @@ def _card_of(
     card = generated.card or empty
     size = (real.card or {}).get("image_size")
     if size is not None and card["image_size"] not in (None, size):
-        logging.warning("the images are %s, but the reference's are %s", card["image_size"], size)
+        sizes = card["image_size"], size
+        logging.warning("the generated images are %s pixels, but the real images are %s", *sizes)
     few = [n for n in counts if n is not None and n < _FEW * extractor.width]
     if few:
         logging.warning(
             "there are only %d images for features of %d dimensions: the distance mostly depends "
-            "on the number of images, so compare it only with distances of equally many images",
+            "on the number of images, so compare it only with distances for the same number",
             few[0], extractor.width,
         )  # fmt: skip
     return card | {"reference": cards.reference_name(path, counts[0])}

@@ -1,4 +1,4 @@
-"""Accuracy: the share of images that a judge finds to match their captions.
+"""Compute accuracy: the share of images that match their captions, according to a judge.
 
 The array `right` has a row for each image and a column for each part of a caption, such as an
 object and its colour. An entry is 1 if the judge recognises this part of the image's caption in the
@@ -20,5 +20,5 @@ def all_right(right: Float[np.ndarray, "N P"]) -> Score:
 
 
 def part_right(part: int) -> Callable[[Float[np.ndarray, "N P"]], Score]:
-    """Return a metric function: the share of images whose caption part number `part` is right."""
+    """Return a function that returns the share of images with a 1 in column `part` of `right`."""
     return lambda right: Score(float(right[:, part].mean()), decimals=4)

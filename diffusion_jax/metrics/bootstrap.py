@@ -1,4 +1,4 @@
-"""Scores, and their confidence intervals by bootstrapping over images (Efron 1979)."""
+"""Compute confidence intervals of scores by bootstrapping over images (Efron 1979)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -42,9 +42,10 @@ def interval(
 ) -> Interval:
     """Return the percentile bootstrap interval of a score, to first order.
 
-    Each replicate resamples the images' contributions with replacement. The difference between its
-    mean and the original mean is added to the score. The interval ignores the score's bias, which
-    depends on the number of images. For FID, frechet.extrapolated removes this bias.
+    Each replicate resamples the images' contributions with replacement. The difference between the
+    replicate's mean and the original mean is added to the score. The interval ignores the score's
+    bias, which depends on the number of images. For FID, frechet.extrapolated removes most of this
+    bias.
 
     Args:
         each: first-order contribution of each image, for example from frechet.influence.

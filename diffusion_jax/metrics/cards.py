@@ -1,4 +1,7 @@
-"""Cards record how scores were computed. Comparing cards shows which scores are comparable."""
+"""Make and compare cards, which record how scores were computed.
+
+Scores are comparable only if their cards agree in all fields in ALIKE.
+"""
 
 import json
 import os
@@ -38,7 +41,7 @@ class Extractor(Protocol):
 
 
 class Scored(NamedTuple):
-    """Scores by name, and one card that describes how all of them were computed."""
+    """Scores, keyed by name, and the card that records how all of them were computed."""
 
     scores: dict[str, float]
     card: Card
@@ -87,7 +90,7 @@ def versions() -> dict[str, str]:
 def reference_name(path: str, n: int | None) -> str:
     """Return a name for a set of real images, such as "coco.npz, n 30000".
 
-    It consists of the last part of `path` and the number of images, or "unknown" for None.
+    It consists of the last part of `path` and the number of images; "unknown" stands for None.
     """
     return f"{pathlib.Path(path).name}, n {'unknown' if n is None else n}"
 
@@ -102,7 +105,7 @@ def read_scored(path: str | os.PathLike[str]) -> Scored:
 
 
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:
-    """Return {field: values} for the fields that differ, with one value per card."""
+    """Return {field: values} for the fields that differ between cards, with one value per card."""
     values = {field: [card.get(field) for card in cards] for field in fields}
     return {field: each for field, each in values.items() if any(v != each[0] for v in each)}
 

@@ -1,4 +1,4 @@
-"""The CLIP score of MLPerf and NeMo: the cosine between an image's and a text's CLIP embeddings.
+"""Compute the CLIP score of MLPerf and NeMo, the cosine of CLIP's image and text embeddings.
 
 The score is neither multiplied by 100 nor clipped at 0. ViT-L/14 and ViT-H/14 give different
 scores.
@@ -12,7 +12,7 @@ from diffusion_jax.metrics.features import Rows
 
 
 def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
-    """Return the mean cosine of all image-text pairs, from -1 to 1, as a score."""
+    """Return the mean of the cosines of all image-text pairs (from -1 to 1) as a score."""
     return bootstrap.mean(cosines[:, 0])
 
 

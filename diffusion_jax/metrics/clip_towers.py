@@ -1,4 +1,4 @@
-"""Loads the image and text towers of CLIP (Radford et al. 2021) as feature extractors."""
+"""Load the image and text towers of CLIP (Radford et al. 2021) as feature extractors."""
 
 import hashlib
 import os
@@ -25,6 +25,7 @@ class Clip(NamedTuple):
     text: Extractor
     """The text tower. It takes token ids [B, L]."""
     tokenize: Callable[[Sequence[str]], Int[np.ndarray, "B L"]]
+    """Maps texts to token ids."""
 
 
 def load(
@@ -79,7 +80,7 @@ def load(
 
 
 def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:
-    """Load only the image tower, with the named preprocessing ("open_clip" or "squash")."""
+    """Load the image tower of a CLIP; for the arguments, see `load`."""
     return load(weights, preprocessing=preprocessing).image
 
 

@@ -1,8 +1,9 @@
-"""The vision transformers of DINOv2 (Oquab et al. 2023), with or without registers.
+"""Compute features with the vision transformers of DINOv2 (Oquab et al. 2023).
 
-Darcet et al. (2023) introduced the registers. FD-DINOv2 (Stein et al. 2023) is the Fréchet distance
-between sets of class tokens, taken after the final layer norm of ViT-L/14 on 224-pixel pictures. It
-agrees better with human judgement than FID, which uses Inception's features.
+Some of them have registers, which are additional tokens (Darcet et al. 2023). FD-DINOv2 (Stein et
+al. 2023) is the Fréchet distance between sets of class tokens, taken after the final layer norm of
+ViT-L/14 on 224-pixel pictures. It agrees better with human judgement than FID, which uses
+Inception's features.
 
 Shape letters: B is the batch, P the number of tokens (class, registers, patches), D the width.
 """
@@ -126,8 +127,8 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, StateDict]:
     """Return the network that fits a state dict, and the state dict with this module's names.
 
-    Position embeddings are interpolated to pictures of 224 pixels. By default, the number of heads
-    is such that each attention head has 64 channels.
+    Position embeddings are interpolated to pictures of 224 pixels. If `num_heads` is None, each
+    attention head has 64 channels.
 
     Raises:
         ValueError: the weights are not DINOv2's, or have gated MLPs.
@@ -203,8 +204,9 @@ def _renamed(state: StateDict) -> dict[str, np.ndarray]:
 def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
     """Interpolate position embeddings to [1, 1 + side^2, D] with torch's bicubic kernels.
 
-    As in the authors' code, models with registers use antialiasing. For models without registers,
-    0.1 is added to the grid's size, which shifts the grid by up to a tenth of a patch.
+    In the authors' code, models with registers use antialiasing. For models without registers, 0.1
+    is added to the grid's size, which shifts the grid by up to a tenth of a patch. This function
+    does the same.
     """
     grid = np.asarray(positions, np.float32)[:, 1:]
     trained = round(grid.shape[1] ** 0.5)

@@ -1,4 +1,4 @@
-"""Computes features of images or token ids in batches that are sharded over the mesh.
+"""Compute features of images or token ids in batches that are sharded over the mesh.
 
 An extractor consists of two pure functions and weights. `program` runs an extractor on the devices.
 It has three callers: `extract` reads images from a source, `on_host` takes arrays on the host, and
@@ -25,13 +25,17 @@ from diffusion_jax.metrics.weights import Weights
 
 
 class Extractor(NamedTuple):
-    """A network that maps images [B, H, W, 3], uint8 or float32 in 0..255, to features [B, D]."""
+    """A network that maps images to features [B, D].
+
+    Images are [B, H, W, 3], uint8 or float32, in 0..255. A text extractor maps token ids [B, L].
+    """
 
     name: str
     """Name used in score tables, such as "inception", "inception_768" or "clip_vit_l_14"."""
     width: int
     """The number of features D."""
     preprocessing: str
+    """Name of the preprocessing, for the card."""
     weights: str
     """A hash of the weights."""
     official: bool
@@ -39,13 +43,13 @@ class Extractor(NamedTuple):
     params: Any
     """The weights: a pytree of numpy arrays, the first argument of `apply`."""
     prepare: Callable[[Num[Array, "B ..."]], Array]
-    """Maps images of any size to the network's input. It is compiled once per image size."""
+    """Maps images of any size to the network's input. It is compiled for each image size."""
     apply: Callable[[Any, Array], Float[Array, "B D"]]
     """The network in float32. It is compiled once for all image sizes."""
     parts: Mapping[str, int] = {}
     """Maps each kind of features to its number of columns, in the order of the columns.
 
-    It is {} if there is only one kind."""
+    An extractor with a single kind of features has {}."""
 
 
 @runtime_checkable
@@ -153,8 +157,8 @@ def extract(
 ) -> Extracted:
     """Compute the features of all usable rows of a source.
 
-    Every process receives all features, in the order of the rows. With keep=False, the features are
-    not stored, only the sums that give their mean and covariance. `progress` is called with the
+    Every process receives all features, in the order of the rows. With keep=False, only the sums
+    that determine the features' mean and covariance are stored. `progress` is called with the
     number of rows done so far.
     """
     run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
@@ -164,8 +168,9 @@ def extract(
 def make_extract(
     extractor: Extractor, mesh: Mesh, *, batch_size: int = 64, keep: bool = True
 ) -> Callable[..., Extracted]:
-    """Return a function extract(source, rows, progress) that computes features of a row range.
+    """Return a function extract(source, rows, progress) that computes the features of some rows.
 
+    `rows` is a range of row indices of the source. For the result and `progress`, see `extract`.
     The programs are compiled only once, even if the returned function is called several times. Each
     process reads only the rows that its local devices need. It reads the next batch while the
     devices compute.

@@ -1,7 +1,7 @@
-"""Collects the features of many images, or accumulates their sums, in float64 on the host.
+"""Collect the features of many images on the host, or accumulate their sums in float64.
 
-Sums are computed over blocks of a fixed number of rows. The sums of equal features are therefore
-bit-identical for all batch sizes. The sums of several streams can be merged.
+Sums are computed over blocks of a fixed number of images. They are therefore bit-identical for all
+batch sizes. The sums of several streams can be merged.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Gaussian(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The number, mean and scatter of a set of feature vectors, which give its covariance.
+    """The number, mean and scatter of a set of feature vectors. They determine the covariance.
 
     The function `merged` combines the Sums of two sets.
     """
@@ -47,11 +47,11 @@ def no_sums(width: int) -> Sums:
 
 
 def merged(one: Sums, other: Sums) -> Sums:
-    """Return the sums over the rows of both arguments.
+    """Return the Sums of the union of two sets.
 
-    The order of several merges affects the last digits. The update of Chan, Golub & LeVeque (1979)
-    avoids differences of sums of squares, which lose digits if the mean is large compared with the
-    spread.
+    If several sets are merged, their order affects the last digits. The update of Chan, Golub &
+    LeVeque (1979) avoids differences of sums of squares, which lose digits if the mean is large
+    compared with the spread.
     """
     if not other.n:
         return one
@@ -79,7 +79,7 @@ class Stream:
     def add(self, rows: Rows) -> None:
         """Add the features of the next images, one row per image.
 
-        Raise ValueError if the rows have another width than the stream.
+        Raise ValueError if the number of features differs from the stream's `width`.
         """
         if rows.ndim != 2 or rows.shape[1] != self._width:
             raise ValueError(f"features have shape {rows.shape}, not [N, {self._width}]")
@@ -103,7 +103,7 @@ class Stream:
         return np.concatenate(self._rows or [np.zeros((0, self._width), np.float32)])
 
     def sums(self) -> Sums:
-        """Return the sums over all rows added so far."""
+        """Return the Sums of all finite rows added so far."""
         if self._keep:
             stream = Stream(self._width, keep=False)
             for rows in self._rows:
@@ -115,9 +115,9 @@ class Stream:
         return self._sums
 
     def gaussian(self) -> Gaussian:
-        """Return the mean and covariance of the rows so far.
+        """Return the mean and covariance of all finite rows added so far.
 
-        Raise ValueError for fewer than two rows.
+        Raise ValueError for fewer than two such rows.
         """
         try:
             return self.sums().gaussian()

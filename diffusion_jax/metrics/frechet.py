@@ -1,11 +1,11 @@
-"""The Frechet distance between two sets of features (Heusel et al. 2017), in float64.
+"""Compute the Frechet distance between two sets of features (Heusel et al. 2017), in float64.
 
 For means a, b and covariances A, B, the distance is |a - b|^2 + tr A + tr B - 2 tr (A B)^(1/2).
 Write B = F'F. The last trace is then the sum of the square roots of the eigenvalues of F A F'. This
-matrix is symmetric, so its eigenvalues are real. With fewer images than dimensions, A = E'E for the
-centred features E, scaled by (n - 1)^(-1/2), and the trace is the sum of the singular values of
-E F'. The second form is exact. The square root of a low-rank covariance would underestimate the
-trace by about 1e-3.
+matrix is symmetric, so its eigenvalues are real. With fewer images than dimensions, write A = E'E,
+where E holds the centred features, scaled by (n - 1)^(-1/2). The trace is then the sum of the
+singular values of E F'. This form is exact, while the square root of a low-rank covariance would
+underestimate the trace by about 1e-3.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,7 @@ from diffusion_jax.metrics.features import Gaussian, Rows, gaussian
 Sample = Rows | Gaussian
 """Features, or their mean and covariance.
 
-With fewer images than dimensions, the distance from features is more exact than the distance from
-the covariance."""
+With fewer images than dimensions, a distance computed from features is more exact."""
 
 
 class Reference(NamedTuple):

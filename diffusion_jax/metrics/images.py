@@ -1,4 +1,4 @@
-"""Reads images for feature extractors from folders, tars and other data sources."""
+"""Read images for feature extractors from folders, tars and other data sources."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from diffusion_jax.machine import files, untrusted
 
 SUFFIXES = ("bmp", "jpg", "jpeg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 FITS = ("exact", "squash", "crop")
-_BROKEN, _UNLIKE = 1, 2
+_BROKEN, _UNLIKE = 1, 2  # Statuses: the image is unreadable, or has another size.
 
 
 class Files(NamedTuple):
@@ -26,7 +26,7 @@ class Files(NamedTuple):
     read: Callable[[int], tuple[bytes, str]]
     """Maps an image's index to (the bytes of its file, its name for messages)."""
     left_out: Callable[[], dict[str, int]]
-    """Returns the number of records without a usable image, keyed by reason."""
+    """Returns {reason: number of records that were left out for this reason}."""
     stamps: Callable[[], Sequence[str]] = tuple
     """Returns a string with the name and size of each file, or () if the sizes are unknown."""
 
@@ -89,9 +89,9 @@ class Decoded:
             files: the files.
             size: height and width of the decoded images in pixels. With fit="exact" it must be 0.
             fit: "exact" does not resize; all images must have the size of the first readable one.
-                "squash" resizes to a square and ignores the aspect ratio, as for MLPerf's
-                reference. "crop" resizes the shorter side and crops the centre, as in NeMo.
-                Images are resized with Pillow's bicubic filter.
+                "squash" resizes to a square and ignores the aspect ratio, as for the real images
+                of MLPerf's benchmark. "crop" resizes the shorter side and crops the centre, as in
+                NeMo. Images are resized with Pillow's bicubic filter.
 
         Raises:
             ValueError: `size` and `fit` do not match, or fit="exact" and no image is readable.

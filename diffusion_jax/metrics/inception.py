@@ -1,8 +1,8 @@
-"""The Inception v3 that defines FID (the TensorFlow graph of 2015-12-05), as functions.
+"""Compute the features of the Inception v3 that defines FID (TensorFlow's graph of 2015-12-05).
 
 inception_weights.py folds the batch norms into the convolutions. The network differs from
-torchvision's: average pools do not count padding, Mixed_7c has a max pool, there are 1008 classes,
-and there is no auxiliary head. Images are [B, 299, 299, 3] in about [-1, 1].
+torchvision's Inception v3: average pools do not count padding, Mixed_7c has a max pool, there are
+1008 classes, and there is no auxiliary head. Images are [B, 299, 299, 3] in about [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 Conv = Mapping[str, Any]
 """A convolution {"kernel": [h, w, C, D], "bias": [D]} of numpy or jax arrays."""
 Params = Mapping[str, Mapping[str, Conv]]
-"""Convolutions keyed by block, then by branch, as these are named in the public weight file.
+"""Convolutions, keyed by block and then by branch. The names are those of the public weight file.
 
 "stem" holds the first five convolutions. "fc" holds the classifier as a 1x1 convolution."""
 
@@ -126,9 +126,9 @@ def _block_7(p: Mapping[str, Conv], x: Array, *, max_pool: bool) -> Array:
 def _heads(p: Mapping[str, Conv], x: Array, names: Sequence[str]) -> list[Array]:
     """Compute all 1x1 convolutions of a block's input as one matrix product.
 
-    The result has one array for each of `names`, then one for the pooling branch. The paper pools
-    before this branch's 1x1 convolution. Both operations are linear and commute. Pooling after the
-    convolution is cheaper, because its output has fewer channels.
+    The result has one array for each of `names`, then one for the pooling branch. In the original
+    network, this branch pools before its 1x1 convolution. Both operations are linear and commute.
+    Pooling after the convolution is cheaper, because there are fewer channels.
     """
     *heads, pooled = _side_by_side([p[name] for name in (*names, "branch_pool")], x)
     return [*map(jax.nn.relu, heads), jax.nn.relu(_average_pool(pooled))]
@@ -158,8 +158,8 @@ def _inner(x: Array) -> Array:
     """Crop the output of a padded 3x3 convolution to the output of the unpadded convolution.
 
     Two layers of the network have no padding. They are computed with padding and then cropped,
-    because XLA's fast convolution on CPUs requires padding. Computed without padding, these two
-    layers took half of the network's time.
+    because XLA's fast convolution on CPUs requires padding. Without it, these two layers would take
+    half of the network's time on CPUs.
     """
     return x[:, 1:-1, 1:-1]
 

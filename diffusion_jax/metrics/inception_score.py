@@ -1,4 +1,4 @@
-"""The Inception Score (Salimans et al. 2016), from the logits of the FID Inception."""
+"""Compute the Inception Score (Salimans et al. 2016) from the logits of the FID Inception."""
 
 import numpy as np
 from jaxtyping import Float
@@ -12,8 +12,8 @@ _PART = 5000  # Images per part, as in ADM's evaluator.
 def score(logits: Rows) -> Score:
     """Return the Inception Score: exp(mean KL(p(class | image) || p(class))).
 
-    The images are split into parts of 5,000, and the score is the mean over the parts. `logits` are
-    those without the classifier's bias, as in the original TensorFlow code and in ADM's evaluator.
+    The images are split into parts of 5,000, and the score is the mean over the parts. `logits` do
+    not include the classifier's bias, as in the original TensorFlow code and in ADM's evaluator.
     """
     parts = [_part(logits[start : start + _PART]) for start in range(0, len(logits), _PART)]
     value = np.mean([value for value, _ in parts])

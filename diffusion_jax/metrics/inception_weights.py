@@ -1,4 +1,4 @@
-"""Maps the FID Inception's public weights to parameters, folds batch norms, and hashes weights.
+"""Map the FID Inception's public weights to parameters, fold batch norms, and hash weights.
 
 The public file pt_inception-2015-12-05-6726825d.pth is a pickle in an old format, which torch_files
 reads without torch and without executing code.
@@ -31,8 +31,9 @@ def to_params(state: torch_weights.StateDict) -> inception.Params:
     """Return the network's params (float32, numpy) from a state dict with the public names.
 
     Raises:
-        ValueError: arrays are missing, unexpected or of another shape. Torchvision's Inception, for
-            example, has another classifier and an auxiliary head.
+        ValueError: arrays are missing, unexpected or of another shape. This is the case, for
+            example, for torchvision's Inception, which has another classifier and an auxiliary
+            head.
     """
     counters = ".num_batches_tracked"
     state = {name: array for name, array in state.items() if not name.endswith(counters)}

@@ -1,7 +1,8 @@
-"""Kernel distances between two sets of features, KID and CMMD, computed in blocks.
+"""Compute KID and CMMD, two kernel distances between sets of features.
 
-Both are squared MMDs: E k(x, x') + E k(y, y') - 2 E k(x, y). CMMD is computed in float64. KID
-evaluates the kernel once for each pair of images, in float32 on one device.
+Both are squared maximum mean discrepancies (MMD): E k(x, x') + E k(y, y') - 2 E k(x, y). CMMD is
+computed in float64. KID evaluates the kernel once for each pair of images, in float32 on one
+device. Both evaluate the kernel in blocks to save memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from diffusion_jax.metrics.clip_score import normalised
 from diffusion_jax.metrics.features import Rows
 
 _SUBSET = 1000
-_SIGMA, _SCALE = 10.0, 1000.0  # The constants of CMMD.
+_SIGMA, _SCALE = 10.0, 1000.0  # The width of CMMD's kernel, and CMMD's factor.
 _BLOCK = 2048
 _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -53,11 +54,11 @@ class Kid(NamedTuple):
 
 
 def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Kid:
-    """Return the mean and deviation of KID over pairs of random subsets, and its influence.
+    """Return KID's mean and deviation over pairs of random subsets, and each image's contribution.
 
     KID (Binkowski et al. 2018) is the unbiased squared MMD for the kernel (x.y / D + 1)^3, so it
-    may be negative. The sum of the kernel matrix K over all pairs of images in a subset is w'Kw,
-    where w is 1 for images in the subset and 0 for other images.
+    may be negative. The kernel matrix K is computed once for all subsets: its sum over all pairs of
+    images in a subset is w'Kw, where w is 1 for images in the subset and 0 for other images.
 
     Args:
         x: features of the first set, [N, D].
@@ -73,8 +74,8 @@ def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0
         raise ValueError(f"KID needs at least 2 images per subset, but the size is {size}")
     if min(len(x), len(y)) < size:
         raise ValueError(
-            f"KID with subsets of {size} images needs as many on both sides, but there are "
-            f"{len(x)} and {len(y)}: choose a smaller subset"
+            f"KID with subsets of {size} images needs at least {size} images in each set, but "
+            f"there are {len(x)} and {len(y)}: choose smaller subsets (--kid_subset)"
         )
     rng = np.random.default_rng(seed)
     members = [np.zeros((len(rows), subsets + 1), np.float32) for rows in (x, y)]

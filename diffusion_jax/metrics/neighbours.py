@@ -1,10 +1,10 @@
-"""Nearest-neighbour metrics for the fidelity and variety of generated images.
+"""Compute nearest-neighbour metrics for the fidelity and variety of generated images.
 
 Precision and recall are defined by Kynkaanniemi et al. (2019), density and coverage by Naeem et al.
 (2020). Each image has a k-NN sphere in feature space. The sphere is centred at the image, and its
 radius is the distance to the image's k-th nearest neighbour in the same set. For precision and
 recall, k is 3. For density and coverage, k is 5. All four scores share the same distances. One
-device computes them in float32, for 2048 rows at a time to save memory.
+device computes these distances in float32, for 2048 images at a time to save memory.
 """
 
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ class Compared(NamedTuple):
 
 
 class Real:
-    """Features of real images with the radii of their k-NN spheres.
+    """Features of real images, prepared for comparison with any number of generated sets.
 
-    They are computed once and then compared with any number of generated sets.
+    The radii of the real images' k-NN spheres are computed only once.
     """
 
     def __init__(self, rows: Rows):
@@ -54,7 +54,7 @@ class Real:
     def compared(self, generated: Rows) -> Compared:
         """Compare the real features with those of generated images [N, D].
 
-        The latest result is cached, because four metrics call this with the same array.
+        The latest result is cached, because four metrics call this method with the same array.
         """
         if self._last is None or self._last[0] is not generated:
             self._last = generated, self._compare(self._centred(generated))
@@ -78,29 +78,29 @@ class Real:
         return Compared((len(self._rows), len(generated)), few > 0, recalled, many, covered)
 
     def _centred(self, rows: Rows) -> Float[Array, "N D"]:
-        """Subtract the mean of the real images, for more precise distances in float32."""
+        """Subtract the mean of the real features, which makes float32 distances more precise."""
         return jnp.asarray((rows - self._centre).astype(np.float32))
 
 
 def precision(generated: Rows, real: Real) -> Score:
-    """Return precision: the share of generated images that are in a real image's k-NN sphere.
+    """Return precision: the share of generated images that are in any real image's k-NN sphere.
 
     Precision measures fidelity. It is between 0 and 1. k is 3.
 
     Raises:
-        ValueError: a set has no more than 3 images.
+        ValueError: a set has fewer than 4 images.
     """
     return _share(_enough(real.compared(generated), _FEW).precise)
 
 
 def recall(generated: Rows, real: Real) -> Score:
-    """Return recall: the share of real images that are in a generated image's k-NN sphere.
+    """Return recall: the share of real images that are in any generated image's k-NN sphere.
 
     Recall measures variety. It is between 0 and 1. k is 3. The confidence interval resamples the
     real images.
 
     Raises:
-        ValueError: a set has no more than 3 images.
+        ValueError: a set has fewer than 4 images.
     """
     return _share(_enough(real.compared(generated), _FEW).recalled)
 
@@ -113,7 +113,7 @@ def density(generated: Rows, real: Real) -> Score:
     sets have the same distribution.
 
     Raises:
-        ValueError: a set has no more than 5 images.
+        ValueError: a set has fewer than 6 images.
     """
     return bootstrap.mean(_enough(real.compared(generated), _MANY).spheres / _MANY)
 
@@ -125,15 +125,16 @@ def coverage(generated: Rows, real: Real) -> Score:
     real images.
 
     Raises:
-        ValueError: a set has no more than 5 images.
+        ValueError: a set has fewer than 6 images.
     """
     return _share(_enough(real.compared(generated), _MANY).covered)
 
 
 def nearest(rows: Rows, among: Rows) -> tuple[Float[np.ndarray, "N"], Int[np.ndarray, "N"]]:
-    """Find the row of `among` that is nearest to each of `rows`.
+    """Find the nearest row of `among` for each row of `rows`.
 
-    Return the Euclidean distances [N], and the indices [N] of the nearest rows in `among`.
+    Both arrays hold features, one row per image. Return the Euclidean distances [N], and the
+    indices [N] of the nearest rows in `among`.
     """
     centre = among.mean(0, dtype=np.float64)
     centred = lambda part: jnp.asarray((part - centre).astype(np.float32))
@@ -166,8 +167,8 @@ def _share(true: Bool[np.ndarray, "N"]) -> Score:
 def _enough(compared: Compared, k: int) -> Compared:
     if min(compared.n) <= k:
         raise ValueError(
-            f"the {k} nearest neighbours need more than {k} images in each set, but the real and "
-            f"generated sets have {compared.n[0]} and {compared.n[1]}"
+            f"a score from the {k} nearest neighbours needs more than {k} images in each set, but "
+            f"there are {compared.n[0]} real and {compared.n[1]} generated images: add images"
         )
     return compared
 
@@ -190,7 +191,8 @@ def _radii_of(
 ) -> Float[Array, "2 B"]:
     """Compute `_radii` for one block of rows. The block `part` begins at row `start`."""
     index = jnp.arange(len(part))
-    squares = _squares(part, rows).at[index, start + index].set(jnp.inf)  # Not its own neighbour.
+    # A row is not its own neighbour.
+    squares = _squares(part, rows).at[index, start + index].set(jnp.inf)
     missing = max(0, _MANY - len(rows))
     squares = jnp.pad(squares, ((0, 0), (0, missing)), constant_values=jnp.inf)
     nearest = -jax.lax.top_k(-squares, _MANY)[0]
@@ -202,11 +204,13 @@ def _inside(
     generated: Float[Array, "B D"], radii: Float[Array, "B"], real: Float[Array, "M D"],
     few: Float[Array, "M"], many: Float[Array, "M"],
 ) -> tuple[Int[Array, "B"], Int[Array, "B"], Bool[Array, "M"], Bool[Array, "M"]]:  # fmt: skip
-    """Compare a block of generated images with all real images. All radii are squared.
+    """Compare a block of generated images with all real images.
 
-    Return four arrays: for each generated image, the number of real spheres with k = 3, and with
-    k = 5, that contain it; for each real image, whether it is in a sphere (k = 3) of the generated
-    images, and whether its own sphere with k = 5 contains a generated image.
+    `radii` holds the squared radii of the generated images' spheres (k = 3). `few` and `many` hold
+    those of the real images' spheres (k = 3 and k = 5). Return four arrays: for each generated
+    image, the number of real spheres with k = 3, and with k = 5, that contain it; for each real
+    image, whether it is in any sphere of the generated images, and whether its own sphere with
+    k = 5 contains any generated image.
     """
     squares = _squares(generated, real)
     in_few, in_many = squares <= few, squares <= many

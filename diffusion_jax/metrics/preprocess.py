@@ -1,7 +1,7 @@
-"""Image preprocessing for feature extractors. Scores depend on the exact resize kernels.
+"""Resize and normalise images for feature extractors. Scores depend on the exact resize kernels.
 
-Kernels are separable and linear, so resizing is a product with one matrix for the rows and one for
-the columns. Images are [B, H, W, 3] in 0..255, either uint8 or float32. Float images need not be
+Kernels are separable and linear, so images are resized by one matrix for the rows and one for the
+columns. Input images are [B, H, W, 3] in 0..255, either uint8 or float32. Float images need not be
 rounded.
 """
 
@@ -32,8 +32,8 @@ def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
 def tf(images: Images) -> Float[Array, "B 299 299 3"]:
     """Preprocess like TensorFlow's Inception graph of 2015 and torch-fidelity.
 
-    The resize is TF1's bilinear one, without half-pixel centres. The output (x - 128) / 128 has the
-    range [-1, 0.992].
+    The resize is bilinear without half-pixel centres, as in TensorFlow 1. The output
+    (x - 128) / 128 has the range [-1, 0.992].
     """
     return (_to_inception(images, _bilinear_corner) - 128) / 128
 
@@ -205,8 +205,8 @@ def _gather(
 ) -> Float[np.ndarray, "O I"]:
     """Return a resize matrix. Output pixel o is a weighted sum of input pixels near centres[o].
 
-    The input pixel at floor(centre) + tap has the weight kernel(distance to the centre). Outside
-    the image, the pixels at the border are repeated.
+    For each of `taps`, the input pixel at floor(centre) + tap has the weight kernel(d), where d is
+    its distance to the centre. Outside the image, the pixels at the border are repeated.
     """
     first = np.floor(centres).astype(int)
     weights = np.zeros((len(centres), size_in))
@@ -236,7 +236,7 @@ def _pillow_bicubic(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def cubic(d: Float[np.ndarray, "*N"], a: float) -> Float[np.ndarray, "*N"]:
-    """Evaluate Keys' cubic kernel (1981) at distances d >= 0, in pixels.
+    """Return the values of Keys' cubic kernel (1981) at distances d >= 0, in pixels.
 
     The parameter `a` is -0.75 in torch, and -0.5 in Pillow and jax.
     """

@@ -1,9 +1,10 @@
-"""Computes statistics of many images in shards, for the command `metrics stats`.
+"""Compute statistics of many images in shards, for the command `metrics stats`.
 
 With N images per shard, shard i consists of images i * N to (i + 1) * N - 1 of a source. Each shard
-has a file with the sums of its images' features. All shards are merged in order, so the result is
-bit-identical, no matter which process computes which shard. Only one shard is in memory at a time.
-If the features of each image are saved, too, the merge holds all of them in memory.
+gives a partial result: a file with the sums of the features of its images. The partial results are
+merged in the order of the shards, so the statistics are bit-identical, no matter which process
+computes which shard. Only one shard is in memory at a time. If the features of each image are
+saved, too, the merge holds all of them in memory.
 """
 
 import functools
@@ -31,8 +32,9 @@ class Images(engines.Portable):
     """A set of images, and the extractor that computes their features."""
 
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
-        """Open the images at `path`: a folder, tars, or a data source "SOURCE:PATH::TEXT".
+        """Open the images at `path` with the extractor of their features.
 
+        `path` is a folder, one or several tars, or a data source "SOURCE:PATH::TEXT".
         Each image becomes a square with sides of `size` pixels. With fit="squash", it is resized
         and its aspect ratio changes. With fit="crop", its shorter side is resized and its centre is
         cropped. With size 0, `fit` must be "exact", and all images must have the same size.
@@ -45,14 +47,20 @@ class Images(engines.Portable):
         self._files, self._fit = images.open_files(path), f"{fit} {size}" if size else None
         self.source = images.Decoded(self._files, size, fit)
         self.run = functools.cache(self._run)
-        """run(batch_size, keep) returns a function that computes features on local devices."""
+        """run(batch_size, keep) returns a function extract(source, rows, progress).
+
+        That function computes features on the devices of this process; see
+        extractors.make_extract."""
 
     def __len__(self) -> int:
         """Return the number of images, including unusable ones."""
         return len(self.source)
 
     def card(self, n: int, skipped: dict[str, int]) -> cards.Card:
-        """Return the card for features of `n` images. `skipped` maps reasons to image counts."""
+        """Return the card of features of `n` images.
+
+        `skipped` maps reasons for skipping images to the numbers of skipped images.
+        """
         shape = self.source.shape[:2]
         card = cards.make_card(self.extractor, image_size=shape, n=n, fit=self._fit)
         return card | {"images": self.path, "skipped": {**self._files.left_out(), **skipped}}
@@ -80,8 +88,8 @@ def open_images(
 ) -> Images:
     """Open images with the extractor that `extractor()` loads.
 
-    The other arguments are those of `Images`. Beam can pickle the result and send it to its
-    workers. Unpickling calls this function again, so each worker loads its own extractor.
+    The other arguments are those of `Images`. Apache Beam can pickle the result and send it to
+    workers. Unpickling calls this function again, so each worker loads the extractor itself.
     """
     opened = Images(path, extractor(), size, fit)
     return engines.made_by(opened, open_images, path, extractor, size, fit)
@@ -101,9 +109,9 @@ class Work(NamedTuple):
 def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) -> None:
     """Compute the statistics of images and write them to `out`.
 
-    Finished shards are stored in a temporary folder next to `out`. After an interruption, the same
-    call computes only the missing shards. If several workers share the work and one of them has
-    already written `out`, the others do nothing.
+    `engine` distributes the shards over workers. Partial results are stored in a temporary folder
+    next to `out`. After an interruption, the same call computes only the missing shards. If several
+    workers share the work and one of them has already written `out`, the others do nothing.
 
     Raises:
         ValueError: the images differ in size, or fewer than two of them are usable.
@@ -121,7 +129,7 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
     try:
         engine.fill(shards.numbers, shards.path, write, noun="images", size=size)
         stats = shards.merged()
-    except FileNotFoundError:  # The worker that writes the statistics first removes the shards.
+    except FileNotFoundError:  # Another worker has written `out` and removed the partial results.
         if done():
             files.remove_tree(shards.folder)
             return None
@@ -131,11 +139,12 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
 
 
 class Shards(NamedTuple):
-    """The shards of a set of images. Each shard has a file in `folder`."""
+    """The shards of a set of images, and the folder with the file of each finished shard."""
 
     images: Images
     work: Work
     digest: str
+    """A hash of the images (Images.digest)."""
     folder: pathlib.Path
 
     @property
@@ -149,18 +158,21 @@ class Shards(NamedTuple):
         return range(first, min(first + self.work.shard, len(self.images)))
 
     def path(self, shard: int) -> pathlib.Path:
-        """Return the path of the file of a shard."""
+        """Return the path of a shard's file."""
         return self.folder / f"{shard:08}.npz"
 
     def card(self, n: int = 0, **skipped: int) -> cards.Card:
-        """Return the card for statistics of `n` images.
+        """Return the card of statistics of `n` images.
 
-        `skipped` maps reasons to numbers of skipped images.
+        `skipped` maps reasons for skipping images to the numbers of skipped images.
         """
         return self.images.card(n, skipped) | {"digest": self.digest}
 
     def write(self, shard: int) -> None:
-        """Compute the feature sums of a shard and write its file."""
+        """Compute the feature sums of a shard and write them to the shard's file.
+
+        With work.keep, the file also holds the features.
+        """
         run = self.images.run(self.work.batch, self.work.keep)
         rows = self.rows(shard)
         meter = progress.Meter("images", len(rows), name=f"shard {shard}")
@@ -173,7 +185,10 @@ class Shards(NamedTuple):
         files.write_whole(self.path(shard), buffer.getvalue())
 
     def merged(self) -> stats_files.Stats:
-        """Merge all shards into one Stats. Raise ValueError for fewer than two usable images."""
+        """Merge the files of all shards into the statistics of all images.
+
+        Raise ValueError for fewer than two usable images.
+        """
         sums, skipped, parts = features.no_sums(self.images.extractor.width), Counter[str](), []
         for shard in self.numbers:
             with np.load(io.BytesIO(self.path(shard).read_bytes())) as arrays:
@@ -197,10 +212,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
-    """Return the shards for the statistics file `out`.
+    """Return the shards of partial results from which the statistics file `out` is computed.
 
-    The shards are in a folder next to `out`. The folder's name contains a hash of the card and the
-    settings, so shards of another data set or other settings are never reused.
+    The partial results are in a folder next to `out`. The folder's name contains a hash of the card
+    and the settings, so results for another data set or other settings are never reused.
     """
     shards = Shards(opened, work, opened.digest(), files.path(out))
     settings = [shards.card(), work, opened.extractor.width]
@@ -209,9 +224,10 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
 
 
 def _is_of(out: files.Path, card: cards.Card, work: Work, extractor: extractors.Extractor) -> bool:
-    """Return whether `out` holds statistics with this card and all requested arrays.
+    """Return whether `out` holds statistics with this card and all arrays that are needed.
 
-    The card's fields "n" and "skipped" are not compared.
+    `work` and `extractor` determine the arrays. The card's fields "n" and "skipped" are not
+    compared.
     """
     if not files.path(out).is_file():
         return False

@@ -1,4 +1,4 @@
-"""Reads and writes statistics of features in .npz files.
+"""Read and write statistics of features in .npz files.
 
 The keys `mu` and `sigma` hold the mean and covariance, as in the files of other FID programs. The
 additional keys `n` (number of images), `card` (JSON) and, optionally, `features` are ignored by
@@ -82,8 +82,8 @@ def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> N
     width, own_width = stats.gaussian.mean.size, [*extractor.parts.values(), extractor.width][0]
     if width != own_width:
         raise ValueError(
-            f"{path} has {width} dimensions, but the extractor {extractor.name} has "
-            f"{own_width}: use the extractor and level of the file"
+            f"{path} has {width} dimensions, but the extractor {extractor.name} has {own_width}: "
+            "use the extractor and level with which the file was computed"
         )
     for field in ("extractor", "weights", "preprocessing") if stats.card else ():
         saved, current = (stats.card or {}).get(field), getattr(extractor, _FIELDS[field])
@@ -102,8 +102,9 @@ def check_mode(path: str | os.PathLike[str], stats: Stats, mode: str, setting: s
     """
     if stats.card is None and not mode:
         raise ValueError(
-            f"{path} has no card that names the preprocessing: set {setting} to pytorch "
-            "(pytorch-fid, MLPerf), tf (ADM, torch-fidelity), clean (clean-fid) or nemo"
+            f"{path} has no card that names the preprocessing: set {setting} to that of the "
+            "program that wrote it, which is pytorch (pytorch-fid, MLPerf), tf (ADM, "
+            "torch-fidelity), clean (clean-fid) or nemo"
         )
 
 

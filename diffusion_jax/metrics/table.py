@@ -1,4 +1,4 @@
-"""Defines METRICS, the table of all scores. To add a score, write a function and add a line here.
+"""Define METRICS, the table of all scores. To add a score, write a function and add a line here.
 
 Sweeps, evaluation during training and the metrics command look up their scores in METRICS. Tables,
 figures and pages show the scores under the names and in the order of METRICS.
@@ -36,17 +36,17 @@ class Metric(NamedTuple):
     right)."""
     score: Callable[..., Score]
     """Maps features of generated images to the score. If `reference` is set, the second argument is
-    what `reference` returned for the real images."""
+    the value that `reference` returned for the real images."""
     reference: Callable[[Stats], Any] | None = None
-    """Prepares statistics of real images for `score`.
+    """Prepares statistics of real images as the second argument of `score`.
 
-    Returns None if the statistics lack the features that `score` needs. The field itself is None if
-    `score` needs no real images."""
+    The function returns None if the statistics lack the features that `score` needs. The field is
+    None if `score` needs no real images."""
     lower_is_better: bool = False
     axis: str = ""
     """Label of the figure axis. Metrics with the same axis share a figure. "" means `label`."""
     group: str = ""
-    """Name of the group of prompts whose pictures are scored. "" means all prompts."""
+    """Name of the group of prompts whose pictures are scored (Scorer.groups). "" means all."""
     least: int = 1
     """Smallest number of images that the metric needs."""
     public_weights: bool = False
@@ -136,8 +136,9 @@ def column(name: str, card: Card) -> str:
     """Return the name of a metric's column.
 
     This is the metric's name, except if the metric is defined by the public weights but was
-    computed with others. In that case, "fid" becomes "fd_EXTRACTOR", and any other NAME becomes
-    "NAME_EXTRACTOR". So scores with other weights do not share a column with the official ones.
+    computed with other weights, according to `card`. In that case, "fid" becomes "fd_EXTRACTOR",
+    "fid_infinity" becomes "fd_EXTRACTOR_infinity", and any other NAME becomes "NAME_EXTRACTOR". So
+    scores with different weights do not share a column.
     """
     if card["official"] or not METRICS[name].public_weights:
         return name

@@ -1,4 +1,4 @@
-"""Reads, identifies, converts and downloads the weights of the FID Inception."""
+"""Read, identify, convert and download the weights of the FID Inception."""
 
 import hashlib
 import os
@@ -19,8 +19,8 @@ URL = (
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
     "pt_inception-2015-12-05-6726825d.pth"
 )
-_SHA256 = "6726825d"  # The beginning of the hash, from the public file's name.
-_SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"  # Checked by MLPerf, too.
+_SHA256 = "6726825d"  # The beginning of the public file's hash, which its name contains.
+_SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"  # The public file's hash, as in MLPerf's code.
 
 
 class Weights(NamedTuple):
@@ -34,12 +34,12 @@ class Weights(NamedTuple):
 
 
 def load(path: str | os.PathLike[str] = "") -> Weights:
-    """Load weights from a .pth, .safetensors or .npz file.
+    """Load the FID Inception's weights from a .pth, .safetensors or .npz file.
 
     The arrays must have the same names as in the public file.
 
     Args:
-        path: the weight file. "" downloads the public weights.
+        path: the weight file. "" stands for the public file, which is downloaded if needed.
 
     Raises:
         FileNotFoundError: the file does not exist, or the download failed.
@@ -101,8 +101,8 @@ def _download() -> pathlib.Path:
                 shutil.copyfileobj(response, file)
             if not _has_hashes(part):
                 raise ValueError(
-                    f"the file from {URL} is not the public file: its hash differs, so download it "
-                    "again or set --weights=FILE"
+                    f"the file from {URL} is not the public file: its hash differs. Try again, or "
+                    "download the file on another machine and set --weights=FILE"
                 )
     except OSError as error:
         raise FileNotFoundError(

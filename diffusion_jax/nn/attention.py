@@ -19,12 +19,12 @@ from diffusion_jax.nn.ops import platform as _platform
 
 ATTENTION = "attention"
 """The checkpoint_name of attention outputs and of the residuals that their gradient needs."""
-_LANES = 128  # Vector lanes of a TPU: splash's block sizes are multiples of it.
+_LANES = 128  # Vector lanes of a TPU: splash's block sizes are multiples of this number.
 _BLOCK = 512  # Maximum number of queries, or of keys, in a block of scores.
 _RESIDENT = 2048  # Maximum number of keys that splash holds in a TPU's vector memory.
-_RESIDENT_LITE = 4096  # The same on v5e and v6e, where compiled kernels need less vector memory.
+_RESIDENT_LITE = 4096  # The maximum on TPU v5e and v6e, where kernels need less vector memory.
 _MASKED = -1e30  # Score of a masked key: finite, so that rows without keys have finite gradients.
-_BLOCKWISE_SCORES = 2**14  # From this many scores per head, a CPU is faster with blocks of them.
+_BLOCKWISE_SCORES = 2**14  # From this many scores per head, "blockwise" is faster on a CPU.
 
 
 def attend(
@@ -37,13 +37,13 @@ def attend(
 ) -> Float[Array, "B T N K"]:
     """Compute softmax(q k^T / sqrt(K)) v, with logits and softmax in float32.
 
-    `mask` is True at the valid keys among the last L keys; the keys before these are always valid.
+    `mask` covers the last L keys, and is True at the valid ones. All keys before them are valid.
     The result is 0 in rows without any valid key. The implementations agree up to rounding:
 
     - "xla": computes all scores at once, on any device.
     - "blockwise": goes through the keys block by block (Rabe & Staats 2021; Dao 2022), on any
       device. Its memory grows with T + S instead of T * S.
-    - "splash": the same algorithm as jax's TPU kernel. Other devices interpret it, for tests.
+    - "splash": the same algorithm, as JAX's TPU kernel. Other devices interpret it, for tests.
     - "cudnn": NVIDIA's kernel, for 16-bit dtypes and for K a multiple of 8 up to 128. It uses only
       the number of True values of each mask: put the valid keys first, with `valid_first`.
     - "auto": the fastest of these for the current device and the shapes.
@@ -126,10 +126,10 @@ def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Run JAX's splash kernel on the shards of all devices.
+    """Run JAX's splash kernel on all devices of the mesh.
 
     The compiler cannot partition a kernel. So each device calls the kernel on its share of the
-    batch, and on its share of the heads if the mesh's tensor axis divides them.
+    batch and, if the size of the mesh's tensor axis divides the number of heads, of the heads.
     """
     queries, keys = q.shape[1], k.shape[1]
     if valid is None and keys % _LANES:
@@ -206,7 +206,8 @@ def _in_blocks(q: Array, k: Array, v: Array, valid: Array) -> Array:
     """Compute attention over blocks of keys, with memory for the scores of one block only.
 
     The arguments are q [B, N, T, K], already scaled, k and v [blocks, B, N, S, K], and valid
-    [blocks, B, S]. In the usual form, with the keys of all blocks in one axis s:
+    [blocks, B, S], where S is the number of keys in a block. In the usual form, with the keys of
+    all blocks in one axis s:
 
         scores = einsum("bntk,bnsk->bnts", q, k)
         weights = exp(scores - max(scores))

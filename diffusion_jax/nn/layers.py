@@ -85,7 +85,7 @@ def dense(
     bias: bool = True,
     dtype: DTypeLike,
 ) -> Float[Array, "*B {width}"]:
-    """Apply a linear layer, which is also a 1x1 convolution. `zero` initialises it to zero."""
+    """Apply a linear layer, which is also a 1x1 convolution. With `zero`, it starts at zero."""
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
     return _Affine((x.shape[-1], width), init, bias, dtype, name=name)(x, ops.linear)
 
@@ -98,8 +98,8 @@ class ToHeads(nn.Module):
         out = dense(x)  # [B, T, parts * N * K]
         q, k, v = out.reshape(B, T, parts, N, K).unstack(axis=2)
 
-    Here the heads are an axis of each part's product, so that a TPU copies neither the results nor
-    their gradients.
+    Here each part is a separate product that has the heads as an axis. So a TPU copies neither the
+    results nor the gradients of the results.
     """
 
     parts: int
@@ -122,7 +122,7 @@ class ToHeads(nn.Module):
 
 
 class FromHeads(nn.Module):
-    """Linear layer after attention, over all heads at once. `zero` initialises it to zero.
+    """Linear layer after attention, over all heads at once. With `zero`, it starts at zero.
 
     In the usual form: dense(x.reshape(B, T, N * K)). Here the heads stay an axis, so that a TPU
     does not copy the inputs.
@@ -155,7 +155,7 @@ def conv(
     zero: bool = False,
     dtype: DTypeLike,
 ) -> Float[Array, "B _ _ {width}"]:
-    """Apply a convolution. `zero` initialises it to zero.
+    """Apply a convolution. With `zero`, its kernel and bias start at zero.
 
     The default padding is kernel // 2 on each side, as is usual in torch. `padding` overrides it
     with (before, after), for both rows and columns. "SAME" is not used, because it pads strided
@@ -170,7 +170,7 @@ def conv(
 
 
 class _Affine(nn.Module):
-    """The kernel and, with `use_bias`, the bias of a linear layer or a convolution."""
+    """A layer that creates a kernel and an optional bias, and calls a function with them."""
 
     shape: tuple[int, ...]
     initializer: nn.initializers.Initializer

@@ -1,9 +1,9 @@
 """Magnitude-preserving layers: config G of EDM2 (Karras et al. 2024, arXiv 2312.02696).
 
 The magnitude of an array is its root mean square. These layers map inputs of magnitude 1 to outputs
-of magnitude 1, so a network of them needs neither group norm nor biases. The length of a weight
-then has no effect: `MPConv` divides by it, and `forced` resets it to 1 after every training update,
-so that only the learning rate determines how far an update turns a weight.
+of magnitude 1, so a network of them needs neither group norm nor biases. The magnitude of a weight
+has no effect on the output, because `MPConv` divides by it. After every training update, `forced`
+resets this magnitude to 1. So only the learning rate determines how far an update turns a weight.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,24 @@ from jaxtyping import Array, Float
 from diffusion_jax.nn.layers import PRODUCT
 
 UNIT = "unit_kernel"
-"""Name of the parameters that have magnitude 1 over all axes but the last (the output channels)."""
+"""Name of the weights that have magnitude 1 for each output channel (index of the last axis)."""
 _EPS = 1e-4
 
 
 def normalize(x: Float[Array, "..."], axes: int | Sequence[int] = -1) -> Float[Array, "..."]:
     """Divide x by its magnitude along the axes, computed in float32; zeros stay zeros.
 
-    This is the pixel norm of EDM2 over channels, and its weight norm over inputs (equation 47).
+    Over the channels of an image, this is EDM2's pixel norm. Over the inputs of a weight, it is
+    EDM2's weight normalisation (equation 47).
     """
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axes, keepdims=True)
-    # The paper's form is x / (eps + sqrt(square)). The maximum avoids the square root's infinite
-    # gradient at 0, the value of a dropped text.
+    # EDM2's form is x / (eps + sqrt(square)). The maximum avoids the infinite gradient of the
+    # square root at 0. Dropped texts are zeros.
     return x / (_EPS + jnp.sqrt(jnp.maximum(square, 1e-30))).astype(x.dtype)
 
 
 def mp_silu(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """Apply SiLU and divide by its magnitude for standard normal x (EDM2, equation 81)."""
+    """Apply SiLU and divide by 0.596, SiLU's magnitude at standard normal x (EDM2, equation 81)."""
     return nn.silu(x) / 0.596
 
 
@@ -58,7 +59,8 @@ def mp_cat(a: Float[Array, "*S C"], b: Float[Array, "*S D"]) -> Float[Array, "*S
 def mp_fourier(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
     """Embed t as cosines with fixed random frequencies and phases (EDM2, equation 75).
 
-    numpy guarantees that the numbers of RandomState never change, so all runs share them.
+    numpy guarantees that RandomState(0) always draws the same numbers, so all runs use the same
+    frequencies and phases.
     """
     random = np.random.RandomState(0)
     frequencies, phases = random.randn(width), random.rand(width)
@@ -67,9 +69,9 @@ def mp_fourier(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
 
 
 class MPConv(nn.Module):
-    """Convolution whose weights have magnitude 1 (EDM2, equation 47).
+    """Convolution, or linear layer if `kernel` is 1, whose weights are normalised to magnitude 1.
 
-    If `kernel` is 1, it is a linear layer.
+    This is equation 47 of EDM2.
     """
 
     width: int

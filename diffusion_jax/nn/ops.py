@@ -32,8 +32,9 @@ def group_norm(
         y = y * (1 + scale) + shift
         y = silu(y)
 
-    Here weight, bias, scale and shift are combined into one factor and one offset per channel. The
-    backward pass stores only x and the statistics, and recomputes everything else.
+    Here weight, bias, scale and shift are combined into one factor and one offset per image and
+    channel. For the backward pass, only x, these two and the statistics are stored, and everything
+    else is recomputed.
     """
     b, c = x.shape[0], x.shape[-1]
     factor, offset = jnp.broadcast_to(weight, (b, c)), jnp.broadcast_to(bias, (b, c))
@@ -47,10 +48,10 @@ def group_norm(
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
     """Embed t as width / 2 cosines, followed by as many sines (NeMo's order).
 
-    The frequencies fall from 1 to nearly 1 / 10000.
+    The angular frequencies fall from 1 to nearly 1 / 10000.
     """
     half = width // 2
-    # Same order of float32 operations as NeMo: a log-SNR of -30 multiplies rounding errors by 30.
+    # The order of float32 operations is NeMo's: a log-SNR of -30 multiplies rounding errors by 30.
     exponents = -math.log(10000) * np.arange(half, dtype=np.float32) / np.float32(half)
     angles = t[:, None] * np.exp(exponents)  # [B, width / 2]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
@@ -67,8 +68,8 @@ def add_broadcast(x: Float[Array, "*B C"], row: Float[Array, "*_ C"]) -> Float[A
 def tensordot(x: Array, kernel: Array, axes: int = 1) -> Array:
     """Compute jnp.tensordot(x, kernel, axes).
 
-    On CPUs the arrays are reshaped to matrices. With more axes, XLA would copy an operand to
-    compute the kernel's gradient, which would take 1.2 to 3 times as long.
+    On CPUs the arrays are reshaped to matrices. Otherwise XLA would copy an operand to compute the
+    kernel's gradient, which would take 1.2 to 3 times as long.
     """
     if platform() != "cpu":
         return jnp.tensordot(x, kernel, axes)
@@ -84,8 +85,8 @@ def linear(
 
     On TPUs, if D > C, one product computes the gradients of kernel and bias. For this, x gets an
     extra channel of ones, so that the last row of the product is the gradient of the bias, summed
-    in float32. A separate sum would read the output's gradient, which may be eight times as wide as
-    x, once more.
+    in float32. The output's gradient may be eight times as wide as x, and a separate sum would read
+    it a second time.
     """
     if bias is None:
         return tensordot(x, kernel)
@@ -140,9 +141,9 @@ def conv_4x4_halving(
 
     TPUs compute it directly, other devices by a 2x2 convolution, which is faster there.
 
-    Each 4x4 window of the padded image consists of 2x2 whole patches of 2x2 pixels. With these
-    patches as channels, the same products form a convolution without stride, and the gradients have
-    this form too.
+    Each 4x4 window of the padded image consists of 2x2 whole patches of 2x2 pixels. If each patch
+    becomes one pixel with four times the channels, the same products form a 2x2 convolution without
+    stride. The gradients have this form too.
     """
     if platform() == "tpu":  # The direct form.
         return add_broadcast(_convolve(x, kernel, (2, 2), ((1, 1), (1, 1))), bias)
@@ -161,9 +162,10 @@ def conv_transpose_4x4(
     TPUs compute it directly, other devices by four 2x2 convolutions.
 
     Output pixels with row parity i and column parity j depend on 2x2 input pixels through every
-    other tap of the kernel. So one convolution without stride or dilation computes all outputs of
-    each (i, j). The gradients have this form too. Padding is a separate operation, because XLA's
-    CPU backend computes the gradients of padded convolutions 20 times slower.
+    other tap of the kernel. So for each (i, j), one 2x2 convolution without stride or dilation
+    computes all of these outputs. The gradients have this form too. Padding is a separate
+    operation, because XLA's CPU backend computes the gradients of padded convolutions 20 times
+    slower.
     """
     if platform() == "tpu":  # The direct form: a TPU's compiler skips zeros between dilated pixels.
         return add_broadcast(_convolve(x, kernel[::-1, ::-1], (1, 1), ((2, 2),) * 2, (2, 2)), bias)
@@ -235,7 +237,7 @@ def _normalize_forward(x, factor, offset, groups, eps, silu):
 
 
 def _normalize_backward(groups, _, silu, residuals, cotangent):
-    # The barrier keeps the compiler from reusing, and hence storing, the forward pass's values.
+    # Without the barrier, the compiler would reuse values of the forward pass, and so store them.
     x, factor, offset, statistics = jax.lax.optimization_barrier(residuals)
     normal, gradient = _normalized(x, statistics), cotangent.astype(jnp.float32)
     row, axes = lambda value: _like(value, x), tuple(range(1, x.ndim - 1))
@@ -247,7 +249,7 @@ def _normalize_backward(groups, _, silu, residuals, cotangent):
     d_offset = gradient.sum(axes)  # [B, C]
     if platform() != "gpu":
         d_factor = (gradient * normal).sum(axes)  # [B, C]
-    else:  # The same without `normal`, which XLA would store as an array of x's size.
+    else:  # The same sum without `normal`, which XLA would store as an array of x's size.
         origin, mean, inverse = statistics
         moment = (gradient * (x.astype(jnp.float32) - row(origin))).sum(axes)
         d_factor = (moment - mean * d_offset) * inverse
@@ -271,10 +273,10 @@ def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array,
     Each is [B, C], with equal values for all channels of a group.
 
     Mean and variance come from one pass over x, by var = E[x^2] - E[x]^2. This is inaccurate if the
-    mean is large. So the origin, the mean of the group's first pixel, is first subtracted from x.
-    In exact arithmetic, its choice does not matter. On TPUs and GPUs, the origin of 16-bit arrays
-    is 0: if their mean were large enough for float32 sums to be inaccurate, rounding to 16 bits
-    would already have erased the deviations from the mean.
+    mean is large, so an origin is first subtracted from x: the mean of the group's channels at the
+    first pixel. In exact arithmetic, the choice of the origin does not matter. On TPUs and GPUs,
+    the origin of 16-bit arrays is 0: if the mean were large enough for float32 sums to be
+    inaccurate, rounding x to 16 bits would already have erased the deviations from the mean.
     """
     first, axes = (slice(None), *[0] * (x.ndim - 2)), tuple(range(1, x.ndim - 1))
     origin = _group_mean(x[first].astype(jnp.float32), groups)

@@ -11,12 +11,13 @@ The config and its overrides are those of training: its `data` group locates the
 are encoded too. Each distinct caption is stored once, without padding, by default in 8 bits per
 channel.
 
-First the command prints an estimate of the store's size; --dry_run ends there. After a kill, the
-same command continues. On a finished store it encodes only new captions. To share the work between
-machines or processes, run the command in each, on a folder that all of them share, with --workers=N
-and its own --worker from 0 to N-1. With jax.distributed these flags are set already. Workers may
-start, die and restart at any time. --engine=beam hands the work to Apache Beam's workers
-(docs/data.md). --verify reads the whole store, and encodes damaged shards again.
+First the command prints an estimate of the store's size; --dry_run ends there. A killed command
+continues when it runs again. On a finished store, only new captions are encoded. To share the work
+between N machines or processes, run the command in each of them with --workers=N and --worker=I,
+where I is a different number from 0 to N-1 in each. The store must be in a folder that all of them
+share. With jax.distributed, these flags are set automatically. Workers may start, die and restart
+at any time. --engine=beam hands the work to Apache Beam's workers (docs/data.md). --verify reads
+the whole store, and encodes damaged shards again.
 """
 
 from absl import app, flags, logging
@@ -30,7 +31,7 @@ _FORMAT = flags.DEFINE_enum(
     "format",
     "int8",
     list(store.FORMATS),
-    "How embeddings are stored; int8 has an error of less than 1 %.",
+    "Number format of the stored embeddings; int8 has a relative error of less than 1 %.",
 )
 _CAPTIONS = flags.DEFINE_string(
     "captions", None, "A file with one caption per line, which replaces config.data."
@@ -38,7 +39,7 @@ _CAPTIONS = flags.DEFINE_string(
 _SHARD = flags.DEFINE_integer(
     "shard_captions",
     16384,
-    "Captions per shard; a kill loses at most one shard per worker.",
+    "Captions per shard. A killed worker loses at most one shard.",
     lower_bound=1,
 )
 _BATCH = flags.DEFINE_integer("batch_tokens", 8192, "Tokens per device and batch.", lower_bound=1)
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> None:
         manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error %.2f %% on average, %.2f %% "
-        "at most; least cosine %.6f",
+        "at most; smallest cosine similarity %.6f",
         path, f"{manifest['captions']:,}", manifest["bytes_per_caption"],
         100 * manifest["mean_relative_error"], 100 * manifest["largest_relative_error"],
         manifest["least_cosine"],

@@ -1,4 +1,4 @@
-"""Encode many texts in batches of similar length, and return rows for a store of embeddings."""
+"""Encode many texts in batches of similar length, and return embeddings in a store's format."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
-_STEP = 8  # The smallest difference between the lengths of batches.
+_STEP = 8  # The smallest difference between the padded lengths of batches, in tokens.
 
 
 def make_encode(
@@ -59,7 +59,7 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return the function that `make_encode` returns, for the devices of this process only.
+    """Return a function encode(texts) like that of `make_encode`, for this process's devices only.
 
     So no process waits for another. `batch_tokens` is the number of tokens per device and batch.
     """
@@ -69,9 +69,9 @@ def on_own_devices(
 
 
 def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:
-    """Return the number of tokens of each text, at most max_tokens.
+    """Return the number of tokens of each text, at most encoder.max_tokens.
 
-    If encoder.cut is False, the padding is counted too.
+    If encoder.cut is False, padding tokens are counted too.
     """
     lengths = _lengths(encoder, encoder.tokenize(texts))
     return np.minimum(lengths, encoder.max_tokens)
@@ -81,8 +81,9 @@ def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dic
     """Encode a batch [B, L] of texts.
 
     Returns:
-        "values" [B, L, D] in the store's format, "errors" [B, L, 2] of quantisation, "tokens" [B]
-        (token counts), and for int8 "scales" [B, L, G].
+        "values" [B, L, D] in the store's format; "errors" [B, L, 2], each token's relative error
+        and cosine similarity after quantisation; "tokens" [B], the number of tokens of each text;
+        and for int8 "scales" [B, L, G].
     """
     text, mask = encoder.encode(frozen, batch)
     text = text.astype(jnp.float32)
@@ -108,9 +109,10 @@ def _batches(
 ) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
     """Yield batches of texts as (indices of texts, padded length in tokens).
 
-    The size of a batch is a multiple of `ways`, the number of devices. The last batch of a length
-    is filled with copies of its first text. The encoder is compiled once per length. So that there
-    are few lengths, they are multiples of 8 up to 64, of 16 up to 128, of 32 up to 256 and so on.
+    A batch has at most about `batch_tokens` tokens, and its size is a multiple of `ways`, the
+    number of devices. The last batch of a length is filled with copies of its first text. The
+    encoder is compiled once per length. To keep lengths few, they are multiples of 8 up to 64, of
+    16 up to 128, of 32 up to 256 and so on.
     """
     order = np.argsort(lengths, kind="stable")
     octave = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)

@@ -1,4 +1,4 @@
-"""Fill a store with the embeddings of a data set's captions. The command precache calls this."""
+"""Fill a store with the embeddings of captions, for `python -m diffusion_jax.precache`."""
 
 import functools
 import pathlib
@@ -39,11 +39,11 @@ class Job(engines.Portable):
         self.identity = lookup.identity(text, encoder)
         self.source = {**source, "captions": len(captions)}
         self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
-        """encode(format, batch_tokens) returns the function of encode.on_own_devices."""
+        """A function of (format, batch_tokens) that returns encode.on_own_devices's function."""
 
 
 class Work(NamedTuple):
-    """Options of an encoding run, named like the flags of the command diffusion_jax.precache."""
+    """Options of an encoding run, named like the flags of `python -m diffusion_jax.precache`."""
 
     format: str = "int8"
     shard_captions: int = 16384
@@ -57,8 +57,8 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
 
     Args:
         config: The config as nested dictionaries.
-        captions_file: A file with one caption per line, which replaces the data group; None for
-            the captions of the data group.
+        captions_file: A file with one caption per line, which replaces the config's data group.
+            None uses the captions of the data group.
 
     Raises:
         ValueError: The config is invalid, or the captions cannot be read.
@@ -184,10 +184,10 @@ class _Stages(NamedTuple):
 
 
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
-    """Return the prompts that training with a config draws and scores.
+    """Return the prompts from which a training run draws samples, and those of its evaluation.
 
-    They include the negative prompt. If the config has a `conditioning` group, they include the
-    empty prompt, which may replace dropped captions.
+    The negative prompt is included, and, if the config has a `conditioning` group, the empty
+    prompt, which may replace dropped captions.
     """
     negative = config.get("sampler", {}).get("negative_prompt", "")
     empty = ("",) if "conditioning" in config else ()
@@ -201,7 +201,10 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):
-    """Return the captions, starting with the prompts, and values that identify their source."""
+    """Return (captions, source): the Captions, and JSON values that identify the prompts and data.
+
+    If `file` is not None, its lines replace the captions of the data set.
+    """
     if file is not None:
         try:
             lines = files.path(file).read_text(encoding="utf-8").splitlines()
@@ -211,7 +214,7 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
             ) from error
         texts = [*prompts, *(line.strip() for line in lines if line.strip())]
         if not texts:
-            raise ValueError(f"{file} holds no captions: write one caption per line")
+            raise ValueError(f"--captions={file} holds no captions: write one caption per line")
         return plan.Captions(texts, None, 0, 1), {"given": texts}
     opened = sources.open_pictures(data, size=16)  # No image is decoded.
     # The synthetic source has one caption for any number of images.

@@ -24,9 +24,9 @@ _TYPES = {"i8": "I64", "i4": "I32"}  # From numpy's names of types to those of s
 
 
 class Listed(NamedTuple):
-    """A list of shards of the store at `path`: their names are the lines of the file folder/file.
+    """A list of shards of the store at `path`. The lines of the file folder/file are their names.
 
-    Workers receive the file's name instead of the list, because there may be tens of thousands of
+    Workers receive this file's name instead of the names, because there may be tens of thousands of
     shards.
     """
 
@@ -62,7 +62,7 @@ def finish(
     Args:
         path: The folder of the store.
         names: The file names of the shards.
-        folder: A folder for temporary files; None for the folder `plan` in the store.
+        folder: A folder for temporary files; None means path/plan.
         engine: Distributes the work.
 
     Returns:
@@ -100,10 +100,10 @@ def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Li
 
 
 def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
-    """Write a table of keys for each undamaged shard, and return these shards' names.
+    """Return the names of the undamaged shards in `before`, and write these shards' tables of keys.
 
-    Damaged shards are deleted. `verify` compares the checksum of every row; otherwise only sizes
-    are compared.
+    Damaged shards are deleted. With `verify`, the checksum of every text is compared, without it
+    only the header and the file size.
     """
     pairs = list(zip(before.names, before.tables, strict=True))
     present = files.present(before.tables)
@@ -118,7 +118,8 @@ def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
 def write_tables(shard_list: Listed, engine: Engine, *, verify: bool = False) -> None:
     """Write a table of keys for each undamaged shard, and delete damaged shards.
 
-    `verify` compares the checksum of every row; otherwise only sizes are compared.
+    With `verify`, the checksum of every text is compared, without it only the header and the file
+    size. Shards that have a table already are not checked.
     """
     paths = shard_list.tables
     write = _Tables(shard_list, verify)
@@ -170,7 +171,10 @@ class _Parts(NamedTuple):
     ranges: int
 
     def __call__(self, number: int) -> None:
-        """Write one key range in order. If several shards hold a key, its entry names the first."""
+        """Write the index entries of one key range, sorted by key.
+
+        If several shards hold a key, the entry names the first of these shards.
+        """
         cut = lambda path: tables.read_range([path], ROW, number, self.ranges)
         parts = []
         for shard, path in enumerate(self.listed.tables):
@@ -185,7 +189,7 @@ class _Parts(NamedTuple):
 
 
 def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
-    """Return a store's quantisation errors for its manifest, combined over all shards.
+    """Return the quantisation errors of a store, combined over all shards, as manifest entries.
 
     The mean is weighted by the number of tokens.
     """

@@ -1,4 +1,4 @@
-"""Open a config's text encoder, which may compute embeddings or look them up."""
+"""Open a config's text encoder, which computes embeddings or looks them up in a store."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +19,9 @@ _CHECKED = 256  # Prompts per lookup when checking that a store holds them.
 def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
     """Return the text encoder for training. Its weights are opened and checked, but not read.
 
-    If embeddings come with the data or from text.store, the encoder needs no weights. If
-    text.weights is a folder nevertheless, the store must have been made with these weights.
+    If embeddings come with the data or from text.store, the encoder needs no weights. If both
+    text.store and text.weights are set and the weights are a folder, the store must have been made
+    with these weights.
 
     Args:
         text: The config's text group.
@@ -42,11 +43,11 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
 
 
 def open_online(text: Text) -> TextEncoder:
-    """Return the text encoder with its weights, for texts without embeddings, such as prompts.
+    """Return the text encoder with its weights, for texts without stored embeddings.
 
     Raises:
         ValueError: The encoder needs weights and text.weights is empty, or text.store was made with
-            another encoder.
+            another encoder or other weights.
         FileNotFoundError: The weights are missing.
     """
     kind = registry.ENCODERS[text.encoder]
@@ -75,7 +76,8 @@ def open_prompts(
     of the text encoder take no memory during training.
 
     Raises:
-        ValueError: The config names no weights for the encoder, or text.store lacks a prompt.
+        ValueError: The encoder needs weights and text.weights is empty, or text.store lacks a
+            prompt.
     """
     if not embedded:
         for first in range(0, len(prompts) if text.store else 0, _CHECKED):
@@ -89,11 +91,14 @@ def open_prompts(
 
 
 def identity(text: Text, encoder: TextEncoder) -> store.Identity:
-    """Return all that determines an embedding: config fields, and hashes of weights and tokens."""
+    """Return the values that determine the embedding of a text.
+
+    They are the values of `rule`, and the hashes "weights" and "tokenizer" of store.fingerprint.
+    """
     return {**rule(text), **store.fingerprint(encoder)}
 
 
 def rule(text: Text) -> dict[str, Any]:
-    """Return the text encoder's name and the config fields that determine an embedding."""
+    """Return the text encoder's name, and the text fields of the config that affect embeddings."""
     fields = [field for field in registry.ENCODERS[text.encoder].fields if field != "weights"]
     return {"encoder": text.encoder, **{field: getattr(text, field) for field in fields}}

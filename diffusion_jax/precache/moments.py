@@ -1,7 +1,7 @@
 """Encode images as tars of VAE moments (means and log variances of latents), shard by shard.
 
-Shard i holds the usable records among records i * N to (i + 1) * N - 1 of the source. So shards can
-be written in any order, by several workers, and again after an interruption.
+With N images per shard, shard i holds the usable records among records i * N to (i + 1) * N - 1 of
+the source. So several workers can write shards in any order, and a killed command can continue.
 """
 
 import functools
@@ -28,8 +28,9 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 class Work(NamedTuple):
     """Options of an encoding run.
 
-    `shard` and `batch` are numbers of images. `dry_run` encodes nothing, and prints how many shards
-    are missing. `verify` finds damaged shards by their checksums and encodes them again.
+    `shard` is the number of images per shard, and `batch` the number per batch. `dry_run` writes
+    nothing, and prints how many shards are missing. `verify` finds damaged shards by their
+    checksums and encodes them again.
     """
 
     shard: int
@@ -44,7 +45,7 @@ class Work(NamedTuple):
 def run(
     source: Pictures, encode: Encode, out: pathlib.Path, identity: Mapping[str, Any], work: Work
 ) -> int:
-    """Encode the shards that are missing in `out`, and return the number of shards that exist then.
+    """Encode the shards that are missing in `out`, and return how many shards exist afterwards.
 
     Other workers may write shards at the same time.
 
@@ -52,8 +53,8 @@ def run(
         source: The images.
         encode: Maps a batch of images to moments.
         out: The folder of the tars.
-        identity: Describes the encoder and its input. It is saved in `out`, and compared when the
-            command runs again.
+        identity: JSON values that describe the encoder and its input. They are saved in `out`, and
+            compared when the command runs again.
         work: Options of the run.
 
     Raises:

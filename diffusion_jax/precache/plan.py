@@ -1,4 +1,4 @@
-"""Plan which captions of a data set still need to be encoded, part by part."""
+"""Find the captions that a store does not hold yet, and divide them into shards."""
 
 import hashlib
 import json
@@ -22,16 +22,14 @@ _READ = 256  # Captions that a thread reads at a time.
 
 
 class Captions(NamedTuple):
-    """A list of captions: first prompts and the lines of a file, then the captions of a data set.
-
-    `num_data` is the number of captions to take from `data`, and `threads` the number of threads
-    that read them.
-    """
+    """A list of captions: first `prompts`, then the first `num_data` captions of `data`."""
 
     prompts: Sequence[str]
+    """The config's prompts, followed by the lines of a file of captions, if one is used."""
     data: Pictures | None
     num_data: int
     threads: int
+    """Number of threads that read captions from `data`."""
 
     def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the number of captions, including repeated ones."""
@@ -54,16 +52,17 @@ class Captions(NamedTuple):
 class Plan(NamedTuple):
     """The temporary files that divide the captions to encode into shards.
 
-    A shard of the store holds the next N captions that do not repeat an earlier caption and are not
-    in the store yet. No process needs all keys at once. First, the captions of each chunk become a
-    table of keys (hashes). Then each range of keys is compared across all tables (see
-    machine/tables.py). Finally the remaining captions are divided into shards.
+    Captions that repeat an earlier caption or are already in the store are not encoded. To find
+    them without loading all captions, each chunk of captions first becomes a table of keys (hashes
+    of captions). Then each range of keys is compared across all tables (see machine/tables.py).
+    Each `size` remaining captions, in order, become a shard of the store.
     """
 
     folder: pathlib.Path
     captions: int
+    """The number of all captions."""
     size: int
-    """The number of captions per shard (N above)."""
+    """The number of captions per shard."""
 
     @property
     def chunks(self) -> range:
@@ -77,7 +76,7 @@ class Plan(NamedTuple):
 
     @property
     def counts(self) -> Int[np.ndarray, "_"]:
-        """Return how many captions to encode precede each chunk, followed by the total number."""
+        """For each chunk, the number of captions to encode in earlier chunks; last, the total."""
         return tables.read(self.folder / "counts", _NUMBER)
 
     def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
@@ -89,21 +88,22 @@ class Plan(NamedTuple):
         return self.folder / f"keys-{chunk:08}"
 
     def new_captions(self, part: int) -> pathlib.Path:
-        """Return the path of the file that lists the captions to encode in a range of keys.
+        """Return the path of the file that lists the captions to encode with keys in one range.
 
         The file holds sorted int64 indices of captions.
         """
         return self.folder / f"new-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:
-        """Return the path of a file that holds the name of an encoded shard in the store."""
+        """Return the path of the file that records an encoded shard's file name in the store."""
         return self.folder / f"name-{shard:08}"
 
 
 def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
-    """Write the table of the distinct keys in a chunk, each with the index of its first caption.
+    """Write the table of the distinct keys in a chunk.
 
-    `keys` holds the key of each caption in the chunk, in order.
+    `keys` holds the key of each caption in the chunk, in order. A row of the table holds a key and
+    the index of the first caption with this key.
     """
     rows = np.zeros(len(keys), _ROW)
     rows["key"], rows["number"] = keys, plan.numbers(chunk)
@@ -111,10 +111,10 @@ def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
 
 
 def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
-    """Write the indices of the captions to encode in one key range, as sorted int64.
+    """Write the indices of the captions to encode with keys in one range, as sorted int64.
 
-    For each key that is not in the shards `held`, this is the first caption. Only one range of
-    keys, about 300 MB, is in memory.
+    Each key that is not in the shards `held` contributes the first caption with this key. Only one
+    range of keys, about 300 MB, is in memory.
     """
     ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
     first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
@@ -148,8 +148,8 @@ def open_plan(
 ) -> pathlib.Path:
     """Create and return the folder of a plan's temporary files.
 
-    It is path/plan/HASH, where HASH is a hash of the other arguments: the data source, the text
-    encoder and any other values that determine the plan.
+    The folder is path/plan/HASH. HASH is a hash of the other arguments: the data source, the text
+    encoder and any further values that determine the plan.
     """
     text = json.dumps([source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -165,9 +165,9 @@ def remove(path: pathlib.Path) -> None:
 
 
 def free_bytes(path: pathlib.Path) -> int | None:
-    """Return the free bytes on the disk of a folder, or None for a bucket.
+    """Return the number of free bytes on the disk of a folder, or None for a bucket.
 
-    The folder need not exist.
+    If the folder does not exist, its nearest existing parent counts.
     """
     if files.remote(path):
         return None

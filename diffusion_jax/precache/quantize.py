@@ -1,10 +1,11 @@
-"""Quantise embeddings to 8 bits: one scale per group of channels, steps that grow with the value.
+"""Quantise embeddings to 8 bits, with a scale per group of channels and steps that grow with the
+value.
 
-A value is stored as an int8 q and restored as a * q |q| / 127^2, where the scale a is the largest
-magnitude of its group of channels. Uniform steps (a * q / 127 with one scale per token) have an
-error of more than 1 % if one channel is an outlier, as in T5: a channel 30 times larger than the
-others gives 5 %. Here an outlier affects only its own group, and small values have small steps.
-Letters: D width, G groups.
+A value is stored as an int8 q and restored as a * q |q| / 127^2. The scale a is the largest
+absolute value in the group of channels. Uniform steps (a * q / 127 with one scale per token) have a
+relative error of more than 1 % if one channel is an outlier, as in T5: for a channel 30 times
+larger than the others, the error is 5 %. Here, an outlier affects only its own group, and small
+values have small steps. D is the number of channels, and G the number of groups.
 """
 
 import math
@@ -19,7 +20,7 @@ _GROUP = 64
 def num_groups(width: int) -> int:
     """Return G, the number of channel groups of an embedding with `width` channels.
 
-    A group has 64 channels, or the largest power of two that divides the width if that is smaller.
+    A group has gcd(width, 64) channels.
     """
     return width // math.gcd(width, _GROUP)
 
@@ -49,7 +50,7 @@ def errors(
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
     """Return the relative error |x_hat - x| / |x| and the cosine similarity of each token.
 
-    For a token whose x and x_hat are both 0, they are 0 and 1.
+    If x and x_hat of a token are both 0, the error is 0 and the similarity is 1.
     """
     norm = jnp.linalg.norm(x, axis=-1)
     norm_hat = jnp.linalg.norm(x_hat, axis=-1)

@@ -63,7 +63,7 @@ def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -
     Args:
         path: The folder of the store.
         keys: The keys of the N texts.
-        rows: Their embeddings.
+        rows: The embeddings of these texts.
     """
     first = np.concatenate([[0], np.cumsum(rows.tokens)]).astype(np.int64)
     raw = keys.view(np.uint8).reshape(-1, store.KEY_SIZE)
@@ -78,9 +78,10 @@ def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -
 
 
 def usable(file: pathlib.Path, verify: bool) -> bool:
-    """Return whether a shard exists and is undamaged; delete a damaged one.
+    """Return whether a shard exists and is undamaged. A damaged shard is deleted.
 
-    `verify` compares the checksum of every row; otherwise only sizes are compared.
+    With `verify`, the checksum of every text is compared, without it only the header and the file
+    size.
     """
     if not file.is_file():
         return False

@@ -1,16 +1,17 @@
-"""Read a store of text embeddings, which holds each distinct text once and looks it up by a hash.
+"""Read a store of text embeddings, which holds each distinct text once and finds it by a hash.
 
 A store is a folder. Its shards are safetensors files. A shard with N texts, whose embeddings have T
 rows (tokens) of width D without padding, has these arrays: `keys` uint8 [N, 16]; `first` int64
-[N + 1], the first row of each text; `check` int64 [N], a CRC-32 of a text's key and rows; `values`
-[T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors` float64 [3], a
-summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the position of their
-rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of the index. It is
-completed last: a store whose manifest lists no shards is unfinished.
+[N + 1], the first row of each text, and T; `check` int64 [N], a CRC-32 of a text's key and rows;
+`values` [T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors`
+float64 [3], a summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the
+position of each key's rows. `manifest.json` names the encoder, lists the shards and holds the
+SHA-256 of the index. The manifest is completed last: if it lists no shards, the store is
+unfinished.
 
-The format is not ArrayRecord, because that has no lookup by key. With our index, reading the rows
-of a text is a single copy from the mapped file. The key is a hash of the text and of everything
-that determines its rows: encoder, weights, tokenizer, maximum length, dtype.
+The format is not ArrayRecord, which has no lookup by key. With this index, reading the rows of a
+text is a single copy from the mapped file. The key is a hash of the text and of everything that
+determines the rows: encoder, weights, tokenizer, maximum length and dtype.
 """
 
 import functools
@@ -38,7 +39,7 @@ FORMATS = {"int8": np.int8, "bfloat16": jnp.bfloat16, "float32": np.float32}
 Identity = Mapping[str, Any]
 VERSION = 1
 _OPEN_SHARDS = 4096  # Shards that are mapped at once; Linux allows 65,530 maps per process.
-_SHARD_BYTES, _INDEX_BYTES = 32, 40  # Bytes per text, in addition to its rows.
+_SHARD_BYTES, _INDEX_BYTES = 32, 40  # Bytes per text in a shard, without rows, and in the index.
 _PROBES = (
     "", "A photo of a corgi riding a bike in Times Square.", "naïve café — 東京 ½ 🙂 &amp; İ\tß",
     "don't; 3.14159 (x) [y] {z} <extra_id_0> </s> #@!?%$^*~`|\\/", "word " * 700,
@@ -68,7 +69,7 @@ def command(path: str | os.PathLike[str], *more: str) -> str:
 def fingerprint(encoder: TextEncoder) -> dict[str, str]:
     """Return {"weights": hash, "tokenizer": hash} of a text encoder.
 
-    The second hash covers the token ids of a few fixed texts.
+    The hash of the tokenizer is that of the token ids of a few fixed texts.
     """
     tokens = hashlib.blake2b(digest_size=16)
     for name, array in sorted(encoder.tokenize(_PROBES).items()):
@@ -78,7 +79,10 @@ def fingerprint(encoder: TextEncoder) -> dict[str, str]:
 
 
 def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity) -> None:
-    """Raise ValueError if a store was made with text encoder settings that differ from `wanted`."""
+    """Raise ValueError if a store's identity differs from `wanted`. `path` is the store's folder.
+
+    `stored` is the identity in the manifest. Fields that `wanted` lacks are not compared.
+    """
     if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
             f"the embeddings in {path} were made with other settings ({different}): set the "
@@ -131,7 +135,7 @@ class Store:
 
     @property
     def identity(self) -> Identity:
-        """Return the name, options and hashes of the text encoder that made the store."""
+        """The name, options and hashes of the text encoder that made the store."""
         return self.manifest["identity"]
 
     def find(self, keys: Shaped[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:

@@ -29,9 +29,9 @@ _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 def prompts(records: Records) -> tuple[str, ...]:
     """Return up to eight captions as prompts for samples during training.
 
-    Frequent words are learned first, so each prompt is a caption of frequent words only: the
-    captions are ranked by the frequency of their rarest word. No two prompts have the same rarest
-    word. If no caption contains a word, all prompts are "".
+    Models learn frequent words first, so captions are ranked by the frequency of their rarest word,
+    and the first ones are chosen. No two prompts have the same rarest word. If no caption contains
+    a word, the result is eight empty prompts.
     """
     rows = np.linspace(0, len(records) - 1, min(len(records), _MOST_CAPTIONS)).astype(int).tolist()
     texts = [t for t in records.texts(rows) if not isinstance(t, Unusable) and hashed.words(t)]
@@ -51,7 +51,7 @@ def of_data(
 
     Args:
         photos: the data set.
-        text_weights: a folder of T5 or CLIP weights; "" for the encoder that hashes words.
+        text_weights: a folder of T5 or CLIP weights; "" uses the encoder that hashes words.
         keep_shapes: whether to train on several shapes (aspect buckets) instead of squares.
     """
     data, report = photos.data, photos.report
@@ -63,7 +63,7 @@ def of_data(
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     fields["data.threads"] = (threads, f"One per core, at most {_MOST_THREADS}.")
     if broken > data.max_broken / 2:
-        fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), f"{broken:.0%} are broken.")
+        fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), f"{broken:.0%} are unusable.")
     if not longest:
         texts = {"text.drop_prob": (0.0, ""), "text.max_tokens": (1, "")}
         texts["sampler.guidance"] = (1.0, "Without captions there is no guidance.")
@@ -81,7 +81,7 @@ def of_data(
             changes[f"{group}.dtype"] = ("float32" if on_cpu else "bfloat16", "")
         if base["batch_size"] % jax.device_count():
             batch_size = base["batch_size"] * jax.device_count()
-            changes["batch_size"] = (batch_size, "The base's batch on each device.")
+            changes["batch_size"] = (batch_size, "The base config's, on each device.")
         if keep_shapes:
             sides = systems.read(base, base["system"]).crop_sides
             about = "Height and width of the crops."
@@ -94,7 +94,8 @@ def of_data(
 def _encoder(weights: str, words: int) -> Changes:
     """Return config changes for the text encoder in `weights`, a folder of T5 or CLIP weights.
 
-    `words` is the length of the longest caption in words. Raises ValueError for other encoders.
+    `words` is the length of the longest caption in words. Raises ValueError if the folder holds the
+    weights of another encoder.
     """
     config = pretrained.read_json(pretrained.locate(weights) / "config.json")
     config |= config.get("text_config") or {}

@@ -47,8 +47,8 @@ def command(
     )
     where = text("text", "", "Where the captions are (data.text); default: guessed from the files.")
     hours = flags.DEFINE_float("hours", 2.0, "Total training time of all stages, in hours.")
-    out = text("out", "configs/mine.py", "The config to write; other stages get files beside it.")
-    weights = text("text_weights", "", "A folder of T5 or CLIP to encode the captions with.")
+    out = text("out", "configs/mine.py", "The config to write; further stages get files beside it.")
+    weights = text("text_weights", "", "T5 or CLIP to encode captions with; default: word hashes.")
     tall, shrink, finetune = map(_define, (questions.TALL, questions.SHRINK, questions.FINETUNE))
 
     def main(argv: list[str]) -> None:
@@ -59,7 +59,7 @@ def command(
             path = pathlib.Path(out.value)
             # Check the flags.
             if not 0 < hours.value < math.inf:
-                raise ValueError(f"--hours={hours.value:g}: give a time above 0")
+                raise ValueError(f"--hours={hours.value:g}: give a number of hours above 0")
             models = candidates()
             stages.check_time(models[0], hours.value)
             _check_out(path, {s.suffix for model in models for s in model.stages})
@@ -94,7 +94,7 @@ def command(
 
 
 def _define(question: Question) -> flags.FlagHolder[str]:
-    """Define a flag that answers a question; by default, the command asks it in a terminal."""
+    """Define the flag that answers a question. By default, the command asks in the terminal."""
     meanings = "; ".join(f"{answer}: {meaning}" for answer, meaning in question.answers.items())
     values, text = [questions.ASK, *question.answers], f"{question.about}: {meanings}."
     return flags.DEFINE_enum(question.flag, questions.ASK, values, text)
@@ -102,7 +102,10 @@ def _define(question: Question) -> flags.FlagHolder[str]:
 
 def _check_out(path: pathlib.Path, suffixes: set[str]) -> None:
     if path.suffix != ".py" or not path.stem.isidentifier():
-        raise ValueError(f"--out={path}: give the name of a Python file, such as configs/mine.py")
+        raise ValueError(
+            f"--out={path}: give the name of a Python file, such as configs/mine.py, whose stem "
+            "has only letters, digits and underscores"
+        )
     files.check_writable(path.parent, "--out")
     paths = [*(_with_suffix(path, s) for s in suffixes), path.with_suffix(".png")]
     if existing := [p for p in paths if p.exists()]:
@@ -170,7 +173,7 @@ def _write(
             f"pictures ({epochs:,.1f} epochs) take about {_hours(seconds)} on {device}."
         )
         if epochs < 1:
-            speed += f" This is too short to see all {count:,} pictures once."
+            speed += f" This is too short to train on each of the {count:,} pictures once."
         all_changes = {**one.opened.changes, **stage.changes(f"runs/{path.stem}"), **steps}
         about = f"{stage.base} on the pictures of {photos.data.path}.\n\n{speed}\n\n{train}"
         texts[config] = written.source(stage.base, all_changes, about)

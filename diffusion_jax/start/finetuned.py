@@ -12,9 +12,10 @@ from diffusion_jax.start.stages import Candidate, Stage
 from diffusion_jax.start.written import Changes
 
 NO, LORA, FULL = "no", "lora", "full"
-"""How to train: NO trains a new model, LORA a LoRA on the shipped model, FULL all its weights."""
-# The settings of docs/finetuning.md. From ten pictures, in batches of 20, it trains a LoRA for 150
-# steps (300 epochs) and all weights for 100 steps (200 epochs).
+"""How to train: NO trains a new model, LORA a LoRA for the shipped model, and FULL all weights of
+the shipped model."""
+# The settings of docs/finetuning.md, which trains on ten pictures in batches of 20: a LoRA for 150
+# steps (300 epochs), and all weights for 100 steps (200 epochs).
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     LORA: {
         "lora": {"rank": 8, "targets": "_attn/|text_embed/|text_to_cond"},
@@ -35,7 +36,7 @@ class Shipped(NamedTuple):
     base: str
     """The config in configs/ that trained it."""
     enlargers: tuple[str, ...]
-    """The workdirs of super-resolution models for its pictures."""
+    """The workdirs of super-resolution models for the model's pictures."""
 
     def exists(self) -> bool:
         """Return whether the model's workdir exists, as it does in a checkout of the repository."""
@@ -47,7 +48,7 @@ def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
 
     Args:
         shipped: the model to start from.
-        new: the stage that would train a new model. The candidate keeps its command.
+        new: the stage that would train a new model. The candidate's stage uses the same command.
         method: LORA or FULL.
     """
     changes, epochs = lambda workdir: _changes(shipped, method), _MAX_EPOCHS[method]
@@ -56,9 +57,10 @@ def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
 
 
 def _changes(shipped: Shipped, method: str) -> Changes:
-    """Return changes to the config shipped.base.
+    """Return changes to the config shipped.base for fine-tuning.
 
-    They set the values of the shipped model's own config and the settings of the method.
+    The changes restore the values of the shipped model's own config.json, and add the settings of
+    the method.
     """
     base, own = written.config(shipped.base, {}), runs.load(shipped.workdir)
     values = {

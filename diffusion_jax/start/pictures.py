@@ -15,16 +15,16 @@ from diffusion_jax.machine import untrusted
 _FIRST, _LOOKED = 32, 2_000  # The smallest and largest numbers of records to read.
 _SECONDS = 60  # About how long reading may take.
 _PER_TAR = 1_000
-_TALL = 1.5  # A set is tall if the sides of a twentieth of its pictures differ by this factor.
+_TALL = 1.5  # A set is tall if the sides of a twentieth of its pictures differ by a larger factor.
 
 
 class PictureSet(NamedTuple):
-    """A data set: its settings, its records, and a report on some of them."""
+    """A data set: its settings, its records, and a report on a sample of the records."""
 
     data: Data
     records: Records
     report: Mapping[str, Any]
-    """The report of validate.validate."""
+    """The result of validate.validate."""
     speed: float
     """Pictures that this machine reads per second."""
     warnings: tuple[str, ...] = ()
@@ -47,13 +47,13 @@ class PictureSet(NamedTuple):
 def read(data: Data) -> PictureSet:
     """Open a data set, and report on as many random pictures as can be read in about a minute.
 
-    It reads at least 32 and at most 2,000 pictures. Raises ValueError if the texts are embeddings,
-    or if no picture can be used.
+    At least 32 and at most 2,000 pictures are read, or all of a smaller set. Raises ValueError if
+    the texts are embeddings, or if no picture can be used.
     """
     if data.embedded:
         raise ValueError(
-            f"--text={data.text} names embeddings, but this command needs captions: name their "
-            "suffix or field"
+            f"--text={data.text} names embeddings, but this command needs captions: give the "
+            "captions' suffix or field, such as --text=txt or --text=json:caption"
         )
     records = sources.open_records(data)
     with warnings.catch_warnings(record=True) as caught:
@@ -87,14 +87,14 @@ def described(pictures: PictureSet) -> list[tuple[str, str]]:
         ("reading", f"{pictures.speed:.2g} pictures per second"),
         ("unusable", f"{_counts(report['unusable'])} ({first})" if first else "none"),
         ("left out", _counts(report["left_out"]) or "none"),
-        ("duplicates", f"{report['duplicates']:,} files that occur twice"),
-        ("captions", f"{report['different_texts']:,} different ones of {words['min']:.0f} to "
-         f"{words['max']:.0f} words; most frequent: {frequent}" if frequent else
+        ("duplicates", f"{report['duplicates']:,} files that repeat an earlier file"),
+        ("captions", f"{report['different_texts']:,} different captions of {words['min']:.0f} to "
+         f"{words['max']:.0f} words; most frequent words: {frequent}" if frequent else
          "none: the model learns to draw such pictures without a prompt"),
     ]  # fmt: skip
     if pictures.warnings:
         count, kinds = len(pictures.warnings), len({each[:20] for each in pictures.warnings})
-        rows.append(("warnings", f"{count:,} of {kinds} kinds, such as: {pictures.warnings[0]}"))
+        rows.append(("warnings", f"{count:,}, of {kinds} kinds, such as: {pictures.warnings[0]}"))
     return [(name, untrusted.printable(line)) for name, line in rows]
 
 
@@ -105,7 +105,7 @@ def shrink(pictures: PictureSet, size: int, folder: pathlib.Path, *, pad: bool) 
 
     Args:
         pictures: the data set.
-        size: the maximum of the shorter side in pixels; with `pad`, that of the longer side.
+        size: largest length in pixels of the shorter side or, with `pad`, of the longer side.
         folder: the folder of the tars.
         pad: whether to pad the pictures to squares.
     """

@@ -10,7 +10,7 @@ from diffusion_jax.start.pictures import PictureSet
 
 ASK = "ask"
 """The flag value that makes the command ask the user."""
-_SLOW = 50  # Pictures per second. Two CPU cores train the smallest model on about as many.
+_SLOW = 50  # Pictures read per second. Two CPU cores train the smallest model about this fast.
 _FEW = 1_000  # With fewer pictures, a model that is trained from scratch mostly memorises them.
 
 
@@ -29,8 +29,8 @@ FINETUNE = Question(
     "How to train on few pictures",
     {
         finetuned.NO: "train a new model on these pictures alone",
-        finetuned.LORA: "add a LoRA to the trained model, which keeps what it knows",
-        finetuned.FULL: "train all weights of the trained model, which forgets other words",
+        finetuned.LORA: "add a LoRA to this project's trained model, which keeps its knowledge",
+        finetuned.FULL: "train all weights of this project's model, which forgets other words",
     },
 )
 TALL = Question(
@@ -57,7 +57,7 @@ def answer(question: Question, value: str, reason: str) -> str:
 
     Args:
         question: the question.
-        value: the value of its flag.
+        value: the value of the question's flag.
         reason: why the question matters for this data set, in one or more sentences.
     """
     if value != ASK:
@@ -80,24 +80,23 @@ def answer(question: Question, value: str, reason: str) -> str:
 def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
     """Return how to train: finetuned.NO, finetuned.LORA or finetuned.FULL.
 
-    `value` is the value of --finetune. ASK asks the user only if there is a shipped model, the
-    pictures have captions, and there are fewer than 1,000 pictures. Otherwise, it means
-    finetuned.NO. Raises ValueError if `value` is LORA or FULL, but there is no shipped model or no
-    caption.
+    `value` is the value of --finetune. With ASK, the user is asked if there are a shipped model,
+    captions, and fewer than 1,000 pictures; in all other cases, ASK means finetuned.NO. Raises
+    ValueError if `value` is LORA or FULL, but there is no shipped model or no caption.
     """
     count = len(photos.records)
     if not shipped or not shipped.exists() or not photos.report["words"]:
         if value not in (ASK, finetuned.NO):
             raise ValueError(
-                f"--finetune={value} needs captions, the folder models/ of a checkout of this "
-                "repository, and no --text_weights: leave --finetune out"
+                f"--finetune={value} needs captions, and the folder models/ in a checkout of this "
+                "repository, and it cannot be combined with --text_weights: leave --finetune out"
             )
         return finetuned.NO
     if value == ASK and count >= _FEW:
         return finetuned.NO
     reason = (
         f"{count:,} pictures are few: a new model mostly memorises them. If they resemble emoji, "
-        f"the trained model in {shipped.workdir} learns them in minutes."
+        f"this project's trained model ({shipped.workdir}) learns them in minutes."
     )
     return answer(FINETUNE, value, reason)
 
@@ -105,8 +104,8 @@ def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
 def tall(value: str, photos: PictureSet) -> str:
     """Return what to do with tall and wide pictures: "crop", "pad" or "keep".
 
-    `value` is the value of --tall. ASK asks the user only if many pictures are tall or wide.
-    Otherwise, it means "crop".
+    `value` is the value of --tall. With ASK, the user is asked if many pictures are tall or wide;
+    in all other cases, ASK means "crop".
     """
     if value == ASK and not photos.is_tall:
         return next(iter(TALL.answers))
@@ -118,15 +117,15 @@ def tall(value: str, photos: PictureSet) -> str:
 
 
 def shrink(value: str, photos: PictureSet, size: int) -> bool:
-    """Return whether to write copies of the pictures whose shorter side has `size` pixels.
+    """Return whether to write small copies of the pictures, with shorter sides of `size` pixels.
 
-    `value` is the value of --shrink. ASK asks the user only if most pictures are larger than `size`
-    and reading them is slow. Otherwise, it means "no".
+    `value` is the value of --shrink. With ASK, the user is asked if most pictures are larger than
+    `size` and reading them is slow; in all other cases, ASK means "no".
     """
     if value == ASK and (photos.speed > _SLOW or photos.side <= size):
         return False
     reason = (
-        f"Reading is slow: {photos.speed:.2g} pictures per second, in every epoch. Their shorter "
-        f"sides have {photos.side:,.0f} pixels; {size} are enough."
+        f"Reading is slow: {photos.speed:.2g} pictures per second, in every epoch. The pictures' "
+        f"shorter sides have {photos.side:,.0f} pixels (median), but {size} are enough."
     )
     return answer(SHRINK, value, reason) == "yes"

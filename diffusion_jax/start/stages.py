@@ -1,4 +1,7 @@
-"""Choose the model that the start command suggests, measure its speed, and set its steps."""
+"""Choose the model that the start command suggests, measure its speed, and set its steps.
+
+The number of training steps is chosen to fill the time that the user gives.
+"""
 
 import math
 import pathlib
@@ -30,7 +33,7 @@ class Stage(NamedTuple):
     base: str
     """The config's name, such as base32_8m."""
     suffix: str
-    """Suffix of the names of config and workdir; "" for the text-to-image stage."""
+    """Suffix of the config's and the workdir's name; "" for the text-to-image stage."""
     command: str
     """The module that trains this stage, run with `python -m`."""
     prepare: Callable[[Any, Mesh], loop.Inputs]
@@ -38,7 +41,7 @@ class Stage(NamedTuple):
     share: float = 1.0
     """Share of the total training time that this stage gets, from 0 to 1."""
     changes: Callable[[str], Changes] = lambda workdir: {}
-    """A function that maps the workdir of the stage with suffix "" to config changes."""
+    """A function that maps the workdir of the text-to-image stage to config changes."""
     max_epochs: float = math.inf
     """Maximum number of passes over the data. More passes would only memorise a small data set."""
 
@@ -49,7 +52,7 @@ class Candidate(NamedTuple):
     image_size: int
     """Side of the model's pictures in pixels. The training pictures must be at least as large."""
     min_images: int
-    """Minimum number of images that the first stage must process within its training time."""
+    """The least number of images that the first stage must process within its training time."""
     stages: Sequence[Stage]
 
 
@@ -74,18 +77,19 @@ class Measured(NamedTuple):
     overhead: float
     """Seconds that opening, compiling and saving took, in addition to the training steps."""
     waiting: float = 0.0
-    """The share of the training time that was spent waiting for pictures, from 0 to 1."""
+    """The share of the steps' time that was spent waiting for pictures, from 0 to 1."""
 
     @property
     def seconds(self) -> float:
-        """Return the measured seconds per training step."""
+        """The measured seconds per training step."""
         return self.opened.settings.run.batch_size / self.images_per_second
 
 
 def check_time(smallest: Candidate, hours: float) -> None:
     """Raise ValueError if `hours` is too short for the smallest model on any machine.
 
-    This rough check is instant. The exact check in `timed` needs a measurement that takes minutes.
+    This rough check is instant. The exact check in `timed` needs a measurement, which takes
+    minutes.
     """
     least = max(_LEAST_SECONDS / stage.share for stage in smallest.stages) / 3600
     if hours < least:
@@ -100,7 +104,7 @@ def check_time(smallest: Candidate, hours: float) -> None:
 def open_stage(stage: Stage, changes: Changes) -> Opened:
     """Open a stage and trace its training step, without compiling or running it.
 
-    If a whole batch does not fit in memory, set optimizer.micro_batch to the largest size that
+    If a whole batch does not fit in memory, optimizer.micro_batch is set to the largest size that
     fits. Raises ValueError or OSError if the config, data or weights cannot be used.
     """
     config = written.config(stage.base, changes)
@@ -120,7 +124,7 @@ def open_stage(stage: Stage, changes: Changes) -> Opened:
     opened = Opened(stage, changes, config, s, mesh, traced, need(samples) <= limit)
     if samples == share or s.optimizer.micro_batch:
         return opened
-    micro_batch = {"optimizer.micro_batch": (samples, "The largest that fits.")}
+    micro_batch = {"optimizer.micro_batch": (samples, "The largest that fits in memory.")}
     return open_stage(stage, {**changes, **micro_batch})
 
 
@@ -153,13 +157,13 @@ def choose(
 ) -> Candidate:  # fmt: skip
     """Return the largest model that the picture size, memory and training time allow.
 
-    The smallest model is always allowed. Only its first stage is measured; all other stages are
-    assumed to reach the same FLOP/s.
+    The smallest model is always allowed. Only the first stage of this model is measured; all other
+    stages are assumed to reach the same FLOP/s.
 
     Args:
         candidates: single models or cascades, from the smallest to the largest.
-        side: the side of the training pictures in pixels.
-        seconds: the total training time.
+        side: the median of the training pictures' shorter sides, in pixels.
+        seconds: the total training time of all stages.
         opened: a function that opens and traces a stage.
         measured: a function that measures the speed of a stage.
     """
@@ -184,15 +188,14 @@ def choose(
 def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes, float]:
     """Return (config changes that make training take about `seconds`, the expected seconds).
 
-    Both times include compilation and drawing. The changes set the number of steps and the fields
-    that depend on it, such as the intervals of logging and saving. Fine-tuning may take less time,
-    because stage.max_epochs limits its steps. Raises ValueError if there is time for fewer than 20
-    steps.
+    The changes set the number of steps and the fields that depend on it, such as the intervals of
+    logging and saving. Fine-tuning may take less time, because stage.max_epochs limits its steps.
+    Raises ValueError if there is time for fewer than 20 steps.
 
     Args:
         measured: a stage and its speed.
-        seconds: the time for training, with compilation and drawing.
-        num_images: the number of training pictures.
+        seconds: the time for training, including compilation and the drawing of samples.
+        num_images: the number of pictures in the data set.
     """
     s, stage = measured.opened.settings, measured.opened.stage
     period = min(_PERIOD, seconds / _TIMES)
@@ -206,10 +209,10 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
         least = (overhead + _LEAST * measured.seconds) / stage.share
         hours = 1.1 * least / 3600  # The message shows two digits.
         raise ValueError(
-            f"on this machine, the time allows only {max(0, steps)} steps of {stage.base}: "
-            f"give --hours={hours:.2g} or more"
+            f"on this machine, --hours allows only {max(0, steps)} training steps of {stage.base}, "
+            f"fewer than {_LEAST}: give --hours={hours:.2g} or more"
         )
-    note = f"Fills the time at the measured {measured.images_per_second:.3g} images/s."
+    note = f"Fills --hours at the measured {measured.images_per_second:.3g} images/s."
     most = stage.max_epochs * num_images / s.run.batch_size
     if most < steps:
         steps = max(_LEAST, round(most))
@@ -222,7 +225,7 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
         "sample_every": (early, f"About every {_duration(early * measured.seconds)}."),
         "save_every": (early, ""),
         "keep_every": (0, ""),
-        "optimizer.schedule": ("cosine", "To 0 at the last step."),
+        "optimizer.schedule": ("cosine", "The learning rate falls to 0."),
         "optimizer.warmup": (min(s.optimizer.warmup, steps // 10), ""),
     }
     return changes, steps * measured.seconds + overhead

@@ -18,7 +18,7 @@ def source(base: str, changes: Changes, about: str) -> str:
     lines = [f"    c.{field} = {_literal(value)}" for field, (value, _) in changes.items()]
     notes = [f"  # {note}" if note else "" for _, note in changes.values()]
     body = "\n".join(line + note for line, note in zip(lines, notes, strict=True))
-    # `about` names the data, and such a name may contain """ or a backslash.
+    # `about` contains the path of the data, which may contain """ or a backslash.
     about = about.replace("\\", "/").replace('"""', "'''")
     return textwrap.dedent('''\
         """{about}

@@ -16,7 +16,7 @@ _USAGE = "Usage: python -m diffusion_jax.text convert FOLDER OUT"
 
 
 def main(argv: list[str]) -> None:
-    """Run the command named on the command line."""
+    """Run `convert`. For any other command in `argv`, print the usage and exit with code 2."""
     cli.start(alone=True)
     match argv[1:]:
         case ["convert", folder, out]:

@@ -3,6 +3,7 @@
 BERT is a post-norm transformer with learned positions. MiniLM was trained so that sentences with
 similar meaning have similar vectors. A small image model can therefore draw from words that were
 not in its training captions.
+
 Letters: B batch, L tokens, D width.
 """
 
@@ -60,7 +61,8 @@ class Bert(nn.Module):
         positions = self.param("position_embedding", init, (self.max_tokens, self.width))
         segments = self.param("segment_embedding", init, (2, self.width))
         norm = functools.partial(
-            # The two-pass variance: E[x^2] - E[x]^2 loses digits when a few channels are large.
+            # Not the one-pass variance E[x^2] - E[x]^2, which loses digits if a few channels are
+            # large.
             nn.LayerNorm, epsilon=self.eps, use_fast_variance=False, dtype=jnp.float32
         )  # fmt: skip
         first = (positions[:length] + segments[0]).astype(jnp.float32)  # [L, D]
@@ -87,7 +89,7 @@ def encoder(
 
     Args:
         weights: a folder or a Hugging Face name; "" for all-MiniLM-L6-v2 from its Python package.
-        width: the expected embedding width, which must match the weights: 384 for MiniLM.
+        width: the embedding width, which must match the weights: 384 for MiniLM.
         max_tokens: number of tokens per text. A longer text is cut but still ends with [SEP].
         dtype: the type of matrix products; everything else is float32.
 
@@ -144,11 +146,11 @@ def packaged() -> pathlib.Path:
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[Bert, list[Entry]]:
-    """Return the network for a Hugging Face state dict, and its parameters' conversion table.
+    """Return the network for a Hugging Face state dict, and the conversion table of its weights.
 
     Sizes are read from the arrays' shapes. The config supplies the number of heads, the activation
-    and epsilon. Raises ValueError if state dict and config disagree, or if the weights are not a
-    BERT encoder's.
+    and epsilon. Raises ValueError if state dict and config disagree, or if the weights are not
+    those of a BERT encoder.
     """
     state = used(state)
     missing = [name for name in _REQUIRED if name not in state]
@@ -160,7 +162,8 @@ def from_state(
     activation = config.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"hidden_act is {activation!r} in config.json: choose from {', '.join(ACTIVATIONS)}"
+            f"hidden_act is {activation!r} in config.json, which this encoder does not support: "
+            f"choose weights with {', '.join(ACTIVATIONS)}"
         )
     vocab_size, width = state[_REQUIRED[0]].shape
     model = Bert(
@@ -194,7 +197,7 @@ def used(state: StateDict) -> dict[str, np.ndarray]:
 
 
 def abstract_params(model: Bert) -> Any:
-    """Return the shapes of the parameters, without computing them."""
+    """Return the parameters' shapes and types without allocating them."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(lambda t: model.init(jax.random.key(0), t, t), tokens)
 

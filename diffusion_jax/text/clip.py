@@ -1,7 +1,8 @@
 """CLIP's text and image towers (Radford et al. 2021).
 
 Both are pre-norm transformers with biases. OpenAI's models use quick GELU, OpenCLIP's exact GELU.
-The text tower's attention is causal and has no padding mask.
+The text tower's attention is causal and, by default, has no padding mask.
+
 Letters: B batch, L tokens, P patches + 1, D width, E width of the shared text and image space.
 """
 
@@ -33,8 +34,8 @@ class TextOutputs(NamedTuple):
     pooled: Float[Array, "B D"]
     """`last` at the end token."""
     projected: Float[Array, "B E"] | None
-    """`pooled` projected into the space shared with images, not normalised; None if the weights
-    have no projection."""
+    """`pooled` projected into the space shared with images. It is not normalised. None if the
+    weights have no projection."""
 
 
 class ImageOutputs(NamedTuple):
@@ -46,6 +47,7 @@ class ImageOutputs(NamedTuple):
     pooled: Float[Array, "B D"]
     """The class token of the last layer after the final norm."""
     projected: Float[Array, "B E"] | None
+    """`pooled` projected into the space shared with texts, as in TextOutputs."""
 
 
 class TextTower(nn.Module):
@@ -71,7 +73,8 @@ class TextTower(nn.Module):
 
         Args:
             ids: token ids.
-            mask: nonzero at valid tokens [B, L]; hides padding. CLIP was trained without a mask.
+            mask: nonzero at valid tokens [B, L], to hide padding; None hides none, as in CLIP's
+                training.
         """
         length = ids.shape[1]
         init = nn.initializers.normal(0.02)
@@ -109,7 +112,7 @@ class ImageTower(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W 3"]) -> ImageOutputs:
-        """Encode images. In the outputs, the class token precedes the patches in row order."""
+        """Encode images. The outputs hold the class token, then the patches row by row."""
         init = nn.initializers.normal(0.02)
         p, tokens = self.patch, (self.image_size // self.patch) ** 2 + 1
         class_token = self.param("class_embedding", init, (self.width,)).astype(jnp.float32)
@@ -143,11 +146,11 @@ def encoder(
 
     Args:
         weights: a folder or a Hub name.
-        width: the expected embedding width, which must match the weights.
+        width: the embedding width, which must match the weights.
         max_tokens: texts are cut or padded to this number of tokens.
         layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
             which omit the last layer; "penultimate" for Stable Diffusion 2 in OpenCLIP's files.
-        dtype: compute and storage type of the weights.
+        dtype: the type in which weights are stored and matrix products computed.
 
     Raises:
         FileNotFoundError: the folder lacks weights, config or tokenizer.
@@ -171,10 +174,10 @@ def encoder(
 
 
 def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize:
-    """Return the tokenizer for the weights in a folder.
+    """Return the tokenizer for the CLIP weights in a folder.
 
     In diffusers' layout, the tokenizer of text_encoder/ is in the sibling folder tokenizer/. If
-    `pads_with_0` is True, texts are cleaned, and padded with id 0, as in OpenCLIP.
+    `pads_with_0` is True, texts are cleaned with ftfy and padded with id 0, as in OpenCLIP.
     """
     sibling = folder.parent / "tokenizer"
     folder = sibling if folder.name == "text_encoder" and sibling.is_dir() else folder
@@ -184,7 +187,7 @@ def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize
 def of_tower(
     tower: TextTower, frozen: Any, tokenizer: tokenize.Tokenize, max_tokens: int = 77
 ) -> TextEncoder:
-    """Return an encoder that outputs the last layer of `tower` after the final norm.
+    """Return a TextEncoder whose embeddings are the last layer of `tower` after the final norm.
 
     `frozen` holds the parameters of `tower`.
     """
@@ -206,11 +209,11 @@ def of_tower(
 def text_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32, skip: int = 0
 ) -> tuple[TextTower, list[torch_weights.Entry]]:
-    """Return the text tower of opened weights, and the conversion table of its parameters.
+    """Return the text tower for opened weights, and the conversion table of its parameters.
 
     Args:
         clip: the opened weights.
-        dtype: the tower's compute type.
+        dtype: the type of the tower's matrix products.
         skip: number of layers to leave out at the end.
 
     Raises:
@@ -233,7 +236,7 @@ def text_tower(
 def image_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32
 ) -> tuple[ImageTower, list[torch_weights.Entry]]:
-    """Return the image tower of opened weights, and the conversion table of its parameters.
+    """Return the image tower for opened weights, and the conversion table of its parameters.
 
     Raises:
         ValueError: the weights have no image tower.
@@ -253,7 +256,7 @@ def image_tower(
 
 
 def cosine(images: Float[Array, "I E"], texts: Float[Array, "T E"]) -> Float[Array, "I T"]:
-    """Return the cosine similarity, -1 to 1, of every projected image and every projected text."""
+    """Return the cosine similarity, -1 to 1, of each projected image with each projected text."""
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     return jnp.einsum("ie,te->it", unit(images), unit(texts), precision="highest")
 
@@ -317,7 +320,7 @@ def _projected(tower: TextTower | ImageTower, pooled: jax.Array) -> jax.Array | 
 
 
 def _shared_fields(clip: clip_weights.Clip, name: str, skip: int = 0) -> dict[str, Any]:
-    """Return the fields that text and image towers share, leaving out the last `skip` layers.
+    """Return the fields that TextTower and ImageTower share, without the last `skip` layers.
 
     Raises:
         ValueError: the weights have no tower `name`, or its activation is unknown.

@@ -26,6 +26,7 @@ class Tower(NamedTuple):
     activation: str
     eps: float
     end_id: int | None
+    """As in TextTower; not used for the image tower."""
 
 
 class Clip(NamedTuple):
@@ -80,7 +81,8 @@ def from_state(state: StateDict, config: Mapping[str, Any]) -> Clip:
             "contain neither a text nor an image tower"
         )
     pad = config.get("pad_token_id", groups[TEXT].get("pad_token_id"))
-    # Stable Diffusion 2's text encoder is OpenCLIP's: it has Hugging Face's names, but pads with 0.
+    # The text encoder of Stable Diffusion 2 is OpenCLIP's. Its files have Hugging Face's names, but
+    # texts are padded with 0.
     exact_gelu = TEXT in towers and towers[TEXT].activation == "gelu"
     return Clip(arrays, towers, from_open_clip or pad == 0 or (exact_gelu and pad in (None, 1)))
 
@@ -91,10 +93,10 @@ def is_open_clip(state: StateDict) -> bool:
 
 
 def table(params: Any, tower: str) -> list[Entry]:
-    """Return the conversion table of the parameters of a TextTower or an ImageTower.
+    """Return a tower's conversion table, which pairs its parameters with the arrays of a Clip.
 
     Args:
-        params: the tower's params, which may be abstract.
+        params: the parameters of a TextTower or an ImageTower, which may be abstract.
         tower: TEXT or VISION.
     """
     rules = [(path, name.replace("TOWER", tower)) for path, name in _RULES]
@@ -111,9 +113,10 @@ def num_layers(names: Iterable[str], tower: str) -> int:
 
 
 def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """Return the arrays of the tower in `table`, without layers after the last layer in `table`.
+    """Return the arrays of the tower that `table` converts, without layers that `table` leaves out.
 
-    The result includes other arrays of the tower, so that loading reports them as superfluous.
+    Other arrays of the tower that `table` lacks are included, so that loading reports them as
+    superfluous.
     """
     names = {e.torch for e in table}
     tower = next(tower for tower in (TEXT, VISION) if any(n.startswith(tower) for n in names))
@@ -158,7 +161,7 @@ _FINAL_NORMS = {TEXT: "final_layer_norm", VISION: "post_layernorm"}
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that both towers share in OpenCLIP's config."""
+    """Return the settings at the top level of OpenCLIP's config, which apply to both towers."""
     return {k: v for k, v in config.items() if k in ("quick_gelu", "act", "hidden_act", "eps")}
 
 
@@ -177,7 +180,10 @@ def _tower(name: str, state: StateDict, config: Mapping[str, Any], from_open_cli
     if heads is None or (name == VISION and from_open_clip):
         heads = width // (first("head_width", "head_dim") or 64)
     if width % heads:
-        raise ValueError(f"the {name}'s {heads} attention heads do not divide its width {width}")
+        raise ValueError(
+            f"the {name}'s {heads} attention heads do not divide its width {width}: use the "
+            "config.json of these weights"
+        )
     default = "gelu" if from_open_clip else "quick_gelu"
     activation = first("hidden_act", "act", "activation") or default
     if config.get("quick_gelu"):
@@ -190,7 +196,7 @@ def _tower(name: str, state: StateDict, config: Mapping[str, Any], from_open_cli
 
 def _need(state: StateDict, name: str) -> str:
     if name not in state:
-        raise ValueError(f"the CLIP weights lack {name}: they are incomplete or of another model")
+        raise ValueError(f"the CLIP weights lack {name}: they are incomplete, or of another model")
     return name
 
 
@@ -230,7 +236,10 @@ _NO_WEIGHTS = ("logit_scale", "logit_bias", "attn_mask", "input_resolution", "co
 
 
 def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:
-    """Rename OpenCLIP's arrays, transpose the projections, and split the fused q, k and v."""
+    """Rename OpenCLIP's arrays to Hugging Face's names.
+
+    Projections are transposed, and arrays that hold q, k and v together are split.
+    """
     arrays = {}
     for name, array in state.items():
         name = re.sub(r"^(cond_stage_model\.)?(model|module|text)\.(?=\w)", "", name)

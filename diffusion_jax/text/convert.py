@@ -15,20 +15,21 @@ import safetensors.numpy
 from diffusion_jax.machine import files
 from diffusion_jax.weights import pretrained, torch_files
 
-_PART = 2**32  # Bytes per shard; a shard is held in memory while it is written.
+_PART = 2**32  # Bytes per output file, which is held in memory while it is written.
 _COPIED = ("*.json", "*.model", "*.txt", "*.txt.gz")
 _T5 = "encoder.block.0.layer.0.layer_norm.weight"
 _LEFT_OUT = ("decoder.", "lm_head.", "encoder.embed_tokens.")  # The last repeats shared.weight.
 
 
 def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Convert the *.bin files of a folder to safetensors files in `out`. Dtypes do not change.
+    """Convert the *.bin files of a text encoder to safetensors files in the folder `out`.
 
-    The decoder of a T5 is left out. No code in the pickles is executed.
+    Dtypes do not change. The decoder of a T5 is left out. No code in the pickles is executed.
+    Tokenizer and config are copied.
 
     Raises:
         FileNotFoundError: the folder has no .bin files.
-        ValueError: the folder holds a diffusers model, or `out` is not empty.
+        ValueError: the folder holds a network of diffusers, or `out` is not empty.
     """
     folder, out = pathlib.Path(folder), pathlib.Path(out)
     pickles = sorted(folder.glob("*.bin"))
@@ -37,8 +38,9 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
     config = folder / "config.json"
     if config.is_file() and (kind := pretrained.read_json(config).get("_class_name")):
         raise ValueError(
-            f"{folder} holds diffusers' {kind}, not a text encoder: use its .bin files without "
-            "conversion, or write other formats with python -m sd_jax.weights convert --from=FOLDER"
+            f"{folder} holds diffusers' {kind}, not a text encoder: sd_jax reads its .bin files "
+            "directly. To write safetensors files, run\n  python -m sd_jax.weights convert "
+            f"--from={folder} --to={out}"
         )
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose a new folder")

@@ -13,7 +13,7 @@ Batch = dict[str, Any]
 
 @runtime_checkable
 class TextNetwork(Protocol):
-    """The sizes of a text network that `check_fits` compares with the config and the tokenizer."""
+    """The sizes of a text network. `check_fits` compares them with config and tokenizer."""
 
     width: int
     vocab_size: int
@@ -32,27 +32,29 @@ class TextEncoder(NamedTuple):
     max_tokens: int
     """L, the number of positions: longer texts are truncated, shorter ones are padded."""
     tokenize: Callable[[Sequence[Any]], dict[str, np.ndarray]]
-    """Maps texts from the data source to the arrays of a batch. It runs on the host."""
+    """Maps texts from the data source to arrays with one row per text, keyed by name. It runs on
+    the host."""
     frozen: Any
     """The weights as a pytree; () for an encoder without weights. Leaves of type `Stored` are read
-    from their files when they are placed on devices."""
+    from files when they are placed on devices."""
     encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
     """Maps (frozen, batch) to embeddings and a mask. It runs on the devices.
 
-    Padding comes at the end. Its embeddings are 0, and the mask is False there. Only CLIP encodes
-    padding like other tokens; its mask is True everywhere.
+    Padding comes at the end. At padding, the embeddings are 0, and the mask is False. CLIP is an
+    exception: it encodes padding like other tokens, and its mask is True everywhere.
     """
     cut: bool = False
-    """True if a batch's arrays [B, L] can be cut to its longest text without any other effect."""
+    """True if a batch's arrays [B, L] may be cut to the length of the longest text, because padding
+    does not change the embeddings of tokens."""
     cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
     """Returns the part of each text that the encoder ignores: unknown symbols, followed by the
-    truncated end. It returns "" if nothing is ignored, or if the encoder cannot determine this."""
+    truncated end. The part is "" if nothing is ignored, or if the encoder cannot determine this."""
 
 
 def check_fits(
     kind: str, folder: object, network: TextNetwork, vocab_size: int, width: int
 ) -> None:
-    """Check that a network has the configured width and covers the tokenizer's vocabulary.
+    """Check that a network has the configured width and an embedding for each token.
 
     Args:
         kind: the kind of network for error messages, such as "T5".
@@ -62,7 +64,7 @@ def check_fits(
         width: the config's text.width.
 
     Raises:
-        ValueError: the network differs in width or has fewer tokens.
+        ValueError: the network has another width, or fewer tokens than the tokenizer.
     """
     if width != network.width:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""A text encoder that needs no download and no training: each word is a fixed random sign vector.
+"""A text encoder that maps words to fixed random signs. It needs no download and no training.
 
-The vector depends only on the word's hash, so every word of every language has one. Vectors of
-different words are nearly orthogonal (their cosine is about 1 / sqrt(D)).
+The vector of a word depends only on the word's hash and position, so every word of every language
+has one. Vectors of different words are nearly orthogonal: the size of their cosine is about
+1 / sqrt(D), where D is the width.
 """
 
 import functools
@@ -21,10 +22,14 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def encoder(width: int, max_tokens: int) -> TextEncoder:
-    """Return the encoder of hashed words. Its batches hold "text_ids" and "text_mask"."""
+    """Return a text encoder that maps each word to a vector of fixed random signs.
+
+    The signs are computed from the word's hash and position. The encoder's batches hold "text_ids"
+    and "text_mask" (see `tokenize`).
+    """
 
     def encode(frozen: tuple[()], batch: Batch):
-        del frozen  # There are no weights: vectors are computed from the words' hashes.
+        del frozen  # There are no weights: vectors are computed from hashes.
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
         return embeddings(ids, mask, width), mask
 
@@ -58,8 +63,8 @@ def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
 def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
     """Return the part of each text that the encoder ignores.
 
-    The ignored part is all symbols such as emoji, followed by the text after the first `max_tokens`
-    words.
+    The ignored part consists of all symbols such as emoji, followed by the text after the first
+    `max_tokens` words.
     """
     ignored = []
     for text in texts:
@@ -72,10 +77,10 @@ def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
 def embeddings(
     ids: UInt32[Array, "B L"], mask: Bool[Array, "B L"], width: int
 ) -> Float[Array, "B L D"]:
-    """Compute the embeddings of words from their ids: +1 and -1 at words, 0 at padding.
+    """Compute embeddings from the ids of words. They are +1 or -1 at words, and 0 at padding.
 
     The first half of a vector depends on the word alone. The second half is the product of signs of
-    the word and signs of its position. Even the mean over tokens thus distinguishes "dog bites man"
+    the word and signs of the position. Even the mean over tokens thus distinguishes "dog bites man"
     from "man bites dog".
     """
     length = ids.shape[1]
@@ -94,7 +99,7 @@ def _hashes(text: str) -> tuple[int, ...]:
 
 
 def _signs(key: jax.Array, ids: UInt32[Array, "N"], width: int) -> Float[Array, "N D"]:
-    """Compute a row of random signs, +1 and -1, for each id. A row depends on key and id alone."""
+    """Compute a row of random signs, +1 or -1, for each id. A row depends on key and id alone."""
     # Each random 32-bit integer yields 32 signs.
     draw = lambda i: jax.random.bits(jax.random.fold_in(key, i), (-(-width // 32),), jnp.uint32)
     bits = jax.vmap(draw)(ids)  # [N, D/32]

@@ -1,4 +1,4 @@
-"""Find known phrases that mean nearly the same as a word, by the sentence vectors of MiniLM."""
+"""Find the phrases of a set whose meaning is nearest to a word, with MiniLM's sentence vectors."""
 
 import functools
 import importlib.util
@@ -14,14 +14,14 @@ from jaxtyping import Float
 from diffusion_jax.text import bert
 
 LARGEST = 5_000
-"""Callers compare a word with at most this many phrases: a CPU takes milliseconds per phrase."""
+"""The largest set of phrases that callers should use: a CPU takes milliseconds per phrase."""
 _LOCK = threading.Lock()  # While one thread computes the vectors, the others wait for them.
-_LEAST = 0.45  # Phrases whose vectors have a smaller cosine differ too much in meaning.
+_LEAST = 0.45  # If the cosine of two vectors is smaller, their meanings differ too much.
 _BATCH, _WIDTH, _MAX_TOKENS = 32, 384, 8
 
 
 class Meanings(NamedTuple):
-    """Functions that compare a word with a fixed set of phrases."""
+    """Functions that look up words. `nearest` compares a word with a fixed set of phrases."""
 
     nearest: Callable[[str, int], list[str]]
     """Maps a word and a number n to the n phrases of nearest meaning.
@@ -38,7 +38,7 @@ def available() -> bool:
 
 
 def among(phrases: frozenset[str]) -> Meanings:
-    """Return functions that find the phrases whose meaning is nearest to a word.
+    """Return the Meanings that compare words with these phrases.
 
     The first call for a set of phrases takes seconds, because it reads MiniLM's weights and
     computes the phrases' vectors.

@@ -13,8 +13,8 @@ from diffusion_jax.text.encoder import Batch, TextEncoder
 def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncoder:
     """Return a TextEncoder whose inputs are embeddings instead of texts.
 
-    The encoder called `name` computed these embeddings before training. Batches hold them as "text"
-    and "text_mask", and `encode` returns both unchanged.
+    The encoder called `name` computed these embeddings before training. Batches hold the embeddings
+    as "text" and their mask as "text_mask", and `encode` returns both unchanged.
     """
 
     def encode(frozen: tuple[()], batch: Batch):
@@ -26,7 +26,7 @@ def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncode
 
 
 def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.ndarray]:
-    """Batch embeddings, cutting or zero-padding each to `max_tokens`.
+    """Stack embeddings to a batch. Each is cut, or padded with zeros, to `max_tokens` tokens.
 
     Args:
         texts: one array [tokens, D] per example, from data/embeddings.py.
@@ -34,8 +34,8 @@ def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.nd
         max_tokens: L.
 
     Returns:
-        "text", float32 [B, L, D], and "text_mask", bool [B, L], True at every stored token, as in
-        NeMo's reader.
+        A dict with "text", float32 [B, L, D], and "text_mask", bool [B, L]. The mask is True at
+        every stored token, as in NeMo's reader.
 
     Raises:
         ValueError: a text is a caption instead of an array, or an array has another width.
@@ -58,5 +58,6 @@ def _check(array: Any, width: int) -> None:
         )
     if not isinstance(array, np.ndarray) or array.shape[1:] != (width,):
         raise ValueError(
-            f"embeddings have shape {np.shape(array)}: the text encoder expects [tokens, {width}]"
+            f"the stored embeddings have shape {np.shape(array)}, but text.width={width} expects "
+            f"[tokens, {width}]: set text.width to the width of the embeddings"
         )

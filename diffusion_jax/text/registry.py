@@ -15,8 +15,8 @@ class Kind(NamedTuple):
 
     module: str
     fields: tuple[str, ...]
-    """The config fields, of the group `Text`, that are passed to the function `encoder`. The output
-    depends only on them, on `options` and on the weights."""
+    """The fields of the config group `text` that are passed to the function `encoder`. The output
+    depends only on these fields, on `options` and on the weights."""
     options: Mapping[str, str] = MappingProxyType({})
     """Further arguments of the function `encoder`."""
     packaged: bool = False
@@ -47,8 +47,8 @@ def check(text: Text) -> None:
     if text.encoder == "precomputed":
         raise ValueError(
             "text.encoder is 'precomputed': name the encoder that computed the embeddings, such as "
-            "t5, and set data.text (such as npy) if they are stored with the images, or text.store "
-            "if they are in a store"
+            "t5. Also set data.text (such as npy) if the embeddings are stored with the "
+            "images, or text.store if they are in a store"
         )
     named.one_of("text.encoder", text.encoder, ENCODERS)
 

@@ -2,6 +2,7 @@
 
 Blocks are pre-norm with RMS norms and without biases. Attention logits are not scaled. A learned
 bias for each head and distance bucket is added to the logits; all layers share it.
+
 Letters: B batch, L tokens, D width, N heads, K head width.
 """
 
@@ -95,15 +96,15 @@ def encoder(
     """Open a T5 text encoder that works as in NeMo's Imagen.
 
     Texts are cut or padded to `read_tokens` tokens and encoded. Only the first `max_tokens`
-    embeddings are returned, with 0 at padding. So if a text has more than `max_tokens` tokens, the
-    returned embeddings have also attended to its later tokens.
+    embeddings are returned, with 0 at padding. If a text has more than `max_tokens` tokens, the
+    returned embeddings thus depend on later tokens too.
 
     Args:
         weights: a folder or a Hub name.
-        width: the expected embedding width, which must match the weights.
+        width: the embedding width, which must match the weights.
         max_tokens: number of embeddings returned per text.
         read_tokens: number of tokens encoded per text, at least `max_tokens`.
-        dtype: compute and storage type of the weights.
+        dtype: the type in which weights are stored and matrix products computed.
 
     Raises:
         FileNotFoundError: the folder lacks weights, config or tokenizer.
@@ -142,7 +143,7 @@ def encoder(
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[T5Encoder, list[Entry]]:
-    """Return the network for a Hugging Face state dict, and its parameters' conversion table.
+    """Return the network for a Hugging Face state dict, and the conversion table of its weights.
 
     Sizes are read from the arrays' shapes. The config supplies the activation, the largest distance
     of the buckets, and epsilon.
@@ -197,7 +198,7 @@ def t5_table(model: T5Encoder) -> list[Entry]:
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the arrays of T5's encoder. The embedding has the name "shared.weight" only."""
+    """Return the arrays of T5's encoder. The embedding is always named "shared.weight"."""
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):
         if name in state:
@@ -223,7 +224,7 @@ def distance_buckets(length: int, num_buckets: int, max_distance: int) -> Int[np
     offset = np.arange(-(length - 1), length)
     distance = np.abs(offset)
     # Distances that are powers of two lie on bucket edges, so rounding decides their bucket. These
-    # float32 operations, in this order, round like the reference.
+    # float32 operations, in this order, round as in transformers.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
     spaced = ratio / np.float32(math.log(max_distance / exact)) * np.float32(half - exact)
     bucket = np.where(distance < exact, distance, np.minimum(exact + spaced.astype(int), half - 1))

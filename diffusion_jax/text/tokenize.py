@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
-_PIECE = 2048  # Characters of a caption that are cleaned at once, far more than CLIP reads.
+_PIECE = 2048  # Maximum characters that ftfy cleans at once, far more than CLIP reads.
 _BPE = "bpe_simple_vocab_16e6.txt.gz"
 # Splits T5's control tokens, so that their names in a caption are never read as control tokens.
 _IN_CONTROL = Regex(r"(?<=</s|<pad|<unk)>")
@@ -23,7 +23,7 @@ _IN_CONTROL = Regex(r"(?<=</s|<pad|<unk)>")
 class Tokenize:
     """A callable (texts, length) -> {"text_ids": int32, "text_mask": bool}, both [B, length].
 
-    Texts that are too long are truncated and still end with `end`. Thread-safe.
+    Texts that are too long are truncated and still end with the token `end`. Calls are thread-safe.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Tokenize:
             begin: id prepended to each text, or None.
             end: id appended to each text.
             pad: id of padding.
-            clean: function applied to each text first.
+            clean: function applied to each text before it is tokenized.
             lower: whether to convert texts to lower case.
             unknown: name of the token for unknown symbols, if there is one.
         """
@@ -76,7 +76,10 @@ class Tokenize:
         return {"text_ids": ids, "text_mask": mask}
 
     def cut_off(self, texts: Sequence[Any], length: int) -> list[str]:
-        """Return the part of each text that is ignored: unknown symbols, then the truncated end."""
+        """Return the part of each text that is ignored.
+
+        The ignored part consists of all unknown symbols, followed by the truncated end.
+        """
         room, ignored = length - 1 - (self.begin is not None), []
         for text, encoding in self._encode(texts):
             pairs = zip(encoding.ids[:room], encoding.offsets, strict=False)
@@ -96,8 +99,8 @@ class Tokenize:
 def t5(path: str | os.PathLike[str]) -> Tokenize:
     """Return T5's tokenizer from spiece.model or tokenizer.json in a folder.
 
-    Texts end with </s>, id 1. With spiece.model, control tokens in a caption such as "</s>" are
-    plain text, as in sentencepiece.
+    Texts end with </s>, id 1. With spiece.model, the names of control tokens in a caption, such as
+    "</s>", are read as plain text, as in sentencepiece.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer.
@@ -149,7 +152,10 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
         )
     begin, end = (tokenizer.token_to_id(f"<|{name}oftext|>") for name in ("start", "end"))
     if begin is None or end is None:
-        raise ValueError(f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|>")
+        raise ValueError(
+            f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|> or no "
+            "<|endoftext|>"
+        )
     if open_clip:
         return Tokenize(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
     return Tokenize(tokenizer, begin=begin, end=end, pad=end)
@@ -158,7 +164,7 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
 def bert(path: str | os.PathLike[str]) -> Tokenize:
     """Return BERT's WordPiece tokenizer from tokenizer.json in a folder.
 
-    A text becomes [CLS] ... [SEP].
+    The tokens of a text are enclosed in [CLS] and [SEP].
 
     Raises:
         FileNotFoundError: the folder has no tokenizer.
@@ -173,7 +179,7 @@ def bert(path: str | os.PathLike[str]) -> Tokenize:
     begin, end, pad = (tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]"))
     if begin is None or end is None or pad is None:
         raise ValueError(
-            f"the tokenizer in {folder} is not BERT's: it has no [CLS], [SEP] or [PAD]"
+            f"the tokenizer in {folder} is not BERT's: it has no [CLS], no [SEP] or no [PAD]"
         )
     return Tokenize(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
 
@@ -195,7 +201,7 @@ def _read_json(path: pathlib.Path) -> Tokenizer:
 
 
 def _read_pieces(path: pathlib.Path) -> Tokenizer:
-    """Read a sentencepiece model; control tokens in a text are read as plain text."""
+    """Read a sentencepiece model whose control tokens, if a text names them, are plain text."""
     options = {"extra_ids": 0, "split_special_tokens": True, "local_files_only": True}
     try:
         t5 = _transformers().T5Tokenizer.from_pretrained(str(path), **options)
@@ -210,7 +216,7 @@ def _read_pieces(path: pathlib.Path) -> Tokenizer:
 def _byte_pairs(
     folder: pathlib.Path, vocab: dict[str, int], merges: list[tuple[str, str]], open_clip: bool
 ) -> Tokenizer:
-    """Return CLIP's tokenizer. OpenCLIP reads control tokens in a caption as plain text."""
+    """Build CLIP's tokenizer. With `open_clip`, control tokens in a caption are plain text."""
     if "<|startoftext|>" not in vocab:  # transformers would add it.
         raise ValueError(f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|>")
     options = {"vocab": vocab, "merges": merges, "split_special_tokens": open_clip}
@@ -218,7 +224,7 @@ def _byte_pairs(
 
 
 def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the 49,408 tokens defined by OpenAI's list of merges, and the merges.
+    """Return the 49,408 tokens defined by OpenAI's list of merges, with their ids, and the merges.
 
     The tokens are the 256 bytes, the 256 bytes with a mark for the end of a word, one token per
     merge, and two control tokens.
@@ -235,7 +241,7 @@ def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, s
 
 
 def _mend(text: str) -> str:
-    """Fix wrong decodings, curly quotes, HTML entities and repeated spaces, as open_clip does."""
+    """Fix wrong decodings, curly quotes, HTML entities and repeated spaces, as OpenCLIP does."""
     import ftfy  # Only OpenCLIP needs it.
 
     # For texts like "&amp;amp;...", ftfy takes quadratic time in the length of the pieces it fixes.
@@ -247,6 +253,6 @@ def _checked(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(
             f"the text encoder expects captions, but the data hold {type(text).__name__} of shape "
-            f"{np.shape(text)}: set data.text=txt"
+            f"{np.shape(text)}: set data.text to the field of the captions, such as txt"
         )
     return text

@@ -2,7 +2,7 @@
 
 The residual stream, norms and softmax are float32 for every compute type, and bf16 matrix products
 accumulate in float32. This is necessary because T5's residual stream has values of tens of
-thousands. There, neighbouring bf16 values are up to 256 apart, and float16 overflows.
+thousands. At this size, neighbouring bf16 values are up to 256 apart, and float16 overflows.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ def attend(
 def mask_bias(mask: Array) -> Float[Array, "..."]:
     """Return 0 where the mask is nonzero, and the smallest float32 elsewhere.
 
-    With -inf, the softmax of a fully masked row would be NaN. With this value, attention averages
-    over all keys, as in torch.
+    With -inf, the softmax of a fully masked row would be NaN. With the smallest float32, attention
+    averages over all keys of such a row, as in torch.
     """
     return jnp.where(mask != 0, 0.0, jnp.finfo(jnp.float32).min)

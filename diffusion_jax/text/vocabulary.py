@@ -1,12 +1,12 @@
 """The vocabulary of a run: the words of its training captions, and examples of the captions.
 
-Training and `diffusion_jax.pack` write it into a workdir as vocabulary.json:
+Training and `diffusion_jax.pack` write the vocabulary into a workdir as vocabulary.json:
 
     {"captions": 3711, "words": ["a", "apple", ...], "examples": ["a red apple, noto style", ...]}
 
-`sample`, notebooks and the page use it to warn about words that the model never saw, and the page
-lists the examples. A run that starts from given weights has no vocabulary, because these weights
-may know more words than the captions of the run.
+`sample`, notebooks and the web page use it to warn about words that the model never saw, and the
+web page lists the examples. A run that starts from given weights has no vocabulary, because these
+weights may know more words than the captions of the run.
 """
 
 import collections
@@ -25,7 +25,7 @@ _WORDS = 50_000  # The largest number of words in a vocabulary. Rarer words are 
 _EXAMPLES = 1_000
 _LENGTH = 200  # The largest number of characters of an example.
 _SIMILAR = 3  # The largest number of similar phrases for an unknown word.
-_PHRASE = 3  # The largest number of words of such a phrase.
+_PHRASE = 3  # The largest number of words of a similar phrase.
 _ARTICLE = re.compile(r"^(an?|the) ")
 _FUNCTION_WORDS = frozenset(
     ("a", "an", "the", "and", "or", "of", "on", "in", "at", "to", "from", "with", "by", "for", "as")
@@ -45,12 +45,14 @@ class Vocabulary(NamedTuple):
     """Captions with different beginnings. A beginning ends at the first comma."""
 
     def unknown(self, text: str) -> dict[str, list[str]]:
-        """Map each word of a text that is not in `words` to at most three similar phrases.
+        """Return the words of a text that are not in `words`, each with similar phrases.
 
-        These are words of the vocabulary with a similar spelling. If the package with MiniLM's
-        weights is installed (the extra [words]), phrases with a similar meaning follow, such as
-        "police officer". A word that is frequent in English is no typing error, so it gets only
-        phrases with a similar meaning. Function words such as "and" are not reported.
+        The result maps each such word to at most three phrases. The first ones are words of the
+        vocabulary with a similar spelling. If the package with MiniLM's weights is installed (the
+        extra [words]) and there are at most 5,000 phrases, phrases with a similar meaning follow,
+        such as "police officer". In this case, a word that is frequent in English is no typing
+        error, so it gets only phrases with a similar meaning. Function words such as "and" are not
+        reported.
         """
         known = self.words | _FUNCTION_WORDS
         new = [word for word in dict.fromkeys(hashed.words(text)) if word not in known]
@@ -65,12 +67,16 @@ class Vocabulary(NamedTuple):
         if len(phrases) > meaning.LARGEST or not meaning.available():
             return spelled(0.7)
         meanings = meaning.among(phrases)
-        # A spelling as similar as "foox" and "fox" is a typing error; "canine" is no "canoe".
+        # At this cutoff, "foox" is a misspelt "fox", but "canine" is not a misspelt "canoe".
         typed = [] if meanings.is_word(word) else spelled(0.8)
         return list(dict.fromkeys([*typed, *meanings.nearest(word, _SIMILAR)]))[:_SIMILAR]
 
     def _phrases(self) -> frozenset[str]:
-        """Return the short phrases that begin examples, and words that occur outside of them."""
+        """Return the phrases to compare with an unknown word.
+
+        They are the beginnings of examples with at most three words, without an article, and the
+        words that occur outside of these beginnings.
+        """
         short, outside = set[str](), set[str]()
         for example in self.examples:
             beginning, _, rest = " ".join(example.lower().split()).partition(",")
@@ -85,7 +91,7 @@ class Vocabulary(NamedTuple):
 
 
 def of(captions: Iterable[str]) -> Vocabulary:
-    """Collect the most frequent words of captions, and at most 1,000 captions as examples."""
+    """Build a vocabulary: the most frequent words of captions, and at most 1,000 examples."""
     counts, num_captions = collections.Counter[str](), 0
     by_beginning: dict[str, str] = {}
     for caption in captions:
@@ -94,7 +100,7 @@ def of(captions: Iterable[str]) -> Vocabulary:
         text = " ".join(caption.split())
         beginning = text.partition(",")[0].lower()
         if beginning and len(text) <= _LENGTH:
-            # Keep one caption per beginning. Choosing it by a hash favours no words.
+            # Keep one caption per beginning: that with the smallest hash, which favours no words.
             by_beginning[beginning] = min(by_beginning.get(beginning, text), text, key=_hash)
     examples = [by_beginning[beginning] for beginning in sorted(by_beginning)]
     spread = examples[:: -(-len(examples) // _EXAMPLES)] if examples else []
@@ -130,19 +136,19 @@ def read(workdir: files.Path) -> Vocabulary | None:
         return Vocabulary(int(content["captions"]), frozenset(words), tuple(examples))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is not a vocabulary ({error}): delete it, or, if the model was packed, "
-            "pack it again with python -m diffusion_jax.pack"
+            f"{path} is not a vocabulary ({error}): delete the file or, if it belongs to a packed "
+            "model, pack the model again with python -m diffusion_jax.pack"
         ) from error
 
 
 def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -> str:
-    """Return one line about the words of texts that a vocabulary lacks, or "" if it has all.
+    """Return one line that lists the words of prompts that a vocabulary lacks; "" without any.
 
     Args:
-        vocabulary: The vocabulary of the model; None if it has none.
+        vocabulary: The vocabulary of the model; None gives "".
         texts: The prompts.
-        encoder: The name of the model's text encoder. New words mean nothing to "hashed"; the
-            other encoders know the meaning of most words.
+        encoder: The name of the model's text encoder. New words mean nothing to "hashed", so the
+            line says this. The other encoders know the meaning of most words.
     """
     new: dict[str, list[str]] = {}
     for text in texts:

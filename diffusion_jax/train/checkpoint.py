@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saved in the background and restored into any sharding.
+"""Save the checkpoints of a training run in the background, and restore them into any sharding.
 
 Each step has a folder. The folder holds one item for each part that can be read alone: `params`, an
 `ema_<decay>` for each average, `optimizer` (with the step and the count of skipped steps), `data`
@@ -58,17 +58,17 @@ class NotSaved(RuntimeError):
 
 
 class Checkpointer:
-    """The checkpoints of one run under `directory`. Call `close` before the process ends.
+    """Saves and restores the checkpoints of one run. Call `close` before the process ends.
 
-    A run keeps the newest `keep_last` checkpoints (None: all) and every checkpoint whose step is a
-    multiple of `keep_every` (0: no others). A checkpoint counts as saved when all its files are on
-    the disk.
+    The checkpoints are in the folder `directory`. A run keeps the newest `keep_last` checkpoints
+    (None: all) and every checkpoint whose step is a multiple of `keep_every` (0: no others). A
+    checkpoint counts as saved when all its files are on the disk.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], keep_last: int | None, keep_every: int = 0
     ) -> None:
-        """Create `directory` if needed, and remove incomplete saves.
+        """Create `directory` if it does not exist, and remove incomplete saves.
 
         Damaged checkpoints that are newer than the newest undamaged one are moved into the folder
         `damaged`, because training will save their steps again. Raises restore.Damaged if every
@@ -98,7 +98,7 @@ class Checkpointer:
         self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
-        self._last = self.latest_step()  # Kept, because listing the folder again takes memory.
+        self._last = self.latest_step()  # For error messages: listing the folder takes memory.
         self._limit = SaveLimit()
 
     def save(
@@ -111,17 +111,17 @@ class Checkpointer:
     ) -> None:
         """Copy `state` to the host and return. A thread writes it to disk.
 
-        The state may be donated as soon as this returns. This method first waits for the previous
-        save and raises its error. If the step is saved already, it is not written again.
+        The state may be donated as soon as this method returns. The method first waits for the
+        previous save. If the step is saved already, nothing is written.
 
         Args:
-          step: the step of the state.
-          state: the state to save.
-          data_iterator: the iterator whose position is saved.
-          metadata: values that JSON can hold.
-          read_back: whether to compare the written files with their checksums. If False, the
-            comparison of a previous save also stops, so that the process can end sooner. The
-            next start then compares the files.
+            step: The step of the state.
+            state: The state to save.
+            data_iterator: The iterator whose position is saved.
+            metadata: Values that JSON can hold.
+            read_back: Whether to compare the written files with their checksums. If False, the
+                comparison of a previous save also stops, so that the process can end sooner. The
+                next start then compares the files.
 
         Raises NotSaved if the previous save failed.
         """
@@ -158,7 +158,10 @@ class Checkpointer:
             self._checking = self._checker.submit(self._finish, step)
 
     def snapshots(self) -> "Snapshots":
-        """Open the run's snapshots, in a folder next to its checkpoints. `close` closes both."""
+        """Open and return the run's snapshots, in a folder next to its checkpoints.
+
+        The method `close` also closes the snapshots.
+        """
         folder = self._directory.parent / restore.SNAPSHOTS
         self._snapshots = Snapshots(folder, self.latest_step() or 0)
         return self._snapshots
@@ -174,9 +177,9 @@ class Checkpointer:
     def restore(
         self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
     ) -> TrainState:
-        """Wait for the last save, then read the state of `step` (None: the newest).
+        """Wait for the last save, then call `restore_state` with this folder and these arguments.
 
-        The result is that of `restore_state`. Raises NotSaved if the last save failed.
+        Raises NotSaved if the last save failed.
         """
         self.wait()
         return restore_state(self._directory, abstract_state, data_iterator, step)
@@ -266,7 +269,7 @@ def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath
     """Move the folders of these steps into the folder `name`. Return their new paths."""
     places = [directory / name / str(step) for step in steps]
     for place in places:
-        if name == _DELETED and files.remote(directory):
+        if name == _DELETED and files.remote(directory):  # A move would copy every file.
             _delete(directory / place.name)
             continue
         place.parent.mkdir(exist_ok=True)
@@ -285,22 +288,22 @@ def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath
 def _delete(folder: epath.Path) -> None:
     """Delete a checkpoint in a bucket.
 
-    The commit file is deleted first. If the process is killed midway, the rest does not count as a
-    checkpoint.
+    The commit file is deleted first. If the process is killed midway, the remaining files do not
+    count as a checkpoint.
     """
     (folder / checksums.COMMIT).unlink(missing_ok=True)
     folder.rmtree()
 
 
 class Snapshots:
-    """Snapshots of a run's power-function averages, one folder each. Old ones are kept.
+    """Snapshots of a run's power-function averages, one folder per step. All are kept.
 
-    Training waits until a snapshot is complete. So all snapshots before a checkpoint exist when a
-    run continues from it. Snapshots after it are deleted and written again.
+    Training waits until a snapshot is complete. So when a run continues from a checkpoint, all
+    snapshots before the checkpoint exist. Snapshots after it are deleted and written again.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int) -> None:
-        """Open the snapshots of a run that continues from `step`, and delete those after it."""
+        """Open the snapshots of a run that continues from `step`. Delete those of later steps."""
         cast = lambda x: x.astype(SNAPSHOT_DTYPE) if jnp.issubdtype(x.dtype, jnp.floating) else x
         self._cast = jax.jit(lambda tree: jax.tree.map(cast, tree))
         folder = restore.absolute(directory)
@@ -325,11 +328,12 @@ def restore_state(
     data_iterator: DataIterator,
     step: int | None = None,
 ) -> TrainState:
-    """Return the state of `step` (None: the newest), and move `data_iterator` to its position.
+    """Return the saved state of `step`, and move `data_iterator` to the saved position.
 
-    `abstract_state` holds a jax.ShapeDtypeStruct with a sharding for each leaf. The saved state may
-    have had other shardings. Nothing is written. Raises ValueError if the saved parameters have
-    other names or shapes, and FileNotFoundError if there is no checkpoint.
+    If `step` is None, the newest checkpoint is read. `abstract_state` holds a jax.ShapeDtypeStruct
+    with a sharding for each leaf. The saved state may have had other shardings. Nothing is written.
+    Raises ValueError if the saved parameters have other names or shapes, and FileNotFoundError if
+    there is no checkpoint.
     """
     root = restore.absolute(directory)
     restore.check_exists(root, step)
@@ -348,17 +352,14 @@ def powers(state: TrainState) -> dict[str, Params]:
 
 
 def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:
-    """Raise ValueError unless the arrays of a checkpoint have the names and shapes of a state's.
-
-    No array is read.
-    """
+    """Raise ValueError unless a checkpoint has the same array names and shapes as `state`."""
     root = restore.absolute(directory) / str(step)
     restore.check_averages(root, list(state.ema))
     restore.check_items(root, _items(state))
 
 
 class _BytesHandler(ocp.CheckpointHandler):
-    """An Orbax handler that reads and writes one file of bytes per process."""
+    """An Orbax handler for items of bytes. Each process reads and writes its own file."""
 
     def save(self, directory: epath.Path, args: "_BytesSave") -> None:
         _own_file(directory).write_bytes(args.item)
@@ -366,7 +367,7 @@ class _BytesHandler(ocp.CheckpointHandler):
     def restore(self, directory: epath.Path, args: None = None) -> bytes:
         """Return the bytes that this process saved.
 
-        If the number of processes changed, all saved files must be equal, and their content is
+        If the number of processes changed, all saved files must have the same content, which is
         returned. Raises ValueError if they differ.
         """
         if _own_file(directory).exists():
@@ -376,8 +377,8 @@ class _BytesHandler(ocp.CheckpointHandler):
         if len(states) == 1:
             return states.pop()
         raise ValueError(
-            f"{directory} holds {len(files)} different data positions, one for each process, and "
-            f"this run has {jax.process_count()} processes: start {len(files)} processes"
+            f"{directory} holds the data positions of {len(files)} processes, which differ, but "
+            f"the number of processes is now {jax.process_count()}: start {len(files)} processes"
         )
 
 
@@ -392,7 +393,7 @@ def _own_file(directory: epath.Path) -> epath.Path:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """Return the trees of a checkpoint, keyed by item name."""
+    """Return the arrays that a checkpoint stores: a tree for each item, keyed by item name."""
     averages = {restore.EMA + name: tree for name, tree in state.ema.items()}
     optimizer = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
     return {"params": state.params, **averages, "optimizer": optimizer}

@@ -1,4 +1,4 @@
-"""The training command of all systems. It reads the flags, checks the run and starts the loop."""
+"""The training command, shared by all systems: it reads flags, checks the run and trains."""
 
 import contextlib
 import pathlib
@@ -32,26 +32,24 @@ _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
 """Config groups with fields that only some samplers, data sources or text encoders read."""
 _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
-_CAPTIONS, _CHUNK = (
-    20_000,
-    256,
-)  # The largest number of captions in a run's vocabulary, and how many are read at once.
-_SECONDS = 15
+# The largest number of captions that a vocabulary is made from, and how many are read at once.
+_CAPTIONS, _CHUNK = 20_000, 256
+_SECONDS = 15  # After this time, no further captions are read.
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
 
 def command(
     read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.Inputs]
 ) -> None:
-    """Run `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
+    """Run the training command, `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
 
     The docstring of the calling module is the --help text. If `read` or `prepare` raises ValueError
     or OSError, the command prints one line and exits with code 2. On SIGTERM it saves a checkpoint
     and exits with code 143. It exits with code 1 if a checkpoint cannot be saved.
 
     Args:
-      read: converts a config to settings, which include `run`, `optimizer` and `mesh`.
-      prepare: (settings, mesh) -> a loop.Inputs. It opens the task, the data and the examples.
+        read: Converts a config to settings, which include `run`, `optimizer` and `mesh`.
+        prepare: (settings, mesh) -> a loop.Inputs. It opens the task, the data and the examples.
     """
     config = cli.define_config()
     workdir_flag = flags.DEFINE_string(
@@ -115,8 +113,8 @@ def command(
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
 
-            # Train. Known failures become one-line messages. Exit code 1 makes launchers start the
-            # command again. It is for failures that may not occur at the next start.
+            # Train. Known failures become one-line messages. A failure that may not occur at the
+            # next start exits with code 1, after which launchers start the command again.
             distributed.advise(how_to_go_on(workdir))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
@@ -153,7 +151,7 @@ def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
         return
     pictures, started, captions = inputs.batches.pictures, time.monotonic(), []
     rows = np.unique(np.linspace(0, len(pictures) - 1, _CAPTIONS).astype(int))
-    # Each chunk is spread over the data too, in case the time ends early.
+    # Each chunk of rows is spread over the whole data, in case the time ends early.
     num_chunks = -(-len(rows) // _CHUNK)
     for first in range(num_chunks):
         captions += [t for t in pictures.texts(rows[first::num_chunks]) if isinstance(t, str) and t]
@@ -178,7 +176,7 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
     if jax.process_index() == 0:
         print(report, flush=True)
         for field, value in unread.items():
-            logging.warning("%s is %r, but this run does not read this setting", field, value)
+            logging.warning("%s is %r, but has no effect: this run does not read it", field, value)
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:
@@ -192,5 +190,5 @@ def how_to_go_on(workdir: pathlib.Path) -> str:
 def exit_if_stopped(state: TrainState, steps: int) -> None:
     """Exit with code 143 if SIGTERM ended the loop before step `steps`."""
     if int(state.step) < steps:
-        logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
+        logging.info("stopped at step %d by SIGTERM; the same command continues", int(state.step))
         sys.exit(exits.PREEMPTED)

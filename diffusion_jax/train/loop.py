@@ -1,7 +1,7 @@
 """The training loop of every system, from the first batch to the last checkpoint.
 
-It continues from the newest checkpoint in the workdir. On SIGTERM it saves a checkpoint and stops.
-If a step hangs, a watchdog ends the process.
+The loop continues from the newest checkpoint in the workdir. On SIGTERM it saves a checkpoint and
+stops. If a step hangs, a watchdog ends the process.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
 OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
-"""Takes all prompts of an evaluation. Returns a function that tokenizes a batch of them."""
+"""Takes all prompts of an evaluation. Returns a function that tokenizes a batch of prompts."""
 
 
 class Examples(NamedTuple):
@@ -67,7 +67,7 @@ class Examples(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The scores that training computes whenever `every` more images were seen, and at the end.
+    """The scores that training computes after every `every` images and at the end of the run.
 
     `score` maps the drawing function and the parameters to scores, keyed by name.
     """
@@ -75,8 +75,8 @@ class Scoring(NamedTuple):
     every: int
     score: Callable[[Draw, Params], Mapping[str, float]]
     rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
-    """Draws one batch and computes its features for the scores. A rehearsal calls this function, so
-    both are only traced."""
+    """Draws one batch and computes the features that the scores need. In a rehearsal, which calls
+    this function, the programs for both are only traced."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
         """Return whether this step reached or passed a multiple of `every` images."""
@@ -84,7 +84,7 @@ class Scoring(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The opened and checked inputs of a run. Nothing is computed yet.
+    """The inputs of a run, opened and checked.
 
     A system's `prepare` returns them without `evaluation` and `records`. The training command adds
     these two for all systems.
@@ -124,23 +124,23 @@ def train(
     """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
     Args:
-      inputs: the task, its data, and the examples and scores computed during training.
-      run: steps, batch size, seed, and the intervals of logging, drawing and saving.
-      settings: the optimizer. `settings.accumulate` is the number of micro batches per step.
-      mesh: the devices. `task.rules` place the parameters and frozen weights on them.
-      workdir: the folder for metrics, samples/, checkpoints/ and manifest.json.
-      config: the run's config, which is written to the manifest and the checkpoints.
-      trace: the steps to trace for xprof.
-      program: the step that `warm_up` compiled for the same task and settings; None: compile it.
+        inputs: The task, its data, and the examples and scores computed during training.
+        run: Steps, batch size, seed, and the intervals of logging, drawing and saving.
+        settings: The optimizer. `settings.accumulate` is the number of micro batches per step.
+        mesh: The devices. `task.rules` place the parameters and frozen weights on them.
+        workdir: The folder for metrics, samples/, checkpoints/ and manifest.json.
+        config: The run's config, which is written to the manifest and the checkpoints.
+        trace: The steps to trace for xprof.
+        program: The step that `warm_up` compiled for the same task and settings; None: compile it.
 
     Returns:
-      The last state. After SIGTERM its step is below `run.steps`.
+        The last state. After SIGTERM its step is below `run.steps`.
 
     Raises:
-      NothingLearned: too many steps in a row were skipped (settings.max_skipped, or 10 before the
-          first finite step). No checkpoint of the last step is saved.
-      OutOfMemory: the step does not fit in the memory of a device.
-      NotSaved: a checkpoint or snapshot cannot be written.
+        NothingLearned: Too many steps in a row were skipped (settings.max_skipped, or at most 10
+            before the first finite step). No checkpoint of the last step is saved.
+        OutOfMemory: The step does not fit in the memory of a device.
+        NotSaved: A checkpoint or snapshot cannot be written.
     """
     task, batches = inputs.task, inputs.batches
     evaluation, records = inputs.evaluation, inputs.records
@@ -179,12 +179,12 @@ def train(
         )
         sizes = stack.enter_context(explained)
         if program is None:
-            step = make_step(task, settings, tx, layout)
-            programs = compiled_all(step, state, frozen, batch, key, batches)
+            train_step = make_step(task, settings, tx, layout)
+            programs = compiled_all(train_step, state, frozen, batch, key, batches)
         else:
             programs = {shapes_of(batch): program}
         sizes["the step's temporaries"] = max(
-            program.step.memory_analysis().temp_size_in_bytes for program in programs.values()
+            each.step.memory_analysis().temp_size_in_bytes for each in programs.values()
         )
 
         # Set up reports, drawing, scores and snapshots; their programs compile at first use.
@@ -200,14 +200,15 @@ def train(
             # Take a step. The host runs up to IN_FLIGHT steps ahead of the devices.
             watchdog.beat()
             with trace.step(step) as results:
-                program = programs[shapes_of(batch)]
-                state, metrics = program.step(state, frozen, batch, key)
+                chosen = programs[shapes_of(batch)]
+                state, metrics = chosen.step(state, frozen, batch, key)
                 results.append(metrics)
-            progress.add(metrics, program.flops)
+            progress.add(metrics, chosen.flops)
             stopped = stopping(step)
             last = stopped or step == run.steps
 
-            # Report the metrics. Skipped steps are noticed IN_FLIGHT steps later, without waiting.
+            # Report the metrics. A skipped step is noticed IN_FLIGHT steps later, so that the host
+            # does not wait for the devices.
             skipped = skips.failed(step, batch, metrics, last)
             if step % run.log_every == 0 or last:
                 progress.report(step)
@@ -238,13 +239,13 @@ def train(
                         step, heldout.of_all(heldout_losses, state.params, state.ema)
                     )
 
-            # Save. The watchdog's clock runs: a save waits for all processes, and may hang.
+            # Save. The watchdog is not paused, because a save waits for all processes and may hang.
             if snapshots and _is_due(step, snapshot_steps, run.steps):
                 with progress.paused():
                     snapshots.save(step, state)
             if step % run.save_every == 0 or last:
                 with progress.paused():
-                    writer.flush()  # The metrics up to a checkpoint are on disk before it.
+                    writer.flush()  # Write the metrics to disk before the checkpoint.
                     checkpoints.save(step, state, batches, config, read_back=not stopped)
             if last:
                 break
@@ -299,9 +300,9 @@ def warm_up(
 
 
 def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
-    """Return the optimizer, the run's random key, a function key -> state, and its shardings.
+    """Return (optimizer, the run's random key, create, layout).
 
-    The function creates the state at step 0. The shardings have the structure of the state.
+    create(key) returns the state at step 0. `layout` holds the sharding of each leaf of the state.
     """
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
@@ -326,7 +327,7 @@ def compiled_all(
             for name, x in batch.items()
         }
         if shapes_of(rows) not in programs:
-            logging.info("batches of another shape, bucket %d of %d:", number, len(examples))
+            logging.info("the batch shape of bucket %d of %d:", number, len(examples))
             programs[shapes_of(rows)] = compiled(step, (state, frozen, rows, key))
     return programs
 
@@ -354,7 +355,7 @@ def compiled(step: Any, arguments: tuple[Any, ...]) -> Program:
         jax.default_backend(),
         *np.diff(times),
     )
-    if jax.process_count() > 1:  # Otherwise the first step would wait for the slowest compiler.
+    if jax.process_count() > 1:  # Otherwise, the first step would wait for the slowest process.
         multihost_utils.sync_global_devices("compiled")
     return Program(executable, float(flops.count(traced.jaxpr.jaxpr)))
 
@@ -363,10 +364,10 @@ def first_state(
     workdir: pathlib.Path, step: int | None, create: Callable[[Any], TrainState], key: Any,
     layout: Any, batches: Batches, start: Callable[[], Params] | None,
 ) -> TrainState:  # fmt: skip
-    """Return the state in the checkpoint of `step`, and move `batches` to its position in the data.
+    """Return the state in the checkpoint of `step`, and move `batches` to the saved position.
 
     If `step` is None, return a new state. Its parameters and averages come from `start`, or from
-    `create` if `start` is None. `plan` returns `create`, `key` and `layout`.
+    `create` if `start` is None. `create`, `key` and `layout` are results of `plan`.
     """
     if step is None:
         state = jax.jit(create, out_shardings=layout)(key)

@@ -1,4 +1,4 @@
-"""Estimates of a training step's memory and of a run's disk space, without compiling anything."""
+"""Estimate the memory of a training step and the disk space of a run, without compiling."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from diffusion_jax.train.optimizer import snapshot_every
 from diffusion_jax.train.state import TrainState
 
 USABLE = 0.9
-"""The share of a device's memory that arrays can use. The runtime and gaps take the rest."""
+"""The share of a device's memory that arrays can use. The runtime, and gaps between arrays, take
+the rest."""
 SAMPLES = 1009
 """Batch size of the traced step. It is prime, so a dimension that it divides is a batch dimension.
 """
@@ -39,7 +40,7 @@ class Bytes(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A task and the traced program of its loss and gradient. It is valid for any batch size."""
+    """A task and the traced program of its loss and gradient, for estimates at any batch size."""
 
     task: Task
     state: TrainState
@@ -52,7 +53,7 @@ class Traced(NamedTuple):
 
 
 def trace(task: Task, state: TrainState, example: Any) -> Traced:
-    """Trace the loss of a task and its gradient. The result is valid for any batch size and mesh.
+    """Trace the loss and gradient of a task, for estimates at any batch size and on any mesh.
 
     `state` holds the shapes of a training state. `example` is a batch with any number of rows.
     """
@@ -107,7 +108,10 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:
-    """Return the peak of a step's temporary bytes on a device, for `samples` samples per pass."""
+    """Return the peak of a step's temporary bytes on a device, for `samples` samples per pass.
+
+    `arrays` is the result of `lifetimes`.
+    """
     return int(_COPIES * traced_memory.peak(arrays, samples))
 
 
@@ -129,9 +133,9 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
 
 
 def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
-    """Return the variable numbers of the program's inputs that are sharded over a mesh axis.
+    """Return which of the program's inputs are sharded over a mesh axis, as variable numbers.
 
-    `places` holds the shardings of the program's first inputs, in order. Later inputs are ignored.
+    `places` holds the shardings of the program's first inputs, in order. Other inputs are ignored.
     """
     over = lambda names: axis in ((names,) if isinstance(names, str) else names or ())
     pairs = zip(program.inputs, places, strict=False)
@@ -139,7 +143,7 @@ def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
 
 
 def bytes_on_device(task: Task, tree: Any, mesh: Mesh | AbstractMesh) -> int:
-    """Return the bytes that a tree takes on one device if task.rules determine its shardings."""
+    """Return the bytes on one device of a tree that is sharded as task.rules say."""
     layout = sharding.shardings(tree, mesh, task.rules)
     return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, tree, layout)))
 

@@ -1,8 +1,9 @@
-"""Find the module that produced a non-finite loss or gradient, by running its batch again.
+"""Find the module that produced a non-finite loss or gradient, by running the batch again.
 
 The loss and its gradient are a list of operations (a jaxpr), and each operation is labelled with
-its module. They run again inside one jit. Whenever the operations pass from one module to the next,
-the last outputs are checked, in the forward and in the backward pass. This works for any network.
+its module. All operations run again inside one jit, those of the forward and of the backward pass.
+Whenever the next operation belongs to another module, the outputs of the last operation are
+checked. This works for any network.
 """
 
 import json
@@ -42,9 +43,9 @@ class Lookout:
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
         """Create a detector for a run at step `step` that has skipped `skipped` steps so far.
 
-        A step is checked `lag` steps later, so that the host does not wait for it. `failed` ends
-        the run after `most` skipped steps in a row. Before the first finite step, it ends the run
-        after at most 10.
+        A step is checked `lag` steps later, so that the host does not wait for it. `failed` raises
+        NothingLearned after `most` skipped steps in a row. If no step was finite so far, it raises
+        the error after min(most, 10) skipped steps.
         """
         self._skipped, self._lag, self._most = skipped, lag, most
         self._learned = skipped < step
@@ -85,8 +86,8 @@ class NothingLearned(RuntimeError):
         super().__init__(
             f"the last {steps} steps, up to step {step}, were skipped because their loss or "
             f"gradient was not finite ({REPORT} in the workdir says where the first such value "
-            "came from). These steps are not saved. Fix the cause, such as a high learning rate or "
-            "broken data, and start again from the last checkpoint, or raise "
+            "came from). The last step is not saved. Fix the cause, such as a high learning rate "
+            "or broken data, and start again from the last checkpoint, or raise "
             "optimizer.max_skipped"
         )
 
@@ -95,7 +96,7 @@ class Observed(NamedTuple):
     """The result of running one micro batch of B samples again, as host arrays."""
 
     part: int
-    """Index of the micro batch: the first with a non-finite value, or the last if there is none."""
+    """Index of the first micro batch with a non-finite value, or of the last if all are finite."""
     modules: Sequence[str]
     """Module names in the order in which the modules finished, one entry per call."""
     bad: np.ndarray
@@ -114,12 +115,12 @@ def investigate(
     path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
     batch: Batch, keys: Sequence[PRNGKeyArray], everywhere: NamedSharding, names: Names,
 ) -> None:  # fmt: skip
-    """Run the batch of `step` again and write a report on it to `path`.
+    """Run the batch of `step` again, and write a report on non-finite values to `path`.
 
-    Every process must call this with the same arguments. `params` holds the parameters after step
-    `now`. `keys` holds a key for each micro batch of `step`. `everywhere` is the replicated
-    sharding. If the batch cannot run again, usually for lack of memory, no report is written, and a
-    warning is logged.
+    Every process must call this function with the same arguments. `params` holds the parameters
+    after step `now`. `keys` holds a key for each micro batch of `step`. `everywhere` is the
+    replicated sharding. If the batch cannot run again, usually for lack of memory, no report is
+    written, and a warning is logged.
     """
     logging.warning(
         "the loss or gradient of step %d is not finite: running its batch again to find the module "
@@ -141,10 +142,11 @@ def investigate(
 def explain(
     path: pathlib.Path, step: int, now: int, observed: Observed, accumulate: int, names: Names
 ) -> None:
-    """Write the report on `step` to `path` as JSON, and log a summary.
+    """Write the result of running step `step` again to `path` as JSON, and log a summary.
 
-    The step ran again with the parameters after step `now`. Its batch consists of `accumulate`
-    micro batches. `names` maps row numbers of the batch to the names of their pictures.
+    `observed` is the result, computed with the parameters after step `now`. The batch consists of
+    `accumulate` micro batches. `names` maps row numbers of the batch to the names of their
+    pictures.
     """
     modules = list(dict.fromkeys(np.array(observed.modules)[observed.bad].tolist()))
     inside = [module for module in modules if module != _OUTSIDE]
@@ -186,8 +188,9 @@ def watch(
     """Run a step's loss and gradient again, and check the output of each module.
 
     The micro batches run in order, up to the first with a non-finite value. The result describes
-    the last one that ran. `keys` holds the key of each micro batch. This needs about as much memory
-    and compile time as a training step. Every process must call it with the same arguments.
+    the last one that ran. `keys` holds the key of each micro batch. The function needs about as
+    much memory and compile time as a training step. Every process must call it with the same
+    arguments.
     """
     parts = jax.jit(split, static_argnums=1)(batch, len(keys))
     part = lambda index: jax.tree.map(lambda x: x[index], parts)

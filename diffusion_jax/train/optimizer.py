@@ -1,4 +1,4 @@
-"""AdamW as in NeMo, and learning-rate schedules."""
+"""The optimizer: AdamW as in NeMo, and learning-rate schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar

@@ -1,4 +1,4 @@
-"""The error for a device that runs out of memory. It lists the largest arrays, and remedies."""
+"""The error for a device that runs out of memory. Its message lists large arrays and remedies."""
 
 import contextlib
 import math
@@ -30,13 +30,13 @@ def explained(
 ) -> Iterator[dict[str, int]]:
     """Turn XLA's RESOURCE_EXHAUSTED in this context into OutOfMemory.
 
-    Before it raises the error, it writes a profile of the device's memory to `memory.prof`, which
-    pprof can read.
+    Before it raises OutOfMemory, this context manager writes a profile of the device's memory to
+    `memory.prof`, which pprof can read.
 
     Args:
-      workdir: the folder for `memory.prof`.
-      held: trees of jax.Arrays on the device, keyed by their names in the message.
-      samples: the number of samples per device in one micro batch.
+        workdir: The folder for `memory.prof`.
+        held: Trees of jax.Arrays on the device, keyed by their names in the message.
+        samples: The number of samples per device in one micro batch.
 
     Yields a dict with the bytes of each tree on one device. The caller may add entries to it.
     """

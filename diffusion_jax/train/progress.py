@@ -1,4 +1,4 @@
-"""The metrics and the speed of a training run since its last report."""
+"""Report the mean metrics and the speed of a training run since its last report."""
 
 import contextlib
 import time
@@ -32,9 +32,9 @@ def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Progress:
-    """The metrics since the last report, and the training time since then.
+    """Collects metrics and training time, and reports them.
 
-    Time for drawing, scoring and saving does not count.
+    Time for drawing, scoring, the held-out loss and saving does not count.
     """
 
     def __init__(self, run: Run, writer: MetricWriter, num_devices: int, batches: Batches) -> None:

@@ -1,9 +1,9 @@
 """Rehearse a run before its first step: trace everything that it will compute, compile nothing.
 
-Loss, step, sampler and evaluation are traced with real texts and a real record of each data source
-or bucket. The shapes in existing checkpoints are compared with the run's shapes. The rehearsal
-takes seconds and finds errors that would otherwise appear during training. If it finds none, it
-returns a report that describes the run.
+The loss, the training step, the sampler and the evaluation are traced with real texts, and with a
+real record of each data source or bucket. The shapes in existing checkpoints are compared with the
+run's shapes. The rehearsal takes seconds and finds errors that would otherwise appear during
+training. If it finds none, it returns a report that describes the run.
 """
 
 import contextlib
@@ -45,20 +45,20 @@ def rehearse(
     inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     alone: bool = True, device_memory: float | None = None, ignore_memory: bool = False,
 ) -> str:  # fmt: skip
-    """Trace everything that a run will compute, and return a report on the run as lines of text.
+    """Trace everything that a run will compute, and return a report on the run.
 
     Args:
-      inputs: the opened run.
-      run: the run's steps, batch size and intervals.
-      settings: the optimizer. `accumulate` is the number of micro batches per step.
-      mesh: the devices of the run.
-      workdir: the folder of the run. If it holds checkpoints, the newest one is compared with this
-          run. Nothing is written to it.
-      alone: whether the command ends after the rehearsal. If so, the rehearsal also looks for
-          damaged checkpoints. Otherwise, training looks for them when it starts.
-      device_memory: memory of one device in bytes. None: the memory of this machine's devices.
-      ignore_memory: whether to warn, instead of failing, if a step needs more memory than a device
-          has.
+        inputs: The opened run.
+        run: The run's steps, batch size and intervals.
+        settings: The optimizer. `accumulate` is the number of micro batches per step.
+        mesh: The devices of the run.
+        workdir: The folder of the run. If it holds checkpoints, the newest one is compared with
+            this run. Nothing is written to it.
+        alone: Whether the command ends after the rehearsal. If so, the rehearsal also looks for
+            damaged checkpoints. Otherwise, training looks for them when it starts.
+        device_memory: Memory of one device in bytes. None: the memory of this machine's devices.
+        ignore_memory: Whether to warn, instead of failing, if a step needs more memory than a
+            device has.
 
     Raises ValueError if the run would fail. All errors while tracing get a note that names the
     traced part.
@@ -107,18 +107,18 @@ def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
 
     Returns a phrase for the report: the pictures and scores that training will produce.
     """
-    examples, evaluation, line = inputs.examples, inputs.evaluation, "nothing during training"
+    examples, evaluation, parts = inputs.examples, inputs.evaluation, []
     with programs.rehearsal():
         draw = make_draw(inputs.task.sample, memory.shapes(inputs.task.frozen), mesh)
         if examples.captions:
             with _named("drawing"):
                 size = _draw(draw, params, examples)
-            line = f"{len(examples.captions)} examples of {size[1]}x{size[0]}"
+            parts.append(f"{_number(len(examples.captions), 'example')} of {size[1]}x{size[0]}")
         if evaluation:
             with _named("the evaluation"):
                 evaluation.rehearse(draw, params)
-            line += f", scores after each {evaluation.every:,} images"
-    return line
+            parts.append(f"scores after every {_number(evaluation.every, 'image')}")
+    return ", ".join(parts) or "nothing during training"
 
 
 def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...]:
@@ -147,7 +147,13 @@ class _named:
 def _devices(mesh: Mesh) -> str:
     kind = mesh.devices.flat[0].device_kind
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    return f"{mesh.size} x {kind}, {jax.process_count()} processes; mesh: {sizes}"
+    return f"{mesh.size} x {kind}, {_number(jax.process_count(), 'process')}; mesh: {sizes}"
+
+
+def _number(count: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 process" or "2 processes"."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending if count != 1 else ''}"
 
 
 def _count(tree: Any) -> int:
@@ -159,8 +165,10 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
     shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}" for k, x in example.items()]
     masks = [x for name, x in example.items() if name.endswith("mask")]
     lengths = [int(n) for mask in masks for n in mask.sum(1)]
-    filled = f"; texts of {min(lengths)} to {max(lengths)} tokens" if lengths else ""
-    return ", ".join(shapes) + filled
+    if not lengths:
+        return ", ".join(shapes)
+    shortest = f"{min(lengths)} to " if min(lengths) < max(lengths) else ""
+    return f"{', '.join(shapes)}; texts of {shortest}{_number(max(lengths), 'token')}"
 
 
 def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
@@ -199,9 +207,11 @@ def _workdir(
     if jax.process_index() == 0 or not files.remote(workdir):
         files.check_writable(workdir, "--workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), _free(workdir)
-    disk = f"{usage.checkpoints} checkpoints of {usage.checkpoint / 1e9:.2f} GB at most"
+    disk = f"at most {_number(usage.checkpoints, 'checkpoint')} of {usage.checkpoint / 1e9:.2f} GB"
+    disk += " each" * (usage.checkpoints > 1)
     if usage.snapshots:
-        disk += f", {usage.snapshots} snapshots of {usage.snapshot / 1e9:.3f} GB"
+        disk += f", {_number(usage.snapshots, 'snapshot')} of {usage.snapshot / 1e9:.3f} GB"
+        disk += " each" * (usage.snapshots > 1)
     disk += f"; {free / 1e9:,.1f} GB are free" * (free < math.inf)
     written = len(steps) * usage.checkpoint
     written += len(restore.steps(workdir / restore.SNAPSHOTS)) * usage.snapshot
@@ -236,4 +246,4 @@ def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
     if not speeds:
         return f"{run.steps:,} steps; their speed is measured during training"
     left = datetime.timedelta(seconds=round((run.steps - step) * run.batch_size / speeds[-1]))
-    return f"{run.steps - step:,} steps at {speeds[-1]:.3g} images/s, as last time: {left}"
+    return f"{run.steps - step:,} steps at {speeds[-1]:.3g} images/s, as last measured: {left}"

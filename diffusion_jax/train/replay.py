@@ -1,10 +1,10 @@
-"""Replay a step of a run: rebuild its state, batch and noise, and compare it with the run's log.
+"""Replay a training step: rebuild its state, batch and noise, and compare it with the run's log.
 
 A step depends only on the config, the data and the step number. So training again from a checkpoint
-before a step repeats the step to the last bit, on the same machine with the same versions. The
+before a step repeats the step, bit for bit, on the same machine with the same versions. The
 compiled training step computes the metrics. A second program computes the loss of each example and
-the gradient norm of each module, which training does not report. Its rounding may differ from that
-of the training step.
+the gradient norm of each module, which training does not report. The rounding of the second program
+may differ from that of the training step.
 """
 
 import functools
@@ -52,7 +52,7 @@ class Compared(NamedTuple):
     first: int
     last: int
     equal: Sequence[str]
-    """Names of the metrics that are equal to the last bit."""
+    """Names of the metrics that are equal, bit for bit."""
     differ: Mapping[str, tuple[float | None, float | None]]
     """The metrics that differ: name -> (logged value, replayed value)."""
 
@@ -86,18 +86,18 @@ def replay(
     If a line of metrics.jsonl covers the step, all steps of that line are replayed.
 
     Args:
-      inputs: the opened run.
-      run: the run's steps, batch size and seed.
-      settings: the run's optimizer. `accumulate` is the number of micro batches per step.
-      mesh: the devices of the replay.
-      workdir: the folder with the checkpoints, metrics.jsonl and manifest.json.
-      step: the step, from 1 to run.steps.
-      decode: converts a batch without pictures, such as a batch of latents, to pictures. None: the
-          result has no pictures for such a batch.
+        inputs: The opened run.
+        run: The run's steps, batch size and seed.
+        settings: The run's optimizer. `accumulate` is the number of micro batches per step.
+        mesh: The devices of the replay.
+        workdir: The folder with the checkpoints, metrics.jsonl and manifest.json.
+        step: The step, from 1 to run.steps.
+        decode: Converts a batch without pictures, such as a batch of latents, to pictures. None:
+            the result has no pictures for such a batch.
 
     Raises:
-      ValueError: the step is out of range, or the data differ from the checkpoint's data.
-      restore.Damaged: all checkpoints before the step are damaged.
+        ValueError: The step is out of range, or the data differ from the checkpoint's data.
+        restore.Damaged: All checkpoints before the step are damaged.
     """
     if not 1 <= step <= run.steps:
         raise ValueError(
@@ -115,7 +115,7 @@ def replay(
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
     state = loop.first_state(workdir, checkpoint, create, key, layout, batches, inputs.start)
 
-    # Train, and look at the step just before it is taken.
+    # Train to the end of the window. Examine `step` just before it is taken.
     first, metrics = int(state.step), {}
     train_step = loop.make_step(task, settings, tx, layout)
     programs: dict[loop.Shapes, loop.Program] = {}
@@ -142,8 +142,8 @@ def replay(
 def windows(workdir: pathlib.Path) -> list[Window]:
     """Return a Window for each line of training metrics in a run's metrics.jsonl.
 
-    A window begins at the last step of the previous one, or at the step from which the run was
-    continued, if that is later.
+    The value `first` of a window is the last step of the previous window, or the step from which
+    the run was continued, if that is later.
     """
     path, found = workdir / log.METRICS, []
     starts: list[int] = []
@@ -161,10 +161,11 @@ def windows(workdir: pathlib.Path) -> list[Window]:
 
 
 def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
-    """Describe how this process differs from the process that last trained a step of the run.
+    """Describe how this process differs from the process that last trained `step` of the run.
 
-    The comparison covers versions, devices, commit, environment variables and `config`, the run's
-    config now. Returns "" if all are equal, or if the manifest has no entry for the step.
+    The comparison covers versions, devices, commit, environment variables and the config. `config`
+    is the config that this process uses. Returns "" if all are equal, or if the manifest has no
+    entry for the step.
     """
     entries = [run for run in log.read_manifest(workdir) if run["first_step"] < step]
     if not entries:
@@ -176,7 +177,7 @@ def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
 
 
 def _nearest(folder: pathlib.Path, step: int) -> int | None:
-    """Return the step of the newest undamaged checkpoint up to `step`; None if none was saved."""
+    """Return the step of the newest undamaged checkpoint up to `step`; None if there is none."""
     if not any(saved <= step for saved in restore.steps(folder)):
         return None
     return restore.newest_sound(folder, until=step)
@@ -259,6 +260,6 @@ def _compare(window: Window, metrics: Mapping[int, Any]) -> Compared:
 
 
 def _written(step: int, scalars: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return metrics as they would be read back from metrics.jsonl, where NaN becomes None."""
+    """Return metrics as if they were written to metrics.jsonl and read back: NaN becomes None."""
     line = log.metrics_line(step, {name: float(value) for name, value in scalars.items()})
     return {name: value for name, value in json.loads(line).items() if name != "step"}

@@ -1,4 +1,7 @@
-"""The replay command of all systems: its flags, its report and its contact sheet."""
+"""The replay command, shared by all systems: repeat a training step, and compare it with the log.
+
+This module defines the flags, the report and the contact sheet of the command.
+"""
 
 import importlib
 import json
@@ -24,15 +27,15 @@ flags.disclaim_key_flags()  # --help shows the flags with the module that calls 
 
 
 def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: None) -> None:
-    """Run `python -m PACKAGE.replay --workdir=FOLDER --step=N`.
+    """Run the replay command, `python -m PACKAGE.replay --workdir=FOLDER --step=N`.
 
     The docstring of the calling module is the --help text. The exit code is 1 if a metric differs
     from the run's log, and 2 if the step cannot be rebuilt.
 
     Args:
-      package: the package of the systems whose runs the command replays.
-      decoder: takes the settings of a run. It returns a function that converts batches without
-          pictures, such as batches of latents, to pictures, or None if all batches have pictures.
+        package: The package of the systems whose runs the command replays.
+        decoder: Takes the settings of a run. It returns a function that converts batches without
+            pictures, such as batches of latents, to pictures, or None if all batches have pictures.
     """
     workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)
@@ -97,14 +100,15 @@ def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tupl
     rows += [(name, f"{value}") for name, value in result.metrics.items() if "/" not in name]
     rows += [("logged", _compared(line)) for line in result.compared]
     if not result.compared:
-        rows.append(("logged", f"{workdir} holds no line of metrics that covers this step"))
+        rows.append(("logged", f"the metrics in {workdir} do not cover this step"))
     if any(line.differ for line in result.compared):
         cause = different or "nothing in manifest.json: probably the data or the initial weights"
         rows.append(("changed", cause))
-    rows.append(("modules", "the gradient norm of each, before clipping"))
+    rows.append(("modules", "the gradient norm of each module, before clipping"))
     rows += [(f"  {name}", f"{norm:.6g}") for name, norm in result.modules.items()]
     examples = _by_loss(result)
-    rows.append(("examples", f"{min(_LISTED, len(examples))} of {len(examples)}, largest losses"))
+    num_listed = min(_LISTED, len(examples))
+    rows.append(("examples", f"{num_listed} of {len(examples)}, with the largest losses first"))
     rows += [(f"  row {x['row']}", f"{_numbers(x)}{x['name']}: {x['text']}") for x in
              examples[:_LISTED]]  # fmt: skip
     pictures = "" if result.pictures is None else f" and {_name(result.step)}.png"
@@ -113,7 +117,7 @@ def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tupl
 
 
 def write(folder: pathlib.Path, result: Replayed) -> None:
-    """Write all numbers into `folder` as JSON, and a contact sheet of the largest losses as PNG."""
+    """Write all numbers to `folder` as JSON, and the pictures with the largest losses as a PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {**result._asdict(), "compared": [line._asdict() for line in result.compared]}
     del values["pictures"]

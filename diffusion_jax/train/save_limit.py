@@ -1,6 +1,6 @@
-"""Limit the time of a save, and explain failed saves.
+"""Limit the time that saving a checkpoint takes, and explain failed saves.
 
-Without a limit, a save waits forever if memory runs out.
+Without a limit, a save would wait forever if memory runs out.
 """
 
 import os
@@ -36,7 +36,8 @@ class SaveLimit:
         """Start the clock of a save of `size` bytes.
 
         If the save takes longer than its limit, the process prints an error and ends. The error
-        names the checkpoint `name`, and ends with `last`, a sentence about the last complete one.
+        names the checkpoint `name`. It includes `last`, a sentence about the newest complete
+        checkpoint.
         """
         self.seconds = FLOOR + (_TIMES * self._longest or size / _RATE)
         self._message = (

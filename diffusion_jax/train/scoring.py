@@ -16,17 +16,17 @@ from diffusion_jax.train.loop import OpenPrompts, Scoring
 def open_scoring(
     evaluation: Evaluation, source: str, size: int, open_prompts: OpenPrompts
 ) -> Scoring:
-    """Open the prompts and the metrics of a config's `evaluation` group.
+    """Open the prompts and the metrics that a config's `evaluation` group names.
 
     Args:
-      evaluation: the config group.
-      source: the config's data.source. The source's own scorer is used if the group names no file
-          of prompts.
-      size: the side in pixels of the pictures that the model draws.
-      open_prompts: maps all prompts to a function that tokenizes a batch of them.
+        evaluation: The config group.
+        source: The config's data.source. The source's own scorer is used if the group names no file
+            of prompts.
+        size: The side in pixels of the pictures that the model draws.
+        open_prompts: Maps all prompts to a function that tokenizes a batch of prompts.
 
     Raises:
-      ValueError or FileNotFoundError: the prompts, a reference or an extractor cannot be read.
+        ValueError or FileNotFoundError: The prompts, a reference or an extractor cannot be read.
     """
     prompts = (
         prompt_files.read(evaluation.prompts, evaluation.num_prompts) if evaluation.prompts else []
@@ -60,8 +60,8 @@ def score_now(
 ) -> dict[str, float]:
     """Draw and score all prompts at each guidance scale, `batch_size` images at a time.
 
-    Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images of a guidance scale
-    are not finite, the scale gets no scores. Then the result holds the number of these images:
+    Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images at a guidance scale
+    are not finite, the result holds only their number for this scale:
     {"evaluation/guidance_2/images_not_finite": 3}.
     """
     scores = {}

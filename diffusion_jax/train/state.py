@@ -36,8 +36,8 @@ def ema_name(decay: float) -> str:
 def averaged(state: TrainState) -> Params:
     """Return the average that images are drawn with, or the parameters if there is no average.
 
-    This is the exponential average with the largest decay. If there are only power-function
-    averages, it is the one with the largest width.
+    Images are drawn with the exponential average that has the largest decay. If there are only
+    power-function averages, they are drawn with the one that has the largest width.
     """
     return state.ema[max(state.ema, key=order)] if state.ema else state.params
 
@@ -53,7 +53,7 @@ def warmup_decay(decay: float, step: Int[Array, ""]) -> Float[Array, ""]:
 
     With a constant decay d, the initial weights make up d^n of the average after n steps. At 0.9999
     this is 74 % after 3,000 steps. With this schedule, the average spans about the last tenth of
-    the run until `decay` is reached.
+    all steps so far, until `decay` is reached.
     """
     return jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
@@ -95,19 +95,19 @@ def make_train_step(
     and the metrics of `loss_fn` are means over the micro batches.
 
     If the loss or the gradient norm is not finite, the step is skipped. Then only `step`, `skipped`
-    and the averages of `ema_widths` change. These averages include the unchanged parameters again.
+    and the averages of `ema_widths` change. These averages count the same parameters once more.
 
     The compiled step may donate `state`, but never `frozen`.
 
     Args:
-      loss_fn: (params, frozen, batch, key) -> (loss, metrics).
-      tx: an `optimizer.adamw`.
-      ema_decays: the decays of the exponential averages.
-      ema_widths: the relative widths of the power-function averages (Karras et al. 2024).
-      accumulate: the number of micro batches. It must divide the batch size.
-      one_noise: whether each row gets the same noise as if the batch were not divided.
-      clip: the largest global norm of the mean gradient; inf: no clipping.
-      decay_at: (a decay in `ema_decays`, state.step) -> the decay to use at this step.
+        loss_fn: (params, frozen, batch, key) -> (loss, metrics).
+        tx: An `optimizer.adamw`.
+        ema_decays: The decays of the exponential averages.
+        ema_widths: The relative widths of the power-function averages (Karras et al. 2024).
+        accumulate: The number of micro batches. It must divide the batch size.
+        one_noise: Whether each row gets the same noise as if the batch were not divided.
+        clip: The largest global norm of the mean gradient; inf: no clipping.
+        decay_at: (a decay in `ema_decays`, state.step) -> the decay to use at this step.
     """
 
     gradient = _mean_gradient(loss_fn, accumulate, one_noise)
@@ -211,7 +211,7 @@ def split(batch: Batch, accumulate: int) -> Batch:
         if len(x) % accumulate:
             raise ValueError(
                 f"a batch of {len(x)} rows cannot be split into {accumulate} equal micro batches: "
-                f"choose a multiple of {accumulate}"
+                f"choose a batch size that is a multiple of {accumulate}"
             )
         x = x.reshape(len(x) // accumulate, accumulate, *x.shape[1:])
         return jnp.moveaxis(x, 1, 0)

@@ -1,4 +1,4 @@
-"""Trace some training steps for xprof, which shows the time spent on devices and host.
+"""Profile some training steps for xprof, which shows the time spent on devices and host.
 
     python -m imagen_jax.train --config=... --workdir=RUN --profile_steps=100:105
     pip install xprof && xprof --logdir=RUN/profile

@@ -1,4 +1,4 @@
-"""A watchdog that ends a process whose step hangs, and prints the stacks of all threads."""
+"""A watchdog that ends a process whose training step hangs, and prints all threads' stacks."""
 
 import contextlib
 import faulthandler
@@ -14,8 +14,8 @@ class Watchdog:
     """A timer that ends this process with code 1 if `beat` is not called for `seconds`.
 
     The timer runs outside of Python, so it also fires while a library call holds the interpreter
-    lock. It prints the stacks of all threads. If Python can still run, an error line is printed
-    shortly before. Use one watchdog per process, and call `close` when done.
+    lock. It prints the stacks of all threads. If Python can run, it prints an error line up to two
+    seconds earlier. Use one watchdog per process, and call `close` when done.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Watchdog:
         self._due = time.monotonic() + self._seconds - self._before
 
     def close(self) -> None:
-        """Stop the clock for good."""
+        """Stop the watchdog. It cannot be started again."""
         self._closed.set()
         self._stop()
 
@@ -54,9 +54,9 @@ class Watchdog:
         while not self._closed.wait(min(0.5, self._seconds / 20)):
             if self._due is not None and time.monotonic() > self._due:
                 line = (
-                    f"error: no step has ended for {self._seconds - self._before:g} s; if none "
-                    f"ends within {self._seconds:g} s (step_timeout), this process prints the "
-                    f"stacks of its threads and exits. {self._advice()}"
+                    f"error: no step has ended for {self._seconds - self._before:g} s. After "
+                    f"{self._seconds:g} s (step_timeout), this process prints the stacks of its "
+                    f"threads and exits. {self._advice()}"
                 )
                 print(line, file=sys.stderr, flush=True)
                 return

@@ -1,7 +1,7 @@
-"""Describe a model on the page before it draws: prompts to try, training captions, and its card.
+"""Describe a model for the page: prompts to try, training captions, its card, and why it waits.
 
-All of these come from the workdir of the model's first stage. A diffusers directory has no prompts
-and no captions.
+Prompts, captions and card come from the workdir of the model's first stage. A diffusers directory
+has no prompts and no captions.
 """
 
 import re
@@ -17,18 +17,22 @@ _CARD = "README.md"
 
 
 def describe(model: Loaded) -> dict[str, Any]:
-    """Return the prompts of the config, examples of captions, and the first words of the card."""
+    """Return {"prompts", "examples", "card"}.
+
+    These are the prompts of the config, examples of training captions, and the first paragraph of
+    the card.
+    """
     workdir = model.stages[0].workdir
     examples = model.vocabulary.examples if model.vocabulary else ()
     return {"prompts": _prompts(workdir), "examples": list(examples), "card": _card(workdir)}
 
 
 def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
-    """Describe the words of the prompts that the vocabulary of the training captions lacks.
+    """Find the words of the prompts that the vocabulary of the training captions lacks.
 
     Return {"words", "meaningless"}. "words" maps each such word to words and phrases of the
     captions with a similar spelling or meaning. "meaningless" is True if there is such a word and
-    the model's text encoder is "hashed", to which a new word means nothing.
+    the model's text encoder is "hashed", for which a new word has no meaning.
     """
     new: dict[str, list[str]] = {}
     for prompt in prompts:
@@ -38,7 +42,7 @@ def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def needs_prompt(model: Loaded) -> bool:
-    """Return whether a model cannot draw an empty prompt, because training never dropped a text."""
+    """Return whether a model needs a prompt, because training never dropped the captions."""
     text = getattr(model.stages[0].settings, "text", None)
     return text is not None and not text.drop_prob
 
@@ -49,7 +53,7 @@ def untrained(workdirs: Sequence[str]) -> list[str]:
 
 
 def waiting(workdirs: Sequence[str]) -> str:
-    """Return a sentence that says why a model cannot draw yet, or "" if it can."""
+    """Return the reason why a model cannot draw yet, or "" if it can."""
     missing = untrained(workdirs)
     if not missing:
         return ""

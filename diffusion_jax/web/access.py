@@ -1,4 +1,4 @@
-"""Access control of the web page: hosts, origins, the token, and headers of all responses."""
+"""Control access to the web page: check hosts, origins and the token, and set safe headers."""
 
 import hmac
 import re
@@ -45,8 +45,8 @@ def with_headers(application: Any) -> Any:
 def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
     """Return a handler that refuses forbidden requests and reports errors as one line of JSON.
 
-    If `hosts` is not empty, only requests for these host names are allowed. If `token` is not
-    empty, requests must carry it.
+    Requests from other sites are forbidden. If `hosts` is not empty, only requests for these host
+    names are allowed. If `token` is not empty, requests must carry it as a cookie or in the URL.
     """
 
     async def checked(request: Request) -> Response:
@@ -61,16 +61,18 @@ def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
             return welcome
         in_cookie = request.cookies.get(cookie, "")
         if token and not hmac.compare_digest(in_cookie.encode(), token.encode()):
-            return _error(403, "open the address with the token that was printed")
+            return _error(
+                403, "the token is missing or wrong: open the address that the command printed"
+            )
         try:
             return await answer(request)
         except LookupError:
-            return _error(404, "there is no such job, picture or model")
+            return _error(404, "there is no such job, picture or model on this server")
         except Full as error:
             return _error(429, str(error))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             return _error(400, str(error))
-        except Exception as error:  # A bug in this server. The page can show only JSON errors.
+        except Exception as error:  # A bug in this server. The page expects errors as JSON.
             logging.exception("a request failed")
             return _error(500, f"{type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""Define the web page command of a system: read flags, load models, start a server."""
+"""Define the command that serves a system's web page: read flags, load models, start a server."""
 
 import ipaddress
 import secrets
@@ -21,20 +21,20 @@ _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 def command(
     package: str, load: Callable[[Sequence[str], Values], Loaded], options: Options
 ) -> None:
-    """Implement the command `python -m PACKAGE.web`: define flags, load models, serve the page.
+    """Run the command `python -m PACKAGE.web`: define its flags, load models, serve the page.
 
-    --help shows the caller's docstring.
+    --help prints the docstring of the main module, which calls this function.
 
     Args:
-        package: The system's package, such as "sd_jax". The page shows the command
-            `python -m PACKAGE.sample` that draws a picture again.
+        package: The system's package, such as "sd_jax". For each picture, the page shows the
+            command `python -m PACKAGE.sample ...` that draws the picture again.
         load: Opens the stages of a model with the given option values. A ValueError or OSError from
             it becomes a one-line message and exit code 2.
         options: The drawing options that users may choose, by name.
     """
     workdir = flags.DEFINE_multi_string(
-        "workdir", None, "The workdir of a run; commas separate the stages of a cascade. Repeat it "
-        "for further models.", required=True,
+        "workdir", None, "The workdir of a run; commas separate the stages of a cascade. Repeat "
+        "the flag for further models.", required=True,
     )  # fmt: skip
     port = flags.DEFINE_integer(
         "port", 8765, "The port to listen on.", lower_bound=0, upper_bound=65535

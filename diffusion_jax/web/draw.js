@@ -9,7 +9,7 @@ import * as prompts from "/prompts.js";
 import {$, get, open, options, post} from "/results.js";
 
 const MAIN = ["guidance", "steps", "sampler", "negative_prompt"];
-const WAIT = 3000;  // Milliseconds between looks for a first checkpoint.
+const WAIT = 3000;  // Milliseconds between requests while a model has no checkpoint.
 const AUTOMATIC = 16;  // A link to at most this many pictures draws them without a click.
 const WITHOUT = "Without a prompt";
 let models = [], job = null;
@@ -116,7 +116,7 @@ function hash(changes = {}) {
 
 function restore(query) {
   if (query.has("model")) $("model").value = query.get("model");
-  if (!$("model").value) throw new Error(`there is no model ${query.get("model")} here`);
+  if (!$("model").value) throw new Error(`this page has no model ${query.get("model")}`);
   showModel();
   for (const id of IN_LINK.slice(1)) if (query.has(id)) $(id).value = query.get(id);
   if (query.has("prompt")) $("prompts").value = query.getAll("prompt").join("\n");
@@ -206,14 +206,14 @@ function watch(name, wanted, link) {
   };
 }
 
-// After a drawing, offer its pictures as one file, and remember it.
+// After a drawing, offer its pictures as one file, and add it to the list of earlier drawings.
 async function finish(name, wanted, link) {
   $("download").href = `/api/jobs/${name}.zip`;
   $("save-all").hidden = false;
   const images = wanted.map((picture) => picture.button.querySelector("img"));
   try {
     await Promise.all(images.map((image) => image.decode()));
-  } catch {  // A picture is not in memory any more, or the page shows others by now.
+  } catch {  // The server has dropped a picture, or the page shows other pictures.
     return;
   }
   const lines = [...new Set(wanted.map((picture) => picture.prompt))];
@@ -308,13 +308,13 @@ async function follow(query) {
     restore(new URLSearchParams(query));
     const pictures = requested().length;
     if (pictures <= AUTOMATIC) await draw();
-    else say(`${pictures} pictures: press Draw`);
+    else say(`This link requests ${pictures} pictures: press Draw to draw them`);
   } catch (error) {
     say(error.message, true);
   }
 }
 
-// Show the models that can draw, and look again until all of them can.
+// Show the models that can draw. Repeat this until all models can draw.
 async function showModels(answer) {
   const first = !models.length;
   models = answer.models;

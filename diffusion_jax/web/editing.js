@@ -1,11 +1,12 @@
-// The picture to draw over, with a brush that paints the part to redraw, or the picture to enlarge.
-// The server and the command `sample` get the same PNG files.
+// The form's picture: one to draw over, with a brush that paints the part to redraw, or one to
+// enlarge. The server and the command `sample` read the same PNG files.
 
 import {$, post} from "/results.js";
 
 const LARGEST = 1024, MULTIPLE = 8;
-let bitmap = null;  // What the user chose.
-let picture = null, paint = null, names = null;  // Two canvases, and the names that the server gave.
+let bitmap = null;  // The picture as the user chose it.
+let picture = null, paint = null;  // Canvases: the scaled picture, and the paint on it.
+let names = null;  // The names of the uploaded picture and mask on the server.
 let model = () => undefined;  // Returns the server's description of the chosen model.
 
 const enlarging = () => Boolean(model()?.enlarger) && $("use").value === "enlarge";
@@ -22,8 +23,8 @@ async function read(file) {
   scale();
 }
 
-// Scale the picture to the sizes that the model takes: squares, unless it draws any height and
-// width. The paint stays if the size does.
+// Scale the picture to a size that the model can draw: a square, unless the model draws pictures of
+// any height and width. If the size stays the same, so does the paint.
 function scale() {
   const square = enlarging() || (model()?.square ?? true);
   const largest = enlarging() ? model().enlarger.side : LARGEST;
@@ -89,7 +90,7 @@ function brush(event) {
   show();
 }
 
-// Send the picture to the server. Returns the part of a drawing's request that names it.
+// Upload the picture and the mask. Return the field `edit` of a drawing request, which names them.
 export async function uploaded() {
   if (!picture && !names) return {};
   if (!names) {
@@ -120,7 +121,7 @@ function showUse() {
   for (const part of $("edit").querySelectorAll(".enlarge")) part.hidden = !enlarging();
 }
 
-// Offer what the chosen model can do with a picture.
+// Offer only the uses of a picture that the chosen model supports.
 export function showModel() {
   const enlarger = model()?.enlarger;
   $("uses").hidden = !enlarger || enlarger.stage === 0;

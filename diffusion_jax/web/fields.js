@@ -1,10 +1,11 @@
-// The fields of a model's settings: inputs, sliders, and a field for each stage of a cascade.
+// The form's fields for a model's settings: inputs, sliders, and one field per stage of a cascade.
 
 import {element} from "/plots.js";
 
-const SLIDERS = {guidance: [0, 10, 0.5], steps: [1, 100, 1]};  // Least, greatest, step.
+const SLIDERS = {guidance: [0, 10, 0.5], steps: [1, 100, 1]};  // Smallest, largest, step.
 
-// The form's input for a setting. `changed` is called after each change.
+// Make the form's input for a setting. `stages` holds the names of the model's stages. `changed` is
+// called after each change.
 export function field(one, stages, changed) {
   const id = `field-${one.name}`, label = one.name.replaceAll("_", " ");
   if (stages.length > 1 && SLIDERS[one.name]) return perStage(one, stages, id, label, changed);
@@ -13,7 +14,7 @@ export function field(one, stages, changed) {
     input = element("select", {id}, element("option", {value: "true"}, "yes"),
       element("option", {value: "false"}, "no"));
   } else if (one.options.length && ["grid", "end"].includes(one.name)) {
-    input = element("select", {id}, element("option", {value: ""}, "the sampler's own"),
+    input = element("select", {id}, element("option", {value: ""}, "the sampler's default"),
       ...one.options.map((value) => element("option", {value}, value)));
   } else {
     const list = one.options.length ? `${id}-names` : null;
@@ -29,14 +30,15 @@ export function field(one, stages, changed) {
   return element("label", {title: one.help}, label, input, names, slider || null);
 }
 
-// A number for each stage of a cascade. A hidden field holds all of them, separated by commas.
+// Make one number field per stage of a cascade. A hidden field holds all numbers, separated by
+// commas.
 function perStage(one, stages, id, label, changed) {
   const whole = element("input", {id, type: "hidden"}), range = SLIDERS[one.name];
   const inputs = stages.map(() => element("input", {inputmode: "decimal"}));
   const sliders = inputs.map((input, n) => sliderOf(input, `${label} of ${stages[n]}`, ...range));
   const labels = inputs.map((input, n) => element("label", {class: "stage", title: one.help},
     `${label} of ${stages[n]}`, input, sliders[n]));
-  const follow = () => {  // A link has changed the hidden field.
+  const follow = () => {  // Show the numbers of the hidden field, which a link may have changed.
     const parts = whole.value.split(",");
     inputs.forEach((input, n) => input.value = sliders[n].value = (parts[n] ?? parts[0]).trim());
   };

@@ -18,7 +18,7 @@ _ALONE = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
 )
-_SAMPLES = 12  # The number of sample sheets that the report shows per run.
+_SAMPLES = 12  # The largest number of sample sheets per run in a report, besides the last one.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
@@ -33,7 +33,7 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
 
     Args:
         workdirs: The workdirs of the runs.
-        bands: Shaded areas behind the curves in the plot of FID over CLIP score.
+        bands: Shaded areas behind the curves in the figure of FID over CLIP score.
 
     Raises:
         FileNotFoundError: A workdir holds neither logged metrics nor sweeps.

@@ -1,5 +1,5 @@
-// The drawings that this browser requested, kept when the page is loaded again. Each is a link that
-// draws the same pictures, with small copies of the first ones.
+// The list of earlier drawings, which stays in the browser's storage when the page is reloaded. Each
+// entry is a link that draws the same pictures again, with small copies of the first pictures.
 
 import {element} from "/plots.js";
 import {$} from "/results.js";
@@ -28,7 +28,8 @@ function smaller(image) {
   return canvas.toDataURL();
 }
 
-// Add a finished drawing. `images` are its loaded <img> elements, `link` its part of the URL.
+// Add a finished drawing. `link` is its part of the URL, `words` are its prompts, and `images` are
+// its loaded <img> elements.
 export function add(link, words, images) {
   const entry = {link, words, copies: images.slice(0, SHOWN).map(smaller)};
   write([entry, ...read().filter((other) => other.link !== link)].slice(0, MOST));

@@ -1,4 +1,4 @@
-"""The job queue of the web page: one thread draws the jobs in order and reports their progress."""
+"""Queue the drawing jobs of the web page. One thread draws them in order."""
 
 import base64
 import collections
@@ -39,7 +39,7 @@ class Picture(NamedTuple):
     choices: tuple[tuple[str, Any], ...]
     """Flags of the command `sample`, as (name, value) pairs sorted by name."""
     edit: Edit = Edit()
-    """The uploaded picture that this one starts from, if any."""
+    """The uploaded picture from which the drawing starts, if any."""
 
 
 class Full(Exception):
@@ -52,16 +52,18 @@ class Job:
 
     pictures: Sequence[Picture]
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    """A random name, which is part of the job's URLs."""
     state: str = "waiting"
     """One of "waiting", "drawing", "done", "cancelled" and "failed"."""
     drawn: int = 0
+    """The number of finished pictures."""
     looks: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Previews of the pictures being drawn. Keys are indices; values are PNG files in base64."""
+    """Previews of the pictures that are being drawn: {index: PNG file in base64}."""
     level: float = 0.0
     """The noise level of the previews."""
     error: str = ""
     version: int = 0
-    """The number of changes to the job. The server sends a report when it grows."""
+    """The number of changes to the job. After each change, the server sends a report to tabs."""
     cancelled: bool = False
     watchers: int = 0
     left: float = dataclasses.field(default_factory=time.monotonic)
@@ -112,7 +114,9 @@ class Queue:
         job = Job(pictures)
         with self._lock:
             if len(self._waiting()) >= WAITING:
-                raise Full(f"{WAITING} drawings are waiting already: try again when some are done")
+                raise Full(
+                    f"{WAITING} drawing jobs are waiting already: try again when some are done"
+                )
             ended = [name for name, other in self.jobs.items() if other.ended]
             for name in ended[: max(0, len(self.jobs) + 1 - _MAX_JOBS)]:
                 del self.jobs[name]
@@ -183,10 +187,10 @@ class Queue:
     def _draw_rows(
         self, job: Job, name: str, arguments: dict[str, Any], rows: Sequence[tuple[int, Picture]]
     ) -> None:
-        """Draw pictures that share model, settings and edit, except those still in memory.
+        """Draw pictures that share model, settings and edit, unless they are in memory already.
 
-        `rows` holds the pictures with their places in the job. Raises Cancelled if nobody wants
-        the job any more.
+        `rows` holds (index in the job, picture) pairs, `name` is the model's name, and `arguments`
+        are the keyword arguments of Loaded.draw. Raise Cancelled if the job is unwanted.
         """
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
         if job.unwanted:
@@ -205,7 +209,10 @@ class Queue:
         job.change(drawn=count, looks={})
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
-        """Keep a picture in memory. Over the limit, drop the least recently requested pictures."""
+        """Keep a picture's PNG files in memory.
+
+        If all files together exceed _MAX_BYTES, drop the least recently used pictures.
+        """
         with self._lock:
             before = self._files.pop(picture, ())
             self._files[picture] = files
@@ -215,18 +222,18 @@ class Queue:
 
 
 class _Looks:
-    """Callback that updates a job's previews. Raises Cancelled if the job is unwanted.
+    """Callback of Loaded.draw that updates a job's previews and stops an unwanted job.
 
-    The callback gets images without their numbers, so it counts batches to know which pictures it
-    shows. A new batch begins if the size of the images changes, as between the stages of a cascade,
-    or if the noise level returns to the first level seen with this size.
+    The callback gets images without their indices, so it counts batches to know which pictures the
+    images belong to. A new batch begins if the size of the images changes, as between the stages of
+    a cascade, or if the noise level returns to the first level seen with this size.
     """
 
     def __init__(self, job: Job, numbers: Sequence[int]) -> None:
         self._job, self._numbers, self._last = job, numbers, 0.0
         self._side, self._drawing, self._level = 0, 0, float("inf")
         self._tops: dict[int, float] = {}
-        self._done = collections.Counter[int]()  # Images of the earlier batches, by side.
+        self._done = collections.Counter[int]()  # Number of images in earlier batches, by side.
 
     def __call__(self, images: np.ndarray, level: float) -> None:
         if self._job.unwanted:

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from diffusion_jax.machine import exits
 from diffusion_jax.web.access import SAFE
 
-_HEADER_SECONDS = 10.0  # The time in which a connection must send the head of a request.
+_HEADER_SECONDS = 10.0  # Time limit for the head of a request.
 _CONNECTIONS = 256  # The largest number of connections, if file descriptors allow.
 
 
@@ -21,7 +21,8 @@ def bind(host: str, port: int) -> socket.socket:
 
     Raises:
         Busy: The port is in use.
-        ValueError: The host is not an address of this machine.
+        ValueError: The socket cannot listen there, for example because the host is not an address
+            of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(
@@ -31,12 +32,12 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise exits.Busy(f"--port={port} on {host} is in use: choose another port") from error
+            raise exits.Busy(f"--port={port} on {host} is in use: choose another --port") from error
         raise ValueError(f"--host={host} --port={port}: {reason}") from error
 
 
 def serve(application: Any, listening: socket.socket, opened: str) -> None:
-    """Serve until interrupted. Print the line `opened` once the server answers."""
+    """Serve the application until interrupted. Print the line `opened` when the server is ready."""
     config = uvicorn.Config(application, log_level="warning", http=Bounded, ws="none")
     server = uvicorn.Server(config)
     start = server.startup
@@ -53,16 +54,16 @@ def serve(application: Any, listening: socket.socket, opened: str) -> None:
 class Bounded(H11Protocol):
     """A connection that is closed if it does not send the head of a request in time.
 
-    If there are too many connections, the one that has waited longest without a request is closed.
-    So idle connections cannot make the page unreachable.
+    If there are too many connections, the one that has been without a request for longest is
+    closed. So idle connections cannot make the page unreachable.
     """
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """If there are too many connections, close the oldest one without a request.
+        """If there are too many connections, close the oldest one that has sent no request.
 
-        If every other connection is being answered, close this one.
+        If every other connection has sent a request that is being answered, close the new one.
         """
         super().connection_made(transport)
         if len(self.connections) > most_connections():
@@ -105,5 +106,5 @@ class Bounded(H11Protocol):
 
 
 def most_connections() -> int:
-    """Return the largest number of connections. It leaves half of the file descriptors free."""
+    """Return the largest number of connections, which leaves half of the file descriptors free."""
     return min(_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)

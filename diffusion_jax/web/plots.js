@@ -1,4 +1,4 @@
-// Curves as SVG: lines whose points can be chosen by mouse and keyboard.
+// Plots as SVG: lines whose points can be chosen by mouse and keyboard.
 
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 400, HEIGHT = 260, LEFT = 56, RIGHT = 16, TOP = 14, BOTTOM = 44;
@@ -16,7 +16,7 @@ export function element(name, attributes = {}, ...children) {
   return node;
 }
 
-// Distinct colours: hues at multiples of the golden angle, a little darker or lighter by turns.
+// Return the colour of line n: hues at multiples of the golden angle, in three lightnesses.
 export function colour(n) {
   return `hsl(${(211 + 137.508 * n) % 360} 62% ${[47, 40, 56][Math.floor(n / 7) % 3]}%)`;
 }
@@ -55,12 +55,13 @@ function scale(values, from, to, log) {
   return Object.assign(at, {marks: ticks(low, high, false)});
 }
 
-// lines: [{name, points: [{x, y, low, high, label, words, choose}]}], bands: [{name, x, low, high}]
+// Make a figure. lines: [{name, points: [{x, y, low, high, label, words, choose}]}], where `words`
+// describes a point and choose() is called when it is chosen; bands: [{name, x, low, high}].
 export function plot({title, x, y, lines, bands = [], log = false, note = ""}) {
   lines = lines.map((line) => ({...line, points: line.points.filter((p) => !log || p.y > 0)}))
     .filter((line) => line.points.length);
   const every = lines.flatMap((line) => line.points);
-  if (!every.length) return element("p", {class: "note"}, "Nothing yet.");
+  if (!every.length) return element("p", {class: "note"}, "There is no data yet.");
   const across = scale(every.map((p) => p.x), LEFT, WIDTH - RIGHT, false);
   const ends = every.flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]);
   const up = scale(ends, HEIGHT - BOTTOM, TOP, log);

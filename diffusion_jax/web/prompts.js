@@ -1,5 +1,5 @@
-// Prompts to start from: those of the model's config, the captions that it learned, and a hint
-// about words that no caption has.
+// Suggested prompts, from the model's config and its training captions, and a hint about words that
+// occur in no training caption.
 
 import {element} from "/plots.js";
 import {$, post} from "/results.js";
@@ -15,7 +15,7 @@ function use(prompt) {
   check();
 }
 
-// Show the prompts of a model. A prompt that nobody typed is replaced by the model's first one.
+// Show the suggested prompts of a model. If the user has not typed a prompt, enter the first one.
 export function showPrompts(shown) {
   model = shown;
   const own = known();

@@ -1,5 +1,5 @@
 // The views of sweeps and of training, and the tabs that switch between views.
-// A report (a page frozen into one file) holds all of its data and has no drawing view.
+// A report (the page saved as one file) contains all data that it shows and has no drawing view.
 
 import {element, plot, short} from "/plots.js";
 
@@ -49,7 +49,7 @@ async function showSweeps() {
     "There are no sweeps yet. Run the command `evaluate` to make one."));
 }
 
-// The columns of the chosen sweeps, grouped by the label of their axis.
+// Return {axis label: columns} for the columns of the chosen sweeps.
 function axes() {
   const points = chosen().flatMap((sweep) => sweep.points), byAxis = {guidance: ["guidance"]};
   for (const [column, {axis}] of Object.entries(results.metrics))
@@ -78,7 +78,7 @@ function showSweep() {
   showPoint(...best(all.flatMap((axis) => byAxis[axis])));
 }
 
-// The point that other points beat least often, counted over all scores.
+// Return [sweep, point] for the point that other points beat least often, counted over all scores.
 function best(columns) {
   const each = chosen().flatMap((sweep) => sweep.points.map((point) => [sweep, point]));
   const sign = (column) => results.metrics[column].lower ? 1 : -1;
@@ -123,7 +123,7 @@ function pointsTable(sweep) {
     ...own.map((name) => p.drawn[name] ?? ""), ...columns.map((c) => c in p.scores ? score(p, c) : "")]);
   return [element("h2", {}, named(sweep)), element("div", {class: "panel"},
     table(rows, ["guidance", ...own, ...columns.map(titled)]),
-    sweep.share ? element("p", {class: "note"}, `Scoring took ${sweep.share} % of the time at most.`) : "")];
+    sweep.share ? element("p", {class: "note"}, `Scoring took at most ${sweep.share} % of the time.`) : "")];
 }
 
 function choose(sweep, point) {
@@ -160,17 +160,17 @@ function drawLike(sweep, point) {
 const last = (values) => values.at(-1);
 const median = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
 const TOTAL = /^heldout\/.*\/loss$/;
-// Rows: title, test of a metric's key, whether the axis is logarithmic, and, for the note below the
-// plot, a label and a function that reduces a curve to one number.
+// Each row: the title, a function that selects metrics by key, whether the axis is logarithmic, and,
+// for the note below the plot, a label and a function that reduces a curve to one number.
 const FIGURES = [
   ["Loss", (key) => key === "loss", true, "Median", median],
   ["Loss by noise level", (key) => key.startsWith("loss/"), true],
-  ["Held-out loss", (key) => TOTAL.test(key), true, "At the end", last],
+  ["Held-out loss", (key) => TOTAL.test(key), true, "Last value", last],
   ["Images per second", (key) => key === "images_per_second", false, "Median", median],
   ["Skipped steps", (key) => key === "skipped", false],
   ["Norm of the gradient", (key) => key === "grad_norm", true],
   ["Learning rate", (key) => key === "lr", false]];
-const LONG = 90;  // Characters of a config's value that the table shows at first.
+const LONG = 90;  // The table shows longer config values only in part at first.
 const hiddenRuns = new Set();
 let before = "", timer;
 
@@ -210,7 +210,7 @@ function showRuns(now) {
       ["field", ...columns.map(([name]) => name)]))] : []));
 }
 
-// The name of a run, with a box that shows or hides it everywhere in this view.
+// Make a label with a run's name and a checkbox that shows or hides the run in this view.
 function chooser(name, now) {
   const box = element("input", {type: "checkbox", "aria-label": `show ${name}`});
   box.checked = !hiddenRuns.has(name);
@@ -280,7 +280,8 @@ async function turn(view) {
   }
 }
 
-// Show the view that the URL names. `drawing` makes and follows URLs of drawings (see draw.js).
+// Set up the tabs and show the view that the URL names. `drawing` holds functions that make and
+// follow URLs of drawings (see draw.js).
 export async function open(title, drawing) {
   document.title = $("title").textContent = title;
   const follow = async () => {

@@ -27,9 +27,9 @@ _METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]]]] = {}
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Map a unique name of each model to the workdirs of its stages.
+    """Return {unique name: workdirs of the stages} for models, each given by its stages' workdirs.
 
-    The name of a cascade joins the names of its stages, such as "base + enlarger".
+    The name of a cascade joins the folder names of its stages, such as "base + enlarger".
     """
     models: dict[str, list[str]] = {}
     for stages in workdirs:
@@ -56,9 +56,11 @@ def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
 
 
 def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
-    """Return the data of the page's sweep view: points with scores, settings and pictures.
+    """Return the data of the page's view of sweeps: {"sweeps", "metrics", "unlike"}.
 
-    `show` returns the URL of a picture. Sweeps without points are left out.
+    "sweeps" lists the sweeps with the scores, settings and pictures of their points. "metrics"
+    describes the scores, keyed by column. "unlike" lists the settings that make scores
+    incomparable. Sweeps without points are left out. `show` returns the URL of a picture.
     """
     filled = [(name, one) for name, one in named_sweeps if one.rows]
     metrics = {
@@ -74,13 +76,16 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
 
 
 def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[str, Any]:
-    """Return the data of the page's training view: curves, samples, differences between configs.
+    """Return the data of the page's view of training: {"runs", "names", "differing"}.
+
+    "runs" lists the runs with their curves and sample sheets, and "names" lists their names.
+    "differing" lists the config fields that differ between runs, with the values for all runs.
 
     Args:
-        workdirs: The workdirs of the stages of each model, by the model's name.
+        workdirs: The workdirs of the stages of each model, keyed by the model's name.
         show: Returns the URL of a picture.
-        most: The number of sample sheets to show per run: at most this many, evenly spaced, and
-            always the last one. None shows all.
+        most: The largest number of evenly spaced sample sheets to show per run, besides the last
+            sheet. None shows all.
     """
     by_name = _runs(workdirs)
     configs = {name: claims.flat(_config(workdir)) for name, workdir in by_name.items()}
@@ -95,13 +100,13 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
 
 
 def _runs(workdirs: Workdirs) -> dict[str, str]:
-    """Map a unique name of each stage of all models to its workdir."""
+    """Return {unique name: workdir} for all stages of all models."""
     unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
     return {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
 
 
 def _stages(one: SweepResult) -> list[str] | None:
-    """Return the folder names of the stages of a sweep's cascade; None if it has a single model."""
+    """Return the folder names of the stages of a sweep's cascade, or None for a single model."""
     for scored in one.scored.values():
         models = scored.card.get("models") or ()
         if len(models) > 1:
@@ -116,8 +121,8 @@ def _folders(workdirs: Sequence[str]) -> list[str]:
 def _unlike(every: Sequence[SweepResult]) -> list[str]:
     """Return a line for each setting that differs between sweeps and makes scores incomparable.
 
-    Only sweeps with the same feature extractor are compared. Sweeps with reference images and
-    sweeps without them are compared separately.
+    Only scores with the same feature extractor are compared. Scores with a reference set and scores
+    without one are compared separately.
     """
     groups: dict[tuple[str, bool], list[Card]] = {}
     for card in (scored.card for one in every for scored in one.scored.values()):
@@ -145,8 +150,8 @@ def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
     """Return the data that the page shows about one point of a sweep.
 
     The entry "choices" holds the settings with which the page can draw the point's pictures again.
-    It is None for a cascade and for a sweep of several models, because the sweep's table does not
-    hold all settings of these.
+    The entry is None for a cascade and for a sweep of several models, because their tables do not
+    hold all settings.
     """
     numbers = {column: _number(row, column) for column in row}
     scores = {column: number for column, number in numbers.items() if number is not None}
@@ -170,7 +175,7 @@ def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
 
 
 def _number(row: sweep.Row, column: str) -> float | None:
-    """Return a column's value if it is a finite score, interval end or guidance, else None."""
+    """Return a column's value if it is a finite score, interval end or guidance, or else None."""
     name = re.sub("_(low|high)$", "", column)
     shown = (name in table.shown() or column == "guidance") and row[column]
     return float(row[column]) if shown and math.isfinite(float(row[column])) else None
@@ -213,7 +218,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
 
 
 def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[float, float]]:
-    """Yield the mean of each group of `every` neighbouring points, to draw a curve with fewer."""
+    """Yield the mean of each group of `every` successive points, for a curve with fewer points."""
     for i in range(0, len(pairs), max(1, every)):
         part = pairs[i : i + every]
         yield sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)
@@ -222,13 +227,16 @@ def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[flo
 def _seconds_left(
     rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], steps: int
 ) -> float:
-    """Estimate the seconds of `steps` more steps from the last logged speeds; 0 without speeds."""
+    """Estimate the seconds that `steps` more steps take from the last logged speeds.
+
+    Return 0 if no speed was logged.
+    """
     speeds = [row["images_per_second"] for row in rows[-20:] if row.get("images_per_second")]
     return steps * config.get("batch_size", 0) * len(speeds) / sum(speeds) if speeds else 0.0
 
 
 def _samples(workdir: str) -> dict[int, pathlib.Path]:
-    """Return the sheets of samples that training drew, by step."""
+    """Return {step: path} of the sheets of samples that training drew."""
     root = files.path(workdir)
     paths = (p for p in (root / _SAMPLES).glob("step_*.png") if p.stem[5:].isdigit())
     plain = (p for p in paths if untrusted.is_plain(p, root))

@@ -1,7 +1,7 @@
-"""The server of the web page: its routes. access.py decides which requests they answer.
+"""Define the routes of the web page's server. access.py decides which requests they answer.
 
-It serves three kinds of files: the page's own files, the pictures that it drew, and the results
-that training and evaluation wrote into the runs. The server chooses all paths itself. It never
+The server sends three kinds of files: the page's own files, the pictures that it drew, and the
+results that training and evaluation wrote into workdirs. It chooses all paths itself and never
 opens a path that a browser sends.
 """
 
@@ -63,9 +63,9 @@ class Site:
 
         Args:
             package: The system's package, whose command `sample` draws the same pictures.
-            models: The models by name.
-            workdirs: The workdirs of the stages of each model, by the model's name.
-            load: Opens a model that is not in `models`, once its runs have checkpoints.
+            models: The loaded models, keyed by name.
+            workdirs: The workdirs of the stages of each model, keyed by the model's name.
+            load: Loads a model that is not in `models`, given its name.
         """
         self.package, self.models, self.workdirs = package, dict(models), dict(workdirs)
         self._load, self._loading = load, threading.Lock()
@@ -80,7 +80,7 @@ class Site:
         return f"/api/shown/{name}.png"
 
     def open_waiting(self) -> list[dict[str, Any]]:
-        """Open the models that have checkpoints by now. Return {"name", "why"} of all others."""
+        """Load models with new checkpoints. Return [{"name", "why"}, ...] for the others."""
         load, still = self._load, []
         if load is None:
             return []
@@ -97,7 +97,7 @@ class Site:
         return sorted(still, key=lambda one: one["name"])
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return a model's checkpoints, weight averages, settings and examples, for the page."""
+        """Return what the page shows about a model: checkpoints, averages, settings, examples."""
         model = self.models[name]
         last = model.stages[-1]
         folder = files.path(last.workdir) / runs.CHECKPOINTS
@@ -122,9 +122,9 @@ class Site:
         }
 
     def picture(self, request: Any) -> Picture:
-        """Check a browser's request for one picture, and return its settings.
+        """Check a browser's request for one picture, and return it as a Picture.
 
-        Raises ValueError if the request is invalid.
+        Raise ValueError if the request is invalid.
         """
         if not isinstance(request, dict):
             raise ValueError("a picture must be a JSON object with model, prompt, seed and choices")
@@ -134,7 +134,7 @@ class Site:
         if not isinstance(prompt, str) or len(prompt) > _MAX_LETTERS:
             raise ValueError(f"the prompt must be a string of at most {_MAX_LETTERS:,} characters")
         if not prompt.strip() and about.needs_prompt(self.models[name]):
-            raise ValueError("the prompt is empty, but this model always had a text in training")
+            raise ValueError("enter a prompt, because this model was never trained without one")
         if type(seed) is not int or not 0 <= seed < 2**31:
             raise ValueError(f"the seed is {seed!r}: it must be a whole number from 0 to 2^31 - 1")
         values = request.get("choices") or {}
@@ -153,7 +153,7 @@ class Site:
         words = ["python", "-m", f"{self.package}.sample"]
         words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model][stages]]
         words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
-        # The option values with which the page was started. All stages have the same ones.
+        # The option values with which the page was started. They are the same for all stages.
         values = {
             name: value
             for name, value in model.values[0].items()
@@ -180,7 +180,7 @@ class Site:
 
 
 def settings(model: Loaded) -> Options:
-    """Return the options that can change the settings of an open model."""
+    """Return the options that can change the settings of a loaded model."""
     return {n: option for n, option in model.options.items() if option.field and not option.at_load}
 
 
@@ -341,7 +341,7 @@ def _job(site: Site, request: Request) -> Job:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for the shell. Control characters, which terminals obey, are escaped."""
+    """Quote a word for the shell. Escape control characters, which could control a terminal."""
     if word.isprintable():
         return shlex.quote(word)
     escape = lambda c: {"\\": "\\\\", "'": "\\'"}.get(c, c if c.isprintable() else _escaped(c))
@@ -354,7 +354,7 @@ def _escaped(character: str) -> str:
 
 
 def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
-    """Describe an option for the page: its name, kind, possible values, help and current value."""
+    """Describe an option by its name, kind, possible values, their meanings, help and value."""
     group, _, field = option.field.partition(".")
     values = [getattr(getattr(stage.settings, group), field) for stage in model.stages]
     shown = [str(value) if value == float("inf") else value for value in values]
@@ -376,7 +376,7 @@ def _short(value: Any) -> str:
 def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of a request, with checked types.
 
-    A list, which holds one value per stage, becomes a tuple. Raises ValueError for a name, type or
+    A list, which holds one value per stage, becomes a tuple. Raise ValueError for a name, type or
     value that is not allowed.
     """
     weights = {name: model.options[name] for name in ("ema", "checkpoint")}
@@ -386,7 +386,7 @@ def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
         each = tuple(options.read(allowed, {name: one}).get(name) for one in each)
         for one in each:
             if one is None:
-                raise ValueError(f"{name} has no value")
+                raise ValueError(f"the setting {name} has no value: enter one")
             if name in _MAX and one > _MAX[name]:
                 field = allowed[name].field.partition(".")[2]
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Pictures that a browser sent, kept in memory under names that depend on their content."""
+"""Keep pictures that browsers send in memory, under names that are hashes of their content."""
 
 import base64
 import binascii
@@ -18,29 +18,29 @@ _MAX_BYTES = 2**27  # The total size of the pictures that stay in memory.
 class Edit(NamedTuple):
     """How a drawing uses an uploaded picture and a mask.
 
-    `image` and `mask` are names of uploads, or "" for none. `strength` is the share of the steps
-    that draw over the picture.
+    `image` and `mask` are names of uploads, or "" for none. `strength` is the share of the
+    sampler's steps that are run on the picture.
     """
 
     image: str = ""
     mask: str = ""
     strength: float = 0.8
     enlarge: bool = False
-    """Whether the drawing enlarges the picture; otherwise it draws over it."""
+    """Whether the picture is enlarged. By default, it is drawn over."""
 
 
 class Uploads:
-    """Uploaded pictures by name. The most recently used ones stay in memory."""
+    """Uploaded pictures, keyed by name. The most recently used pictures stay in memory."""
 
     def __init__(self) -> None:
         """Start without uploads."""
         self._files: collections.OrderedDict[str, bytes] = collections.OrderedDict()
 
     def add(self, request: Any) -> dict[str, Any]:
-        """Keep the picture of a request {"png": BASE64}, a PNG, JPEG or WebP file.
+        """Keep the picture of a request {"png": BASE64}, which holds a PNG, JPEG or WebP file.
 
-        Return {"picture", "width", "height"}, where "picture" is the name of the upload. Raises
-        ValueError if the file cannot be read, or if a side is larger than MAX_SIDE.
+        Return {"picture": name of the upload, "width": pixels, "height": pixels}. Raise ValueError
+        if the file cannot be read, or if a side is larger than MAX_SIDE.
         """
         text = request.get("png") if isinstance(request, dict) else None
         try:
@@ -49,12 +49,12 @@ class Uploads:
             image.load()
         except (binascii.Error, TypeError, ValueError, OSError, SyntaxError) as error:
             raise ValueError(
-                "the picture cannot be read: give a PNG, JPEG or WebP file in base64"
+                "the picture cannot be read: send a PNG, JPEG or WebP file in base64"
             ) from error
         if max(image.size) > MAX_SIDE:
             raise ValueError(
-                f"the picture is {image.width}x{image.height}: at most {MAX_SIDE:,} pixels are "
-                "allowed on each side"
+                f"the picture has {image.width}x{image.height} pixels: choose one with at most "
+                f"{MAX_SIDE:,} pixels on each side"
             )
         name = hashlib.blake2b(content, digest_size=12).hexdigest()
         self._files[name] = content
@@ -65,14 +65,14 @@ class Uploads:
     def file(self, name: str) -> bytes:
         """Return the bytes of an uploaded file. Raise ValueError if it is no longer in memory."""
         if name not in self._files:
-            raise ValueError("the uploaded picture is not in memory any more: add it again")
+            raise ValueError("the server has dropped the uploaded picture: choose the file again")
         self._files.move_to_end(name)
         return self._files[name]
 
     def edit(self, request: Any) -> Edit:
-        """Check the field "edit" of a browser's drawing request, and return it as an Edit.
+        """Check `request`, the field "edit" of a drawing request, and return it as an Edit.
 
-        Raises ValueError if the field is invalid.
+        Raise ValueError if the field is invalid.
         """
         if not isinstance(request, dict):
             raise ValueError("edit must be a JSON object with image, mask, strength and enlarge")
@@ -93,7 +93,7 @@ class Uploads:
         return edit._replace(strength=float(edit.strength))
 
     def arguments(self, edit: Edit) -> dict[str, Any]:
-        """Return the arguments of Loaded.draw for an edit; {} if the drawing starts from noise."""
+        """Return the keyword arguments of Loaded.draw for an edit, or {} without a picture."""
         if edit.enlarge:
             return {"low_res": untrusted.open_image(self.file(edit.image))}
         opened: dict[str, Any] = {
@@ -105,9 +105,9 @@ class Uploads:
 
 
 def flags(edit: Edit) -> list[str]:
-    """Return the flags of `sample` for an edit.
+    """Return the flags of the command `sample` for an edit.
 
-    They name image.png and mask.png, the files that the page saves.
+    The flags name image.png and mask.png, the files that a user can save from the page.
     """
     if not edit.image:
         return []

@@ -1,4 +1,4 @@
-"""Names, profiles and combinations of power-function averages of parameters.
+"""Name power-function averages of parameters, and combine stored ones into others.
 
 After t steps, the average with exponent gamma is the mean of the parameters of steps k = 1 ... t,
 weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This sequence of weights is called the profile.
@@ -39,25 +39,22 @@ def width_of(name: str) -> float | None:
 def canonical(name: str, stored: Sequence[str]) -> str:
     """Return the full name of an average: "power-0.05" for the relative width "0.05".
 
-    Names in `stored`, and names that are not a relative width, are returned unchanged.
+    A name in `stored`, or a name that is not a relative width, is returned unchanged.
     """
     width = None if name in stored else width_of(name)
     return name if width is None else power_name(width)
 
 
 def order(name: str) -> tuple[bool, float]:
-    """Return a sort key for the names of averages.
-
-    It sorts power-function averages by width, followed by EMAs by decay.
-    """
+    """Return a key that sorts averages by name: power functions by width, then EMAs by decay."""
     return not name.startswith(POWER), float(name.removeprefix(POWER))
 
 
 def exponent(width: float) -> float:
     """Return the exponent gamma of a power-function average with a given relative width.
 
-    gamma solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)). It is the largest root of the
-    paper's cubic (equation 126).
+    gamma solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)). It is the largest root of a
+    cubic polynomial (Karras et al. 2024, equation 126).
     """
     t = width**-2.0
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
@@ -66,11 +63,11 @@ def exponent(width: float) -> float:
 def combination(
     steps: Sequence[int], widths: Sequence[float], step: int, width: float
 ) -> tuple[Float[np.ndarray, "N"], float]:
-    """Return coefficients that combine stored averages into another average, and the error.
+    """Return coefficients that combine stored averages into a target average, and the error.
 
-    The coefficients are a least-squares fit of the target's profile by the stored profiles (the
-    paper's algorithm 3), under the constraint that they sum to 1. So the combined profile sums to 1
-    even with few averages.
+    The coefficients are a least-squares fit of the target's profile by the stored profiles (Karras
+    et al. 2024, algorithm 3), under the constraint that they sum to 1. So the weights of the
+    combined profile sum to 1, even with few averages.
 
     Args:
         steps: The step of each stored average.
@@ -98,7 +95,7 @@ def combination(
 
 
 def _products(times_a, gammas_a, times_b, gammas_b) -> Float[np.ndarray, "A B"]:
-    """Return the inner product of each profile in a with each in b (the paper's equation 151)."""
+    """Return the inner products of profiles a and b (Karras et al. 2024, equation 151)."""
     a, b = gammas_a[:, None], gammas_b[None]
     ratio, later = times_a[:, None] / times_b, np.maximum(times_a[:, None], times_b)
     power = ratio ** np.where(ratio < 1, b, -a)

@@ -6,7 +6,7 @@ from diffusion_jax.weights.torch_weights import Rules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
-    """Return the torch name of each of our UNet blocks: {"down_0_1_attn": "input_blocks.2.1"}.
+    """Map the name of each of our UNet blocks to its torch name: down_0_0_res to input_blocks.1.0.
 
     Args:
         num_blocks: The number of blocks per level.

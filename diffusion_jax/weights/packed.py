@@ -1,6 +1,6 @@
 """Pack parameters into one small .safetensors file: 8-bit integers with one scale per channel.
 
-In a checkpoint's folder, such a packed file can replace the folder of parameters that Orbax wrote.
+In a checkpoint's folder, a packed file can replace the folder of parameters that Orbax writes.
 """
 
 import pathlib
@@ -22,9 +22,9 @@ _LARGEST = 127
 def write(path: pathlib.Path, params: Params) -> None:
     """Write a tree of float arrays to a packed file atomically.
 
-    Arrays with two or more axes are rounded to 8 bits. The last axis is that of the channels, and
-    the error is at most 1/254 of the largest magnitude in the channel. Arrays with one axis (biases
-    and norms) are stored as float32.
+    Arrays with two or more axes are rounded to 8 bits. Their last axis holds the channels. The
+    rounding error is at most 1/254 of the largest absolute value in the channel. Arrays with one
+    axis (biases and norms) are stored as float32.
 
     Raises:
         ValueError: An array is not finite.

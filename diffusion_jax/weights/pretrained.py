@@ -48,9 +48,10 @@ _HUB_KINDS = {
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:
-    """Return the local folder of a model. A name such as "owner/model" is downloaded if needed.
+    """Return the local folder of a model, given the folder or a Hugging Face name.
 
-    Models are downloaded from the Hugging Face Hub.
+    A model with a name such as "owner/model" is downloaded from the Hugging Face Hub, unless the
+    folder exists or the model was downloaded before.
 
     Raises:
         FileNotFoundError: There is no such folder, and the model cannot be downloaded.
@@ -204,9 +205,10 @@ def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if `config` has a different value for any name in `sizes`.
+    """Raise ValueError if a model's config does not have the sizes of its weights.
 
-    `sizes` are the sizes of the weights, keyed by the names of config fields.
+    `sizes` maps the names of config fields to the sizes of the weights. Fields that `config` omits
+    are not checked.
     """
     for name, size in sizes.items():
         if config.get(name, size) != size:
@@ -231,9 +233,9 @@ def digest(params: Any) -> str:
 
 
 def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
-    """Return a sort key and the path of each file that holds or indexes weights, best first.
+    """Return a row for each file that holds or indexes weights, the preferred files first.
 
-    A row is (variant, is pickle, is no index, file name, path).
+    A row is (variant, is pickle, is no index, file name, path). The rows are sorted by it.
     """
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
@@ -321,7 +323,7 @@ def _check_unquantised(folder: pathlib.Path) -> None:
 def _is_sound(entry: Mapping[str, Any]) -> bool:
     """Return whether an array's byte range in a file matches its shape.
 
-    For unknown types, only the order of the offsets and the signs are checked.
+    For unknown types, it only checks that the offsets are in order and no number is negative.
     """
     (start, end), shape = entry["data_offsets"], entry["shape"]
     width = np.dtype(_DTYPES.get(entry["dtype"], np.void)).itemsize

@@ -26,7 +26,7 @@ EMA = "ema_"
 The decay ("0.9999") or the power-function name ("power-0.05") follows the prefix.
 """
 LISTED = "has_checksums"
-"""A key in a checkpoint's metadata. It marks a checkpoint that has a list of checksums."""
+"""A key in the metadata of checkpoints that were saved with a list of checksums."""
 SNAPSHOTS = "snapshots"
 """The folder of snapshots of power-function averages, next to the folder of checkpoints."""
 _NOTHING = 1e-7  # A smaller coefficient is below float32's precision, so its average is skipped.
@@ -72,9 +72,9 @@ def load_params(
 def load_params_and_step(
     directory: str | os.PathLike[str], abstract_params: Params, average: str, step: int | None
 ) -> tuple[Params, int]:
-    """Load parameters, without the optimizer; return them and the step of their checkpoint.
+    """Load parameters without the optimizer, and return (parameters, step of the checkpoint).
 
-    Arguments and errors are the same as for `load_params`.
+    The arguments and errors are those of `load_params`.
     """
     root = absolute(directory)
     if step not in steps(root) and step in steps(root.parent / SNAPSHOTS):
@@ -93,7 +93,8 @@ def load_params_and_step(
 def name_of(folder: epath.Path, average: str) -> str:
     """Return the full name of an average: "power-0.05" for the relative width "0.05".
 
-    The name of an average in `folder`, the folder of a step, is returned unchanged.
+    If `folder`, the folder of a step, holds an average with the name `average`, this name is
+    returned unchanged.
     """
     return averages.canonical(average, stored(folder))
 
@@ -176,9 +177,9 @@ def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
 def _without_list(root: epath.Path, step: int) -> str | None:
     """Return a message if a checkpoint has lost its list of checksums, or else None.
 
-    Earlier versions wrote no lists, so a run that they started may have lists from a later step on.
-    A checkpoint without a list has lost it if an older checkpoint has a list. It has also lost it
-    if its metadata mentions checksums and any other checkpoint has a list.
+    Earlier versions wrote no lists, so the first checkpoints of an old run may have none. A
+    checkpoint without a list has lost it if an older checkpoint has a list. It has also lost it if
+    its metadata mentions checksums and any other checkpoint has a list.
     """
     listed = [other for other in steps(root) if checksums.exist(root / str(other))]
     if step in listed:
@@ -210,8 +211,8 @@ def powers(root: epath.Path) -> list[str]:
 def items_of(root: epath.Path, average: str) -> list[str]:
     """Return the names of the checkpoint items to read for an average.
 
-    This is usually the one item that holds the average. A power-function average that was not
-    stored is computed from all stored ones, so the items of all of them are returned.
+    Usually, one item holds the average. A power-function average that was not stored is computed
+    from all stored ones, so the items of all stored ones are returned.
 
     Raises:
         ValueError: The step's folder has no such average.
@@ -239,9 +240,10 @@ def items_of(root: epath.Path, average: str) -> list[str]:
 
 
 def traces(root: epath.Path, step: int) -> list[Trace]:
-    """Return the power-function averages that were stored up to and including a step.
+    """Return a Trace of each power-function average that was stored up to and including `step`.
 
-    They are those in snapshots. If `step` has no snapshot, those in its checkpoint are added.
+    These are the averages in snapshots. If `step` has no snapshot, the averages in the checkpoint
+    of this step are added.
 
     Args:
         root: The folder of the checkpoints.
@@ -286,11 +288,12 @@ def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -
 
 
 def check_averages(root: epath.Path, expected: list[str]) -> None:
-    """Raise ValueError if the averages in a step's folder are not exactly the expected ones."""
+    """Raise ValueError unless a step's folder holds exactly the averages named in `expected`."""
     if (expected := sorted(expected, key=averages.order)) != stored(root):
         raise ValueError(
-            f"{root} holds the averages {stored(root)}, but this run has {expected}: set its EMA "
-            "decays and widths to the stored ones, or train in another workdir"
+            f"{root} holds the averages {stored(root)}, but this run has {expected}: set "
+            "optimizer.ema_decays and optimizer.ema_widths to the stored values, or train in "
+            "another workdir"
         )
 
 
@@ -344,8 +347,8 @@ def _readable(root: epath.Path) -> Iterator[None]:
     except (ValueError, OSError, KeyError) as error:
         first = f"{error}".strip().partition("\n")[0][:200]
         raise Damaged(
-            f"the checkpoint {root} cannot be read ({type(error).__name__}: {first}): move it out "
-            "of its folder to continue from the previous one"
+            f"the checkpoint {root} cannot be read ({type(error).__name__}: {first}): move this "
+            "folder elsewhere to continue from the previous checkpoint"
         ) from error
 
 
@@ -373,6 +376,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the leaf with its sharding; if it has none, with that of the first device."""
+    """Return a leaf that has a sharding: its own, or else that of the first device."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

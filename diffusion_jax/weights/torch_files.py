@@ -1,9 +1,9 @@
 """Read arrays from files of torch and NeMo, without torch and without executing code in them.
 
 A torch checkpoint is a zip of a pickle and raw arrays. Before torch 1.6 it was several pickles
-followed by the raw arrays. A pickle can call any function by its name when it is opened. This
-module resolves only the names of arrays and dictionaries. It replaces all others by a class that
-does nothing, so settings and optimizers in the file are harmless.
+followed by the raw arrays. A pickle can name any function, which is called when the pickle is read.
+This module resolves only the names of arrays and dictionaries. It replaces every other function or
+class by a class that does nothing, so settings and optimizers in the file are harmless.
 """
 
 import collections
@@ -95,7 +95,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A torch tensor: a view of a storage, with offset and strides in elements."""
+    """A torch tensor: a view of a storage. The offset and the strides are numbers of elements."""
 
     storage: _Storage
     offset: int
@@ -203,8 +203,8 @@ _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 def _map_old(file: mmap.mmap, data: np.ndarray) -> dict[str, np.ndarray]:
     """Map a checkpoint from before torch 1.6, and return its arrays, keyed by name.
 
-    The file holds a magic number, the version, the machine, the content and the keys as pickles,
-    followed by the arrays. `data` is the memory-mapped file.
+    The file holds five pickles, followed by the arrays: a magic number, the version, the machine,
+    the content, and the keys of the arrays. `data` is the memory-mapped file.
     """
     try:
         magic = _Unpickler(file).load()
@@ -238,7 +238,7 @@ def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.n
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
-    """Return the tensors in a checkpoint's state dict, keyed by name, without other values."""
+    """Return the tensors in a checkpoint's state dict, keyed by name. Leave out other values."""
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     values = content.items() if isinstance(content, Mapping) else ()

@@ -1,7 +1,7 @@
 """Convert torch state dicts to params and back, with a table that uses every key exactly once.
 
-A table is a list of entries, one for each array. A missing key, a superfluous key or a wrong shape
-is an error, so a successful conversion has lost nothing.
+A table has one entry for each array. A missing key, a superfluous key or a wrong shape is an error,
+so a successful conversion has lost nothing.
 """
 
 import json
@@ -25,7 +25,7 @@ _METADATA = "__metadata__"  # As in safetensors. In an .npz it is an array with 
 
 
 class Layout(NamedTuple):
-    """A pair of functions that convert the order of a weight's axes between torch and jax."""
+    """A pair of functions that reorder the axes of a weight, from torch to jax and back."""
 
     to_jax: Callable[[np.ndarray], np.ndarray]
     to_torch: Callable[[np.ndarray], np.ndarray]
@@ -79,9 +79,9 @@ def table(
         params: The params; leaves may be abstract, such as jax.ShapeDtypeStructs.
         name_of: Maps the path of a layer ("mid_attn/q") to its torch name without .weight or .bias,
             and the path of any other array ("token_embedding") to its full torch name.
-        layouts: Pairs (regular expression, layout) for exceptions. The expression is matched with
-            the path that `name_of` gets. By default, kernels with two axes are LINEAR, other
-            kernels are CONV, and all other arrays are VECTOR.
+        layouts: Exceptions from the default layouts, as pairs (regular expression, layout). The
+            expression is matched with the path that `name_of` gets. By default, kernels with two
+            axes are LINEAR, other kernels are CONV, and all other arrays are VECTOR.
     """
     return [_entry(_path(path), leaf, name_of, layouts) for path, leaf in
             jax.tree.leaves_with_path(params)]  # fmt: skip
@@ -198,7 +198,7 @@ def write(
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """Return a string that lists up to `most` names, sorted, and how many more there are."""
+    """Return a text such as "a, b and 3 more", which lists up to `most` names in order."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "none"

@@ -2,15 +2,17 @@
 
     python -m imagen_jax.weights convert --from=FILE --config=configs/base64_500m.py --to=WORKDIR
 
-converts a NeMo checkpoint (.ckpt, .nemo, .safetensors or .npz) to a workdir that sample, evaluate
-and train accept. FILE is read without torch, and no code in it is executed.
+This command converts a NeMo checkpoint (.ckpt, .nemo, .safetensors or .npz) to a workdir that the
+commands sample, evaluate and train accept. FILE is read without torch, and no code in it is
+executed.
 
     python -m imagen_jax.weights export --from=WORKDIR --to=FILE
 
-writes the weights of a workdir under NeMo's names as .safetensors or .npz. --ema=raw exports the
-raw weights instead of their average, --ema=0.9999 the average with this decay, and --checkpoint=N
-the weights of step N. The LoRA factors of a LoRA run are merged into its base weights; if these
-have moved, give their new path with --unet_weights=PATH.
+This command writes the weights of a workdir to a .safetensors or .npz file with NeMo's names. By
+default, it exports the average with the largest decay at the newest checkpoint. --ema=0.9999
+exports the average with this decay, --ema=raw the raw weights, and --checkpoint=N the weights of
+step N. The factors of a LoRA run are merged into its base weights. If the base weights have moved,
+give their new path with --unet_weights=PATH.
 """
 
 import sys

@@ -29,11 +29,12 @@ _UNFINISHED = "unfinished"  # This file exists until everything is written and v
 def to_workdir(
     source: str | os.PathLike[str], config: ConfigDict, workdir: str | os.PathLike[str]
 ) -> None:
-    """Convert a NeMo checkpoint to a workdir at step 0, to sample, evaluate or train from.
+    """Convert a NeMo checkpoint to a workdir that holds its weights as the checkpoint of step 0.
 
-    `source` is a .ckpt, .nemo, .safetensors or .npz file. If NeMo's NAME-EMA.ckpt exists next to
-    NAME.ckpt, the weight averages are read from it. Otherwise they are copies of the weights. At
-    the end, `check_written` reads the checkpoint back and compares it.
+    The workdir can be used to sample, to evaluate, and to continue training. `source` is a .ckpt,
+    .nemo, .safetensors or .npz file. If NeMo's file of averages NAME-EMA.ckpt exists next to
+    NAME.ckpt, the averages are read from it. Otherwise all averages equal the weights. At the end,
+    `check_written` reads the workdir back and compares it with the converted weights.
 
     Raises ValueError if the file and the config do not match, or if the workdir already has
     checkpoints.
@@ -63,7 +64,7 @@ def to_workdir(
             average = read(averaged)
         state = _first_state(params, average, s)
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
-    tuning.release_freed_memory()  # Reading leaves as much as the weights take.
+    tuning.release_freed_memory()  # Reading leaves freed memory as large as the weights.
     with runs.writing(workdir):
         files.write_whole(unfinished, "")
         runs.claim(workdir, config.to_dict())
@@ -78,10 +79,10 @@ def to_workdir(
 
 
 def _first_state(params: Params, average: Params, s: Settings) -> TrainState:
-    """Return the state at step 0. To save memory, equal arrays are the same array.
+    """Return the training state at step 0, in which equal arrays share memory.
 
-    All averages are `average`. The optimizer's state is all zeros (tests check this), and its
-    leaves of one shape share an array.
+    All averages are `average`. All arrays of the optimizer's state are zeros (tests check this), so
+    those of one shape are the same array.
     """
     tx, o = optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer
     shapes = jax.eval_shape(lambda p: init_state(p, tx, o.ema_decays, o.ema_widths), params)
@@ -96,8 +97,9 @@ def check_written(
 ) -> None:
     """Raise ValueError unless a workdir holds exactly the given weights.
 
-    The keys of `weights` are "raw" and the name of each average. The network must also compute the
-    same outputs with the weights that are read back, and these outputs must be finite.
+    The keys of `weights` are "raw" and the names of the averages, such as "0.9999". For random
+    inputs, the network must also compute the same finite outputs with the weights in the workdir as
+    with the given weights.
     """
     folder = files.path(workdir) / runs.CHECKPOINTS
     with_learned = objective.make(s.diffusion).with_learned
@@ -117,15 +119,17 @@ def check_written(
             same = jax.tree.map(lambda a, b: _bits(a) == _bits(b), expected, restored)
             if not all(jax.tree.leaves(same)):
                 raise ValueError(
-                    f"the weights {name!r} in {workdir} differ from the weights that were "
-                    "converted: run the same command again"
+                    f"the weights {name!r} read back from {workdir} differ from the converted "
+                    "weights, so they were not written correctly: run the same command again"
                 )
             output, restored_output = compute(expected), compute(restored)
             del restored  # The next weights need its memory.
             tuning.release_freed_memory()
             if _bits(output) != _bits(restored_output) or not jnp.isfinite(output).all():
                 raise ValueError(
-                    f"{workdir}: the outputs with the weights {name!r} changed or are not finite"
+                    f"with the weights {name!r} read back from {workdir}, the outputs of the "
+                    "network are not finite or differ from those with the converted weights: check "
+                    "that the checkpoint is intact and fits the config, and run the command again"
                 )
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
     logging.info(
@@ -141,23 +145,30 @@ def from_workdir(
     step: int | None = None,
     base: str | None = None,
 ) -> None:
-    """Write the weights of a workdir as a NeMo state dict to a .safetensors or .npz file.
+    """Write the weights of a workdir to a .safetensors or .npz file with NeMo's names.
 
-    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
-    default, from the path in the run's config.
+    Args:
+        workdir: The workdir of the run. The factors of a LoRA run are merged into its base weights.
+        path: The file.
+        ema: "raw", the name of an average such as "0.9999", or "ema" for the average with the
+            largest decay.
+        step: The step of the checkpoint; None for the newest.
+        base: The path of the base weights of a LoRA run; None for the path in its config.
 
-    `ema` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
-    largest decay. `step` is the checkpoint; None: the newest.
-
-    Raises ValueError or FileNotFoundError if the weights do not exist or NeMo has no such network.
+    Raises:
+        FileNotFoundError: If there is no such run or checkpoint.
+        ValueError: If there is no such average, or NeMo has no such network.
     """
     path = files.path(path)
     if path.suffix not in FORMATS:
-        raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
+        raise ValueError(f"cannot write --to={path}: the name must end in {' or '.join(FORMATS)}")
     s = initial.settings_of(workdir)
     unet = nemo.require_nemo(s.unet)
     if getattr(s.unet, "patch", 1) != 1:
-        raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
+        raise ValueError(
+            f"unet.patch is {s.unet.patch}, but NeMo's networks have no patches: only models with "
+            "unet.patch=1 can be exported"
+        )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = initial.of_run(workdir, s.unet, s.text.width, ema, step, base)
     state = nemo.to_nemo(params, unet)
@@ -168,7 +179,7 @@ def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     """Raise ValueError if NeMo's config contradicts the settings.
 
     Only the number and width of attention heads, the scaling of shortcuts and the preconditioner
-    are compared, because the weights themselves do not show these.
+    are compared, because the weights do not show them.
     """
     nemo_unet = nemo.unet_from_config(config)
     pairs = [
@@ -184,13 +195,13 @@ def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     ]
     if differences:
         raise ValueError(
-            f"the model was trained with another config ({'; '.join(differences)}): choose the "
-            "config that it was trained with, or change these fields"
+            f"the model was trained with another config ({'; '.join(differences)}): give a config "
+            "with the values in the file"
         )
 
 
 class _Start:
-    """A data iterator that stays at the start of the data."""
+    """A stand-in for a data iterator that has read nothing, for the checkpoint of step 0."""
 
     def get_state(self) -> bytes:
         return b'{"samples": 0}'

@@ -16,9 +16,9 @@ from imagen_jax.weights.nemo import Network
 def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
     """Return the parameters for `unet` that are stored at `path`, as float32 arrays on the host.
 
-    `path` is a NeMo checkpoint, or a run as WORKDIR or WORKDIR@STEP. For a run, this function
-    returns the average with the largest decay. Raises FileNotFoundError if `path` does not exist,
-    and ValueError if the parameters belong to another network.
+    `path` is a NeMo checkpoint, or WORKDIR or WORKDIR@STEP for a run. Of a run, the average with
+    the largest decay is returned. Raises FileNotFoundError if `path` does not exist, and ValueError
+    if the parameters belong to another network.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():
@@ -27,9 +27,10 @@ def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> A
 
 
 def check_prediction(path: str | os.PathLike[str], precond: str) -> None:
-    """Raise ValueError if the run at `path` was trained with another preconditioner than `precond`.
+    """Raise ValueError if the run at `path` was not trained with the preconditioner `precond`.
 
-    A NeMo checkpoint does not name its preconditioner, so it is not checked.
+    `path` is WORKDIR or WORKDIR@STEP. A NeMo checkpoint is not checked, because it does not name
+    its preconditioner.
     """
     workdir, _ = finetune.at_step(path)
     if not (files.path(workdir) / runs.CONFIG).is_file():
@@ -51,18 +52,16 @@ def of_run(
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """Return the parameters of the UNet of a run.
-
-    The factors of a LoRA run are merged into the weights that it adapts.
+    """Return the parameters of a run's UNet, with LoRA factors merged into the weights they adapt.
 
     Args:
         workdir: The workdir of the run.
         unet: The network of the run.
-        text_width: The width of its text embeddings.
+        text_width: The width of the run's text embeddings.
         which: "raw", the name of an average such as "0.9999", or "ema" for the average with the
             largest decay.
-        step: The step of the checkpoint; None: the newest.
-        base: The path of the weights that a LoRA run adapts; None: the path in its config.
+        step: The step of the checkpoint; None for the newest.
+        base: The path of the weights that a LoRA run adapts; None for the path in its config.
 
     Raises:
         FileNotFoundError: If there is no such run or checkpoint.

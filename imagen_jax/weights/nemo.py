@@ -35,23 +35,23 @@ PREFIX = "model.model.unet."
 
 
 def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
-    """Return an Entry, with NeMo's name, for every parameter. Leaves of `params` may be shapes."""
+    """Return NeMo's name and layout of every parameter. Leaves of `params` may be shapes."""
     return torch_weights.table(params, _name_of(unet), _layouts(unet))
 
 
 def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> Any:
     """Convert a NeMo state dict to params of `unet`, for text embeddings of width `text_width`.
 
-    The prefixes that NeMo adds to names are optional. Raises ValueError, with a list of the keys,
-    if keys are missing or superfluous or their shapes differ.
+    The prefixes that NeMo adds to names are optional. Raises ValueError if arrays are missing or
+    unknown or have other shapes; the message lists their names.
     """
     state = _without_prefixes(state)
     for part in ("weight", "bias"):  # NeMo registers this layer under two names.
         alias = state.pop(f"input_blocks.0.0.{part}", None)
         if alias is not None and not np.array_equal(alias, state.get(f"init_conv.0.{part}", alias)):
             raise ValueError(
-                f"input_blocks.0.0.{part} and init_conv.0.{part} are one array under two names, "
-                "but differ in this state dict"
+                f"input_blocks.0.0.{part} and init_conv.0.{part} differ, but NeMo stores the same "
+                "array under both names: the file is damaged or not NeMo's"
             )
         if alias is not None:
             state.setdefault(f"init_conv.0.{part}", alias)
@@ -60,9 +60,9 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
 
 
 def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
-    """Convert params to a NeMo state dict without prefixes.
+    """Convert params to a NeMo state dict, whose names have no prefixes.
 
-    The first layer of a UNet is written twice, because NeMo has two names for it.
+    The first layer of a UNet occurs twice, because NeMo has two names for it.
     """
     state = torch_weights.to_state_dict(params, table(params, unet))
     if isinstance(unet, UNet):
@@ -74,7 +74,10 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
 def require_nemo(unet: Network) -> UNet | EfficientUNet:
     """Return `unet`. Raise ValueError if NeMo has no such network."""
     if isinstance(unet, MagnitudeUNet | Transformer):
-        raise ValueError(f"NeMo has no {type(unet).__name__}: choose another unet.kind")
+        raise ValueError(
+            f"NeMo has no {type(unet).__name__}: only models whose unet.kind is 'unet' or "
+            "'efficient' can be converted"
+        )
     return unet
 
 
@@ -84,26 +87,34 @@ def abstract_params(unet: Network, text_width: int) -> Any:
 
 
 def unet_from_config(config: Any) -> UNet | EfficientUNet:
-    """Build the network of a NeMo model config. Missing fields get NeMo's defaults.
+    """Build the network that a NeMo model config describes. Missing fields get NeMo's defaults.
 
-    Only the fields `unet_type`, `unet` and `noise_cond_aug` are read. Raises ValueError for a
-    network that this project does not implement or that NeMo itself could not build.
+    Only the fields `unet_type`, `unet` and `noise_cond_aug` of the config are read. Raises
+    ValueError for a network that this project does not implement or that NeMo itself cannot build.
     """
     if not isinstance(config, Mapping):
         raise ValueError(
-            f"the config is a {type(config).__name__}: it must be a mapping that holds `unet`"
+            f"NeMo's config is a {type(config).__name__}: it must be a mapping with the key `unet`"
         )
     fields, kind = config.get("unet"), config.get("unet_type", "base")
     if not isinstance(fields, Mapping):
         keys = ", ".join(map(str, config)) or "nothing"
-        raise ValueError(f"the config lacks `unet`, the network's fields: it holds {keys}")
+        raise ValueError(
+            f"NeMo's config has no group `unet` with the network's fields: its keys are {keys}"
+        )
     if kind not in ("base", "sr-unet", "sr"):
-        raise ValueError(f"unet_type is {kind!r}: it must be 'base', 'sr-unet' or 'sr'")
+        raise ValueError(
+            f"unet_type in NeMo's config is {kind!r}: it must be 'base', 'sr-unet' or 'sr'"
+        )
     missing = [name for name in ("image_size", "embed_dim") if name not in fields]
     if missing:
-        raise ValueError(f"the config's unet lacks {' and '.join(missing)}: add each to the file")
+        raise ValueError(
+            f"the group `unet` of NeMo's config lacks {' and '.join(missing)}: add each to the file"
+        )
     if fields.get("channels", 3) != 3:
-        raise ValueError(f"unet.channels is {fields['channels']}: it must be 3")
+        raise ValueError(
+            f"unet.channels in NeMo's config is {fields['channels']}, but only 3 is supported"
+        )
     noise_aug = bool(config.get("noise_cond_aug") or fields.get("noise_cond_aug", False))
     try:
         if kind == "sr":
@@ -113,7 +124,9 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
             unet = _unet(fields, fields.get("low_res_cond", kind == "sr-unet"), noise_aug)
             unet_module.check_layers(unet)
     except TypeError as error:
-        raise ValueError(f"a value in the config's unet has the wrong type: {error}") from error
+        raise ValueError(
+            f"a value in the group `unet` of NeMo's config has the wrong type: {error}"
+        ) from error
     return unet
 
 
@@ -138,14 +151,17 @@ def _unet(fields: Mapping[str, Any], low_res: bool, noise_aug: bool) -> UNet:
 def _efficient_unet(fields: Mapping[str, Any], noise_aug: bool) -> EfficientUNet:
     get = lambda name, default: fields.get(name, default)
     if get("stride", 2) != 2:
-        raise ValueError(f"unet.stride is {fields['stride']}: it must be 2")
+        raise ValueError(
+            f"unet.stride in NeMo's config is {fields['stride']}, but only 2 is supported"
+        )
     mult = _ints(get("channel_mult", (1, 1, 2, 4, 8)))
     blocks = _ints(get("num_resblocks", (1, 2, 4, 8, 8)))
     attention = get("atnn_enabled_at", (0, 0, 0, 0, 1))
     if min(len(blocks), len(attention)) < len(mult):
         raise ValueError(
-            f"unet.channel_mult has {len(mult)} levels, num_resblocks {len(blocks)} and "
-            f"atnn_enabled_at {len(attention)}: each needs one entry per level"
+            f"in NeMo's config, unet.channel_mult has {len(mult)} levels, but unet.num_resblocks "
+            f"has {len(blocks)} entries and unet.atnn_enabled_at has {len(attention)}: each needs "
+            "one entry per level"
         )
     by_width = get("per_head_channels", 64) != -1
     return EfficientUNet(
@@ -222,7 +238,8 @@ _EFFICIENT_PLACES = (
     (r"up_(\d+)_attn", r"UBlocks.\1.attention_layer"),
     (r"up_(\d+)_resample", r"UBlocks.\1.conv"),
 )
-# Names inside residual blocks (with resampling: up_h, up_x) and inside all kinds of attention.
+# Names of the layers inside residual blocks (up_h and up_x only in those that resample), and of the
+# layers inside all kinds of attention.
 _UNET_INSIDE = (("conv2", "out_layers.3"), ("skip", "skip_connection"))
 _EFFICIENT_INSIDE = (("conv2", "out_layers.2"), ("skip", "shortcut"))
 _INSIDE = (
@@ -243,9 +260,10 @@ _INSIDE = (
 
 
 def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
-    """Return (pattern of paths, layout) for the kernels that are not in the default layout.
+    """Return the layouts of the kernels that NeMo does not store in the default layout.
 
-    NeMo stores most of these as 1x1 or transposed convolutions.
+    Each layout comes with a pattern of the paths that have it. Most of these kernels are 1x1 or
+    transposed convolutions in NeMo.
     """
     stacked = [(".*_attn/(in|out)", CONV2D_1), (r".*_attn/ff_\w+", LINEAR)]
     return [
@@ -258,25 +276,28 @@ def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
 
 
 def _without_prefixes(state: StateDict) -> dict[str, np.ndarray]:
-    """Remove the prefixes that NeMo's wrappers and torch.compile add to names."""
+    """Return the arrays under names without the prefixes of NeMo's wrappers and torch.compile."""
     arrays = {
         name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array)
         for name, array in state.items()
     }
     if len(arrays) < len(state):
         raise ValueError(
-            f"the state dict has {len(state)} keys, but only {len(arrays)} different names without "
-            "prefixes such as 'model.model.unet.': it may hold two models"
+            f"the file has {len(state)} arrays, but without prefixes such as 'model.model.unet.' "
+            f"only {len(arrays)} of their names are different: it may hold two models, such as raw "
+            "and averaged weights. Convert a file with only one model"
         )
     return arrays
 
 
 def _ints(values: Sequence[Any]) -> tuple[int, ...]:
-    """Convert values to integers. 2.0 and "2" from YAML and JSON become 2.
+    """Convert values of a NeMo config to integers. Values such as 2.0 and "2" become 2.
 
-    Raises ValueError for fractions.
+    Raises ValueError if a value is not whole.
     """
     ints = tuple(int(value) for value in values)
     if any(float(value) != integer for value, integer in zip(values, ints, strict=True)):
-        raise ValueError(f"the config's unet has {list(values)} where integers are expected")
+        raise ValueError(
+            f"the group `unet` of NeMo's config has {list(values)} where integers are expected"
+        )
     return ints

@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     c.secrets = ()  # Names of environment variables, such as "HF_TOKEN".
     c.env = ()  # Environment variables, such as "NCCL_DEBUG=INFO".
     c.mounts = ()  # Folders to mount, in addition to the folders in the config and the flags.
-    c.restarts = 10  # After crashes and hangs. Preempted runs always restart, invalid ones never.
+    c.restarts = 10  # For crashes and hangs. Preempted runs always restart, invalid ones never.
 
     c.gke = dict(
         namespace="default",

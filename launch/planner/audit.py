@@ -19,21 +19,21 @@ class Audit(NamedTuple):
     products: int
     """Number of executed convolutions and matrix products; each loop iteration counts."""
     products_written: int
-    """Number of convolutions and matrix products before compilation. It is smaller than `products`
-    if the compiler split some of them (a "windowed einsum" over parts of a weight), and larger if
-    the compiler merged some."""
+    """Number of convolutions and matrix products in the program before compilation. If `products`
+    is larger, the compiler split some of them (a "windowed einsum" over parts of a weight). If it
+    is smaller, the compiler merged some."""
     float32_products: list[str]
-    """Names of convolutions and matrix products with only float32 operands. They are slow on a TPU,
-    because each takes several passes."""
+    """Names of convolutions and matrix products with only float32 operands, with the number of
+    executions in brackets if above 1. They are slow on a TPU, because each takes several passes."""
     gathers: dict[str, int]
     """Bytes of the results of all-gathers, by dtype."""
     collectives: int
-    """Number of executed collectives."""
+    """Number of executed collectives; each loop iteration counts."""
     exposed: Mapping[str, int]
-    """Number of executions, by name, of the collectives that do not overlap with computation. They
-    are synchronous or awaited immediately."""
+    """Collectives that do not overlap with computation: number of executions by name. They are
+    synchronous, or the program waits for them at once."""
     copies: int
-    """Number of executed copies and transpositions."""
+    """Number of executed copies and transpositions; each loop iteration counts."""
     copied_bytes: int
     """Bytes written by copies and transpositions."""
     written_bytes: int
@@ -43,7 +43,7 @@ class Audit(NamedTuple):
 
 
 def audit(compiled: compiling.Program) -> Audit:
-    """Return the audit of a compiled program."""
+    """Count a compiled program's matrix products, copies, padding and collectives."""
     program = hlo.read(compiled.text)
     products = copies = copied = written = padded = 0
     gathers: collections.Counter[str] = collections.Counter()
@@ -81,7 +81,10 @@ def audit(compiled: compiling.Program) -> Audit:
 
 
 def added(audits: Sequence[tuple[int, Audit]]) -> Audit:
-    """Return the sum of the audits of several programs, given as (executions, audit)."""
+    """Return the sum of several programs' audits, each multiplied by its number of executions.
+
+    `audits` holds pairs (number of executions, audit of one execution).
+    """
     numbers = lambda name: sum(times * getattr(part, name) for times, part in audits)
     gathers = collections.Counter()
     for times, part in audits:
@@ -116,13 +119,13 @@ def lines(audit: Audit) -> list[str]:
         f"{gib(audit.written_bytes)}; padding to full tiles adds {gib(audit.padding_bytes)}",
     ]
     if audit.float32_products:
-        text.append(f"products in float32: {some(audit.float32_products)}")
+        text.append(f"convolutions and matrix products in float32: {some(audit.float32_products)}")
     if audit.gathers:
-        text.append("gathered: " + ", ".join(f"{gib(n)} {t}" for t, n in audit.gathers.items()))
+        text.append("all-gathered: " + ", ".join(f"{gib(n)} {t}" for t, n in audit.gathers.items()))
     if audit.collectives:
         exposed = (
-            f"{sum(audit.exposed.values()):,} of {audit.collectives:,} collectives overlap with no "
-            "computation"
+            f"{sum(audit.exposed.values()):,} of {audit.collectives:,} collectives do not "
+            "overlap with computation"
         )
         text.append(exposed + (f": {some([*audit.exposed])}" if audit.exposed else ""))
     return text

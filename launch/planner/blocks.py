@@ -1,9 +1,9 @@
 """Compilation of a train step for a TPU block by block, with each distinct block compiled once.
 
 A block is a module that the network calls directly, such as a residual block or a transformer.
-Compiling a whole model takes most of an hour on a few cores, but a model has few distinct blocks.
-The update of the parameters is compiled as one more program. Operations between blocks
-(concatenations, the loss) and fusions across blocks are not included.
+Compiling a whole model takes most of an hour on a few cores. Compiling by block is faster, because
+a model has few distinct blocks. The update of the parameters is compiled as one more program.
+Operations between blocks (concatenations, the loss) and fusions across blocks are left out.
 """
 
 import collections
@@ -26,11 +26,16 @@ from launch.planner.cycles import Cost
 from launch.planner.systems import Model
 
 UPDATE = "update"
+"""Label of the parameter update."""
 COSTLIEST = 10
+"""Number of the most expensive instructions to list."""
 
 
 class Block(NamedTuple):
-    """Block of a network: a module and its input shapes. Equal calls share one block."""
+    """Block of a network: a module and its input shapes.
+
+    Calls with equal modules and shapes share one block.
+    """
 
     label: str
     """Class and input shapes, such as "ResBlock 16x64x64x256, 16x1024"."""
@@ -38,6 +43,7 @@ class Block(NamedTuple):
     """Names of all modules that share this block, in the order of their calls."""
     module: nn.Module
     variables: Any
+    """Variables of the module, with shapes in place of arrays."""
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
     """Positional and keyword arguments of a call, with shapes in place of arrays."""
     trained: bool
@@ -59,7 +65,7 @@ class Measured(NamedTuple):
     seconds: float
     """Compile time in seconds."""
     costliest: Sequence[Cost]
-    """The most expensive instructions, by estimated cycles."""
+    """The most expensive instructions, with the largest estimates first."""
     unknown: int
     """Number of kernels without an estimate, which count as 0 cycles."""
     audit: Audit
@@ -113,9 +119,10 @@ def record(model: Model, samples: int) -> list[Block]:
 
 
 def work(block: Block) -> float:
-    """Return the FLOPs of one call of a block: its matrix products and convolutions.
+    """Return the FLOPs of the matrix products and convolutions in one call of a block.
 
-    For a trained block, this includes the gradient, with twice the FLOPs of the forward pass.
+    For a trained block, the result includes the gradient, which takes twice the FLOPs of the
+    forward pass.
     """
     function, arguments = _programs(block)[0]
     forward = flops.count(jax.make_jaxpr(function)(*arguments).jaxpr)
@@ -123,11 +130,14 @@ def work(block: Block) -> float:
 
 
 def measure(block: Block, kind: str) -> Measured:
-    """Compile a block for one TPU, with its gradient if it is trained, and return the estimates."""
+    """Compile a block for one TPU of this kind, and return the compiler's estimates.
+
+    For a trained block, the program also computes the gradient.
+    """
     mesh = compiling.one_device(kind)
     function, arguments = _programs(block)[block.trained]
-    # Parameters have the layout of the train state. The compiler chooses the layout of activations,
-    # as in a whole program; a fixed layout would add copies at the inputs and outputs of blocks.
+    # Parameters keep the layout of the train state. The compiler chooses the layout of activations,
+    # as in a whole program. A fixed layout would add copies at the inputs and outputs of blocks.
     fixed = sharding.replicated(mesh)
     automatic = Format(Layout.AUTO, fixed)
     places = (fixed, automatic, fixed, fixed, automatic)[: len(arguments)]
@@ -139,10 +149,10 @@ def measure(block: Block, kind: str) -> Measured:
 
 
 def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
-    """Compile the parameter update for one TPU, and return the compiler's estimates.
+    """Compile the parameter update for one TPU of this kind, and return the compiler's estimates.
 
-    The program clips the gradient, runs the optimizer and updates the parameter averages, for one
-    device's shard of the train state on `mesh`.
+    For the part of the train state that one device of `mesh` holds, the program clips the gradient,
+    runs the optimizer and updates the parameter averages.
     """
     places = sharding.shardings(model.state, mesh, model.task.rules)
     replicated = sharding.replicated(compiling.one_device(kind))
@@ -200,7 +210,7 @@ def measured(program: compiling.Program, kind: str, label: str, work: float) -> 
 
 
 def _programs(block: Block) -> tuple[tuple[Any, tuple], tuple[Any, tuple]]:
-    """Return (function, arguments) for a block's forward pass and for forward plus backward."""
+    """Return (function, arguments) of two programs: the forward pass, and forward plus backward."""
     leaves, tree = jax.tree.flatten(block.inputs)
     is_array = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     is_float = lambda leaf: is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -234,7 +244,7 @@ def _label(module: nn.Module, inputs: Any) -> str:
 
 
 def _fields(module: nn.Module) -> str:
-    """Return a string that identifies a module's class and fields, but not its name."""
+    """Return a string that identifies a module's class and fields, without its name."""
     values = {f.name: getattr(module, f.name, None) for f in dataclasses.fields(module)}
     fields = {
         name: getattr(value, "__qualname__", value)

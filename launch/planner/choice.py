@@ -74,16 +74,19 @@ def advise(
 ) -> str:
     """Return one line of advice: the flags of the fastest choice, and its time and memory.
 
-    `current` holds the figures of the config's own plan (from `estimate.plan`), for comparison. If
-    nothing fits, `with_remat` is called to trace the model with rematerialization, which adds a
-    third to the arithmetic.
+    `current` is the plan of the unchanged config (see `estimate.plan`), for comparison. If nothing
+    fits into memory, `with_remat` traces the model with rematerialization, which adds a third to
+    the arithmetic, and the advice is for this model.
     """
     tried, remat = traced, False
     if (choice := best(traced, target, mfu)) is None:
         tried, remat = with_remat(), True
         choice = best(tried, target, mfu)
     if choice is None:
-        return "nothing fits on these devices, not even one sample each with rematerialization"
+        return (
+            "nothing fits on these devices, not even one sample each with rematerialization: "
+            "choose more devices, or devices with more memory"
+        )
     current_seconds = sum(
         current["seconds"][part] for part in ("arithmetic", "update", "communication")
     )

@@ -26,8 +26,9 @@ from launch.planner.traffic import Collective
 
 T = TypeVar("T")
 
-_LIBTPU = {"v7x": "tpu7x"}  # libtpu's name of a TPU where it differs from ours.
+_LIBTPU = {"v7x": "tpu7x"}  # TPUs for which libtpu uses another name than this project.
 COMPILERS = ("libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12")
+"""Packages whose versions can change a compiled program."""
 
 
 class Program(NamedTuple):
@@ -56,8 +57,8 @@ class Compiled(NamedTuple):
 def prepare(devices: int, *kinds: str) -> None:
     """Prepare this process to compile for other machines. Call this before JAX starts.
 
-    JAX gets `devices` virtual CPU devices. The compilers get the settings of training runs on these
-    `kinds` of accelerators ("tpu", "gpu", or a name such as "v5e").
+    JAX gets `devices` virtual CPU devices. The compilers get the settings that training runs use on
+    accelerators of these `kinds` ("tpu", "gpu", or a name such as "v5e").
     """
     os.environ.update(tuning.environment(kinds, os.environ))
     # libtpu reads XLA_FLAGS too, and exits on flags of the CPU compiler.
@@ -65,7 +66,8 @@ def prepare(devices: int, *kinds: str) -> None:
     os.environ["XLA_FLAGS"] = " ".join(w for w in words if not w.startswith("--xla_cpu_"))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_enable_compilation_cache", False)  # It cannot load foreign programs.
+    # JAX's compilation cache cannot load programs for devices that this machine lacks.
+    jax.config.update("jax_enable_compilation_cache", False)
     # Otherwise libtpu queries a metadata server that only TPU hosts have, and logs errors.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -85,8 +87,8 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
     devices = jax.devices() if missing else _devices(target)
     if len(devices) != mesh.size:
         raise ValueError(
-            f"the mesh has {mesh.size} devices, but the target has {len(devices)}: set the mesh "
-            "to use all of them"
+            f"the mesh has {mesh.size} devices, but the target has {len(devices)}: set one mesh "
+            "size to -1, such as --config.mesh.fsdp=-1"
         )
     grid = np.array(devices).reshape(tuple(mesh.shape.values()))
     concrete_mesh = Mesh(grid, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
@@ -96,8 +98,8 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
     exchanges = traffic.of_hlo(program.text, target.island)
     if missing:
         note = (
-            f"{missing}, so the step was compiled for CPUs: its collectives are those of XLA's CPU "
-            "backend, and its memory is only estimated"
+            f"{missing}, so the step was compiled for CPUs: the collectives are those of XLA's CPU "
+            "backend, and the memory is estimated from the trace"
         )
         return Compiled(None, exchanges), [note]
     notes = []
@@ -112,7 +114,10 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
 
 
 def missing_for(target: Target) -> str | None:
-    """Return a message if this machine lacks the software to compile for a target, else None."""
+    """Return a message that names the missing software if this machine cannot compile for a target.
+
+    Returns None if nothing is missing.
+    """
     if not target.is_tpu:
         return gpu.missing(target)
     if importlib.util.find_spec("libtpu") is None:
@@ -147,8 +152,8 @@ def compile_for(
 ) -> Program:
     """Compile a lowered program, or read the compiled program from the cache.
 
-    `place` identifies the target device in the cache's key. `fallback` holds compiler options for a
-    second attempt, made if compilation fails.
+    The values in `place` identify the target device in the cache's key. If compilation fails, a
+    second attempt uses the compiler options `fallback`.
     """
 
     source = lowered.as_text()
@@ -174,10 +179,10 @@ def compile_for(
 
 
 def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
-    """Return the result of make(), or its copy cached for the same name and parts.
+    """Return the cached result for this name and these parts, or call make() and cache its result.
 
-    The result is cached as JSON in the folder of JAX's compilation cache, if that is set. (JAX
-    itself does not cache programs for devices that the machine does not have.)
+    Results are cached as JSON in the folder of JAX's compilation cache. If no folder is set,
+    nothing is cached. (JAX itself does not cache programs for devices that the machine lacks.)
     """
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
@@ -193,14 +198,14 @@ def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
 
 
 def versions() -> list[str]:
-    """Return the compilers' versions and options, for use in cache keys."""
+    """Return the versions and options of the compilers, for use in cache keys."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL")
     compilers = [f"{name} {log.version(name)}" for name in ("jax", "jaxlib", *COMPILERS)]
     return [*compilers, *(os.environ.get(name, "") for name in names)]
 
 
 def one_device(kind: str) -> Mesh:
-    """Return a mesh of one TPU of this kind, to compile for. The TPU need not exist."""
+    """Return a mesh of one TPU of this kind, to compile for it. The TPU need not exist."""
     shape = "2x2x1" if kind == "v7x" else "x".join("1" * KINDS[kind].torus)
     name = f"{_LIBTPU.get(kind, kind)}:{shape}"
     device = topologies.get_topology_desc(topology_name=name, platform="tpu").devices[0]
@@ -208,9 +213,9 @@ def one_device(kind: str) -> Mesh:
 
 
 def tpu_devices(target: Target) -> list[Any]:
-    """Return the devices of the target's TPU slices. They serve only to compile for them.
+    """Return the devices of the target's TPU slices, to compile for them. They need not exist.
 
-    Raises ValueError if libtpu does not support a slice of this topology.
+    Raises ValueError if libtpu does not support slices of this topology.
     """
     name = f"{_LIBTPU.get(target.name, target.name)}:{target.topology}"
     try:

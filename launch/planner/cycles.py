@@ -1,8 +1,8 @@
 """The TPU compiler's estimates of a program's cycles, by instruction and kind of work.
 
 The compiler, libtpu, writes `estimated_cycles` into compiled programs. These estimates come from a
-model of the TPU core and its memory, not from measurements. libtpu does not estimate Pallas
-kernels; kernels.py does.
+model of the TPU core and its memory, not from measurements. libtpu gives no estimates for Pallas
+kernels; kernels.py estimates attention kernels.
 """
 
 import re
@@ -36,6 +36,7 @@ class Cost(NamedTuple):
 
     cycles: float
     kind: str
+    """Kind of work, one of KINDS."""
     layer: str
     """Part of the network that the instruction belongs to; "" if unknown."""
     description: str
@@ -45,8 +46,8 @@ class Cost(NamedTuple):
 def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> Iterator[Cost]:
     """Yield the cost of each instruction of a compiled program.
 
-    `kernel_cycles` estimates a Pallas kernel, or returns None if it cannot. Instructions without an
-    estimate are left out.
+    `text` is the compiled program as printed by XLA. `kernel_cycles` estimates the cycles of a
+    Pallas kernel, or returns None if it cannot. Instructions without an estimate are left out.
     """
     program = hlo.read(text)
     for instruction, times in program.run():
@@ -67,7 +68,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kind(program: Program, instruction: Instruction) -> str:
-    """Return the kind of work (one of KINDS) that dominates an instruction's time."""
+    """Return the kind of work (one of KINDS) that takes most of an instruction's time."""
     opcode, source = instruction.opcode, instruction.source
     inside = program.inside(instruction)
     opcodes = {inner.opcode for inner in inside} | {opcode}
@@ -99,9 +100,9 @@ def layer(source: str) -> str:
 
 
 def level(name: str) -> str:
-    """Return a module's name without its index within its level of the network.
+    """Return a module's name without its number within a level of the network.
 
-    For example, down_1_0_res becomes down_1_res, so that modules of the same kind count together.
+    For example, down_1_0_res becomes down_1_res, so that equal modules of a level are added up.
     """
     return re.sub(r"^(\w+?_\d+)_\d+", r"\1", name)
 
@@ -112,7 +113,7 @@ def _estimated(instruction: Instruction) -> float:
 
 
 def _scopes(source: str) -> list[str]:
-    """Return the module names in an operation's name, without transformations such as jvp(...)."""
+    """Split an operation's name into module names, without transformations such as jvp(...)."""
     wrapped = r"\b(jvp|transpose|jit|remat|checkpoint|rematted_computation|vmap|custom_vjp_call)\("
     while source != (source := re.sub(wrapped + r"([^()]*)\)", r"\2", source)):
         pass

@@ -1,4 +1,4 @@
-"""Text encoders for the planner, which needs only the shapes of well-known encoders' weights."""
+"""Text encoders for the planner, which needs their shapes but not their weights."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple
     """Return the text encoder of a config, and notes for the user.
 
     If the weights cannot be opened, the encoder has shapes in place of weights, and a note says so.
-    If embeddings come from a store (`text.store`) or are stored with the images (`embedded`), the
-    returned encoder only passes embeddings on.
+    If the embeddings come from a store (`text.store`) or are stored with the images (`embedded`),
+    the returned encoder computes nothing and passes stored embeddings on.
 
     Raises:
         OSError, ValueError: The weights cannot be opened, and the shape of an encoder with this
@@ -44,7 +44,7 @@ def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple
 
 
 def _stored(text: Text) -> TextEncoder:
-    """Return an encoder for stored embeddings. For planning, all embeddings are zeros."""
+    """Return an encoder that passes stored embeddings on; for planning, they are all zeros."""
     array = np.zeros((text.max_tokens, text.width), np.float32)
     encoder = precomputed.encoder(text.width, text.max_tokens)
     return encoder._replace(tokenize=lambda texts: encoder.tokenize([array] * len(texts)))

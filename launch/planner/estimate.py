@@ -18,11 +18,11 @@ from launch.planner.compiling import Compiled
 from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
-_TOKENS, _CAPTION = 25, 100  # Size of an average caption in T5 tokens, and in bytes.
+_TOKENS, _CAPTION = 25, 100  # Assumed length of an average caption: in T5 tokens, and in bytes.
 
 
 class TracedModel(NamedTuple):
-    """Model of a config, with its loss and gradient as a traced (not compiled) program."""
+    """Model of a config, and a traced (not compiled) program of its loss and gradient."""
 
     model: Model
     step: memory.Traced
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds per step if communication does not overlap with arithmetic: the total."""
+        """Seconds per step if no communication overlaps with arithmetic: the sum of all parts."""
         return sum(self)
 
 
@@ -88,7 +88,7 @@ def local_batch(model: Model, mesh: AbstractMesh) -> int:
 
 
 def bytes_per_device(traced: TracedModel, mesh: AbstractMesh) -> Bytes:
-    """Return the memory per device, with temporary memory estimated from the traced program."""
+    """Return the bytes per device by purpose; temporary memory is estimated from the trace."""
     model = traced.model
     return memory.bytes_per_device(traced.step, mesh, local_batch(model, mesh), passes(model, mesh))
 
@@ -108,9 +108,9 @@ def largest_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -> int:
 
 
 def largest_micro_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -> int:
-    """Return the largest per-device micro batch that fits into memory, or 0 if none fits.
+    """Return the largest micro batch per device that fits into memory, or 0 if none fits.
 
-    `limit` is the memory per device in bytes. The micro batch must divide a device's share of the
+    `limit` is the memory per device in bytes. The micro batch divides each device's share of the
     global batch.
     """
     ways = sharding.batch_ways(mesh)
@@ -121,7 +121,7 @@ def largest_micro_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -
 
 
 def with_micro_batch(traced: TracedModel, samples: int) -> TracedModel:
-    """Return a copy whose optimizer settings have micro batches of `samples` per device."""
+    """Return the traced model with micro batches of `samples` samples per device."""
     settings = traced.model.optimizer._replace(micro_batch=samples, accumulate=1)
     return traced._replace(model=traced.model._replace(optimizer=settings))
 
@@ -129,7 +129,8 @@ def with_micro_batch(traced: TracedModel, samples: int) -> TracedModel:
 def collectives(traced: TracedModel, mesh: AbstractMesh) -> list[Collective]:
     """Return the collectives of a train step, estimated from the sharding of the parameters.
 
-    Parameters are gathered, and gradients summed, once per micro batch.
+    Parameters are gathered, and gradients summed, once per micro batch. If the mesh has a tensor
+    axis, activations are summed over it.
     """
     model, program = traced.model, traced.step.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
@@ -159,8 +160,8 @@ def step_time(
 ) -> Step:
     """Predict the seconds of a train step.
 
-    `mfu` is the model FLOP utilization of one device, and `exchanges` are the step's collectives.
-    `update`, if given, replaces the predicted seconds of the parameter update.
+    `mfu` is the assumed model FLOP utilization of one device, and `exchanges` are the collectives
+    of the step. If `update` is given, it replaces the predicted seconds of the parameter update.
     """
     model, kind = traced.model, target.kind
     samples = model.run.batch_size // sharding.batch_ways(mesh)
@@ -181,11 +182,17 @@ def plan(
     update: float | None = None,
     compiled: Compiled | None = None,
 ) -> dict[str, Any]:
-    """Return all figures of a plan as a dict that can be written as JSON.
+    """Return the plan of a training run as a dict that can be written as JSON.
 
-    Temporary memory and communication come from the compiled program if there is one, else from
-    estimates. `pictures` is the size of the data set, `mfu` the utilization of one device, and
-    `update` replaces the predicted seconds of the parameter update.
+    Memory is in bytes. "seconds" holds the parts of a `Step`, and in "busy" the seconds for which
+    links and network are in use. "samples_per_second" has the two cases of `Step`: "hidden" and
+    "exposed" communication. "days" and "device_hours" are for exposed communication.
+
+    Args:
+        mfu: Assumed model FLOP utilization of one device.
+        pictures: Number of pictures in the data set.
+        update: Seconds of the parameter update, in place of the prediction.
+        compiled: Source of temporary memory and communication; by default, both are estimated.
     """
     model, mesh = traced.model, mesh_of(traced.model, target.devices)
     facts = compiled or Compiled(None, collectives(traced, mesh))
@@ -225,11 +232,13 @@ def plan(
 
 
 def disk(model: Model, pictures: int) -> dict[str, int]:
-    """Estimate the disk space in bytes of a run's checkpoints, its snapshots and its data set.
+    """Estimate the disk space of a run's checkpoints, snapshots and data set.
 
-    Pictures are stored as moments if the config trains on stored moments, else as JPEGs of quality
-    95. Texts are stored as captions or, if the network reads stored embeddings, as int8
-    embeddings of 25 tokens.
+    Returns bytes for "checkpoint" and "snapshot" (one each), "checkpoints" (all that are kept) and
+    "data", and counts for "checkpoints_kept", "snapshots_kept" and "pictures". The estimate assumes
+    that pictures are stored as moments if the config trains on stored moments, and otherwise as
+    JPEGs of quality 95. Texts are stored as captions or, if the network reads stored embeddings, as
+    int8 embeddings of 25 tokens.
     """
     run = memory.disk(model.run, model.optimizer, model.state)
     text = _CAPTION

@@ -54,9 +54,9 @@ DEVICES: Mapping[str, Device] = {
     "b200": Device("NVIDIA B200", 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000,
                    132_644_864, 233_472, 10),
 }  # fmt: skip
-# Compiler options for a second attempt: matrix products by cuBLAS, not Triton. Without a GPU for
-# autotuning, XLA's Triton path fails for some float32 matrix products ("Couldn't find output tile
-# sizes"), for example in the bicubic filter of super-resolution.
+# Compiler options for a second attempt, which leave matrix products to cuBLAS instead of Triton.
+# Without a GPU for autotuning, XLA cannot compile some float32 matrix products with Triton
+# ("Couldn't find output tile sizes"), for example in the bicubic filter of super-resolution.
 FALLBACK = {"xla_gpu_enable_triton_gemm": False}
 _TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -73,7 +73,7 @@ runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{d.na
 
 
 def missing(target: Target) -> str | None:
-    """Return the reason why this machine cannot compile for the target's GPUs; None if it can."""
+    """Return why this machine cannot compile for the target's GPUs, or None if it can."""
     if target.name not in DEVICES:
         return f"launch/planner/gpu.py has no description of {target.name}"
     packages = {
@@ -85,7 +85,7 @@ def missing(target: Target) -> str | None:
 
 
 def devices(target: Target) -> list[Any]:
-    """Return the target's GPUs as devices to compile for, ordered by host.
+    """Return the target's GPUs, ordered by host, to compile for them. They need not exist.
 
     Raises ValueError if XLA cannot compile for these GPUs.
     """
@@ -105,21 +105,21 @@ def text(device: Device) -> str:
 
 
 def has_cudnn() -> bool:
-    """Return whether cuDNN is installed. Compiling its attention kernels requires it."""
+    """Return whether cuDNN is installed, which is needed to compile its attention kernels."""
     return _cudnn() is not None
 
 
 def load_cudnn() -> None:
-    """Load cuDNN from its Python package, if the package is installed.
+    """Load the cuDNN library from its Python package, if the package is installed.
 
-    XLA would not find it there, because LD_LIBRARY_PATH does not contain the package's folder.
+    XLA cannot find the library by itself, because LD_LIBRARY_PATH lacks the package's folder.
     """
     if path := _cudnn():
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def kernels(program: str) -> dict[str, int]:
-    """Return the number of calls of each NVIDIA library function in a compiled program (HLO)."""
+    """Count the calls of cuBLAS and cuDNN in a compiled program (HLO text), by function name."""
     names = re.findall(r'custom_call_target="__(cu\w+\$?\w*)', program)
     return {name: names.count(name) for name in sorted(set(names))}
 

@@ -25,7 +25,7 @@ class Array(NamedTuple):
     dtype: str
     sizes: tuple[int, ...]
     order: tuple[int, ...]
-    """Axes from the fastest-varying (minor-most) to the slowest-varying."""
+    """Axes from the fastest-varying (its elements are adjacent in memory) to the slowest."""
     tiles: str
     """Tiling as a string, such as T(8,128)(2,1); "" for none."""
 
@@ -52,14 +52,14 @@ class Instruction(NamedTuple):
 
     name: str
     shape: str
-    """Shape of the result, as a string."""
+    """Shape of the result, as a string such as "bf16[8,128]{1,0}"."""
     opcode: str
     arguments: str
     """Operands and attributes, as a string."""
 
     @property
     def source(self) -> str:
-        """jax's name of the source operation; "" for instructions that the compiler added."""
+        """Name of the JAX operation that this instruction computes; "" if the compiler added it."""
         match = re.search(r'op_name="([^"]*)"', self.arguments)
         return match[1] if match else ""
 
@@ -69,7 +69,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of the instructions whose results are the inputs."""
+        """Names of the instructions whose results this instruction reads."""
         return re.findall(r"%([\w.\-]+)", self.arguments.partition("), ")[0])
 
 
@@ -98,9 +98,9 @@ class Program(NamedTuple):
         return [i for inner in self.computations[called[1]] for i in self.inside(inner)]
 
     def sequences(self) -> Iterator[tuple[Sequence[Instruction], int]]:
-        """Yield (instructions in program order, number of executions) of each computation.
+        """Yield (instructions in program order, number of executions) for each computation.
 
-        These are the main computation and the bodies of loops, calls and conditionals.
+        The computations are the main one and the bodies of loops, calls and conditionals.
         """
         return self._sequences(self.entry, 1)
 
@@ -118,7 +118,10 @@ class Program(NamedTuple):
                 yield from self._sequences(body, times * turns)
 
     def _bodies(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Return (name, executions) of the computations that a loop, call or conditional runs."""
+        """Return (name, executions) for each computation that an instruction runs.
+
+        The list is empty unless the instruction is a loop, a call or a conditional.
+        """
         if instruction.opcode == "while":
             match = re.search(r"body=%?([\w.\-]+)", instruction.arguments)
             return [(match[1], self._turns(instruction))] if match else []

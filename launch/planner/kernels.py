@@ -8,8 +8,9 @@ The estimate ignores stalls, and it counts instructions that a step may skip.
     python -m launch.planner.kernels v5e 1024 1152 64 masked
 
 This command compiles the forward and the backward kernel for 1024 queries, 1152 keys with a mask
-(or "unmasked") and head dimension 64 on a v5e, and prints the number of bundles of each as JSON. It
-runs in a separate process, because libtpu reads the path of its dump only once.
+(or "unmasked") and head dimension 64 on a v5e, and prints the number of bundles of each as JSON.
+The planner runs this command in a new process for each size, because libtpu reads the path of its
+dump only once per process.
 """
 
 import functools
@@ -63,8 +64,9 @@ def cycles(kind: str, instruction: Instruction) -> float | None:
 def grid_of(instruction: Instruction) -> Grid | None:
     """Return the sizes of a splash attention call; None for other instructions.
 
-    The sizes are read from the operands, which begin with a mask [N, T blocks, S blocks], one more
-    array, the queries [..., T, K] and the keys [..., S, K].
+    The sizes come from the first four operands: a mask [N, T blocks, S blocks], another array, the
+    queries [..., T, K] and the keys [..., S, K]. T is the number of queries, S the number of keys
+    and K the head dimension.
     """
     match = re.match(r"splash_mha_(fwd|dkv)", instruction.name)
     operands = _OPERANDS.search(instruction.arguments)
@@ -79,10 +81,10 @@ def grid_of(instruction: Instruction) -> Grid | None:
 
 @functools.cache
 def bundles(kind: str, queries: int, keys: int, head_dim: int, masked: bool) -> tuple[int, int]:
-    """Return the instruction bundles per grid step of the forward and the backward kernel.
+    """Return the number of instruction bundles per grid step: (forward, backward kernel).
 
-    Results are cached, because compiling the kernels takes 15 s. Raises ValueError if they cannot
-    be compiled.
+    Results are cached, because compiling the kernels takes 15 s. Raises ValueError if the kernels
+    cannot be compiled.
     """
     words = [kind, str(queries), str(keys), str(head_dim), "masked" if masked else "unmasked"]
 

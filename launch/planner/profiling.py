@@ -15,7 +15,7 @@ from launch.planner.systems import Model
 
 
 class Profile(NamedTuple):
-    """Estimated profile of a train step on one TPU device."""
+    """Profile of a train step on one TPU device, as estimated by the compiler."""
 
     kind: str
     """Kind of TPU, such as "v5e"."""
@@ -24,10 +24,10 @@ class Profile(NamedTuple):
     cycles: dict[str, float]
     """Estimated cycles by kind of work, largest first."""
     layers: dict[str, float]
-    """Estimated cycles by part of the network, such as "down_1_res" (all residual blocks of a
-    level together)."""
+    """Estimated cycles by part of the network, largest first. A part is, for example, "down_1_res":
+    all residual blocks of one level."""
     costliest: list[Cost]
-    """The most expensive instructions, by estimated cycles."""
+    """The most expensive instructions, with the largest estimates first."""
     flops: float
     """Model FLOPs of a step on this device, without recomputation."""
     seconds: float
@@ -38,7 +38,8 @@ class Profile(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Total cycles of a step. A profile from blocks excludes communication between devices."""
+        """Total cycles of a step. If the blocks were compiled separately (see `how`), communication
+        between devices is not included."""
         return sum(self.cycles.values())
 
     @property
@@ -80,18 +81,18 @@ def check(kind: str) -> None:
     """Raise ValueError if the compiler for this kind of accelerator does not estimate cycles."""
     if kind not in cycles.FLOP_PER_CYCLE:
         raise ValueError(
-            f"--profile needs the TPU compiler's estimates of cycles, which {kind} does not have: "
-            f"choose from {', '.join(cycles.FLOP_PER_CYCLE)}"
+            f"--profile needs the TPU compiler's estimates of cycles, which it does not make for "
+            f"{kind}: choose a target from {', '.join(cycles.FLOP_PER_CYCLE)}"
         )
 
 
 def of_blocks(
     model: Model, mesh: AbstractMesh, kind: str, report: Callable[[str], None] = lambda text: None
 ) -> Profile:
-    """Return the profile of a train step, added up from the profiles of its blocks.
+    """Return the profile of a train step as the sum of its blocks and the parameter update.
 
-    Each distinct block is compiled once, and its estimates count once per call. `report` is called
-    with a line of text before each block is compiled. Raises ValueError if the mesh's tensor axis
+    Each distinct block is compiled once, and its estimates count once per call. Before each block
+    is compiled, `report` is called with a line of text. Raises ValueError if the mesh's tensor axis
     is larger than 1.
     """
     if mesh.shape["tensor"] > 1:
@@ -114,7 +115,8 @@ def total(
 ) -> Profile:
     """Add up the estimates of all block calls and of the parameter update to a profile of a step.
 
-    `passes` is the number of micro batches per step. All blocks run once per micro batch.
+    `rows` holds each distinct block with its estimates. `passes` is the number of micro batches per
+    step; all blocks run once per micro batch.
     """
     kinds, layers = collections.Counter(), collections.Counter()
     calls = [(passes * len(block.names), part) for block, part in rows]
@@ -181,7 +183,7 @@ def table(profile: Profile) -> list[tuple[str, str]]:
         ("compiler's estimate", f"{million(profile.total)} cycles per step, "
                                 f"{1e3 * profile.total / profile.clock:,.1f} ms at "
                                 f"{profile.clock / 1e9:.2f} GHz: {100 * profile.mfu:.1f} % MFU. It "
-                                f"is for {profile.how}; compiling took {profile.seconds:,.0f} s. "
+                                f"covers {profile.how}; compiling took {profile.seconds:,.0f} s. "
                                 "Nothing was measured"),
         ("by kind", shares(profile.cycles)),
         ("by layer", shares(profile.layers)),

@@ -1,4 +1,4 @@
-"""Read configs for the planner: the training task and the shapes of its state, without weights."""
+"""Reading of configs for the planner: training tasks, with shapes in place of weights."""
 
 import importlib
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ class Model(NamedTuple):
     optimizer: Optimizer
     mesh: MeshShape
     example: Mapping[str, np.ndarray]
-    """Example batch with one sample, which gives the shapes of a batch."""
+    """Batch with one sample, which gives the shapes of larger batches."""
     stored: float
-    """Bytes per picture in the data set, stored as a JPEG or as moments."""
+    """Bytes per picture in the data set, as a JPEG or as moments of an autoencoder."""
     itemsize: int
     """Bytes per number in the network's dtype, such as 2 for bfloat16."""
     state: TrainState
@@ -73,7 +73,7 @@ def read(config: Mapping[str, Any]) -> Model:
 
 
 def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
-    """Return the bytes per stored picture: its moments, or a JPEG at the size before cropping."""
+    """Return the bytes per stored picture: of its moments, or of a JPEG before it is cropped."""
     if "moments" in example:
         return example["moments"].nbytes
     return (resize or example["image"].shape[1]) ** 2 * _JPEG

@@ -29,19 +29,19 @@ class Collective(NamedTuple):
 
     kind: str
     size: int
-    """Bytes per device of the full array: the result of a gather, or the input of a reduction."""
+    """Bytes of the full array: the result of a gather on a device, or its input to a reduction."""
     groups: Groups
     """Groups of communicating devices, one per row."""
 
 
 def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> list[Collective]:
-    """Return the collectives that the sharding `layout` of the parameters causes in one pass.
+    """Return the collectives of parameters and gradients in one forward and backward pass.
 
-    `sizes` are the mesh sizes (replica, fsdp, tensor), and `itemsize` is the number of bytes per
-    element in the dtype of the computation. Parameters that are sharded over fsdp are gathered in
-    this dtype: convolution kernels twice, because the backward pass reverses them, and other
-    parameters once. Each gradient is summed over all devices that hold a part of the batch. The
-    communication of activations is not included.
+    `layout` holds the shardings of the parameters, `sizes` the mesh sizes (replica, fsdp, tensor),
+    and `itemsize` the bytes per number in the dtype of the computation. Parameters that are sharded
+    over fsdp are gathered in this dtype: convolution kernels twice, because the backward pass
+    reverses them, and other parameters once. Each gradient is summed over all devices that hold a
+    part of the batch. The communication of activations is not included.
     """
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     by_fsdp = ids.transpose(0, 2, 1).reshape(-1, sizes[1])
@@ -67,9 +67,10 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
 def of_hlo(text: str, per_slice: int = 0) -> list[Collective]:
     """Return the collectives in a compiled program (HLO text); each counts once, even in a loop.
 
-    `per_slice` is the number of devices in a TPU slice. In a program for several slices, a
-    collective is followed by transfers between the slices, from each device to the devices at the
-    same place in the other slices. These transfers are returned as additional collectives.
+    `per_slice` is the number of devices in a TPU slice. In a program for several slices, transfers
+    between the slices follow a collective: each device sends to the devices at the same position in
+    the other slices. These transfers are returned as additional collectives. Raises ValueError if
+    the groups of a collective cannot be parsed.
     """
     collectives = []
     pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
@@ -96,7 +97,7 @@ def of_hlo(text: str, per_slice: int = 0) -> list[Collective]:
 
 
 def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
-    """Return the bytes that each device sends, by kind of collective, assuming ring algorithms."""
+    """Return the bytes that each device sends with ring algorithms, by kind of collective."""
     sent: dict[str, int] = {}
     for c in collectives:
         members = c.groups.shape[1]
@@ -105,20 +106,20 @@ def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
 
 
 def seconds(collectives: Sequence[Collective], target: Target) -> float:
-    """Predict the seconds of the collectives, run one after the other, without latency.
+    """Predict the seconds of collectives that run one after the other, without latency.
 
     In a group of n devices, each device sends size * (n - 1) / n over the links within its node or
-    slice. If the group spans m nodes or slices, each node or slice receives size * (m - 1) / m,
-    shared by the network cards of its devices in the group. An all-reduce sends twice as much. The
-    links and the network are used at the same time, so the slower transfer counts.
+    slice. If the group spans m nodes or slices, each of these receives size * (m - 1) / m over the
+    network, shared by the network cards of its devices in the group. An all-reduce sends twice as
+    much. Links and network work at the same time, so the slower of the two determines the time.
     """
     return sum(max(_times(c, target)) for c in collectives)
 
 
 def seconds_by_link(collectives: Sequence[Collective], target: Target) -> dict[str, float]:
-    """Return the seconds that the collectives spend on each kind of connection.
+    """Return the seconds for which the collectives use each kind of connection.
 
-    The keys are "link" (direct links within a node or slice) and "network".
+    The keys are "link" (direct links within a node or slice) and "network" (between them).
     """
     times = [_times(c, target) for c in collectives]
     return {"link": sum(t[0] for t in times), "network": sum(t[1] for t in times)}
@@ -149,7 +150,7 @@ _LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
 
 
 def _groups(text: str) -> Groups:
-    """Return the device groups of a collective, parsed from its HLO text.
+    """Return the groups of devices that communicate in a collective, parsed from its HLO text.
 
     XLA writes groups as {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'},
     mesh[...], device_ids=([2,2]T(1,0)) {'a'}, or as a list of (source, target) pairs. Raises

@@ -10,7 +10,7 @@
 The number after the config's name is the global batch size, which also sets the learning rate. The
 model is evaluated after every 512,000 training images (config.evaluation.every, rounded up to whole
 steps). The run ends when FID and CLIP score both meet their targets in one evaluation, or after
-config.steps.
+config.steps training steps.
 
 All hosts must share the workdir. The command writes the files of sd_jax.train and the log
 result.txt there. MLPerf's checkers read result.txt, and python -m sd_jax.rcp compares the result
@@ -32,7 +32,8 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir, created if missing
 _MODE = flags.DEFINE_enum(
     "mode", run.INLINE, run.MODES,
     "inline: train and evaluate in turn. train: only train, to the end, and keep the checkpoints. "
-    "evaluate: score these checkpoints until one meets the targets. Only training time counts.",
+    "evaluate: score these checkpoints until one meets the targets. The clock of the result counts "
+    "only training time.",
 )  # fmt: skip
 _SEED = flags.DEFINE_integer(
     "seed", None, "Overrides the config's seed. Default: a random seed for each new run."
@@ -43,13 +44,15 @@ _EVAL_BATCH = flags.DEFINE_integer(
 _DIVISION = flags.DEFINE_enum(
     "division", "closed", ["closed", "open"], "The division of the submission."
 )
-_ORG = flags.DEFINE_string("org", "none", "The submitter.")
-_PLATFORM = flags.DEFINE_string("platform", "none", "The system's name.")
+_ORG = flags.DEFINE_string("org", "none", "The name of the submitter.")
+_PLATFORM = flags.DEFINE_string("platform", "none", "The name of the computer system.")
 _STATUS = flags.DEFINE_enum(
-    "status", "onprem", ["onprem", "cloud", "research"], "The system's availability."
+    "status", "onprem", ["onprem", "cloud", "research"], "The availability of the computer system."
 )
 _CLEARED = flags.DEFINE_bool(
-    "cache_cleared", False, "Log that the system's caches were cleared, as the rules require."
+    "cache_cleared",
+    False,
+    "Log that you cleared the system's caches before this run, as MLPerf's rules require.",
 )
 
 
@@ -63,8 +66,9 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         if files.remote(workdir):
             raise ValueError(
-                f"--workdir={_WORKDIR.value}: the benchmark appends to its log, but files in "
-                "buckets cannot grow; name a local folder, and copy it to the bucket afterwards"
+                f"--workdir={_WORKDIR.value} is in a bucket, but the benchmark appends to its log, "
+                "and files in buckets cannot grow: name a local folder, and copy it to the bucket "
+                "afterwards"
             )
     submission = run.Submission(
         _DIVISION.value, _ORG.value, _PLATFORM.value, _STATUS.value, _CLEARED.value

@@ -1,7 +1,7 @@
-"""Scores of the MLPerf benchmark: FID and CLIP score of images drawn from 30,000 COCO captions.
+"""Compute the scores of the MLPerf benchmark: FID and CLIP score of images of 30,000 captions.
 
-Images go from the sampler to Inception and CLIP without leaving the devices. FID is therefore
-computed from float images, without rounding to 8 bits.
+Images go from the sampler to Inception and CLIP without leaving the devices. FID is computed from
+float images, without rounding to 8 bits.
 """
 
 import contextlib
@@ -44,12 +44,13 @@ _WHOLE: sharding.Rules = [(".*", sharding.FSDP)]
 
 
 class Evaluate(NamedTuple):
-    """Functions that score a model."""
+    """The functions that score a model and prepare for it. Built by `make_evaluate`."""
 
     score: Callable[[Params, int], Scores]
     """Maps the UNet's parameters and their training step to {"FID": ..., "CLIP": ...}."""
     warm_up: Callable[[Params], None]
-    """Compiles the evaluation, and runs it on one batch. The results are discarded."""
+    """Compiles the evaluation by running it on one batch, whose results are discarded. Its argument
+    is the UNet's parameters."""
 
 
 class Judge(NamedTuple):
@@ -57,7 +58,7 @@ class Judge(NamedTuple):
 
     captions: list[str]
     real: frechet.Reference
-    """The statistics of Inception's features of real images, for FID."""
+    """The statistics of Inception's features on real images, with which FID compares."""
     inception: Extractor
     clip: Clip
 
@@ -70,15 +71,17 @@ def open_judge(evaluation: Evaluation) -> Judge:
             the file `prompts` are used (all 30,000 in the benchmark).
 
     Raises:
-        ValueError: If a path is empty, num_prompts is out of range, or a file is malformed or does
-            not fit.
+        ValueError: If a path is empty, num_prompts is out of range, a file is malformed, or the
+            reference statistics were computed with another Inception network.
         FileNotFoundError: If a file is missing.
     """
     for name in ("prompts", "reference", "inception", "clip"):
         if not getattr(evaluation, name):
             raise ValueError(
-                f"evaluation.{name} is empty: the benchmark needs the table of captions (prompts), "
-                "statistics of their images (reference), and the weights of inception and clip"
+                f"evaluation.{name} is empty: the benchmark needs the paths of the table of "
+                "captions (evaluation.prompts), of the statistics of real images "
+                "(evaluation.reference), and of the weights of Inception (evaluation.inception) "
+                "and CLIP (evaluation.clip)"
             )
     captions = [row.caption for row in coco.read_tsv(pathlib.Path(evaluation.prompts))]
     if not 2 <= evaluation.num_prompts <= len(captions):
@@ -113,10 +116,12 @@ def make_evaluate(
         mesh: The devices.
         workdir: The workdir of the run. Features are saved in a subfolder after each batch, so that
             a restart loses at most one batch.
-        batch_size: Images drawn at once on all devices, a multiple of the number of devices.
+        batch_size: Number of images to draw at once on all devices together, a multiple of the
+            number of devices.
 
     Raises:
-        ValueError: If `workdir` holds features of other captions, networks, seed or sampler.
+        ValueError: If `workdir` already holds features that were computed with other captions,
+            scoring networks, seed or sampler settings.
     """
     texts = sampling.prompts(encoder, judge.captions, s.sampler.negative_prompt)
     ids = judge.clip.tokenize(judge.captions)
@@ -163,7 +168,7 @@ def make_evaluate(
 
 
 def _card(s: Settings, judge: Judge) -> dict[str, Any]:
-    """Return the settings that saved features depend on, in addition to the model's weights."""
+    """Return the settings on which saved features depend. They also depend on the weights."""
     return {
         "prompts": prompt_files.fingerprint(judge.captions),
         "images": len(judge.captions),
@@ -178,8 +183,8 @@ def _card(s: Settings, judge: Judge) -> dict[str, Any]:
 def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     """Return a jitted function that draws images from texts.
 
-    Its results are the pixels as floats [B, H, W, 3] in [0, 255], the same pixels rounded down, and
-    for each image whether all its values are finite, [B].
+    The function returns the pixels as floats [B, H, W, 3] in [0, 255], the same pixels rounded
+    down, and a bool array [B] that is True for images whose values are all finite.
     """
     split = sharding.batch_sharding(mesh)
 
@@ -199,13 +204,14 @@ def _scores(judge: Judge, features: loop.Features, step: int) -> Scores:
     if broken := int((~features["fine"]).sum()):
         total = len(judge.captions)
         logging.error(
-            "%d of %d images of step %d are not finite: this step gets no scores",
+            "%d of %d images of step %d contain values that are not finite: this step gets no "
+            "scores",
             broken,
             total,
             step,
         )
         return {"FID": math.nan, "CLIP": math.nan}
-    # MLPerf's rules define FID by full covariances, here in float64, even for few images.
+    # As in MLPerf's rules, FID uses full covariances even for few images. They are in float64.
     fid = METRICS["fid"].score(gaussian(features["inception"]), judge.real)
     clip = METRICS["clip_score"].score(features["clip"][:, None])
     return {"FID": fid.value, "CLIP": clip.value}

@@ -22,33 +22,37 @@ _COLUMNS = ("image_id", "id", "caption")
 
 
 class Caption(NamedTuple):
-    """A caption of COCO, with its id and the id of the image that it describes."""
+    """A caption of COCO."""
 
     image_id: int
+    """COCO's id of the image that the caption describes."""
     id: int
     """COCO's id of the caption."""
     caption: str
 
 
 def read_annotations(path: pathlib.Path) -> list[Caption]:
-    """Return the captions of COCO's captions_val2014.json, in the order of the file.
+    """Return the captions in COCO's file captions_val2014.json, in the order of the file.
 
-    Newlines and surrounding spaces are removed. Raises ValueError if the file has another format.
+    Newlines and surrounding spaces are removed from the captions. Raises ValueError if the file
+    does not have COCO's format.
     """
     try:
         content = untrusted.parse_json(path.read_bytes())
         rows = [Caption(*(a[name] for name in _COLUMNS)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a COCO captions file: {error!r}") from error
+        raise ValueError(
+            f"{path} does not have the format of COCO's captions_val2014.json: {error!r}"
+        ) from error
     return [row._replace(caption=row.caption.replace("\n", "").strip()) for row in rows]
 
 
 def choose(captions: Sequence[Caption], number: int = NUMBER) -> list[Caption]:
-    """Return the subset of captions that MLPerf evaluates on, sorted by id.
+    """Return the `number` captions on which MLPerf evaluates models, sorted by id.
 
     As in MLPerf's script, the captions are shuffled, only the first caption of each image is kept,
-    and the first `number` of these captions are taken. The shuffle equals
-    sample(frac=1, random_state=2023) of pandas.
+    and the first `number` of the kept captions are chosen. The shuffle is that of pandas with
+    sample(frac=1, random_state=2023).
 
     Raises:
         ValueError: If the captions describe fewer than `number` images.
@@ -59,8 +63,8 @@ def choose(captions: Sequence[Caption], number: int = NUMBER) -> list[Caption]:
         of_image.setdefault(captions[i].image_id, captions[i])
     if len(of_image) < number:
         raise ValueError(
-            f"{number} captions of different images are needed, but the file has captions of "
-            f"{len(of_image)} images"
+            f"{number} captions of different images are needed, but the file has captions of only "
+            f"{len(of_image)} images: use COCO's captions_val2014.json, or a smaller --num"
         )
     return sorted(list(of_image.values())[:number], key=lambda row: row.id)
 
@@ -79,10 +83,13 @@ def read_tsv(path: pathlib.Path) -> list[Caption]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If a column is missing or a row is malformed; the message names it.
+        ValueError: If a column is missing or a row is malformed. The message names the column or
+            the row.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no table of captions {path}: name a .tsv file")
+        raise FileNotFoundError(
+            f"the table of captions {path} does not exist: write it with sd_jax.prepare captions"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -92,8 +99,8 @@ def read_tsv(path: pathlib.Path) -> list[Caption]:
         names = rows.fieldnames or []
         if missing := [name for name in _COLUMNS if name not in names]:
             raise ValueError(
-                f"{path} has no column {missing[0]}: its first line must be {' '.join(_COLUMNS)}, "
-                f"with tabs, but is {' '.join(names) or 'empty'}"
+                f"{path} has no column {missing[0]}: the first line must hold "
+                f"{' '.join(_COLUMNS)}, separated by tabs, but is {' '.join(names) or 'empty'}"
             )
         return [_caption(path, number, row) for number, row in enumerate(rows, 2)]
 
@@ -104,7 +111,7 @@ def _caption(path: pathlib.Path, number: int, row: Mapping[str, Any]) -> Caption
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}, row {number} is malformed: {error}") from error
     if not caption.caption:
-        raise ValueError(f"{path}, row {number} has no caption")
+        raise ValueError(f"{path}, row {number} has an empty caption: add one, or remove the row")
     return caption
 
 
@@ -114,9 +121,9 @@ def image_name(image_id: int) -> str:
 
 
 def squash(contents: bytes, size: int = SIZE) -> bytes:
-    """Resize an image to a square, ignoring its aspect ratio, and return it as a JPEG file.
+    """Resize an image to a square, ignoring its aspect ratio, and return the bytes of a JPEG file.
 
-    The resize is bicubic, and the JPEG quality is Pillow's default of 75.
+    The filter is bicubic, and the JPEG quality is Pillow's default of 75.
 
     Args:
         contents: The bytes of the image file.
@@ -132,10 +139,10 @@ def squash(contents: bytes, size: int = SIZE) -> bytes:
 def squash_all(
     captions: Sequence[Caption], images: pathlib.Path, out: pathlib.Path, threads: int = 8
 ) -> int:
-    """Resize the images that captions describe to squares; return the number of images written.
+    """Resize the images of captions to squares; return the number of images written.
 
     Args:
-        captions: The captions whose images to resize.
+        captions: The captions whose images are resized.
         images: The folder of COCO's images, or the file val2014.zip.
         out: The folder to write to. Images that it already holds are skipped.
         threads: The number of images to resize at once.
@@ -163,13 +170,16 @@ def _reader(images: pathlib.Path) -> Callable[[str], bytes]:
     if images.is_dir():
         return lambda name: (images / name).read_bytes()
     if not zipfile.is_zipfile(images):
-        raise FileNotFoundError(f"{images} is neither a folder nor a zip file of images")
+        raise FileNotFoundError(
+            f"--images={images} is neither a folder nor a zip file: name val2014.zip, or the "
+            "folder that it unpacks to"
+        )
     archive = zipfile.ZipFile(images)
     places = {name.rpartition("/")[2]: name for name in archive.namelist()}
 
     def read(name: str) -> bytes:
         if name not in places:
-            raise FileNotFoundError(f"{images} holds no {name}")
+            raise FileNotFoundError(f"--images={images} lacks {name}: use COCO's val2014.zip")
         return archive.read(places[name])
 
     return read

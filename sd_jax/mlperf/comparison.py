@@ -1,4 +1,4 @@
-"""Compare benchmark runs with MLPerf's reference runs, as a table and as figures."""
+"""Compare benchmark runs with MLPerf's reference runs, in text and in plots."""
 
 import math
 import pathlib
@@ -21,21 +21,23 @@ def check_alike(runs: Sequence[Result]) -> int:
     if len(sizes) > 1:
         (a, first), (b, second) = list(sizes.items())[:2]
         raise ValueError(
-            f"{first} has batch size {a} and {second} has {b}: compare runs of one batch size"
+            f"{first} has batch size {a}, but {second} has batch size {b}: name only runs with the "
+            "same batch size, or use --tables"
         )
     return runs[0].batch_size
 
 
 def describe(runs: Sequence[Result], verdict: Verdict) -> str:
-    """Return a string that compares benchmark runs with MLPerf's reference runs.
+    """Return a text that compares benchmark runs with MLPerf's reference runs.
 
-    It lists the runs, the verdict, and the scores beside those of the reference runs.
+    The text lists the runs, states the verdict, and shows the mean scores of the runs beside those
+    of the reference runs.
     """
     return "\n".join([*_runs(runs), "", *_verdict(runs, verdict), "", *_curves(runs)])
 
 
 def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
-    """Write fid.png and clip.png, figures of both scores over training images, to a folder."""
+    """Plot FID and CLIP score over the number of training images: fid.png and clip.png in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     for metric, label in _LABELS.items():
         lines, bands = plotted(runs, metric)
@@ -44,10 +46,10 @@ def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
 
 
 def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]]:
-    """Return the curves of one score over millions of training images, for a figure.
+    """Return the lines and bands of a plot of one score over millions of training images.
 
-    The lines are the runs and the target. The band is the range of MLPerf's reference runs with the
-    nearest batch size. `metric` is "FID" or "CLIP".
+    One line shows the runs and another one the target. The only band is the range of MLPerf's
+    reference runs with the nearest batch size. `metric` is "FID" or "CLIP".
     """
     size, curve = convergence.nearest_curve(runs[0].batch_size)
     scores = curve.fid if metric == "FID" else curve.clip
@@ -57,7 +59,7 @@ def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]
     for run in runs:
         x += [
             *(n / 1e6 for n in run.evaluations),
-            math.nan,  # Interrupts the line between two runs.
+            math.nan,  # Separates the runs, which share one line of the plot.
         ]
         y += [*(scores.get(metric, math.nan) for scores in run.evaluations.values()), math.nan]
     target, ends = rules.TARGETS[metric], [0, np.nanmax([*x, *images])]
@@ -87,26 +89,30 @@ def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
     if reference := verdict.reference:
         mean, lowest, origin = reference
         lines.append(
-            f"reference {origin}: mean {mean:,.0f}; a mean of {lowest:,.0f} or more passes"
+            f"MLPerf's reference {origin}: mean {mean:,.0f}; a mean of {lowest:,.0f} or more passes"
         )
     lines.append(f"{'PASS' if verdict.passed else 'FAIL'}: {verdict.reason}")
     if verdict.passed and verdict.scale > 1:
         lines.append(
-            f"scores are multiplied by {verdict.scale:.4f}, because the runs are faster than the "
-            "mean of the reference"
+            f"MLPerf multiplies the score by {verdict.scale:.4f}, because the runs converged "
+            "faster than the mean of the reference"
         )
     if len(runs) < rules.RUNS:
-        lines.append(f"a submission needs {rules.RUNS} runs: this verdict is a forecast")
+        lines.append(
+            f"a submission needs {rules.RUNS} runs: with fewer runs, the verdict is preliminary"
+        )
     return lines
 
 
 def _curves(runs: Sequence[Result]) -> list[str]:
-    """Return text lines with the mean FID and CLIP score of the runs and the reference runs.
+    """Return a table of the mean FID and CLIP score of the runs and of the reference runs.
 
-    There is one line for each evaluation of the reference runs that a run also has.
+    It has one row for each evaluation of the reference runs near which a run was also evaluated.
     """
     size, curve = convergence.nearest_curve(runs[0].batch_size)
-    lines = [f"mean of these runs, and of the reference at batch size {size} (lowest to highest):"]
+    lines = [
+        f"mean of these runs, and mean (lowest to highest) of the reference at batch size {size}:"
+    ]
     lines.append("    images       FID             reference     CLIP                    reference")
     for column, images in enumerate(curve.images.tolist()):
         fid, clip = (_near(runs, metric, images) for metric in _LABELS)
@@ -123,8 +129,8 @@ def _curves(runs: Sequence[Result]) -> list[str]:
 def _near(runs: Sequence[Result], metric: str, images: int) -> list[float]:
     """Return each run's score at its evaluation nearest to `images` training images.
 
-    Runs without an evaluation within 10% of `images` are left out. Runs evaluate at multiples of
-    their batch size, so rarely at exactly `images`.
+    Runs without an evaluation within 10 % of `images` are left out. A run is rarely evaluated at
+    exactly `images`, because evaluations are at multiples of the batch size.
     """
     nearest = [min(run.evaluations, key=lambda n: abs(n - images), default=0) for run in runs]
     pairs = zip(runs, nearest, strict=True)

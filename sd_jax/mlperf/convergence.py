@@ -1,9 +1,10 @@
 """MLPerf's convergence test: runs must not converge faster than MLPerf's reference runs.
 
-Samples to target is the number of training images when a run first met the targets for FID and
-CLIP score. The test drops the fastest and the slowest of ten runs. The mean of the others must not
-be significantly below the mean of the reference runs at the same batch size. MLCommons' package
-(mlperf_logging.rcp_checker) holds the reference means and computes the limit by a t-test.
+A run's samples to target are its number of training images at the first evaluation that meets the
+targets for FID and CLIP score. The test drops the fastest and the slowest of ten runs. The mean of
+the others must not be significantly below the mean of the reference runs at the same batch size.
+MLCommons' package (mlperf_logging.rcp_checker) holds the means of the reference runs and computes
+the limit by a t-test.
 """
 
 import csv
@@ -21,17 +22,18 @@ from sd_jax.mlperf import mllog, rules
 
 
 class Result(NamedTuple):
-    """Outcome of a benchmark run, finished or not, read from its log."""
+    """The outcome of a benchmark run, finished or not, read from its log."""
 
     name: str
-    """A name for the run: the folder of its log if the log is called result.txt, otherwise the
-    path of the log."""
+    """A name for the run: the path of its log, or of the log's folder if the log is called
+    result.txt."""
     batch_size: int
     status: str
-    """The value is "running" until the log has a run_stop event, then "success" or "aborted"."""
+    """The status of the run: "running" until the log has a run_stop event, then "success" or
+    "aborted"."""
     evaluations: dict[int, dict[str, float]]
-    """The scores {"FID": ..., "CLIP": ...} keyed by the number of training images, in ascending
-    order. A score may still be missing."""
+    """The scores {"FID": ..., "CLIP": ...} of each evaluation, keyed by the number of training
+    images, in ascending order. A score is missing if the log ends within the evaluation."""
     samples_to_target: int | None
     """Training images at the first evaluation that meets both targets; None if the run has not
     ended with success."""
@@ -43,27 +45,31 @@ class Reference(NamedTuple):
     mean: float
     """The mean without the fastest and the slowest reference run."""
     lowest: float
-    """The lowest mean with which runs pass: it is not significantly below `mean`."""
+    """The lowest mean with which runs pass the test: lower means are significantly below `mean`."""
     origin: str
-    """Text that names the published batch sizes from which the values were derived."""
+    """Text that names the published batch sizes from which the values are derived, such as "of
+    batch size 512"."""
 
 
 class Verdict(NamedTuple):
-    """Outcome of the convergence test on runs of one batch size."""
+    """The outcome of the convergence test on runs of one batch size."""
 
     passed: bool
     reason: str
+    """Text that states why the runs passed or failed."""
     mean: float
     """The mean samples to target without the fastest and the slowest run; infinite if too many runs
     did not converge."""
     reference: Reference | None = None
+    """The reference with which the runs were compared; None if there is none, or if too many runs
+    did not converge."""
     scale: float = 1.0
     """The factor by which MLPerf multiplies the score of a submission. It is above 1 if the runs
     converged faster than the mean reference run."""
 
 
 class Curve(NamedTuple):
-    """Scores of the R reference runs of one batch size at E evaluations."""
+    """The scores of R reference runs with the same batch size at E evaluations."""
 
     images: Int[np.ndarray, "E"]
     """The number of training images at each evaluation."""
@@ -74,8 +80,8 @@ class Curve(NamedTuple):
 def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
     """Return the paths of the logs of benchmark runs.
 
-    Each path is a log, or a folder that holds result.txt or result_*.txt. Raises FileNotFoundError
-    if a path has no log.
+    Each element of `paths` is a log, or a folder that holds result.txt or result_*.txt. Raises
+    FileNotFoundError if one of them is neither.
     """
     results = []
     for path in map(pathlib.Path, paths):
@@ -83,7 +89,7 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
         logs = logs if path.is_dir() else [path]
         if not logs or not logs[0].is_file():
             raise FileNotFoundError(
-                f"no result at {path}: give a file of mllog lines, or a folder that holds "
+                f"there is no log at {path}: name a file of mllog lines, or a folder that holds "
                 f"{mllog.RESULT} or result_*.txt"
             )
         results += logs
@@ -100,7 +106,10 @@ def read(path: str | os.PathLike[str]) -> Result:
     events = mllog.read(path)
     sizes = [event.value for event in events if event.key == "global_batch_size"]
     if not sizes:
-        raise ValueError(f"{path} logs no global_batch_size: it is not the log of a benchmark run")
+        raise ValueError(
+            f"{path} has no event global_batch_size, so it is not the log of a benchmark run: name "
+            "another file"
+        )
     name = str(path.parent if path.name == mllog.RESULT else path)
     status, evaluations = mllog.status(events), mllog.evaluations(events)
     return Result(name, int(sizes[-1]), status, evaluations, _samples_to_target(path, status))
@@ -113,7 +122,7 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
     batch size.
 
     Args:
-        batch_size: The global batch size of the runs; see `reference_at`.
+        batch_size: The global batch size of all runs.
         samples: The samples to target of each run; None for a run that did not converge.
     """
     mean = olympic_mean([math.inf if n is None else n for n in samples])
@@ -121,7 +130,10 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
         return Verdict(False, f"{lost} of {len(samples)} runs did not converge", mean)
     reference = reference_at(batch_size)
     if reference is None:
-        reason = f"MLPerf has no reference for batch size {batch_size}: submit one first"
+        reason = (
+            f"MLPerf has no reference runs for a batch size as large as {batch_size}: submit "
+            "reference runs first"
+        )
         return Verdict(False, reason, mean)
     passed = mean >= reference.lowest
     reason = "no faster than the reference" if passed else "faster than the reference allows"
@@ -138,11 +150,11 @@ def olympic_mean(values: Sequence[float | int]) -> float:
 
 
 def reference_at(batch_size: int) -> Reference | None:
-    """Return the samples to target of MLPerf's reference runs at a batch size.
+    """Return how many training samples MLPerf's reference runs needed to reach the targets.
 
-    Between two published batch sizes the values are interpolated. For a batch size below the
-    smallest one, the values of the smallest are returned. Above the largest one, there is no
-    reference, and the result is None.
+    For a batch size between two published ones, the values are interpolated. For a batch size below
+    the smallest published one, the values of the smallest are returned. Above the largest one,
+    there is no reference, and the result is None.
     """
     checker = _rcp_checker().RCP_Checker("training", rules.VERSION, rules.NAME, False)
     points = sorted(checker.pruned_rcp_data.values(), key=lambda point: point["BS"])
@@ -173,7 +185,10 @@ def read_curves() -> dict[int, Curve]:
 
 
 def nearest_curve(batch_size: int) -> tuple[int, Curve]:
-    """Return the nearest batch size (by ratio) of reference runs, and the scores of these runs."""
+    """Return the batch size of reference runs nearest to `batch_size`, and these runs' scores.
+
+    The batch sizes are compared by their ratio.
+    """
     curves = read_curves()
     size = min(curves, key=lambda size: abs(math.log(size / batch_size)))
     return size, curves[size]
@@ -191,7 +206,10 @@ def _samples_to_target(path: pathlib.Path, status: str) -> int | None:
     except ValueError:  # min() of an empty list: no evaluation meets the targets.
         return None
     except KeyError as error:
-        missing = f"an evaluation in {path} lacks {error}, which MLCommons' checker needs"
+        missing = (
+            f"an evaluation in {path} lacks {error}, which MLCommons' checker needs: write the log "
+            "with sd_jax.mlperf, or add this field"
+        )
         raise ValueError(missing) from error
     return int(samples)
 

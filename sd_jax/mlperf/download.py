@@ -1,8 +1,9 @@
 """Download and verify the data sets and weights that MLCommons publishes for the benchmark.
 
-MLCommons describes each set of files by two lists, which its own downloader also reads. NAME.uri
-holds the URL of the set's folder, and NAME.md5 holds the hashes and names of its files. If the
-benchmark's rules or a file's authors state a hash, that hash replaces the one in NAME.md5.
+For each set of files, MLCommons publishes two lists, which MLCommons' own downloader also reads.
+NAME.uri holds the URL of the folder with the files, and NAME.md5 holds the hashes and names of the
+files. If the benchmark's rules or a file's authors state a hash, that hash replaces the one in
+NAME.md5.
 """
 
 import json
@@ -34,7 +35,8 @@ SETS: Mapping[str, Mapping[str, str]] = {
         )
     },
 }
-"""The sets of files, keyed by name. Each maps the names of required files to official hashes."""
+"""The sets of files, keyed by name. Each set maps the names of files that it must contain to their
+official hashes."""
 VERIFIED = ".verified.json"
 """Name of the file that records a set's verified files, as {path: [hash, size in bytes]}."""
 _FLAGS = (
@@ -45,24 +47,25 @@ _FLAGS = (
 )  # fmt: skip
 _FOLDERS = (MOMENTS, CLIP)
 CLIP_ON_HUB = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-# These are downloaded last, so the download is complete once they exist.
+# If these files exist, the download of the tokenizer is complete, because they come last.
 _LAST = ("open_clip_config.json", "tokenizer.json")
 _TOKENIZER = ("config.json", "vocab.json", "merges.txt", *_LAST)
 
 
 def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
-    """Download the lists of a set; return the URL of its folder, and the hash of each file.
+    """Download the two lists of a set; return the URL of its folder and the hashes of its files.
 
     Args:
         source: The URL of the folder with the lists.
         name: The name of the set, a key of SETS.
 
     Returns:
-        The URL, and the hashes keyed by relative path.
+        The URL of the folder with the set's files, and the hash of each file, keyed by the file's
+        path in this folder.
 
     Raises:
         OSError: If a list cannot be downloaded.
-        ValueError: If a list is malformed, or a file that SETS requires is not listed.
+        ValueError: If a list is malformed, or lacks a file that the set must contain.
     """
     stem = f"{source.rstrip('/')}/stable-diffusion-{name}"
     with tempfile.TemporaryDirectory() as folder:
@@ -75,16 +78,19 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
         path = pathlib.PurePosixPath(path.lstrip(" *"))
         if len(digest) != 32 or path.is_absolute() or ".." in path.parts or not path.name:
             raise ValueError(
-                f"{stem}.md5: {line!r} is not in the output format of md5sum, or its path is "
-                "outside of the set"
+                f"{stem}.md5: the line {line!r} is not in the output format of md5sum, or its path "
+                "leads out of the set's folder: choose another --source"
             )
         hashes[str(path)] = digest
     names = {path.rpartition("/")[2] for path in hashes}
     if missing := [file for file in SETS[name] if file not in names]:
-        raise ValueError(f"{stem}.md5 lists {len(hashes)} files, but not {missing[0]}")
+        raise ValueError(
+            f"{stem}.md5 lists {len(hashes)} files, but not {missing[0]}: choose another --source"
+        )
     if "://" not in uri:
         raise ValueError(
-            f"{stem}.uri must hold the address of a folder, but holds {uri.strip()[:80]!r}"
+            f"{stem}.uri must hold the URL of a folder, but holds {uri.strip()[:80]!r}: choose "
+            "another --source"
         )
     official_hashes = SETS[name]
     hashes = {
@@ -97,7 +103,7 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
 def download(
     name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False
 ) -> int:
-    """Download the missing files of a set; return the number of files in the set.
+    """Download the missing files of a set, and verify all files; return the number of files.
 
     If a download fails, the files that are already complete are kept.
 
@@ -106,7 +112,8 @@ def download(
         out: The folder to write to; the set gets a subfolder with its name.
         source: The URL of the folder with the lists of files.
         threads: The number of files to download at once.
-        verify: Check the hashes of all existing files; otherwise only those not yet verified.
+        verify: Whether to check the hashes of all existing files. By default, files that were
+            verified earlier are not checked again.
 
     Raises:
         ValueError: If an existing file has the wrong hash.
@@ -130,8 +137,8 @@ def download(
             fetch.check(path, hashes[key])
         except ValueError as error:
             raise ValueError(
-                f"{path} has the wrong hash, so it is incomplete or a different file: remove it "
-                "and run the command again"
+                f"{path} has the wrong hash, so it is damaged or another file: remove it, and run "
+                "the command again"
             ) from error
         verified(path)
     for parent, paths in _by_folder(missing(folder, hashes)):
@@ -157,8 +164,8 @@ def missing(
 def fetch_tokenizer(out: pathlib.Path) -> None:
     """Download CLIP's config and tokenizer from the Hugging Face Hub, unless they exist.
 
-    MLCommons' set of CLIP's weights lacks these files. `out` is the parent of the set's folder.
-    Raises OSError if the download fails; the message names the files to copy by hand.
+    MLCommons' set "clip-checkpoint" lacks these files. They are written to the set's folder in
+    `out`. Raises OSError if the download fails; the message names the files to copy by hand.
     """
     folder = out / CLIP
     if all((folder / name).is_file() for name in _LAST):
@@ -178,14 +185,14 @@ def fetch_tokenizer(out: pathlib.Path) -> None:
     except Exception as error:  # Networks fail in many ways.
         raise OSError(
             f"the tokenizer of {CLIP_ON_HUB} could not be downloaded ({type(error).__name__}): "
-            f"copy its {', '.join(_TOKENIZER)} into {folder}"
+            f"copy the files {', '.join(_TOKENIZER)} of this model into {folder}"
         ) from error
 
 
 def config_flags(out: pathlib.Path) -> list[str]:
     """Return command-line flags for sd_jax.mlperf that name the downloaded files.
 
-    `out` is the folder that holds the sets. Files that are missing get no flag.
+    `out` is the folder that holds the sets. There are no flags for missing files.
     """
     flags = []
     for flag, name, pattern in _FLAGS:

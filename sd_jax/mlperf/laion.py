@@ -1,4 +1,4 @@
-"""Filter LAION-400M's tables of image URLs: keep images with a licence, as in MLPerf's data set."""
+"""Filter LAION-400M's tables of image URLs: keep the rows with a licence, as MLPerf does."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ import pyarrow.parquet
 from diffusion_jax.machine import files
 
 COLUMNS = ("SAMPLE_ID", "URL", "TEXT", "HEIGHT", "WIDTH", "LICENSE", "NSFW", "similarity")
-"""The columns to keep. The download tool img2dataset reads URL and TEXT, and writes the others to
-each image's .json file."""
+"""The columns to keep. The download tool img2dataset reads URL and TEXT, and writes the other
+columns to each image's .json file."""
 NONE = "?"
 """The value of LICENSE in rows without a licence. These rows are dropped."""
 _BATCH = 65_536  # Rows to read at once, and the minimum number of rows to write as a row group.
@@ -20,8 +20,8 @@ _BATCH = 65_536  # Rows to read at once, and the minimum number of rows to write
 def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, int]:
     """Copy the rows of a parquet file that have a licence; return (rows kept, rows read).
 
-    Rows whose LICENSE is "?" are dropped; rows with an empty LICENSE are kept. The file is read
-    page by page, to save memory. `target` exists only once it is complete.
+    Rows whose LICENSE is "?" are dropped; rows with an empty LICENSE are kept. To save memory, the
+    file is read page by page. `target` appears only when it is complete.
 
     Raises:
         ValueError: If `source` is not a parquet file or lacks a column of COLUMNS.
@@ -34,13 +34,13 @@ def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, in
 def filter_table(
     source: pathlib.Path, out: pathlib.Path, names: Sequence[str], number: int
 ) -> dict[str, int]:
-    """Filter one table of a folder with `filter_licensed`, and write it to another folder.
+    """Filter one table of a folder with `filter_licensed`, and write the result to another folder.
 
     Args:
-        source: The folder of the tables.
+        source: The folder with the tables.
         out: The folder for the filtered table, which keeps its file name.
         names: The file names of all tables.
-        number: The index in `names` of the table to filter.
+        number: The index of the table in `names`.
 
     Returns:
         The numbers of rows, {"kept": ..., "read": ...}.
@@ -55,12 +55,17 @@ def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:
         opened = path.open("rb") if files.remote(path) else path
         return pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
+        raise ValueError(
+            f"{path} is not a parquet file, or is damaged: download it again ({error})"
+        ) from error
 
 
 def _check_columns(path: pathlib.Path, names: list[str]) -> None:
     if missing := [name for name in COLUMNS if name not in names]:
-        raise ValueError(f"{path} has no column {missing[0]}: it has {', '.join(names)}")
+        raise ValueError(
+            f"{path} has no column {missing[0]}, so it is not a table of LAION-400M: it has the "
+            f"columns {', '.join(names)}"
+        )
 
 
 def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:
@@ -76,8 +81,8 @@ def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:
 def _groups(file: pyarrow.parquet.ParquetFile, schema: pa.Schema) -> Iterator[pa.Table]:
     """Yield the rows with a licence, in tables of at least _BATCH rows (the last may be smaller).
 
-    Each table becomes a row group of the new file. Batches are joined, because only few rows of a
-    batch have a licence.
+    Each table becomes a row group of the new file. The rows of several batches are joined, because
+    few rows of a batch have a licence.
     """
     waiting: list[pa.RecordBatch] = []
     for batch in file.iter_batches(_BATCH, columns=list(COLUMNS)):

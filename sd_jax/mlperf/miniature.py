@@ -1,8 +1,8 @@
-"""Small stand-ins for the data and the scoring networks of the MLPerf benchmark.
+"""Write small stand-ins for the data and the scoring networks of the MLPerf benchmark.
 
 The pictures and captions are the coloured digits of the quick start. Inception has its real
-architecture and CLIP is a tiny one, both with random weights, so their scores have no meaning. All
-files have the formats of the real ones.
+architecture, and CLIP is tiny. Both have random weights, so FID and CLIP score have no meaning. All
+files have the formats of the benchmark's files.
 """
 
 import json
@@ -24,7 +24,7 @@ _WIDTH, _LAYERS, _HEADS, _PATCH, _IMAGE_SIZE, _MAX_TOKENS = 32, 1, 2, 8, 32, 77
 def write(out: pathlib.Path) -> None:
     """Write captions.tsv, pictures/, inception.safetensors and clip/ into the folder `out`.
 
-    There are 290 captions, and as many pictures. Existing files are replaced.
+    There are 290 captions and 290 pictures. Existing files are replaced.
     """
     (out / "clip").mkdir(parents=True, exist_ok=True)
     captions = pictures.seen_prompts() + pictures.heldout_prompts()
@@ -36,7 +36,7 @@ def write(out: pathlib.Path) -> None:
 
 
 def _inception() -> dict[str, np.ndarray]:
-    """Return random weights whose features have a scale at which FID can reach the target."""
+    """Return random weights of Inception, scaled so that FID can reach the benchmark's target."""
     state = inception_weights.random_state()
     last = ("branch1x1", "branch3x3_2", "branch3x3dbl_3", "branch_pool")
     prefixes = tuple(f"Mixed_7c.{branch}" for branch in last)
@@ -70,7 +70,7 @@ def _write_clip(out: pathlib.Path) -> None:
 
     state = {
         **tower(""), **tower("visual."), **_norm("visual.ln_pre"),
-        # Both towers end with the same large bias. So all cosines are close to 1.
+        # Both towers end with the same large bias, so all cosines are close to 1, above the target.
         **_norm("ln_final", bias=1.0), **_norm("visual.ln_post", bias=1.0),
         "text_projection": np.eye(_WIDTH), "visual.proj": np.eye(_WIDTH),
         "token_embedding.weight": normal(len(vocabulary), _WIDTH),

@@ -1,8 +1,8 @@
 """Read and write logs of benchmark runs in mllog, the format of MLPerf's results.
 
-Only process 0 writes. When a killed run continues, `recover` first removes incomplete entries from
-its log (a block without an end, an evaluation without scores, steps after the last checkpoint). The
-run then logs these entries again.
+Only process 0 writes. When a killed run continues, `recover` first removes the incomplete entries
+at the end of the log: a training block without an end, an evaluation without scores, and everything
+after the last checkpoint. The run then logs these entries again.
 """
 
 import importlib
@@ -48,14 +48,14 @@ def open_log(workdir: pathlib.Path) -> Any:
 
 
 def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
-    """Remove incomplete entries from the end of a run's log; return the remaining events.
+    """Remove incomplete entries from the end of a run's log, and return the remaining events.
 
     Call this function before `open_log`.
 
     Args:
         workdir: The workdir of the run, with the log result.txt.
-        samples: The number of training images at the last checkpoint. Later entries are removed.
-            With 0 the log becomes empty, so that the run starts again with a new clock.
+        samples: The number of training images at the last checkpoint. Later entries are removed. If
+            it is 0, the log becomes empty, so that the run starts from the beginning.
 
     Raises:
         ValueError: If a line of the log is not in mllog's format.
@@ -68,7 +68,8 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
     events = _parse(lines, path)
     if len(events) < len(lines):
         raise ValueError(
-            f"{path} holds lines that are not in mllog's format: move the file to another folder"
+            f"{path} holds lines that are not in mllog's format, so it is not the log of this run: "
+            "move the file to another folder"
         )
     whole = _whole(events, samples)
     if jax.process_index() == 0:
@@ -77,9 +78,10 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
-    """Return the events of a log. Other lines, and text before an event, are ignored.
+    """Return the events of a log.
 
-    Raises ValueError if an mllog line is malformed.
+    Lines without an event, and the text before an event in its line, are ignored. Raises ValueError
+    if an event is malformed.
     """
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     return _parse(text.splitlines(), path)
@@ -102,7 +104,7 @@ def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
-    """Return the end time of each training block, keyed by the number of training images.
+    """Return the end time of each training block, keyed by the number of training images then.
 
     Times are in milliseconds since the Unix epoch.
     """
@@ -112,7 +114,7 @@ def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
 def package(module: str) -> Any:
     """Import a module of MLCommons' package mlperf-logging and return it.
 
-    Raises ModuleNotFoundError with the command that installs the package if it is missing.
+    If the package is missing, raises ModuleNotFoundError with the command that installs it.
     """
     try:
         return importlib.import_module(f"mlperf_logging.{module}")
@@ -130,15 +132,15 @@ def _parse(lines: Sequence[str], path: str | os.PathLike[str]) -> list[Event]:
                 events.append(Event(*(event[field] for field in Event._fields)))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, line {number} is a malformed line of mllog: {error}"
+                    f"{path}: line {number} is a malformed mllog event: {error}"
                 ) from error
     return events
 
 
 def _whole(events: Sequence[Event], samples: int) -> int:
-    """Return how many events remain when incomplete entries at the end of a log are removed.
+    """Return the number of events up to the last complete entry of a log.
 
-    Events after `samples` training images are removed too. Without "run_start" none remain.
+    Events after `samples` training images do not count. The number is 0 if there is no "run_start".
     """
     whole = 0
     for i, event in enumerate(events, 1):

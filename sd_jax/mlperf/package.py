@@ -1,5 +1,7 @@
 """Write an MLPerf submission of ten runs, in the layout that MLCommons' package checker expects.
 
+ORG is the submitter, and PLATFORM is the name of the computer system:
+
 ORG/systems/PLATFORM.json   the description of the system, with a hash of the code
 ORG/results/PLATFORM/stable_diffusion/result_0.txt ... result_9.txt   the logs
 ORG/benchmarks/stable_diffusion/implementations/PLATFORM/   the code
@@ -23,7 +25,7 @@ STATUS = {
     "cloud": "Available cloud",
     "research": "Research, Development, or Internal (RDI)",
 }
-"""The wording of a system's availability in its description, keyed by the value in the log."""
+"""MLPerf's wording of a system's availability, keyed by the value of submission_status in logs."""
 FIELDS = (
     "submitter", "division", "status", "system_name", "number_of_nodes",
     "host_processors_per_node", "host_processor_model_name", "host_processor_core_count",
@@ -36,7 +38,7 @@ FIELDS = (
     "accelerator_interconnect_topology", "cooling", "hw_notes", "framework",
     "other_software_stack", "operating_system", "sw_notes",
 )  # fmt: skip
-"""The fields of a system's description; MLCommons' package checker requires all of them."""
+"""The fields of a system's description, all of which MLCommons' package checker requires."""
 _CODE = ("diffusion_jax", "sd_jax", "configs", "launch")
 _ALIKE = ("submission_org", "submission_platform", "submission_division", "submission_status")
 
@@ -47,16 +49,17 @@ def write(
     """Write an MLPerf submission of ten runs: the logs, the system's description and the code.
 
     Args:
-        out: The parent of the submitter's folder, which is named after the submitter.
+        out: The folder to write to. The submission is a folder in it, named after the submitter.
         results: The paths of the logs of the runs.
-        system: Fields of the system's description. They override those that are read from the first
-            log and the manifest in its folder.
+        system: Fields of the system's description. They override the fields that are read from the
+            first log and from the manifest in the log's folder.
 
     Returns:
-        The submitter's folder, and the fields of the system's description that are still empty.
+        The folder of the submission, and the names of the fields of the system's description that
+        are still empty.
 
     Raises:
-        ValueError: If the logs do not form a submission. Nothing is written in this case.
+        ValueError: If the logs do not form a submission (see `check`). Then nothing is written.
     """
     logs = {path: mllog.read(path) for path in results}
     header = check(logs)
@@ -78,58 +81,65 @@ def write(
 
 
 def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
-    """Return the header fields that all logs of a submission must share, such as the submitter.
+    """Return the header fields that all logs of a submission must share, such as submission_org.
+
+    `logs` maps the path of each log to its events.
 
     Raises:
-        ValueError: If there are not exactly ten logs with different seeds, or a value is missing,
+        ValueError: If there are not exactly ten logs with different seeds, or a field is missing,
             invalid or differs between logs.
     """
     if len(logs) != rules.RUNS:
         raise ValueError(
-            f"a submission has {rules.RUNS} runs: give {rules.RUNS} logs, not {len(logs)}"
+            f"a submission needs the logs of {rules.RUNS} runs, not of {len(logs)}: name "
+            f"{rules.RUNS} runs"
         )
     header = {key: _same(logs, key) for key in _ALIKE}
     if "none" in (header["submission_org"], header["submission_platform"]):
         raise ValueError(
-            "the logs lack the submitter or the system's name: run sd_jax.mlperf with --org=NAME "
-            "--platform=NAME"
+            "the logs do not name the submitter or the system: run sd_jax.mlperf with --org=NAME "
+            "and --platform=NAME"
         )
     if header["submission_status"] not in STATUS:
         raise ValueError(
-            f"submission_status is {header['submission_status']!r}: it must be one of "
-            f"{', '.join(STATUS)}"
+            f"submission_status in the logs is {header['submission_status']!r}, but must be one of "
+            f"{', '.join(STATUS)}: run sd_jax.mlperf with one of these as --status"
         )
     seeds = Counter(seed for events in logs.values() for seed in values(events, "seed"))
     if doubled := [seed for seed, count in seeds.items() if count > 1]:
         raise ValueError(
-            f"two of the runs have the seed {doubled[0]}, but the rules require different seeds: "
-            "run sd_jax.mlperf without --seed, so that it draws the seed from the system"
+            f"two of the runs have the seed {doubled[0]}, but MLPerf's rules require different "
+            "seeds: run sd_jax.mlperf without --seed, so that each run draws a random seed"
         )
     return header
 
 
 def values(events: Sequence[Event], key: str) -> list[Any]:
-    """Return the value of each event with the key `key`, in the order of the log."""
+    """Return the values of the events with this key, in the order of the log."""
     return [event.value for event in events if event.key == key]
 
 
 def _same(logs: Mapping[pathlib.Path, Sequence[Event]], key: str) -> str:
     logged = {path: values(events, key) for path, events in logs.items()}
     if missing := [path for path, of_log in logged.items() if not of_log]:
-        raise ValueError(f"{missing[0]} lacks {key}: it is not the complete log of a run")
+        raise ValueError(
+            f"{missing[0]} has no event {key}, so it is not the complete log of a run: name "
+            "another log"
+        )
     paths = {str(of_log[-1]): path for path, of_log in logged.items()}
     if len(paths) > 1:
         (a, first), (b, second) = list(paths.items())[:2]
         raise ValueError(
-            f"{key} is {a} in {first} and {b} in {second}: all logs of a submission must agree"
+            f"{key} is {a} in {first}, but {b} in {second}: name logs of the same submission"
         )
     return next(iter(paths))
 
 
 def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str, Any]:
-    """Return the fields of MLPerf's system description that a run recorded.
+    """Return the fields of the system's description that a run has recorded.
 
-    They come from the log's header and from the manifest in the log's folder.
+    They come from `header`, the shared fields of the logs, and from the manifest in the folder of
+    the log `result`.
     """
     fields = {
         "submitter": header["submission_org"],
@@ -152,7 +162,7 @@ def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str,
 
 
 def _sources() -> Iterator[tuple[str, bytes]]:
-    """Yield the relative path and the content of each source file of this project."""
+    """Yield the relative path and the content of each source file to submit."""
     root = pathlib.Path(__file__).parents[2]
     paths = [path for folder in _CODE for path in sorted((root / folder).rglob("*"))]
     for path in [*paths, root / "requirements.txt", root / "README.md", root / "docs/mlperf.md"]:

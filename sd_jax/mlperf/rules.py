@@ -1,4 +1,4 @@
-"""Rules of MLPerf training for Stable Diffusion: targets, and the values that configs must have."""
+"""Rules of the MLPerf benchmark of Stable Diffusion: targets, and values that configs must have."""
 
 import math
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from typing import Any
 from sd_jax.settings import Settings
 
 NAME, VERSION = "stable_diffusion", "5.0.0"
-"""The name of the benchmark, and the last version of the rules that includes it."""
+"""The name of the benchmark, and the last version of MLPerf's rules that includes it."""
 TARGETS = {"FID": 90.0, "CLIP": 0.15}
 """The targets: one evaluation must have at most this FID and at least this CLIP score."""
 RUNS = 10
 """The number of runs in a submission."""
 EVERY = 512_000
-"""The number of training images between evaluations, to be rounded up to whole steps."""
+"""The number of training images between evaluations, before it is rounded up to whole steps."""
 
 
 def meets_targets(scores: Mapping[str, float]) -> bool:
@@ -40,25 +40,25 @@ def check(s: Settings) -> None:
     if s.evaluation.every < 1 or len(s.evaluation.guidance) != 1:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every} and evaluation.guidance is "
-            f"{s.evaluation.guidance}: set every to a number of images, such as {EVERY}, and "
-            "guidance to one scale"
+            f"{s.evaluation.guidance}: set evaluation.every to a number of images, such as "
+            f"{EVERY}, and evaluation.guidance to a tuple of one guidance scale, such as (8.0,)"
         )
     if s.run.steps < steps_between(s):
         raise ValueError(
             f"steps is {s.run.steps}, but the first evaluation is after {steps_between(s)} steps: "
-            "set steps to about ten times that number"
+            f"set steps to about {10 * steps_between(s)}"
         )
     if s.unet_weights:
         raise ValueError(
-            f"unet.weights is {s.unet_weights!r}: leave it empty, because runs start "
-            "with random weights"
+            f"unet.weights is {s.unet_weights!r}, but benchmark runs start with random weights: "
+            "leave it empty"
         )
     if not s.vae_weights:
         raise ValueError("vae.weights is empty: name the VAE, which decodes the images to evaluate")
 
 
 def departures(s: Settings) -> list[str]:
-    """Return a line for each setting with a value that MLPerf's closed division does not allow."""
+    """Return a text for each setting with a value that MLPerf's closed division does not allow."""
     o = s.optimizer
     rules = [
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
@@ -80,9 +80,9 @@ def departures(s: Settings) -> list[str]:
 
 
 def hyperparameters(s: Settings) -> dict[str, Any]:
-    """Return the hyperparameters that a log must hold, keyed by their names in MLPerf's rules.
+    """Return the hyperparameters that a log must hold, keyed by the names in MLPerf's rules.
 
-    The learning rate is the value after the warm-up, already scaled by the batch size.
+    The learning rate is the value after the warm-up.
     """
     o = s.optimizer
     return {

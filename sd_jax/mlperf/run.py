@@ -39,14 +39,14 @@ MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
 
 
 class Submission(NamedTuple):
-    """Facts about a submission that each log states in its header."""
+    """Facts about a submission, which the header of each log states."""
 
     division: str
     """The division of MLPerf, "closed" or "open"."""
     org: str
-    """The submitter."""
+    """The name of the submitter."""
     platform: str
-    """The name of the system."""
+    """The name of the computer system."""
     status: str
     """The availability of the system: "onprem", "cloud" or "research"."""
     cache_cleared: bool
@@ -54,7 +54,7 @@ class Submission(NamedTuple):
 
 
 class OpenRun(NamedTuple):
-    """A benchmark run: its checked settings, opened networks and log. Its data are not open yet."""
+    """A benchmark run with checked settings, networks and an open log, but without its data."""
 
     s: Settings
     config: Mapping[str, Any]
@@ -85,7 +85,7 @@ class OpenRun(NamedTuple):
         return step * self.s.run.batch_size
 
     def at(self, step: int) -> dict[str, Any]:
-        """Return the metadata for log events at a step: the number of training images."""
+        """Return the metadata of log events at a step, {"samples_count": training images}."""
         return {"samples_count": self.samples(step)}
 
 
@@ -93,7 +93,7 @@ def go(
     config: ConfigDict, workdir: pathlib.Path, mode: str, seed: int | None, eval_batch: int,
     submission: Submission, init_start: int,
 ) -> str:  # fmt: skip
-    """Start or continue a benchmark run; return its status "running", "success" or "aborted".
+    """Start or continue a benchmark run; return the status "running", "success" or "aborted".
 
     Invalid input ends the process with a one-line message and exit code 2.
 
@@ -102,8 +102,9 @@ def go(
         workdir: The workdir, shared by all processes.
         mode: "inline" to train and evaluate in turn, "train" only to train, or "evaluate" to
             evaluate the checkpoints.
-        seed: The seed. None continues with the run's seed, or draws a random one for a new run.
-        eval_batch: The images that each device draws at once in an evaluation.
+        seed: The seed. If it is None, a new run draws a random seed, and a continued run keeps its
+            seed.
+        eval_batch: The number of images that each device draws at once in an evaluation.
         submission: Facts about the submission, for the header of the log.
         init_start: The start time of the command, in milliseconds since the Unix epoch.
     """
@@ -152,18 +153,22 @@ def _open(
 
 def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
     if run.mode == EVALUATE and not run.events:
-        raise ValueError(f"{run.workdir} holds no checkpoint: run with --mode=train first")
+        raise ValueError(
+            f"{run.workdir} holds no log of a training run: run sd_jax.mlperf with --mode=train "
+            "first"
+        )
     judge = benchmark.open_judge(run.s.evaluation)
     if not judge.inception.official:
         logging.warning(
-            "not allowed in the closed division: evaluation.inception is not the public file"
+            "not allowed in the closed division: evaluation.inception is not the file "
+            "pt_inception-2015-12-05-6726825d.pth"
         )
     size = images_per_device * run.mesh.size
     return benchmark.make_evaluate(run.s, run.task, run.encoder, judge, run.mesh, run.workdir, size)
 
 
 def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init_start: int) -> str:
-    """Train and evaluate as run.mode says; return the status of the run at the end."""
+    """Train, evaluate or both, depending on run.mode; return the status of the run at the end."""
     if evaluate and run.mode == EVALUATE:
         return _rounds(run, evaluate, lambda step: None)
     program = _warm_up(run, evaluate)
@@ -182,9 +187,9 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
 
 
 def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
-    """Run the training step and the evaluation once, to compile them before the clock starts.
+    """Run a training step and an evaluation of one batch, to compile them before the clock starts.
 
-    Returns the compiled training step.
+    Returns the compiled training step. Without `evaluate`, only that is compiled.
     """
     s, (_, row) = run.s, example(run.s, run.encoder)
     rows = (
@@ -219,15 +224,17 @@ def _log_header(run: OpenRun, submission: Submission, init_start: int) -> None:
 def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> str:
     """Evaluate checkpoints in order until one meets the targets; return the status of the run.
 
-    The function `reach` trains to a given step. The status is "success", "aborted" if no evaluation
-    meets the targets, or "running" if a checkpoint is still missing.
+    Before each evaluation, reach(step) is called to train to the step. The status is "success",
+    "aborted" if no evaluation meets the targets, or "running" if a checkpoint is still missing.
     """
     done = mllog.evaluations(run.events)
     for step in range(run.interval, run.last + 1, run.interval):
         if run.samples(step) not in done:
             reach(step)
             if step > _trained(run.workdir):
-                logging.warning("step %d has no checkpoint yet: continue with --mode=train", step)
+                logging.warning(
+                    "there is no checkpoint of step %d yet: continue with --mode=train", step
+                )
                 return mllog.RUNNING
             done[run.samples(step)] = _scores(run, evaluate, step)
         if rules.meets_targets(done[run.samples(step)]):
@@ -236,7 +243,7 @@ def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> s
 
 
 def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> None:
-    """Train to a step. For each evaluation interval, log a block and save a checkpoint.
+    """Train to a step. For each interval between evaluations, log a block and save a checkpoint.
 
     On SIGTERM, save a checkpoint and exit with code 143.
     """
@@ -256,7 +263,7 @@ def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> 
 
 
 def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
-    """Return a callback for the training loop that logs when a block ends and the next starts.
+    """Return a Scoring that makes the training loop log when a block ends and the next one starts.
 
     Args:
         run: The benchmark run.
@@ -277,7 +284,7 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
-    """Evaluate the checkpoint of a step, log its scores, and return them."""
+    """Score the checkpoint of a step, log the scores, and return them as {"FID", "CLIP"}."""
     run.log.start("eval_start", metadata=run.at(step))
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))

@@ -1,4 +1,4 @@
-"""Markdown tables of the convergence of benchmark runs by batch size, as MLPerf publishes them."""
+"""Write Markdown tables of how benchmark runs converged, in the form that MLPerf publishes."""
 
 import collections
 import statistics
@@ -15,10 +15,10 @@ _CURVES = ("samples", "global batch size", "runs", *(f"mean {name}" for name in 
 
 
 def markdown(runs: Sequence[Result]) -> str:
-    """Return two Markdown tables of benchmark runs, with rows for each batch size.
+    """Return two Markdown tables of benchmark runs, sorted by batch size.
 
-    The first table shows how many images the runs trained on before they met the targets. The
-    second shows the mean scores at each evaluation.
+    The first table has one row per batch size, and shows on how many images the runs trained before
+    they met the targets. The second has one row per evaluation, and shows the mean scores.
     """
     by_size = collections.defaultdict(list)
     for run in sorted(runs, key=lambda run: run.batch_size):

@@ -3,22 +3,22 @@
     python -m sd_jax.weights convert --from=PATH --to=PATH [--names=nemo] [--ema=raw]
         [--config=YAML] [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER] [--lora=FILE:0.7]
 
-The command reads UNet, VAE and text encoder from a checkpoint file of CompVis, Stability, MLPerf or
-NeMo (.ckpt, .nemo, .safetensors, .npz), a diffusers directory, or a workdir. If --to ends in
-.safetensors or .npz, it writes one file with LDM's or NeMo's parameter names. Otherwise it writes a
-new diffusers directory, and copies the tokenizer from --tokenizer or, by default, from --from if
-that is a diffusers directory. The command prints the parts that it read, reads the written
-checkpoint back, and compares the two bit by bit.
+The command reads the UNet, the VAE and the text encoder from a checkpoint file of CompVis,
+Stability, MLPerf or NeMo (.ckpt, .nemo, .safetensors, .npz), a diffusers directory, or a workdir.
+If --to ends in .safetensors or .npz, the command writes one file with LDM's or NeMo's parameter
+names. Otherwise it writes a new diffusers directory, and copies the tokenizer from the directory
+--tokenizer, or by default from --from if that is a diffusers directory. The command prints the
+parts that it has read, reads the written checkpoint back, and compares the two bit by bit.
 
-A checkpoint file may not hold all settings of its model. Set --norm_groups=16 for MLPerf's models
-and --predicts=v for models that predict v. The number of attention heads is known only for the
-sizes of Stable Diffusion 1.x and 2.x. For other sizes, give LDM's yaml of the model
+A checkpoint file may lack settings of its model. Set --norm_groups=16 for MLPerf's models, and
+--predicts=v for models that predict v. The number of attention heads is known only for the sizes of
+Stable Diffusion 1.x and 2.x. For other sizes, give LDM's yaml of the model
 (--config=v1-inference.yaml). Files written by this project hold all settings.
 
 --lora=FILE or --lora=FILE:STRENGTH merges a LoRA file of diffusers or kohya into the weights. The
-factors of a LoRA run are merged into the base weights that it adapted. If these have moved, give
-their new path as --unet_weights=PATH. With --names=diffusers or --names=kohya, only the factors of
-a LoRA run are written, in that format.
+factors of a LoRA run are merged into the base weights that the run adapts. If the base weights have
+moved, give their new path with --unet_weights=PATH. With --names=diffusers or --names=kohya, only
+the factors of a LoRA run are written, in that format.
 """
 
 import os
@@ -39,11 +39,11 @@ _TO = flags.DEFINE_string("to", None, "Output: a file, or a new diffusers direct
 _NAMES = flags.DEFINE_string(
     "names",
     "ldm",
-    'Names in an output file: "ldm" or "nemo"; "diffusers" or "kohya" for the factors of a LoRA '
-    "run only.",
+    'Parameter names in an output file: "ldm" or "nemo"; "diffusers" or "kohya" to write only the '
+    "factors of a LoRA run.",
 )
 _LORA = flags.DEFINE_multi_string(
-    "lora", [], "LoRA to merge, as FILE or FILE:STRENGTH; may be repeated."
+    "lora", [], "A LoRA to merge, as FILE or FILE:STRENGTH; may be repeated."
 )
 _BASE = flags.DEFINE_string(
     "unet_weights", None, "New path of a LoRA run's base weights, if they have moved."
@@ -51,13 +51,19 @@ _BASE = flags.DEFINE_string(
 _EMA = flags.DEFINE_string(
     "ema", "ema", 'Weights to read: "ema" for averages if the input has them, or "raw".'
 )
-_CONFIG = flags.DEFINE_string("config", None, "LDM's yaml of the model, for a single file.")
+_CONFIG = flags.DEFINE_string(
+    "config", None, "LDM's yaml of the model, if --from is a checkpoint file."
+)
 _GROUPS = flags.DEFINE_integer(
     "norm_groups", None, "Number of groups of the norms in residual blocks; 16 for MLPerf's models."
 )
-_PREDICTS = flags.DEFINE_string("predicts", None, 'The UNet\'s prediction: "eps" or "v".')
+_PREDICTS = flags.DEFINE_string(
+    "predicts", None, 'The UNet\'s prediction, "eps" or "v", for a new diffusers directory.'
+)
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "Diffusers directory to copy the tokenizer from; must be the same version."
+    "tokenizer",
+    None,
+    "Diffusers directory to copy the tokenizer from; it must have the same version (1.x or 2.x).",
 )
 
 
@@ -100,9 +106,9 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     written = checkpoints.load(target)
     if not checkpoints.equal(checkpoint, written):
         raise ValueError(
-            f"{target} differs from {source}: the UNet read from {source} is "
-            f"{checkpoint.unet and checkpoint.unet.network}, and the one read back is "
-            f"{written.unet and written.unet.network}"
+            f"{target} was not written correctly, because it differs from {source}: the UNet read "
+            f"from {source} is {checkpoint.unet and checkpoint.unet.network}, and the UNet read "
+            f"back is {written.unet and written.unet.network}"
         )
     print(f"{target}: written and read back, the same to the last bit")
 

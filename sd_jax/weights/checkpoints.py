@@ -50,17 +50,17 @@ class Checkpoint(NamedTuple):
     unet: UNetPart | None
     vae: VAEPart | None
     report: list[str]
-    """Lines to print that describe the parts. For files and diffusers directories, there is a line
-    for each part, with its numbers of arrays and parameters."""
+    """Lines to print that describe the parts. For files and diffusers directories, the line of each
+    part states its numbers of arrays and parameters."""
     text: TextPart | None = None
     predicts: str | None = None
     """The UNet's prediction, "eps" or "v"; None if the checkpoint does not state it."""
     latent_size: int = 64
-    """Side of the latents that the model was trained on, in latent pixels."""
+    """Side of the latents that the model was trained on."""
     scale: float = SCALE
     """Factor that scales a sample of the VAE's posterior to the UNet's latents."""
     scheduler: Mapping[str, Any] | None = None
-    """Content of a diffusers directory's scheduler_config.json; None without such a file."""
+    """The content of scheduler_config.json in a diffusers directory; None without such a file."""
 
 
 def load(
@@ -77,10 +77,11 @@ def load(
     Args:
         path: A checkpoint file, or a diffusers directory.
         ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
-        norm_groups: For files, the number of groups in the group norms of residual blocks: 16 for
-            MLPerf's models. The default is the value in the file's config, else 32.
+        norm_groups: For files, the number of groups in the norms of residual blocks (16 for
+            MLPerf's models). By default, the value in the file's config, or 32 if there is none.
         config: For files, the path of LDM's yaml of the model.
-        heads: For files, (num_heads, head_dim), used if neither `config` nor the file has them.
+        heads: For files, (num_heads, head_dim) of the UNet, used if neither `config` nor the file
+            states them.
         parts: The parts to read: "unet", "vae" and "text".
 
     Raises:
@@ -92,7 +93,7 @@ def load(
     if ema not in ("ema", "raw"):
         raise ValueError(f"ema is {ema!r}: choose 'ema' or 'raw'")
     if path.is_dir() and config is not None:
-        raise ValueError(f"{path} is a directory with its own configs: --config is for files")
+        raise ValueError(f"{path} is a directory, which has its own configs: leave --config out")
     try:
         if path.is_dir():
             return _from_folder(path, parts)
@@ -110,19 +111,19 @@ def save_diffusers(
     tokenizer: str | os.PathLike[str] | None = None,
     scheduler: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write a diffusers directory for StableDiffusionPipeline.from_pretrained.
+    """Write a diffusers directory, which StableDiffusionPipeline.from_pretrained opens.
 
-    After an error, no incomplete directory is left.
+    If writing fails, no incomplete directory is left.
 
     Args:
         checkpoint: The parts to write.
         folder: The directory, which must be empty or not exist.
-        predicts: The UNet's prediction, "eps" or "v"; by default the value in the checkpoint,
-            else "eps".
-        tokenizer: Diffusers directory whose tokenizer is copied, if it has one. Without a
-            tokenizer, the caller of from_pretrained has to pass one.
-        scheduler: Diffusers directory whose scheduler is copied, if it has one. Otherwise the
-            scheduler is DDIM.
+        predicts: The UNet's prediction, "eps" or "v". By default, the value in the checkpoint, or
+            "eps" if there is none.
+        tokenizer: A diffusers directory whose tokenizer is copied, if it has one. Without a
+            tokenizer, the caller of from_pretrained must pass one.
+        scheduler: A diffusers directory whose scheduler is copied, if it has one. Without a
+            scheduler to copy, DDIM is written.
 
     Raises:
         ValueError: `folder` is not empty, or diffusers has no such network.
@@ -154,10 +155,10 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
     """Write all parts of a checkpoint to one .safetensors or .npz file.
 
     `dialect` chooses the parameter names: "ldm" or "nemo". Settings that the arrays do not show,
-    such as the number of attention heads, are written to the file's metadata (see ldm_config).
+    such as the number of attention heads, are written to the file's metadata (see ldm_config.py).
     """
     if dialect not in ("ldm", "nemo"):
-        raise ValueError(f"names is {dialect!r}: choose 'ldm' or 'nemo' for a file of weights")
+        raise ValueError(f"--names={dialect}: for a file of all weights, choose ldm or nemo")
     parts, prefix_index = {}, 1 if dialect == "ldm" else 0
     if checkpoint.unet:
         unet, _, params = checkpoint.unet
@@ -187,7 +188,7 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
 
 
 def _from_folder(folder: pathlib.Path, wanted: Collection[str]) -> Checkpoint:
-    """Read the wanted parts from a diffusers directory of a pipeline or of a single network."""
+    """Read the parts `wanted` from a diffusers directory with a pipeline or a single network."""
     _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     if not places:
@@ -260,8 +261,8 @@ def _vae(network: VAE, state: StateDict) -> VAEPart:
 def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] | None) -> UNet:
     """Infer the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
     if names.unet_dialect(arrays) == "diffusers":
-        raise ValueError("the UNet has diffusers' names, so its config.json is needed: name the "
-                         "directory that holds both, not the file")  # fmt: skip
+        raise ValueError("the UNet has diffusers' names, so config.json is also needed: name the "
+                         "directory that holds both files")  # fmt: skip
     unet = formats.unet_from_weights(arrays, norm_groups or 32, heads)
     if heads is None and not formats.is_published(unet):
         raise ValueError(
@@ -315,7 +316,7 @@ def _config(checkpoint: Checkpoint) -> str:
 
 def _scheduler(predicts: str) -> dict[str, Any]:
     if predicts not in schedulers.PREDICTS:
-        raise ValueError(f"predicts is {predicts!r}: choose from {', '.join(schedulers.PREDICTS)}")
+        raise ValueError(f"--predicts={predicts}: choose from {', '.join(schedulers.PREDICTS)}")
     return {
         "_class_name": "DDIMScheduler",
         "beta_end": 0.012,
@@ -330,7 +331,7 @@ def _scheduler(predicts: str) -> dict[str, Any]:
 
 
 def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
-    """Read a scheduler's config, or return None if there is no file.
+    """Return the scheduler config in a file, or None if there is no such file.
 
     Raises ValueError if its noise schedule or prediction type is not supported.
     """

@@ -1,7 +1,7 @@
 """Split the arrays of a Stable Diffusion checkpoint file into UNet, VAE and text encoder.
 
-Such a file may also hold averages of the UNet's weights, and buffers that are not
-parameters, such as those of the noise schedule.
+Such a file may also hold averages of the UNet's weights, and arrays that are not parameters, such
+as those of the noise schedule.
 """
 
 import re
@@ -16,7 +16,8 @@ PREFIXES = {
     "vae": ("model.first_stage_model.", "first_stage_model."),
     "text": ("model.cond_stage_model.", "cond_stage_model."),
 }
-"""Prefixes of array names: NeMo's, LDM's and, for the UNet, the one in files with only a UNet."""
+"""The prefixes of each part's array names: in NeMo's files, in LDM's files, and for the UNet also
+in files that hold only a UNet."""
 _EMA = "model_ema."
 # Arrays that are not parameters: the noise schedule, the loss, and the counters of the averages.
 _NO_WEIGHTS = re.compile(
@@ -26,12 +27,12 @@ _NO_WEIGHTS = re.compile(
 
 
 def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]]:
-    """Return the arrays of a checkpoint file for each of its parts "unet", "vae" and "text".
+    """Return {part: {name: array}} for the parts "unet", "vae" and "text" that a file holds.
 
-    Prefixes are removed from the names. Buffers that are not parameters are omitted. If no name has
-    a prefix, all arrays belong to one network. With ema="ema", the UNet's averages replace its raw
-    weights if the file has both. Raises ValueError if arrays belong to no part; the message lists
-    their names.
+    Prefixes are removed from the names. Arrays that are not parameters are left out. If no name has
+    a prefix, all arrays belong to one network. With ema="ema", the averages of the UNet's weights
+    replace its raw weights, if the file has averages. Raises ValueError if arrays belong to no
+    part; the message lists their names.
     """
     parts: dict[str, dict[str, np.ndarray]] = {}
     averages, strays = {}, {}
@@ -51,8 +52,8 @@ def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]
         return {"vae" if is_vae else "unet": strays}
     if strays:
         raise ValueError(
-            f"{len(strays)} arrays belong to no part (UNet, VAE, text encoder): "
-            f"{torch_weights.some(strays)}"
+            f"{len(strays)} arrays belong neither to the UNet nor to the VAE nor to the text "
+            f"encoder, so the model is not supported: {torch_weights.some(strays)}"
         )
     if averages and ema == "ema":
         parts["unet"] = _averaged(parts.get("unet", {}), averages)
@@ -75,7 +76,8 @@ def _part(name: str) -> tuple[str, str]:
 def _averaged(raw: StateDict, averages: StateDict) -> dict[str, np.ndarray]:
     """Return the averages under the names of the raw weights.
 
-    CompVis names an average like its weight, but without dots.
+    In CompVis's files, the name of an average is that of its raw weight without dots. Raises
+    ValueError if the names do not match.
     """
     names_of = {f"diffusion_model{name.replace('.', '')}": name for name in raw}
     if names_of.keys() != averages.keys():

@@ -1,8 +1,8 @@
 """Convert UNet and VAE configs from and to LDM, NeMo and diffusers, or infer them from weights.
 
-LDM's fields are the arguments of openaimodel.UNetModel. NeMo has the same fields and a few more.
-Each config format has a table that maps this project's fields to the format's names. The table also
-lists options that must have Stable Diffusion's value.
+LDM's fields are the arguments of openaimodel.UNetModel. NeMo has LDM's fields and a few more. Each
+config format has a table that maps this project's field names to the format's names. The table also
+lists the format's options that must have the value that Stable Diffusion uses.
 """
 
 import itertools
@@ -28,9 +28,9 @@ class _Family(NamedTuple):
     needed: Sequence[str]
     """Fields that a config must contain, because they have no default."""
     fields: Mapping[str, tuple[str, Any]]
-    """Maps a field of this project's network to its name in the format and its default there."""
+    """Maps a field of this project's network to (name, default) in the format."""
     only: Config
-    """Further options of the format. Each maps to its only supported value, Stable Diffusion's."""
+    """Maps further options of the format to their only supported value, Stable Diffusion's."""
 
 
 _LDM_UNET = _Family(
@@ -126,7 +126,7 @@ def unet_from_ldm(config: Config, norm_groups: int | None = None) -> UNet:
     the config (NeMo's resblock_gn_groups), or 32 if there is none.
     """
     fields = _read(config, _LDM_UNET)
-    factors = _ints(config["attention_resolutions"])
+    factors = _ints("attention_resolutions", config["attention_resolutions"])
     by_width = config.get("num_head_channels", -1) not in (-1, None)
     unet = UNet(
         **fields,
@@ -162,10 +162,14 @@ def unet_from_diffusers(config: Config) -> UNet:
     Raises ValueError for unsupported options.
     """
     fields = _read(config, _DIFFUSERS_UNET)
-    widths, kinds = _ints(config["block_out_channels"]), list(config["down_block_types"])
+    widths = _ints("block_out_channels", config["block_out_channels"])
+    kinds = list(config["down_block_types"])
     valid_kinds = ("CrossAttnDownBlock2D", "DownBlock2D")
     if any(kind not in valid_kinds for kind in kinds):
-        raise ValueError(f"down_block_types holds {kinds}: choose from {', '.join(valid_kinds)}")
+        raise ValueError(
+            f"the config's down_block_types is {kinds}, but only {' and '.join(valid_kinds)} are "
+            "supported"
+        )
     mirrored = [kind.replace("Down", "Up") for kind in kinds[::-1]]
     check_only(config, {"up_block_types": mirrored})
     # diffusers' attention_head_dim is the number of heads: one for all levels, or one per level.
@@ -180,14 +184,16 @@ def unet_from_diffusers(config: Config) -> UNet:
 
 
 def latent_size(config: Config) -> int:
-    """Return the side of the latents, `sample_size`, of a diffusers UNet config; by default 64.
+    """Return the side of the latents in a diffusers UNet config: `sample_size`, or 64 without it.
 
     Raises ValueError if the latents are not square.
     """
     size = config.get("sample_size") or 64
     sides = {size} if isinstance(size, int) else set(size)
     if len(sides) > 1:
-        raise ValueError(f"sample_size is {size}: only square images are supported")
+        raise ValueError(
+            f"the config's sample_size is {size}, but only square images are supported"
+        )
     return sides.pop()
 
 
@@ -197,7 +203,7 @@ def vae_from_diffusers(config: Config) -> VAE:
     Raises ValueError for unsupported options.
     """
     fields = _read(config, _DIFFUSERS_VAE)
-    vae = VAE(**fields, **_widths(_ints(config["block_out_channels"])))
+    vae = VAE(**fields, **_widths(_ints("block_out_channels", config["block_out_channels"])))
     vae_module.check(vae)
     return vae
 
@@ -211,13 +217,14 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
     widths = _diffusers_widths(unet.width, unet.channel_mult, "unet")
     if unet.norm_groups != 32:
         raise ValueError(
-            f"unet.norm_groups is {unet.norm_groups}: diffusers needs 32, the number of "
-            "groups in transformers. Write a .safetensors file instead"
+            f"unet.norm_groups is {unet.norm_groups}, but diffusers needs 32, the number of groups "
+            "in transformers: convert to a .safetensors file instead"
         )
     blocks = blocks_per_level(unet.num_res_blocks, len(unet.channel_mult))
     if len(set(blocks)) > 1:
         raise ValueError(
-            f"unet.num_res_blocks is {blocks}: diffusers needs the same number at all levels"
+            f"unet.num_res_blocks is {blocks}, but diffusers needs the same number at all levels: "
+            "convert to a .safetensors file instead"
         )
     attends = [level in unet.attention_levels for level in range(len(widths))]
     return _written(unet.clone(num_res_blocks=blocks[0]), _DIFFUSERS_UNET) | {
@@ -250,7 +257,7 @@ def unet_from_weights(
 
     Shapes do not show the numbers of norm groups and attention heads, so these are arguments.
     `heads` is (num_heads, head_dim). If it is None, a UNet with linear projections (as in Stable
-    Diffusion 2.x) gets heads of width 64, and one with 1x1 convolutions (1.x) gets 8 heads.
+    Diffusion 2.x) gets heads of width 64, and a UNet with 1x1 convolutions (1.x) gets 8 heads.
     """
     first = state["input_blocks.0.0.weight"]
     indices = range(1, _count(r"input_blocks\.(\d+)\.", state))
@@ -299,7 +306,7 @@ def vae_from_weights(state: StateDict) -> VAE:
 
 
 def check_only(config: Config, options: Config) -> None:
-    """Raise ValueError if `config` sets an option to a value other than the one in `options`."""
+    """Raise ValueError unless `config` has the values in `options` or lacks these options."""
     for name, supported in options.items():
         value = config.get(name, supported)
         if (list(value) if isinstance(value, tuple) else value) != supported:
@@ -309,41 +316,47 @@ def check_only(config: Config, options: Config) -> None:
 
 
 def _read(config: Config, family: _Family) -> dict[str, Any]:
-    """Translate a config of a format to this project's fields.
+    """Translate a config in the format `family` (such as a diffusers UNet) to our field names.
 
-    Raises ValueError if a needed field is missing, or an option is not supported.
+    Raises ValueError if a needed field is missing, or if an option has an unsupported value.
     """
     missing = [name for name in family.needed if name not in config]
     if missing:
         keys = ", ".join(map(str, config)) or "nothing"
-        raise ValueError(f"the {family.name}'s config lacks {', '.join(missing)}: it holds {keys}")
+        raise ValueError(
+            f"the {family.name}'s config lacks {', '.join(missing)}, and holds only {keys}"
+        )
     check_only(config, family.only)
     values = {ours: config.get(*theirs) for ours, theirs in family.fields.items()}
     depth = values.get("transformer_depth", 1)
     if not isinstance(depth, int):
         if len(set(depth)) != 1:
             name, _ = family.fields["transformer_depth"]
-            raise ValueError(f"{name} is {depth}: it must be the same for all levels")
+            raise ValueError(
+                f"the config's {name} is {depth}, but only one number for all levels is supported"
+            )
         values["transformer_depth"] = depth[0]
-    return {k: _ints(v) if isinstance(v, Sequence) else v for k, v in values.items()}
+    names = {ours: theirs for ours, (theirs, _) in family.fields.items()}
+    return {k: _ints(names[k], v) if isinstance(v, Sequence) else v for k, v in values.items()}
 
 
 def _written(network: UNet | VAE, family: _Family) -> dict[str, Any]:
-    """Translate the fields of a network to a config of a format, the inverse of `_read`."""
+    """Translate the fields of a network to a config in the format `family`; inverse of `_read`."""
     fields = {theirs: getattr(network, ours) for ours, (theirs, _) in family.fields.items()}
     return {**family.only, **fields}
 
 
 def _count(pattern: str, state: StateDict) -> int:
-    """Return 1 + the largest number that `pattern` captures in the names of arrays; 0 if none."""
+    """Return 1 + the largest number that `pattern` captures in array names; 0 without a match."""
     matches = (re.match(pattern, name) for name in state)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]:
-    """Convert the number of heads of all levels, or of each level, to (num_heads, head_dim).
+    """Return (num_heads, head_dim) of a UNet whose levels have the widths `widths`.
 
-    If num_heads is not 0, head_dim has no effect.
+    `heads` is the number of heads, one for all levels or one per level. If the returned num_heads
+    is not 0, head_dim has no effect.
     """
     if isinstance(heads, int):
         return heads, 64
@@ -353,8 +366,8 @@ def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]
     if len(set(heads)) == 1:
         return heads[0], 64
     raise ValueError(
-        f"attention_head_dim is {list(heads)} and block_out_channels is {list(widths)}: all levels "
-        "must have the same number of heads, or heads of the same width"
+        f"the config has attention_head_dim {list(heads)} and block_out_channels {list(widths)}, "
+        "but all levels must have the same number of heads, or heads of the same width"
     )
 
 
@@ -362,7 +375,8 @@ def _widths(widths: Sequence[int]) -> dict[str, Any]:
     """Convert the widths of the levels to the fields `width` and `channel_mult` of a network."""
     if any(width % widths[0] for width in widths):
         raise ValueError(
-            f"block_out_channels is {list(widths)}: they must be multiples of the first"
+            f"the config's block_out_channels is {list(widths)}, but only multiples of the first "
+            "number are supported"
         )
     return {"width": widths[0], "channel_mult": tuple(width // widths[0] for width in widths)}
 
@@ -370,14 +384,14 @@ def _widths(widths: Sequence[int]) -> dict[str, Any]:
 def _diffusers_widths(width: int, mult: Sequence[int], group: str) -> list[int]:
     if mult[0] != 1:
         raise ValueError(
-            f"{group}.channel_mult is {tuple(mult)}: in diffusers the first level is as wide as "
-            "the first convolution. Write a .safetensors file instead"
+            f"{group}.channel_mult is {tuple(mult)}, but in diffusers the first level is as wide "
+            "as the first convolution: convert to a .safetensors file instead"
         )
     return [width * m for m in mult]
 
 
-def _ints(values: Sequence[Any]) -> tuple[int, ...]:
+def _ints(name: str, values: Sequence[Any]) -> tuple[int, ...]:
     ints = tuple(int(value) for value in values)
     if any(float(value) != integer for value, integer in zip(values, ints, strict=True)):
-        raise ValueError(f"the config has {list(values)} where integers are expected")
+        raise ValueError(f"the config's {name} is {list(values)}: it must hold integers")
     return ints

@@ -1,4 +1,4 @@
-"""Read the weights that training starts from: those of the frozen VAE, and initial UNet weights."""
+"""Read the weights with which training starts: the frozen VAE's, and initial ones of the UNet."""
 
 import os
 from typing import Any
@@ -23,9 +23,9 @@ _EXECUTION = (
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
     """Return a VAE's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    From a workdir of sd_jax.train_vae, the averaged weights are read. Raises FileNotFoundError if
-    `path` does not exist, and ValueError if it holds no VAE, or a VAE whose fields differ from
-    those of `vae`.
+    From a workdir of sd_jax.train_vae, the average with the largest decay is read. Raises
+    FileNotFoundError if `path` does not exist, and ValueError if there is no VAE at `path`, or one
+    whose fields differ from those of `vae`.
     """
     if _is_workdir(path):
         return _averaged(path, names.abstract_vae(vae))
@@ -35,10 +35,11 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     """Return a UNet's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    `path` may also be WORKDIR@STEP, for the checkpoint of that step. If a file does not state the
-    numbers of attention heads and norm groups, they are taken from `unet`. Raises FileNotFoundError
-    if `path` does not exist. Raises ValueError if it holds no UNet, or a UNet whose fields or text
-    width differ from the arguments.
+    `path` may also be WORKDIR@STEP, for the checkpoint of that step. From a workdir, the average
+    with the largest decay is read. The number of norm groups of a file is taken from `unet`, and so
+    is the number of attention heads if the file does not state it. Raises FileNotFoundError if
+    `path` does not exist. Raises ValueError if there is no UNet at `path`, or one whose fields or
+    text width differ from the arguments.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):
@@ -49,7 +50,7 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     if part.text_width != text_width:
         raise ValueError(
             f"the UNet in {path} attends to text of width {part.text_width}, but text.width is "
-            f"{text_width}: choose the text encoder that it was trained with"
+            f"{text_width}: set the `text` group to the text encoder that it was trained with"
         )
     return part.params
 
@@ -62,11 +63,16 @@ def of_run(
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """Return the params of the UNet that a run trained, with LoRA factors merged into them.
+    """Return the params of a run's UNet, with LoRA factors merged into the weights they adapt.
 
-    `which` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
-    largest decay. `step` is the step of a checkpoint, or None for the newest. `base` is the path of
-    the weights that a LoRA run adapts, or None for the path in its config.
+    Args:
+        workdir: The workdir of the run.
+        unet: The network of the run.
+        text_width: The width of the run's text embeddings.
+        which: "raw", the name of an average such as "0.9999", or "ema" for the average with the
+            largest decay.
+        step: The step of the checkpoint; None for the newest.
+        base: The path of the weights that a LoRA run adapts; None for the path in its config.
     """
     run = read_settings(runs.load(workdir, "sd_jax"))
     finetune.check_wanted(base, run.lora)
@@ -85,7 +91,7 @@ def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
 
 def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:
     if part is None:
-        raise ValueError(f"{path} holds no {kind}: name a checkpoint or a directory that has one")
+        raise ValueError(f"{path} holds no {kind}: name a file or a directory that has one")
     fields = [field for field in network.__dataclass_fields__ if field not in _EXECUTION]
     differences = [
         f"{field} is {in_file!r} in the file, but {in_config!r} in the config"
@@ -93,5 +99,8 @@ def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: 
         if (in_file := getattr(part.network, field)) != (in_config := getattr(network, field))
     ]
     if differences:
-        raise ValueError(f"the {kind} in {path} does not fit: {'; '.join(differences)}")
+        raise ValueError(
+            f"the {kind} in {path} does not fit the config ({'; '.join(differences)}): change the "
+            "config"
+        )
     return part

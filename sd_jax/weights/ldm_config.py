@@ -1,8 +1,8 @@
 """Read and write LDM configs, which hold the settings of a model that its arrays do not show.
 
-Arrays show neither the numbers of heads and groups nor whether the UNet predicts eps or v. LDM
-stores these settings in a yaml file next to its checkpoints (v1-inference.yaml), and NeMo inside a
-.nemo file. Files written by this project store them as an LDM config in their metadata.
+A model's arrays show neither the number of attention heads and norm groups nor whether the UNet
+predicts eps or v. LDM's authors publish these settings as yaml files (v1-inference.yaml), and NeMo
+stores them inside a .nemo file. Files written by this project have an LDM config in their metadata.
 """
 
 import json
@@ -41,11 +41,11 @@ class Facts(NamedTuple):
 
 
 def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Config:
-    """Return the LDM config of the checkpoint file `path`, or {} if there is none.
+    """Return the LDM config for the checkpoint file `path`, or {} if there is none.
 
-    `config` is the path of a yaml or JSON file. If it is None, the config inside the checkpoint
-    file is read. Raises FileNotFoundError if `config` does not exist, and ValueError if it is not
-    an LDM config.
+    `config` is the path of a yaml or JSON file with the config. If it is None, the config inside
+    the checkpoint file is read. Raises FileNotFoundError if there is no file at `config`, and
+    ValueError if the file is not an LDM config.
     """
     if config is None and path.suffix == ".nemo":
         return torch_files.read_nemo_config(path)
@@ -57,14 +57,19 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
     config = files.local(config)
     if not config.is_file():
         raise FileNotFoundError(
-            f"there is no file {config}: --config needs the model's LDM config, a yaml file"
+            f"--config={config} does not exist: name the yaml file with the model's LDM config"
         )
     try:
         content = yaml.safe_load(config.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{config} is not yaml: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"--config={config} is not yaml: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(content, dict) or "unet_config" not in _fields(content.get("model", content)):
-        raise ValueError(f"{config} is not an LDM config: it has no model.params.unet_config")
+        raise ValueError(
+            f"--config={config} is not an LDM config, because it has no model.params.unet_config: "
+            "name a file such as v1-inference.yaml"
+        )
     return content
 
 
@@ -77,7 +82,10 @@ def read(config: Config, norm_groups: int | None = None) -> Facts:
     formats.check_only(model, _ONLY)
     predicts = model.get("parameterization")
     if predicts not in (None, *_PREDICTS):
-        raise ValueError(f"parameterization is {predicts!r}: choose from {', '.join(_PREDICTS)}")
+        raise ValueError(
+            f"the config's parameterization is {predicts!r}, but only {' and '.join(_PREDICTS)} "
+            "are supported"
+        )
     unet = _fields(model.get("unet_config"))
     text = _fields(model.get("cond_stage_config"))
     return Facts(
@@ -103,6 +111,6 @@ def write(facts: Facts, text_width: int) -> str:
 
 
 def _fields(group: Any) -> Config:
-    """Return the fields of a config group. LDM nests them in `params`, NeMo does not."""
+    """Return the fields of a config group, which LDM nests in `params` and NeMo does not."""
     group = group if isinstance(group, Mapping) else {}
     return group.get("params") or {name: v for name, v in group.items() if name != "params"}

@@ -1,9 +1,9 @@
 """Merge LoRA files into a model's weights, and write the factors of a LoRA run to a LoRA file.
 
 LoRA files have the parameter names of diffusers, of peft itself or of kohya's scripts. Names of
-peft, and diffusers' names from before peft, can be read but not written. A file may also change the
-text encoder, although LoRA runs of this project train only the UNet. LoHa, LoKr and DoRA are
-rejected, because their changes are not products of two factors.
+peft, and the old names of diffusers (before it used peft), can be read but not written. A file may
+also change the text encoder, although LoRA runs of this project train only the UNet. LoHa, LoKr and
+DoRA are rejected, because they do not change a weight by a product of two factors.
 """
 
 import json
@@ -50,11 +50,13 @@ _FACTORS = (
 class Layer(NamedTuple):
     """The change of one layer: scale * up @ down is added to its weight [out, in, ...].
 
-    The axes of all arrays are in torch's order.
+    As in torch, convolutions have two more axes, and 1x1 convolutions may lack them.
     """
 
     down: np.ndarray
+    """[rank, in, ...]"""
     up: np.ndarray
+    """[out, rank, ...]"""
     scale: float
     name: str
     """The layer's name in the file."""
@@ -63,9 +65,9 @@ class Layer(NamedTuple):
 def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
     """Return the checkpoint with LoRA files merged into it.
 
-    Each entry of `files` is PATH or PATH:STRENGTH, where PATH is a LoRA file or a folder of
-    diffusers or peft, and the default strength is 1. Raises ValueError if a file is not a LoRA, or
-    belongs to another model.
+    Each entry of `files` is PATH or PATH:STRENGTH. PATH is a LoRA file, or a folder written by
+    diffusers or peft. STRENGTH defaults to 1. Raises ValueError if a file is not a LoRA, or belongs
+    to another model.
     """
     for text in files:
         path, strength = _parse(text)
@@ -73,7 +75,10 @@ def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
         for part_name, changes in layers.items():
             part = getattr(opened, part_name)
             if part is None:
-                raise ValueError(f"{path} changes the {part_name} part, which the model lacks")
+                raise ValueError(
+                    f"{path} changes the {part_name} part, but the model has no such part: choose "
+                    "another model"
+                )
             table = _tables(opened)[part_name]
             params = _merged(part.params, table, changes, strength, path)
             opened = opened._replace(**{part_name: part._replace(params=params)})
@@ -81,10 +86,10 @@ def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
 
 
 def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
-    """Read the changes in a LoRA file, keyed by part ("unet" or "text") and by the layer's name.
+    """Read a LoRA file as {part: {name: Layer}}, where the part is "unet" or "text".
 
-    In the names, underscores replace dots. Raises ValueError if the file is not a LoRA with two
-    factors per layer.
+    The names are those of the layers in the file, with underscores instead of dots. Raises
+    ValueError if the file is not a LoRA with two factors per layer.
     """
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     state, strays = torch_files.read_state_dict(path), []
@@ -105,8 +110,8 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
             else f"{len(halves)} of {len(all_layers)} layers have only one factor, such as "
         ) + torch_weights.some(strays or halves)
         raise ValueError(
-            f"{path} is not a LoRA with two factors per layer: {misfits}. LoHa, LoKr and DoRA are "
-            "not supported: merge them with another program"
+            f"{path} is not a LoRA with two factors per layer, because {misfits}. If it is a LoHa, "
+            "LoKr or DoRA, merge it into the model with another program"
         )
     return {
         part: {key: _layer(arrays, metadata.get(part, {})) for key, arrays in layers.items()}
@@ -117,9 +122,10 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
 def write(
     path: str | os.PathLike[str], params: Params, s: Lora, unet: UNet, dialect: str = "diffusers"
 ) -> None:
-    """Write the factors of a LoRA run to a file with the names of "diffusers" or "kohya".
+    """Write the factors of a LoRA run to a file with diffusers' or kohya's parameter names.
 
-    For diffusers, `up` is multiplied by alpha / rank, because some diffusers versions ignore alpha.
+    With diffusers' names, the factor `up` is multiplied by alpha / rank, because some versions of
+    diffusers ignore alpha.
 
     Args:
         path: The file.
@@ -148,11 +154,11 @@ def write(
     torch_weights.write(path, {name: np.asarray(x, order="C") for name, x in state.items()})
 
 
-_TEXT_WIDTH = 8  # Arbitrary: names do not depend on it.
+_TEXT_WIDTH = 8  # Any number: the names of layers do not depend on it.
 
 
 def _parse(text: str) -> tuple[pathlib.Path, float]:
-    """Parse FILE or FILE:STRENGTH; the default strength is 1."""
+    """Return the file and the strength of PATH or PATH:STRENGTH (see `apply`)."""
     path, colon, strength = text.rpartition(":")
     try:
         path, strength = (path, float(strength)) if colon else (text, 1.0)
@@ -164,16 +170,16 @@ def _parse(text: str) -> tuple[pathlib.Path, float]:
     if file.is_dir():
         file = next((file / name for name in _FILES if (file / name).is_file()), file / FILE)
     if not file.is_file():
-        raise FileNotFoundError(f"--lora={text}: there is no file {file}")
+        raise FileNotFoundError(f"--lora={text}: the file {file} does not exist")
     return file, strength
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
-    """Split an array's name into part, layer and kind ("down", "up" or "alpha").
+    """Split an array's name into the part ("unet" or "text"), the layer, and the kind of array.
 
-    Return None if the name is not one of a LoRA file.
+    The kind is "down", "up" or "alpha". If LoRA files have no such names, return None.
     """
-    # Before peft, diffusers stored the factors in attention processors.
+    # Before it used peft, diffusers stored the factors in attention processors.
     name = re.sub(r"\.processor\.to_(\w)_lora\.", r".to_\1.lora.", name)
     name = re.sub(r"\.processor\.to_out_lora\.", ".to_out.0.lora.", name)
     part = "unet"  # Names without a prefix belong to a UNet.
@@ -188,7 +194,10 @@ def _place(name: str) -> tuple[str, str, str] | None:
 
 
 def _read_metadata(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Return the metadata that diffusers writes for each part, such as lora_alpha."""
+    """Return the metadata that diffusers writes, as {part: {field: value}}.
+
+    Some of the fields are lora_alpha and alpha_pattern.
+    """
     metadata: dict[str, dict[str, Any]] = {}
     text = torch_weights.read_metadata(path).get(_METADATA)
     for name, value in (json.loads(text) if text else {}).items():
@@ -203,15 +212,16 @@ def _is_of_peft(state: Mapping[str, Any]) -> bool:
 
 
 def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Return the content of adapter_config.json, peft's file beside the weights, for each part.
+    """Return the content of peft's file adapter_config.json, as {part: {field: value}}.
 
-    It holds alpha. Raises ValueError if there is no such file.
+    The file is next to the weights and holds alpha. All parts have the same fields. Raises
+    ValueError if there is no such file.
     """
     file = path.parent / _CONFIG
     if not file.is_file():
         raise ValueError(
-            f"{path} has peft's names, {_PEFT}..., but {file}, which holds alpha, is missing: "
-            "copy peft's file next to the weights"
+            f"{path} has peft's names ({_PEFT}...), so {file}, which holds alpha, is also needed: "
+            "copy it from the folder that peft wrote"
         )
     config = untrusted.parse_json(file.read_text())
     return dict.fromkeys(("unet", "text"), config)
@@ -220,7 +230,8 @@ def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
     """Build a Layer with scale alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
-    Alpha comes from the layer's arrays, else from the metadata. The default is the rank.
+    Alpha is read from the layer's arrays, or if they lack it, from the metadata. If both lack it,
+    alpha is the rank.
     """
     name, rank = arrays["name"], len(arrays["down"])
     patterns: Mapping[str, float] = metadata.get("alpha_pattern") or {}
@@ -233,9 +244,9 @@ def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
 
 
 def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
-    """Return the entries of each part's table of weights, keyed by layer names.
+    """Return {part: {name: Entry}}: the location of each layer's weight by its names in LoRA files.
 
-    In the names, underscores replace dots. A UNet layer has two keys: LDM's name and diffusers'.
+    The names have underscores instead of dots. A UNet layer has two names, LDM's and diffusers'.
     """
     tables: dict[str, dict[str, Entry]] = {}
     if opened.unet:
@@ -268,8 +279,9 @@ def _merged(
     unknown = [layer.name for key, layer in layers.items() if key not in table]
     if unknown:
         raise ValueError(
-            f"{path} belongs to another model: {len(unknown)} of its {len(layers)} layers do "
-            f"not exist in this model, such as {torch_weights.some(unknown)}"
+            f"{path} belongs to another model, because {len(unknown)} of its {len(layers)} layers "
+            f"do not exist in this model, such as {torch_weights.some(unknown)}: choose a LoRA for "
+            "this model"
         )
     changes = {table[key].path: (table[key], layer) for key, layer in layers.items()}
 
@@ -284,9 +296,9 @@ def _merged(
 
 
 def _product(entry: Entry, layer: Layer, weight: np.ndarray, path: pathlib.Path) -> np.ndarray:
-    """Return scale * up @ down in the shape of the torch weight.
+    """Return scale * up @ down in the shape that the layer's weight has in torch.
 
-    Raises ValueError if the shapes do not fit.
+    Raises ValueError if the factors do not have the sizes of the weight.
     """
     shape = entry.layout.to_torch(np.broadcast_to(np.float32(0), weight.shape)).shape
     up, down = layer.up, layer.down
@@ -295,9 +307,9 @@ def _product(entry: Entry, layer: Layer, weight: np.ndarray, path: pathlib.Path)
     product_shape = (up.shape[0], *down.shape[1:])
     if up.size != up.shape[0] * len(down) or squeezed(product_shape) != squeezed(shape):
         raise ValueError(
-            f"{path} belongs to another model: {layer.name} has factors of shapes "
+            f"{path} belongs to another model, because the factors of {layer.name} have the shapes "
             f"{list(down.shape)} and {list(up.shape)}, but the model's weight has the shape "
-            f"{list(shape)}"
+            f"{list(shape)}: choose a LoRA for this model"
         )
     product = up.reshape(len(up), -1) @ down.reshape(len(down), -1)
     return (np.float32(layer.scale) * product).reshape(shape)

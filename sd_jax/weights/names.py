@@ -1,8 +1,8 @@
 """Convert Stable Diffusion's parameters to and from the names of LDM, NeMo and diffusers.
 
-Each naming is called a dialect: "ldm", "nemo" or "diffusers". The checkpoints of CompVis, Stability
-and MLPerf have LDM's names, as does NeMo's VAE. The prefixes that names have in complete
-checkpoints are handled elsewhere (see file_parts.py).
+Each set of names is called a dialect: "ldm", "nemo" or "diffusers". The checkpoints of CompVis,
+Stability and MLPerf have LDM's names, and so does NeMo's VAE. The prefixes that names have in
+complete checkpoints are added and removed elsewhere (see file_parts.py and checkpoints.py).
 """
 
 import functools
@@ -53,7 +53,8 @@ _LDM_INSIDE = (
 )
 _ENDS = {
     "ldm": _LDM_ENDS,
-    # In NeMo, norm and SiLU are one module, and a norm belongs to the layer after it.
+    # In NeMo, a norm and SiLU are one module, and the norms of transformers are part of the layer
+    # that follows them.
     "nemo": (("out_conv", "out.1"), *_LDM_ENDS),
     "diffusers": (
         ("time_dense(1|2)", r"time_embedding.linear_\1"),
@@ -76,7 +77,7 @@ _INSIDE = {
     ),
     "diffusers": (("emb", "time_emb_proj"), ("skip", "conv_shortcut"), *_TRANSFORMER),
 }
-# On the way up, diffusers counts the levels from the deepest one. `_reversed_up` converts to this.
+# On the way up, diffusers counts the levels from the deepest one, as `_reversed_up` does.
 _DIFFUSERS_PLACES = (
     (r"(down|up)_(\d+)_(\d+)_res", r"\1_blocks.\2.resnets.\3"),
     (r"(down|up)_(\d+)_(\d+)_attn", r"\1_blocks.\2.attentions.\3"),
@@ -116,9 +117,9 @@ _VAE = {
 
 
 def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
-    """Return the name and layout of each UNet parameter in a dialect.
+    """Return the name and layout of each UNet parameter in a dialect: "ldm", "nemo" or "diffusers".
 
-    `dialect` is "ldm", "nemo" or "diffusers". The leaves of `params` may be arrays or shapes.
+    The leaves of `params` may be arrays or shapes.
     """
     projection = LINEAR if unet.linear_projections else CONV2D_1
     layouts = [(".*/skip", CONV2D_1), (".*_attn/(in|out)", projection)]
@@ -132,9 +133,9 @@ def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
 
 
 def vae_table(params: Any, vae: VAE, dialect: str) -> list[Entry]:
-    """Return the name and layout of each VAE parameter in a dialect.
+    """Return the name and layout of each VAE parameter in a dialect: "ldm", "nemo" or "diffusers".
 
-    `dialect` is "ldm", "nemo" or "diffusers". The leaves of `params` may be arrays or shapes.
+    The leaves of `params` may be arrays or shapes.
     """
     layouts = [(".*/(skip|quant|post_quant)", CONV2D_1)]
     if dialect == "diffusers":
@@ -153,23 +154,23 @@ def _ldm_places(unet: UNet) -> dict[str, str]:
 
 
 def _reversed_up(path: str, levels: Sequence[int]) -> str:
-    """Renumber the levels on the way up in a path. Level 0 becomes the deepest, as in diffusers."""
+    """Renumber the levels on the way up in a path, so that level 0 is the deepest one."""
     return re.sub(r"\bup_(\d+)", lambda m: f"up_{len(levels) - 1 - int(m[1])}", path)
 
 
 def unet_dialect(state: StateDict) -> str:
-    """Return the dialect of the names of a UNet's arrays: "ldm", "nemo" or "diffusers".
+    """Return the dialect of a UNet's array names: "ldm", "nemo" or "diffusers".
 
-    Raises ValueError if they have other names.
+    Raises ValueError for other names.
     """
     marks = {"diffusers": "conv_norm_out.weight", "nemo": "out.1.weight", "ldm": "out.2.weight"}
     return _dialect(state, marks, "a Stable Diffusion UNet")
 
 
 def vae_dialect(state: StateDict) -> str:
-    """Return the dialect of the names of a VAE's arrays: "ldm" or "diffusers".
+    """Return the dialect of a VAE's array names: "ldm" or "diffusers".
 
-    Raises ValueError if they have other names.
+    Raises ValueError for other names.
     """
     marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
     return _dialect(state, marks, "an autoencoder")
@@ -178,7 +179,7 @@ def vae_dialect(state: StateDict) -> str:
 def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
     """Convert a UNet's state dict, with LDM's, NeMo's or diffusers' names, to params.
 
-    Raises ValueError if keys are missing or unknown; the message lists them.
+    Raises ValueError if arrays are missing or unknown; the message lists their names.
     """
     dialect, abstract = unet_dialect(state), abstract_unet(unet, text_width)
     return torch_weights.to_params(state, unet_table(abstract, unet, dialect), abstract)
@@ -187,7 +188,7 @@ def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
 def vae_from_torch(state: StateDict, vae: VAE) -> Any:
     """Convert a VAE's state dict, with LDM's or diffusers' names, to params.
 
-    Raises ValueError if keys are missing or unknown; the message lists them.
+    Raises ValueError if arrays are missing or unknown; the message lists their names.
     """
     dialect = vae_dialect(state)
     state = _with_current_names(state) if dialect == "diffusers" else state
@@ -206,7 +207,7 @@ def vae_to_torch(params: Any, vae: VAE, dialect: str) -> dict[str, np.ndarray]:
 
 
 def activations(unet: UNet) -> dict[str, str]:
-    """Map LDM's name of each UNet block to our name of the layer that computes its output."""
+    """Map LDM's name of each UNet block to this project's name of the block's last layer."""
     outputs = {"time_embed": "time_dense2", "input_blocks.0": "init_conv"}
     for path, torch in _ldm_places(unet).items():
         outputs[torch.rpartition(".")[0]] = path  # The last layer of a block overwrites the others.
@@ -242,7 +243,7 @@ _OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_att
 
 
 def _with_current_names(state: StateDict) -> dict[str, np.ndarray]:
-    """Rename the attention layers of a VAE of diffusers before 0.14 to the current names."""
+    """Rename the attention layers of a VAE of diffusers before 0.14 to diffusers' current names."""
     renamed = {}
     for name, array in state.items():
         block, _, suffix = name.partition(".attentions.0.")
@@ -259,6 +260,7 @@ def _dialect(state: StateDict, marks: Mapping[str, str], kind: str) -> str:
         if mark in state:
             return dialect
     raise ValueError(
-        f"these weights are not {kind}: their {len(state)} arrays ({', '.join(sorted(state)[:3])}, "
-        f"...) include none of {', '.join(marks.values())}"
+        f"these weights are not those of {kind}, because their {len(state)} arrays "
+        f"({', '.join(sorted(state)[:3])}, ...) include none of {', '.join(marks.values())}: "
+        "choose another file"
     )

@@ -27,26 +27,30 @@ from sd_jax.weights.initial import read_vae
 from sd_jax.weights.text import TextPart
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
-"""NeMo's sampler, used for models without a scheduler. Height and width 0 mean the size that the
-model was trained on."""
+"""NeMo's sampler settings, used for models without a scheduler. The height and width 0 mean the
+size of the training images."""
 
 
 class File(NamedTuple):
-    """Settings of a model that its files may lack. None means the files' value or a default."""
+    """Settings of a model trained elsewhere, which its files may lack.
+
+    None means the value in the files or, if they lack the setting, a default.
+    """
 
     predicts: str | None = None
-    """The UNet's prediction, "eps" or "v". If the files do not contain it, the default is "eps" for
-    Stable Diffusion 1.x; 2.x has no default."""
+    """The UNet's prediction, "eps" or "v". The default is "eps" for Stable Diffusion 1.x; 2.x has
+    no default."""
     tokenizer: str | None = None
     """Folder with CLIP's tokenizer, which a single file does not contain."""
     norm_groups: int | None = None
-    """Number of groups of the norms in residual blocks: 16 for MLPerf's files."""
+    """Number of groups of the norms in residual blocks: 16 for MLPerf's files. The default is 32.
+    """
     dtype: DTypeLike | None = None
     """Data type in which the networks compute; by default bfloat16, or float32 on CPUs."""
     config: str | None = None
-    """Path of LDM's yaml config, for a model in a single file (see ldm_config)."""
+    """Path of LDM's yaml config, for a model in a single file (see ldm_config.py)."""
     lora: Sequence[str] | None = None
-    """LoRA files to merge into the model, as FILE or FILE:STRENGTH (see lora_files)."""
+    """LoRA files to merge into the model, as FILE or FILE:STRENGTH (see lora_files.py)."""
 
 
 NO_FACTS = File()
@@ -66,7 +70,7 @@ def load_model(
         overrides: Values that replace settings, keyed by field, such as "sampler.steps".
         ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
         file: Settings that the files may lack.
-        strength: The share of the sampling steps that run if the model draws over a picture.
+        strength: The share of the sampling steps that the model takes when it draws over a picture.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -118,10 +122,10 @@ def _whole(
     text_weights: str | None,
     lora: Sequence[str],
 ) -> tuple[UNetPart, VAEPart, TextPart]:
-    """Return UNet, VAE and text encoder with the LoRA files `lora` merged into them.
+    """Return the UNet, VAE and text encoder with the LoRA files `lora` merged into them.
 
-    The VAE and the text encoder are read from the paths `vae_weights` and `text_weights`, or else
-    taken from `opened`. Raises ValueError if a part is missing.
+    The VAE is read from the path `vae_weights`, and the text encoder from `text_weights`. If such a
+    path is None or "", the part of `opened` is used. Raises ValueError if a part is missing.
     """
     if vae_weights:
         network = opened.vae.network if opened.vae else VAE()  # All versions have the same network.
@@ -132,7 +136,7 @@ def _whole(
     opened = lora_files.apply(lora, opened)
     unet, vae, text = opened.unet, opened.vae, opened.text
     if unet is None:
-        raise ValueError(f"{path} holds no UNet: choose a complete model")
+        raise ValueError(f"{path} holds no UNet: choose a model that has one")
     if vae is None:
         raise ValueError(f"{path} holds no VAE: give one with --vae_weights=PATH")
     if text is None:
@@ -141,14 +145,15 @@ def _whole(
 
 
 def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, vae: VAE) -> Pipeline:
-    """Build the settings of a checkpoint.
+    """Return the settings for drawing with a checkpoint's UNet and VAE.
 
-    Raises ValueError if it is unknown whether the UNet predicts eps or v.
+    Raises ValueError if neither `file` nor the checkpoint states what the UNet of a 2.x model
+    predicts, eps or v.
     """
     predicts = file.predicts or opened.predicts or ("" if unet.linear_projections else "eps")
     if not predicts:
         raise ValueError(
-            f"{path} does not say whether its UNet predicts eps or v: give --prediction=eps (2.x "
+            f"{path} does not state whether its UNet predicts eps or v: give --prediction=eps (2.x "
             "with 512 pixels) or --prediction=v (2.x with 768 pixels, and MLPerf)"
         )
     backend = jax.default_backend()
@@ -168,10 +173,10 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
 def _sampler(
     path: pathlib.Path, scheduler: Mapping[str, Any] | None, overrides: Overrides
 ) -> Sampler:
-    """Return the sampler of a diffusers scheduler with overrides.
+    """Return the sampler settings of a diffusers scheduler with overrides.
 
-    DEFAULTS is used if there is no scheduler, if it is unsupported, or if the overrides name
-    another sampler.
+    DEFAULTS takes the place of the scheduler if there is none, if it is not supported, or if the
+    overrides name another sampler.
     """
     chosen = {
         field.removeprefix("sampler."): value
@@ -194,12 +199,13 @@ def _encoder(
 ) -> TextEncoder:
     """Return a TextEncoder without weights, with the tokenizer in the folder `tokenizer`.
 
-    Raises ValueError if there is no tokenizer, or the text width is not `width`.
+    Raises ValueError if there is no tokenizer, or if the text encoder's width is not `width`, the
+    width of the text that the UNet attends to.
     """
     if text.tower.width != width:
         raise ValueError(
             f"the UNet in {path} attends to text of width {width}, but the text encoder has width "
-            f"{text.tower.width}: they belong to different models"
+            f"{text.tower.width}: give the UNet's text encoder with --text_weights=FOLDER"
         )
     if not tokenizer.is_dir():
         raise ValueError(
@@ -211,9 +217,9 @@ def _encoder(
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:
-    """Cast kernels to the data type `dtype` of the computation.
+    """Return params with kernels cast to `dtype`, the data type in which the networks compute.
 
-    This saves memory and does not change results, because the network would cast them anyway.
+    This saves memory. It does not change results, because the networks cast the kernels anyway.
     """
 
     def cast(path, leaf):

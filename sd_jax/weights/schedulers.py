@@ -1,7 +1,7 @@
 """Convert a scheduler_config.json of diffusers to sampler settings.
 
-A model from a diffusers directory then draws with the solver and the time grid of its own
-scheduler. Both become fields of settings.Sampler, and are therefore saved with each picture.
+With these settings, a model from a diffusers directory draws with the solver and the time grid of
+the directory's scheduler. Both are fields of settings.Sampler, so they are saved with each picture.
 """
 
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ _TABLE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_lin
 
 
 class Scheduler(NamedTuple):
-    """A scheduler class of diffusers, and the sampler of this project that replaces it."""
+    """How this project takes the steps of a scheduler class of diffusers."""
 
     sampler: str
     """Name of this project's sampler that takes the same steps."""
     defaults: Config = MappingProxyType({})
-    """Defaults of the class that differ from those of most schedulers."""
+    """Default values of the class's options, where they differ from those of most schedulers."""
     only: Config = MappingProxyType({})
-    """Maps options of the class to their supported values."""
+    """Maps options of the class to the tuple of their supported values."""
     exploding: bool = False
-    """Whether sampling starts from sigma * eps, instead of N(0, 1), if the grid includes the last
-    training timestep."""
+    """Whether sampling starts from noise of the first sigma instead of standard deviation 1, unless
+    the timesteps are spaced as "leading"."""
 
 
 _LDM = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True}
@@ -78,41 +78,43 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_diffusion(config: Config) -> tuple[str, str]:
-    """Return the UNet's prediction, "eps" or "v", and the name of the noise schedule.
+    """Return the UNet's prediction, "eps" or "v", and the value of diffusion.noise for its noise.
 
     `config` is the content of a scheduler_config.json. Raises ValueError for unsupported values.
     """
     for name, supported in _TABLE.items():
         if config.get(name, supported) != supported:
             raise ValueError(
-                f"{name} is {config[name]!r}: only Stable Diffusion's own schedule is supported, "
-                "scaled_linear from 0.00085 to 0.012 in 1000 steps"
+                f"the scheduler's {name} is {config[name]!r}, but only Stable Diffusion's schedule "
+                "is supported, scaled_linear from 0.00085 to 0.012 in 1000 steps"
             )
     kind = config.get("prediction_type", "epsilon")
     predictions = {theirs: ours for ours, theirs in PREDICTS.items()}
     if kind not in predictions:
-        raise ValueError(f"prediction_type is {kind!r}: choose from {', '.join(predictions)}")
+        raise ValueError(
+            f"the scheduler's prediction_type is {kind!r}, but only {' and '.join(predictions)} "
+            "are supported"
+        )
     noise = "zero_terminal_snr" if config.get("rescale_betas_zero_snr") else "scaled_linear"
     return predictions[kind], noise
 
 
 def read_sampler(config: Config, sampler: Sampler) -> Sampler:
-    """Return `sampler` with the solver and grid of a diffusers scheduler.
+    """Return sampler settings with the solver and the grid of a diffusers scheduler.
 
-    The number of steps does not change. `config` is the content of a scheduler_config.json. Raises
-    ValueError for an unsupported scheduler or option.
+    The other fields, such as the number of steps, are those of `sampler`. `config` is the content
+    of a scheduler_config.json. Raises ValueError for an unsupported scheduler or option.
     """
     name = config.get("_class_name", "")
     if name not in SCHEDULERS:
-        raise ValueError(
-            f"the scheduler {name} is not supported: choose from {', '.join(SCHEDULERS)}"
-        )
+        raise ValueError(f"the scheduler {name} is not one of {', '.join(SCHEDULERS)}")
     scheduler = SCHEDULERS[name]
     config = {**scheduler.defaults, **config}
     for option, values in {**_ONLY, **scheduler.only}.items():
         if option in config and config[option] not in values:
             raise ValueError(
-                f"{name}'s {option} is {config[option]!r}, but only {values[0]!r} is supported"
+                f"{name}'s {option} is {config[option]!r}, but only "
+                f"{' or '.join(map(repr, values))} is supported"
             )
     predicts, noise = read_diffusion(config)
     spacing = config.get("timestep_spacing", "linspace")
@@ -130,8 +132,8 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
     grids = [grid for grid in ("karras", "exponential") if config.get(f"use_{grid}_sigmas")]
     if grids and s.end != "zero":
         raise ValueError(
-            f"{name} has a {grids[0]} grid and final_sigmas_type sigma_min, so sigma_min would "
-            "occur twice"
+            f"{name} with a {grids[0]} grid and final_sigmas_type 'sigma_min' is not supported, "
+            "because sigma_min would occur twice in the grid"
         )
     return _with_sigma_grid(config, s, grids[0], noise, scheduler.exploding) if grids else s
 
@@ -139,9 +141,9 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
 def _solver(config: Config, sampler: str, predicts: str) -> str:
     """Return the sampler's name, with parameters that set the orders of the scheduler's solver.
 
-    In grids of fewer than 15 steps, the last steps of dpmpp_2m and deis are of lower order. Their
-    parameter `steps` replaces the number of steps in this comparison: 1 always lowers the order,
-    and 15 never does.
+    The samplers dpmpp_2m and deis lower the order of the last steps if there are fewer than 15
+    steps. A parameter `steps` replaces the number of steps in this comparison: with 1 the order is
+    always lowered, with 15 never.
     """
     if sampler == "plms":
         return "plms_v" if predicts == "v" else "plms"
@@ -149,7 +151,7 @@ def _solver(config: Config, sampler: str, predicts: str) -> str:
         return sampler
     order = config.get("solver_order", 2)
     parameters = {}
-    if order == 1:  # The exponential integrators of first order are one method.
+    if order == 1:  # All exponential integrators of first order are the same method.
         sampler, parameters["order"] = "deis", 1
     elif sampler == "deis" and order != 2:
         parameters["order"] = order
@@ -162,11 +164,11 @@ def _solver(config: Config, sampler: str, predicts: str) -> str:
 
 
 def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
-    """Return the sampler on a Karras or exponential grid.
+    """Return the sampler settings `s` with the grid `grid`, "karras" or "exponential".
 
-    The grid runs from sigma_max to sigma_min of the config. If the config lacks them, k-diffusion's
-    solvers (`exploding`) use the largest and the smallest level of the grid that is spaced by time.
-    Other solvers use the ends of the noise schedule.
+    The grid runs from the config's sigma_max to its sigma_min. If the config lacks them,
+    k-diffusion's solvers (`exploding`) use the largest and the smallest level of the grid in `s`,
+    which is spaced by time. Other solvers use the ends of the noise schedule.
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:

@@ -1,8 +1,8 @@
 """Read and write the text encoder of a Stable Diffusion checkpoint, CLIP's text tower.
 
 The UNet of Stable Diffusion 1.x attends to the output of the last layer of OpenAI's CLIP. The UNet
-of 2.x attends to the output of the second to last layer of OpenCLIP, so the last layer is dropped,
-as in diffusers directories.
+of 2.x attends to the output of the second-to-last layer of OpenCLIP. Therefore OpenCLIP's last
+layer is not read, and diffusers directories do not contain it.
 """
 
 import os
@@ -27,11 +27,11 @@ class TextPart(NamedTuple):
     tower: TextTower
     params: Any
     pads_with_0: bool
-    """Whether texts are padded with the token 0, as in OpenCLIP, instead of the end token."""
+    """Whether texts are padded with the token 0, as in OpenCLIP, or with the end token (False)."""
 
 
 def from_folder(folder: str | os.PathLike[str]) -> TextPart:
-    """Read the text encoder in a folder of transformers or OpenCLIP.
+    """Read the text encoder from a folder that transformers or OpenCLIP wrote.
 
     Raises FileNotFoundError if the folder has no weights or no config, and ValueError if the
     weights are not CLIP's or disagree with the config.
@@ -41,11 +41,11 @@ def from_folder(folder: str | os.PathLike[str]) -> TextPart:
 
 
 def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
-    """Convert the arrays under LDM's prefix "cond_stage_model." to a text encoder.
+    """Convert arrays with LDM's names, without the prefix "cond_stage_model.", to a text encoder.
 
-    If `config` has no number of heads, heads have width 64, as in the models of OpenAI and
-    OpenCLIP. Raises LookupError if the arrays are not CLIP's, or if the number of heads is unknown
-    because no model of OpenAI or OpenCLIP has this width.
+    `config` holds settings under transformers' names. Without num_attention_heads, heads have width
+    64, as in the models of OpenAI and OpenCLIP. Raises LookupError if the arrays are not CLIP's, or
+    if the number of heads is unknown because no model of OpenAI or OpenCLIP has this width.
     """
     state = {re.sub(r"^transformer\.(?=text_model\.)", "", name): w for name, w in state.items()}
     of_open_clip = clip_weights.is_open_clip(state)
@@ -63,7 +63,7 @@ def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
 def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
     """Convert a text encoder to arrays with LDM's names, without the prefix "cond_stage_model.".
 
-    For Stable Diffusion 2.x, the dropped last layer is written as zeros, so that it returns its
+    For Stable Diffusion 2.x, the missing last layer is written as zeros, so that it returns its
     input unchanged.
     """
     state = _state(part)
@@ -79,7 +79,7 @@ def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
 
 
 def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config.json and the arrays of transformers' CLIPTextModel."""
+    """Convert a text encoder to the config.json and the arrays of transformers' CLIPTextModel."""
     tower = part.tower
     end = tower.vocab_size - 1
     config = {

@@ -1,4 +1,4 @@
-"""Load a Stable Diffusion run as a model that draws, or as a checkpoint to convert."""
+"""Open a Stable Diffusion run as a model that draws, or as a checkpoint to convert."""
 
 import os
 from collections.abc import Mapping
@@ -35,10 +35,11 @@ def load_model(
 
     Args:
         workdir: The workdir of the run.
-        overrides: Values that replace values of the config, keyed by field.
-        weights: The checkpoint and average to draw with.
+        overrides: Values that replace values of the config, keyed by field, such as
+            {"sampler.steps": 20}.
+        weights: The checkpoint and the average to draw with.
         guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
-        strength: The share of the sampling steps that run if the model draws over a picture.
+        strength: The share of the sampling steps that the model takes when it draws over a picture.
 
     Raises:
         FileNotFoundError: If there is no such run, checkpoint or guide.
@@ -47,13 +48,13 @@ def load_model(
     s = read_run(workdir, overrides)
     if not s.vae_weights:
         raise ValueError(
-            f"{workdir} was trained on moments without a VAE, but drawing needs one: give it with "
-            "--vae_weights=PATH"
+            f"the config of {workdir} names no VAE, because it was trained on moments, but drawing "
+            "needs the VAE: give it with --vae_weights=PATH"
         )
     p = s.pipeline._replace(strength=strength)
     check_pipeline(p)
     program.check_fits(*p.output_shape, p.vae.width * p.vae.channel_mult[0])
-    mesh = sharding.make_mesh()  # The devices need not be those of the training.
+    mesh = sharding.make_mesh()  # Training may have used other devices.
 
     # The frozen networks.
     encoder, text_params = model.open_encoder(s.text, mesh, task.RULES)
@@ -93,9 +94,9 @@ def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {})
 def to_checkpoint(
     workdir: str | os.PathLike[str], ema: str = "ema", base: str | None = None
 ) -> Checkpoint:
-    """Read the UNet of a run as a Checkpoint, with the VAE and CLIP text encoder of its config.
+    """Return a run's UNet, with the VAE and the CLIP text encoder of the run's config.
 
-    The factors of a LoRA run are merged into its base weights. These are read from `base` or, by
+    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
     default, from the path in the run's config. `ema` is "raw", the name of an average such as
     "0.9999", or "ema" for the average with the largest decay.
     """
@@ -117,14 +118,17 @@ def to_checkpoint(
 def write_lora(
     workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema"
 ) -> None:
-    """Write the factors of a LoRA run to a file with the names of "diffusers" or "kohya".
+    """Write the factors of a LoRA run to a file with diffusers' or kohya's parameter names.
 
-    `ema` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
-    largest decay. Raises ValueError for a run without LoRA.
+    `dialect` is "diffusers" or "kohya". `ema` is "raw", the name of an average such as "0.9999", or
+    "ema" for the average with the largest decay. Raises ValueError for a run without LoRA.
     """
     s = read_run(workdir)
     if not s.lora.rank:
-        raise ValueError(f"{workdir} is not a LoRA run: it has no factors to write")
+        raise ValueError(
+            f"{workdir} is not a LoRA run, so it has no factors to write: use --names=ldm or "
+            "--names=nemo"
+        )
     shapes = names.abstract_unet(s.unet, s.text.width)
     params = finetune.factors(workdir, s, shapes, ema)
     lora_files.write(path, params, s.lora, s.unet, dialect)

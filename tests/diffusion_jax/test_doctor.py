@@ -28,5 +28,5 @@ def test_the_command_prints_what_is_here():
     assert "\n- id: 1\n  kind: cpu\n  process: 0\n" in lines
     assert "\nsum over 2 devices                   right  gb_per_s " in lines
     report["checks"][2]["verdict"] = "wrong"
-    assert doctor.text(report).endswith(f"\nto look at: {report['checks'][2]['check']}")
+    assert doctor.text(report).endswith(f"\nfailed or slow checks: {report['checks'][2]['check']}")
     assert lines.endswith("\nall checks are right")

@@ -108,8 +108,8 @@ def test_one_that_hangs_ends_the_other_with_its_stacks(hung):
     assert code == 1, said
     assert "Timeout (0:00:20)!" in said and "diffusion_jax/train/loop.py" in said
     expected = (
-        r"^error: no step has ended for 18 s; if none ends within 20 s \(step_timeout\), this "
-        r"process prints the stacks of its threads and exits. The same command, in each process, "
+        r"^error: no step has ended for 18 s. After 20 s \(step_timeout\), this process prints the "
+        r"stacks of its threads and exits. The same command, in each process, "
     )
     assert re.search(expected, said, re.MULTILINE), said
     check_farewell(group, 0, ABRUPTLY)

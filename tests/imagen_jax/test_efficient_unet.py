@@ -97,10 +97,10 @@ def test_bfloat16_computes_near_float32_on_images_of_another_size():
 def test_what_is_not_given_is_an_error():
     unet, given = EfficientUNet(**SMALL, noise_aug=True), inputs()
     init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0))
-    with pytest.raises(ValueError, match="a UNet with noise_aug=True must be given low_res_time"):
+    with pytest.raises(ValueError, match="a UNet with noise_aug=True needs low_res_time: pass it"):
         init(**given)
     del given["low_res"]
-    with pytest.raises(ValueError, match="a UNet with low_res=True must be given low_res"):
+    with pytest.raises(ValueError, match="a UNet with low_res=True needs low_res: pass it"):
         init(**given, low_res_time=given["time"])
 
 
@@ -109,14 +109,14 @@ def test_what_is_not_given_is_an_error():
     [
         (dict(num_res_blocks=(1, 0)), "num_res_blocks (1, 0) must hold a number above 0 for each"),
         (dict(num_res_blocks=(1,)), "(1,) must hold a number above 0 for each of the 2 levels"),
-        (dict(attention_levels=(2,)), "attention_levels (2,) must be among the levels, 0 to 1"),
+        (dict(attention_levels=(2,)), "attention_levels is (2,): choose from the levels 0 to 1"),
         (dict(image_size=9), "image_size 9 cannot be halved 1 times: choose a multiple of 2"),
-        (dict(embed_dim=48), "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
+        (dict(embed_dim=48), "unet.embed_dim * 1 is 48: it must be a multiple of 32"),
         (dict(head_dim=64), "unet.head_dim 64 does not divide the width 32 of a level"),
         (dict(num_heads=3), "unet.num_heads 3 does not divide the width 64 of a level"),
         (dict(init_kernel=2), "unet.init_kernel 2 must be odd"),
         (dict(attention="flash"), "unet.attention is 'flash': choose from fused, stacked"),
-        (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit dtype and a head_dim"),
+        (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit unet.dtype and heads"),
         (dict(text_pooling="max"), "unet.text_pooling is 'max': choose from attention, mean"),
     ],
 )
@@ -126,7 +126,7 @@ def test_fields_that_do_not_go_together_say_why(changes, message):
 
 
 def test_attention_to_text_needs_one_that_32_groups_divide():
-    with pytest.raises(ValueError, match="the text width is 40, but an EfficientUNet with fused"):
+    with pytest.raises(ValueError, match=r"text\.width is 40, but with unet\.attention='fused' an"):
         check(EfficientUNet(**SMALL), 40)
     check(EfficientUNet(**SMALL, attention="self"), 40)
     check(EfficientUNet(**SMALL | dict(attention_levels=())), 40)

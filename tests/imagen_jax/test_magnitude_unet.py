@@ -285,12 +285,12 @@ def test_a_dropped_text_has_finite_gradients():
     [
         (
             dict(image_size=9),
-            "unet.image_size is 9: with patches of 1 and 2 levels it must",
+            "unet.image_size is 9, but with unet.patch=1 and 2 levels it must",
         ),
-        (dict(attention_resolutions=(3,)), "holds 3, which a UNet of image_size 8 and 2 levels"),
+        (dict(attention_resolutions=(3,)), "holds 3, but no level has this resolution"),
         (dict(head_dim=3), "unet.head_dim 3 does not divide the width 16"),
-        (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),
-        (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit dtype and a head_dim"),
+        (dict(noise_aug=True), "unet.noise_aug is True, but unet.low_res is False"),
+        (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit unet.dtype and heads"),
     ],
 )
 def test_fields_that_do_not_go_together_say_why(changes, message):
@@ -339,7 +339,7 @@ def test_a_run_is_trained_continued_drawn_and_scored(tmp_path):
     assert (whole / "evaluation").is_dir()
     nemo = tmp_path / "nemo.npz"
     ended = run("imagen_jax.weights", "export", f"--from={whole}", f"--to={nemo}", code=2)
-    assert "NeMo has no MagnitudeUNet: choose another unet.kind" in ended.err
+    assert "NeMo has no MagnitudeUNet: only models whose unet.kind is 'unet'" in ended.err
 
 
 def test_the_planner_knows_its_parameters_and_averages():

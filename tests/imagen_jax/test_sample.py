@@ -117,7 +117,7 @@ def test_the_progress_has_rate_and_time_left(six):
     [
         ((), "give either prompts (--prompt=TEXT or --prompts=FILE) or --embeddings=FILE"),
         (("--prompt=a", "--embeddings=a.npy"), "or --embeddings=FILE, computed with"),
-        (("--embeddings=a.npy",), "the text encoder 'hashed' needs --prompt=TEXT"),
+        (("--embeddings=a.npy",), "the text encoder 'hashed', which cannot use embeddings"),
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
         (("--prompts=nope.txt",), "nope.txt"),

@@ -144,8 +144,8 @@ def test_stages_draw_noise_of_their_own_from_one_seed():
     ("changes", "message"),
     [
         ({"super_resolution__factor": 3}, "factor is 3: it must divide unet.image_size 16"),
-        ({"super_resolution__factor": 1}, "factor is 1 and unet.low_res is True"),
-        ({"unet__low_res": False, "unet__noise_aug": False}, "and unet.low_res is False"),
+        ({"super_resolution__factor": 1}, "factor is 1, but unet.low_res is True"),
+        ({"unet__low_res": False, "unet__noise_aug": False}, "but unet.low_res is False"),
         ({"data__resize": 8}, "data.resize is 8: set it to 0, or to a multiple of 4 that"),
         ({"data__resize": 18}, "data.resize is 18: set it to 0, or to a multiple of 4"),
         ({"data__crop": "centre"}, "data.crop is 'centre': did you mean 'center'?"),

@@ -273,13 +273,13 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("unet__embed_dim", 48, "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
-        ("unet__attention_resolutions", (3,), "unet.attention_resolutions holds 3, which a UNet"),
+        ("unet__embed_dim", 48, "unet.embed_dim * 1 is 48: it must be a multiple of 32"),
+        ("unet__attention_resolutions", (3,), "unet.attention_resolutions holds 3, but no level"),
         ("unet__attention", "fuzed", "unet.attention is 'fuzed': did you mean 'fused'?"),
         (
             "unet__low_res",
             True,
-            "factor is 1 and unet.low_res is True: a model with a factor above 1",
+            "factor is 1, but unet.low_res is True: a model with a factor above 1",
         ),
         ("sampler__name", "huen", "sampler.name is 'huen': did you mean 'heun'?"),
         ("sampler__grid", "karas", "sampler.grid is 'karas': did you mean 'karras'?"),
@@ -335,8 +335,8 @@ def test_fields_and_groups_that_nobody_reads_are_refused():
 @pytest.mark.parametrize(
     ("encoder", "suffix", "message"),
     [
-        ("hashed", "npy", "data.text is 'npy', but text.encoder is 'hashed', which reads no "
-                          "embeddings: set data.text to txt,"),
+        ("hashed", "npy", "data.text is 'npy', but text.encoder is 'hashed', which cannot use "
+                          "stored embeddings: set data.text to txt,"),
         ("precomputed", "npy", "text.encoder is 'precomputed': name the encoder that computed the "
                                "embeddings, such as t5, and set data.text (such as npy) if they "
                                "are stored with the images, or text.store if they are"),

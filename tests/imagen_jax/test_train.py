@@ -144,10 +144,10 @@ def refused(tmp_path):
         ("--config.optimizer.micro_batch=3", "batch_size 8 is not divisible by optimizer."
                                              "micro_batch 3 x replica 1 x fsdp 8 = 24: the near"),
         ("--config.mesh.tensor=3", "mesh replica=1, fsdp=-1, tensor=3 does not fit 8 devices"),
-        ("--config.unet.embed_dim=48", "unet.embed_dim * 1 is 48: group normalisation has 32 "
-                                       "groups, so choose a multiple of 32"),
-        ("--config.unet.attention_resolutions=(3,)", "unet.attention_resolutions holds 3, which a "
-                                                     "UNet of image_size 16 and 1 levels never"),
+        ("--config.unet.embed_dim=48", "unet.embed_dim * 1 is 48: it must be a multiple of 32, the "
+                                       "number of groups in group normalisation"),
+        ("--config.unet.attention_resolutions=(3,)", "unet.attention_resolutions holds 3, but no "
+                                                     "level has this resolution: choose from"),
         ("--config.data.source=digts", "the data source 'digts' is unknown"),
     ],
 )  # fmt: skip
@@ -170,7 +170,7 @@ def test_images_without_captions_are_named(refused, tmp_path):
     path = digits.write_examples(tmp_path / "data", 3, size=8)
     (path / "00001.txt").unlink()
     message = refused("--config.data.source=folder", f"--config.data.path={path}")
-    assert message.startswith("error: 1 of 3 images have no .txt beside them: 00001.png. Write a")
+    assert message.startswith("error: 1 of 3 images have no text (data.text=txt): 00001.png. Add")
     assert "data.uncaptioned=drop" in message
 
 

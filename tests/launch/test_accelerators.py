@@ -45,8 +45,8 @@ def test_a_name_says_how_many_devices_and_hosts_there_are(name, devices, hosts, 
         ("v5p:16x16x28", "has 7168 chips, but a v5p slice has at most 6144"),
         ("h100", "give a number of GPUs, such as h100:8"),
         ("h100:8*2", "give a number of GPUs, such as h100:8"),
-        ("gb200:6", "hosts have 4 GPUs, so take gb200:4 or gb200:8"),
-        ("h100:12", "hosts have 8 GPUs, so take h100:8 or h100:16"),
+        ("gb200:6", "each host has 4 GPUs, so choose gb200:4 or gb200:8"),
+        ("h100:12", "each host has 8 GPUs, so choose h100:8 or h100:16"),
     ],
 )
 def test_a_name_that_is_none_is_an_error_with_one_that_is(name, message):

@@ -8,5 +8,5 @@ from tests.imagen_jax import commands
 @pytest.mark.parametrize("launcher", ["gke", "slurm", "xm"])
 def test_the_help_names_the_job_and_the_dry_run(launcher):
     text = commands.run(f"launch.{launcher}", "--help", devices=1).out
-    assert "--job: A file in launch/jobs." in text
+    assert "--job: Job file, such as launch/jobs/scaling.py." in text
     assert "--[no]dry_run: Print what would be submitted, and exit." in text

@@ -165,7 +165,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds, reading):
         ({"time": "1h"}, "job.slurm.time is '1h': write HOURS:MINUTES:SECONDS, such as 24:00:00"),
         ({"options": ("exclusive",)}, "job.slurm.options holds 'exclusive': write --NAME=VALUE"),
         ({"options": ("--array=0-1",)}, "use job.sweep, which gives each run its own"),
-        ({"options": ("-Q -a 0-1",)}, "holds '-Q -a 0-1': its tasks would share a workdir"),
+        ({"options": ("-Q -a 0-1",)}, "holds '-Q -a 0-1': all tasks would share one workdir"),
         ({"options": ("--time=2:00",)}, "holds '--time=2:00': set job.slurm.time instead"),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_config_may_take_an_argument():
          "job.slurm.partition holds 'a\\nb': remove line breaks"),
         (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
          "job.env holds 'A B=1': write NAME=VALUE"),
-        (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "of a folder that all nodes see"),
+        (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "of a folder that all nodes can"),
         (("--job.workdir=gs://b/x", "--job.accelerator=h100:8",
           "--job.command=benchmarks.scaling", "--job.config="), "of a folder that all nodes"),
     ],

@@ -1,12 +1,17 @@
-"""Compares networks here with outputs that were saved from the reference implementations.
+"""Compare this project's networks with saved outputs of the reference implementations.
 
     python -m tests.parity CASE.npz ...
 
-prints one line of JSON for each case, whichever system it is of: the errors of its outputs and
-gradients, null where a case has none or ours is not finite, the number of parameters, and the case
-as "file"; {"error": ..., "file": ...} where a case cannot be read. imagen.py, sd.py and text.py
-beside this file tell the formats and the tolerances. The exit code is 0 if every case is within
-its tolerance, 1 if one is beyond, 2 if one cannot be read.
+A case is a file with a network's config, its weights, inputs and the reference's outputs. The
+command prints one line of JSON per case:
+- the largest errors of outputs and gradients. An error is null if the case has no such output, or
+  if this project's output is not finite.
+- "parameters": the number of parameters.
+- "file": the path of the case.
+If a case cannot be read, the line has only "error" and "file". The docstrings of imagen.py, sd.py
+and text.py in this folder describe the formats of cases; TOLERANCE in these files gives the allowed
+errors. The exit code is 0 if all cases are within their tolerance, 1 if a case is not, and 2 if a
+case cannot be read.
 """
 
 import json
@@ -21,11 +26,11 @@ import numpy as np
 from diffusion_jax.weights import torch_weights
 from tests.parity import compare, imagen, sd, text
 
-_TEXT = ("DenseReluDense", "self_attn.", "resblocks.")  # In names of T5's and CLIP's weights.
+_TEXT = ("DenseReluDense", "self_attn.", "resblocks.")  # Parts of weight names in T5 and CLIP.
 
 
 def main(paths: list[str]) -> int:
-    """Prints a line for each case; returns the exit code."""
+    """Print a line for each case, and return the exit code."""
     if not paths or any(path.startswith("-") for path in paths):
         print(__doc__, file=sys.stderr)
         return 2
@@ -33,7 +38,10 @@ def main(paths: list[str]) -> int:
 
 
 def report(path: str) -> int:
-    """Prints the line of one case; returns 0 within the tolerance, 1 beyond, 2 if unreadable."""
+    """Print the line of one case, and return its exit code.
+
+    The code is 0 if all errors are within the tolerance, 1 if not, and 2 if the case is unreadable.
+    """
     try:
         case = torch_weights.read(path)
         system = system_of(case)
@@ -51,7 +59,7 @@ def report(path: str) -> int:
 
 
 def system_of(case: Mapping[str, np.ndarray]) -> ModuleType:
-    """imagen, sd or text: the module that can verify this case."""
+    """Return the module that can verify this case: imagen, sd or text."""
     if "in/text_embed" in case or "in/time" in case:
         return imagen
     return text if any(part in name for name in case for part in _TEXT) else sd

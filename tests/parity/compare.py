@@ -1,4 +1,4 @@
-"""Errors within their tolerances and sizes, for the comparisons of all systems."""
+"""Comparison of errors with tolerances, and a count of parameters, for all systems."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,15 +6,18 @@ from typing import Any
 import jax
 
 Errors = Mapping[str, float | int | None]
-"""By name; None for what a case does not have."""
+"""Errors by name. An error is None if the case has no such output."""
 
 
 def within(errors: Errors, tolerance: Mapping[str, float]) -> bool:
-    """Whether every error that a case has is at most its tolerance; NaN is not."""
+    """Return whether all errors that have a tolerance are at most as large as it.
+
+    Errors that are None are skipped. NaN exceeds every tolerance.
+    """
     bounded = {name: e for name in tolerance if (e := errors.get(name)) is not None}
     return all(error <= tolerance[name] for name, error in bounded.items())
 
 
 def count(params: Any) -> int:
-    """Numbers in a pytree."""
+    """Return the total number of elements of all arrays in a pytree."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

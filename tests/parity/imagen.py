@@ -1,7 +1,13 @@
-"""The proof that weights give the same numbers here as in NeMo: saved cases, computed again.
+"""Comparison of Imagen's UNets with saved cases from NVIDIA NeMo.
 
-A case holds NeMo's config as JSON (`config`), its state dict under `sd/`, inputs under `in/`,
-outputs under `out/` and the input's gradient under `grad/x`, arrays in torch's layouts.
+A case is an .npz file with arrays in torch's layouts:
+- `config`: NeMo's config as JSON.
+- `sd/NAME`: the weights, with NeMo's names.
+- `in/x`, `in/time`, `in/text_embed` and `in/text_mask`: the inputs. UNets for super-resolution also
+  have `in/x_low_res` and, with noise augmentation, `in/time_low_res`.
+- `out/y`: NeMo's output.
+- `out/y_cfg3` (optional): the output with classifier-free guidance 3.
+- `grad/x` (optional): the gradient of sum(y * `in/cot`) with respect to x.
 """
 
 import json
@@ -17,13 +23,15 @@ from imagen_jax.weights import nemo
 from tests.parity import compare
 
 TOLERANCE = {"max_abs_error": 3e-5, "cfg_max_abs_error": 3e-5, "grad_max_abs_error": 1e-4}
+"""Largest absolute errors allowed: of `out/y`, `out/y_cfg3` and `grad/x`."""
 
 
 def verify(case: Mapping[str, np.ndarray]) -> dict[str, float | int | None]:
-    """The largest absolute errors of a saved case, and the number of parameters.
+    """Return the largest absolute errors of a case (the keys of TOLERANCE), and "parameters".
 
-    The module's docstring tells the format. ValueError where the case or its config is not as it
-    says. Errors that are not finite stay so.
+    Errors are None if the case lacks the output, and infinite or NaN if this project's output is.
+    Raises ValueError if the case does not have the format that the module's docstring describes, or
+    its config is invalid.
     """
     _check_case(case)
     unet = nemo.unet_from_config(json.loads(case["config"].item()))
@@ -81,7 +89,7 @@ def _case_inputs(
         extras["low_res_time"] = "in/time_low_res", _float32
     for name, (key, convert) in extras.items():
         if key not in case:
-            raise ValueError(f"the case lacks {key}, which its config asks for")
+            raise ValueError(f"the case lacks {key}, which its config requires")
         inputs[name] = convert(case[key])
     return inputs
 
@@ -99,5 +107,7 @@ def _error(ours: jax.Array | None, reference: np.ndarray | None) -> float | None
         return None
     reference_nhwc = _nhwc(reference)
     if reference_nhwc.shape != ours.shape:
-        raise ValueError(f"the case's output is {reference_nhwc.shape}, and ours {ours.shape}")
+        raise ValueError(
+            f"the case's output has shape {reference_nhwc.shape}, but ours has {ours.shape}"
+        )
     return float(jnp.abs(ours - reference_nhwc).max())

@@ -1,17 +1,25 @@
-"""The proof that weights give the same numbers here as in the reference: saved cases, again.
+"""Comparison of Stable Diffusion's UNet and VAE with saved cases from reference implementations.
 
-A case holds weights under `w/` (names of LDM, NeMo or diffusers), `__meta__` (JSON: `config`, of
-LDM's or diffusers' fields, for an LDM UNet with `norm_groups`), inputs and outputs, in torch's
-layouts. What it holds is compared:
+A case is an .npz file with arrays in torch's layouts. `w/NAME` are the weights, with the names of
+LDM, NeMo or diffusers. `__meta__` is JSON with `config`, which has LDM's or diffusers' fields, and
+for an LDM UNet also `norm_groups`. The other arrays are inputs and outputs. Every output that the
+case contains is compared.
 
-of a UNet `y` of (`x`, `t`, `ctx`), `y_frac` of (`x`, `t_frac`, `ctx`), `y_ns` of (`x_ns`, `t_ns`,
-`ctx`: its first rows, and 500 without `t_ns`), `y_ctx_padded` of (`x`, `t`, `ctx_padded`); the
-blocks' outputs `act/NAME`; `loss_eps` and `loss_v`, means over everything, of `x` as the clean
-latent, `noise` and `t`, with their gradients `grad_eps/NAME` ... and the norms of these,
-`gnorm_eps/NAME` ...;
+Outputs of a UNet, with their inputs in brackets:
+- `y` (`x`, `t`, `ctx`), `y_frac` (`x`, `t_frac`, `ctx`), `y_ctx_padded` (`x`, `t`, `ctx_padded`).
+- `y_ns` (`x_ns`, `t_ns`, `ctx`): `t_ns` is 500 by default. If `x_ns` has fewer rows than `ctx`,
+  only the first rows of `ctx` are used.
+- `act/NAME`: outputs of blocks in the computation of `y`.
+- `loss_eps` and `loss_v` (clean latents `x`, `noise`, `t`, `ctx`): means over all elements.
+- `grad_eps/NAME` and `grad_v/NAME`: gradients of these losses with respect to the weights.
+- `gnorm_eps/NAME` and `gnorm_v/NAME`: norms of these gradients.
 
-of a VAE `encoder_out` (before quant_conv) and `moments` of `x`, `mean`, `std`, `sample` and
-`latent_scaled` with `n` as noise, `decode` of `z`, and `std_x40` of `moments_x40`.
+Outputs of a VAE, with their inputs in brackets:
+- `encoder_out` (`x`): the encoder's output before quant_conv.
+- `moments`, `mean` and `std` (`x`): the moments, and the mean and standard deviation they encode.
+- `sample` and `latent_scaled` (`x`, noise `n`): a sample, and the sample times the scaling factor.
+- `decode` (`z`): the decoder's output.
+- `std_x40` (`moments_x40`): the standard deviation of given moments.
 """
 
 import json
@@ -30,15 +38,19 @@ from sd_jax.weights import formats, names
 from tests.parity import compare
 
 TOLERANCE = {"max_relative_error": 3e-5, "grad_max_relative_error": 1e-4}
-"""The largest errors allowed, relative to the largest value of the reference's array."""
+"""Largest errors allowed, relative to the largest absolute value of the reference's array."""
 Arrays = Mapping[str, np.ndarray]
 _WEIGHTS = ("w/", "sd/", "weights/")
 
 
 def verify(case: Arrays) -> dict[str, float | int | None]:
-    """Each output's relative error, the largest of them, of gradients, and the parameters' number.
+    """Return the relative errors of a case, and the number of "parameters".
 
-    ValueError where the case is not as the module says. Errors that are not finite stay so.
+    The errors are those of each output by name (without activations and gradients), the largest of
+    all outputs and activations ("max_relative_error"), and the largest of all gradients
+    ("grad_max_relative_error"; None without gradients). They are infinite or NaN if this project's
+    output is. Raises ValueError if the case does not have the format that the module's docstring
+    describes.
     """
     weights = {name.partition("/")[2]: a for name, a in case.items() if name.startswith(_WEIGHTS)}
     others = {
@@ -134,7 +146,10 @@ _compiled: dict[UNet, Callable] = {}
 
 
 def _loss_and_gradient(unet: UNet) -> Callable:
-    """One program for eps and v, which differ in numbers alone."""
+    """Return a compiled function that computes (loss, gradient).
+
+    The losses for eps and v share it, because they differ only in the values of `scalings`.
+    """
 
     def loss(params, x0, eps, sigma, text, scalings):
         def network(x, t) -> Any:
@@ -146,7 +161,7 @@ def _loss_and_gradient(unet: UNet) -> Callable:
 
 
 def ldm_vae(config: Mapping[str, Any]) -> VAE:
-    """Return the VAE of an LDM ddconfig, or of a config that holds one."""
+    """Return the VAE that an LDM ddconfig describes, or a config that contains a ddconfig."""
     config = config.get("ddconfig", config)
     return VAE(
         width=config["ch"],
@@ -178,7 +193,8 @@ def _encoded(model: VAE, params: Any, case: Arrays) -> dict[str, jax.Array]:
     @jax.jit
     def encode(params, x):
         layers = lambda module, method: module.name == "out_conv"
-        # Not model.encode, which refuses sizes of which the reference loses the last pixels.
+        # model.encode rejects sizes that cannot be halved at each level. For such sizes, the
+        # reference drops the last pixels.
         encoder = lambda model, x: model.encoder(x)
         return model.apply(
             params, x, method=encoder, capture_intermediates=layers, mutable="intermediates"
@@ -197,7 +213,9 @@ def _encoded(model: VAE, params: Any, case: Arrays) -> dict[str, jax.Array]:
 def _report(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float | None]:
     for name, (ours, theirs) in pairs.items():
         if ours.shape != theirs.shape:
-            raise ValueError(f"the case's {name} is {theirs.shape}, and ours {ours.shape}")
+            raise ValueError(
+                f"the case's {name} has shape {theirs.shape}, but ours has {ours.shape}"
+            )
     of_outputs, of_gradients = {}, {}
     sizes = {name: float(np.max(np.abs(theirs), initial=0)) for name, (_, theirs) in pairs.items()}
     largest: dict[str, float] = {}
@@ -207,7 +225,8 @@ def _report(pairs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, flo
     for name, (ours, theirs) in pairs.items():
         error = float(np.max(np.abs(ours - np.float64(theirs)), initial=0))
         is_gradient = name.startswith(("grad_", "gnorm_"))
-        # Gradients are each their own size, but not those that rounding alone makes.
+        # A gradient's error is relative to its own largest value. A gradient below 1e-3 of the
+        # largest gradient may be pure rounding, so its error is relative to this limit.
         floor = 1e-3 * largest[name.partition("/")[0]] if is_gradient else 0
         errors = of_gradients if is_gradient else of_outputs
         errors[name] = error / max(sizes[name], floor, 1e-30)

@@ -1,4 +1,4 @@
-"""python -m tests.parity: exit codes, one line of JSON a case of whichever system, messages."""
+"""The command python -m tests.parity: exit codes, lines of JSON for all systems, messages."""
 
 import json
 
@@ -20,14 +20,14 @@ TEXT_OUTPUTS = ["hidden_1", "long", "hidden_2"]
 
 
 def bare_text():
-    """A T5 without the prefixes in/ and out/, and with weights in float64."""
+    """Return a T5 case without the prefixes in/ and out/, and with weights in float64."""
     case = tiny_weights.case("t5_relu")
     case = {name.removeprefix("in/").removeprefix("out/"): array for name, array in case.items()}
     return case | {n: a.astype(np.float64) for n, a in case.items() if n.startswith("w/")}
 
 
 def short_text():
-    """Without the text of 200 tokens, which is a program of its own."""
+    """Return a T5 case without the text of 200 tokens, which needs another compilation."""
     return {n: a for n, a in tiny_weights.case("t5_relu").items() if "long" not in n}
 
 
@@ -48,7 +48,7 @@ GOOD = {
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """Good cases of every system, and what one command says of all of them."""
+    """Return the lines that one command prints for a good case of each system, and the cases."""
     folder = tmp_path_factory.mktemp("cases")
     cases = {str(folder / f"{name}.npz"): make() for name, make in GOOD.items()}
     for path, case in cases.items():
@@ -84,7 +84,7 @@ def test_a_good_case_is_one_line_of_json(good, name, outputs):
 
 @pytest.fixture
 def report(tmp_path, capsys):
-    """report(case) -> the exit code, the line of JSON and the messages of one case."""
+    """Return a function that maps a case to its exit code, its line of JSON and the messages."""
 
     def report(case):
         np.savez(tmp_path / "case.npz", **case)
@@ -136,7 +136,7 @@ def test_an_output_that_is_not_finite_is_null_and_exits_with_1(report, make, cha
         (
             lambda: imagen_cases.random_case(imagen_cases.TINY_EFFICIENT),
             {"config": np.array('{"unet_type": "sr"}')},
-            "the config lacks `unet`, the network's fields: it holds unet_type",
+            "no group `unet` with the network's fields: its keys are unet_type",
         ),
         (
             sd_case,
@@ -146,9 +146,9 @@ def test_an_output_that_is_not_finite_is_null_and_exits_with_1(report, make, cha
         (
             short_text,
             {"out/hidden_1": np.zeros((3, 16))},
-            "the case's hidden_1 is (3, 16), and ours is (3, 9, 16)",
+            "the case's hidden_1 has shape (3, 16), but ours has (3, 9, 16)",
         ),
-        (short_text, {"__meta__": None}, "the case lacks its config, JSON in __meta__"),
+        (short_text, {"__meta__": None}, "the case lacks __meta__, its config as JSON"),
         (
             short_text,
             {"w/shared.weight": None, "w/encoder.embed_tokens.weight": None},

@@ -1,4 +1,4 @@
-"""NeMo's weights give NeMo's numbers: saved cases, and a second derivation in numpy."""
+"""Imagen's UNets agree with saved outputs of NeMo, and with a second derivation in numpy."""
 
 import functools
 import json
@@ -26,8 +26,9 @@ SHARED = [
 ]
 
 OPTIONS = {
-    # Learned times twice, one block more below, resolutions that no level has (5 is none, 32 is
-    # above all), not square, and a low-res image that has its full size already.
+    # Learned time embeddings for both times, one more block on the lower level, attention
+    # resolutions that no level has (5, and 32, which is above all), images that are not square, and
+    # a low-resolution image that already has the full size.
     "fused": dict(
         unet_type="sr-unet",
         noise_cond_aug=True,
@@ -41,7 +42,8 @@ OPTIONS = {
             flash_attention=True,
         ),
     ),
-    # Blocks up and down next to attention (8) and not (4); the null token with pooled attention.
+    # Residual blocks that resample, at a resolution with attention (8) and one without (4), and the
+    # null token with attention pooling.
     "stacked": dict(
         unet=SMALL
         | dict(
@@ -53,8 +55,8 @@ OPTIONS = {
             attention_resolutions=[8],
         ),
     ),
-    # A level without blocks, widths that fall and rise, average pooling, and a text width that
-    # group normalisation could not divide.
+    # A level without blocks, widths that fall and rise, average pooling, and a text width that is
+    # not divisible by the number of groups of group normalization.
     "self": dict(
         unet=SMALL
         | dict(
@@ -66,7 +68,7 @@ OPTIONS = {
             resample_with_conv=False,
         )
     ),
-    # A base model that takes a low-res image; the deepest level has no block of its own.
+    # A base model that takes a low-resolution image. The deepest level has no blocks.
     "cross": dict(
         unet_type="base",
         unet=SMALL
@@ -79,7 +81,8 @@ OPTIONS = {
             attention_resolutions=[8, 2],
         ),
     ),
-    # Attention at two of three levels, learned times, the null token, kernel 7, no scale and shift.
+    # Attention at two of three levels, learned time embeddings, the null token, a first kernel of
+    # size 7, and residual blocks without scale and shift.
     "efficient_stacked": dict(
         unet_type="sr",
         unet=SMALL_EFFICIENT
@@ -95,7 +98,8 @@ OPTIONS = {
             init_conv_kernel_size=7,
         ),
     ),
-    # A number of heads in place of their width; a level always has a block; not square.
+    # A number of heads in place of their width, a level with 0 blocks (it still gets one), and
+    # images that are not square.
     "efficient_cross": dict(
         unet_type="sr",
         noise_cond_aug=True,
@@ -110,7 +114,8 @@ OPTIONS = {
             skip_connection_scaling=False,
         ),
     ),
-    # Attention at full width above and none below; a text that group norm could not divide.
+    # Attention on the first level only, and a text width that is not divisible by the number of
+    # groups of group normalization.
     "efficient_self": dict(
         unet_type="sr", unet=SMALL_EFFICIENT | dict(attention_type="self", atnn_enabled_at=[1, 0])
     ),
@@ -120,14 +125,17 @@ SIZES = {"fused": (8, 12), "cross": (16, 8), "efficient_cross": (8, 12)}
 
 @pytest.fixture(autouse=True)
 def compile_unoptimised(monkeypatch):
-    """Halves the time of this file: tiny programs compile longer than they run."""
+    """Compile without optimization, which halves the time of this file.
+
+    Tiny programs take longer to compile than to run.
+    """
     options = {"xla_backend_optimization_level": 0}
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    # The second one's outputs are those of a torch implementation of our own.
+    # The outputs of unet_efficient come from this project's own torch implementation.
     [("unet_srunet_fused_aug", 872_116), ("unet_efficient", 218_124)],
 )
 def test_a_case_of_the_reference_gives_its_numbers(name, parameters):
@@ -150,14 +158,15 @@ def test_options_together_give_numpys_numbers(name):
     text_width = 64 if name in ("efficient_stacked", "efficient_cross") else 40
     case = random_case(OPTIONS[name], size=SIZES.get(name), text_width=text_width)
     errors = imagen.verify(case)
-    # numpy computes in float64: what is left is our own rounding, of sums of some 1,000 float32
-    # terms of size 1 (about 1e-6), and five times that under guidance 3.
+    # numpy computes in float64, so the error is the rounding of this project's float32: about 1e-6
+    # for sums of some 1,000 terms of size 1, and five times as much with guidance 3.
     assert errors["max_abs_error"] < 1e-5 and errors["cfg_max_abs_error"] < 2e-5, errors
     assert np.abs(case["out/y_cfg3"] - case["out/y"]).max() > 0.1  # The text matters.
 
 
 def test_blocks_of_the_reference_give_their_numbers():
-    """Learned times, mean pooling, the null token, stacked attention, no scale and shift."""
+    """The case has learned time embeddings, mean pooling, the null token, stacked attention and
+    residual blocks without scale and shift."""
     case = torch_weights.read(FIXTURES / "unet_base_options_half.npz")
     unet = nemo.unet_from_config(json.loads(case["config"].item()))
     params = {}
@@ -214,13 +223,16 @@ def test_a_single_weight_that_is_off_shows():
     [
         ({"config": None, "in/time": None}, "the case lacks config, in/time: it holds in/text"),
         ({"grad/x": np.zeros((3, 3, 4, 4))}, "the case lacks in/cot"),
-        ({"out/y": np.zeros((3, 3, 4, 8))}, "output is (3, 4, 8, 3), and ours (3, 4, 4, 3)"),
+        (
+            {"out/y": np.zeros((3, 3, 4, 8))},
+            "output has shape (3, 4, 8, 3), but ours has (3, 4, 4, 3)",
+        ),
         ({"config": np.array("{")}, "Expecting property name"),
-        ({"config": np.array("[1]")}, "the config is a list: it must be a mapping that holds"),
-        ({"config": np.array('{"a": 1}')}, "lacks `unet`, the network's fields: it holds a"),
+        ({"config": np.array("[1]")}, "config is a list: it must be a mapping with the key"),
+        ({"config": np.array('{"a": 1}')}, "with the network's fields: its keys are a"),
         (
             {"config": np.array(json.dumps(TINY | {"unet_type": "sr-unet"}))},
-            "the case lacks in/x_low_res, which its config asks for",
+            "the case lacks in/x_low_res, which its config requires",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The reference's weights give its numbers: saved cases, and a second derivation in numpy."""
+"""Stable Diffusion agrees with saved outputs of the references, and with a derivation in numpy."""
 
 import functools
 import json
@@ -21,9 +21,10 @@ ORACLES = ROOT.parent / "shared" / "oracles" / "sd"
 SHARED = sorted([*ORACLES.glob("unet_*.npz"), *ORACLES.glob("vae.npz")])
 
 OPTIONS = {
-    # 1.x with two layers a transformer, blocks that differ by level, latents that are not square.
+    # As in 1.x, with two layers per transformer, different numbers of blocks per level, and latents
+    # that are not square.
     "heads by number": (TINY | dict(transformer_depth=2, num_res_blocks=[1, 2]), 32, (4, 8)),
-    # MLPerf's, its transformers below and in the middle alone.
+    # As in MLPerf, with transformers only on the lower level and in the middle.
     "heads by width": (
         TINY
         | dict(
@@ -40,7 +41,10 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def compile_unoptimised(monkeypatch):
-    """Halves the time of this file: tiny programs compile longer than they run."""
+    """Compile without optimization, which halves the time of this file.
+
+    Tiny programs take longer to compile than to run.
+    """
     options = {"xla_backend_optimization_level": 0}
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
 
@@ -52,19 +56,19 @@ def test_options_together_give_numpys_numbers(name):
     config, norm_groups, size = OPTIONS[name]
     case = unet_case(config, norm_groups, size)
     errors = sd.verify(case)
-    # numpy computes in float64: what is left is our own rounding.
+    # numpy computes in float64, so the error is the rounding of this project's float32.
     assert errors["y"] < 5e-6 and errors["y_frac"] < 5e-6, errors
 
 
 def test_a_vae_gives_numpys_numbers():
-    """Also of a size that does not halve, whose last pixels the reference leaves out."""
+    """The picture's sides are odd, so that the reference's encoder leaves out the last pixels."""
     errors = sd.verify(vae_case(TINY_VAE, size=(9, 13)))
     assert errors["max_relative_error"] < 5e-6, errors
     assert {"encoder_out", "moments", "mean", "std", "sample", "decode"} < errors.keys()
 
 
 def test_a_block_of_mlperfs_reference_gives_its_numbers():
-    """16 groups in the residual block, 32 in the transformer."""
+    """Group normalization has 16 groups in the residual block and 32 in the transformer."""
     case = torch_weights.read(ROOT / "tests" / "fixtures" / "sd_unet_block.npz")
     unet = formats.unet_from_ldm(
         TINY | dict(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True), 16
@@ -112,7 +116,10 @@ def test_a_single_weight_that_is_off_shows():
         ({"t": None}, "the case lacks t: it holds "),
         ({"__meta__": None}, "the case lacks __meta__: it holds ctx, t"),
         ({"__meta__": np.array("[1]")}, "the case's __meta__ is a list: it must be an object"),
-        ({"y": np.zeros((2, 4, 4, 8))}, "the case's y is (2, 4, 4, 8), and ours (2, 4, 4, 4)"),
+        (
+            {"y": np.zeros((2, 4, 4, 8))},
+            "the case's y has shape (2, 4, 4, 8), but ours has (2, 4, 4, 4)",
+        ),
         ({"y": None, "y_frac": None}, "the case holds no output that can be compared"),
         ({"w/out.2.weight": None}, "these weights are not a Stable Diffusion UNet: their"),
         ({"w/out.3.weight": np.zeros(1)}, "0 keys are missing: none; 1 keys are left over: out.3"),

@@ -1,13 +1,16 @@
-"""Compares the text encoders here with outputs saved from the reference implementations.
+"""Comparison of T5 and CLIP with saved cases from reference implementations.
 
-A case is an .npz of weights under `w/` (Hugging Face's or OpenCLIP's names), the config as JSON in
-`__meta__`, inputs (`ids`, `mask`, `image`, normalised, channels first) and outputs, the names of
-which may stand under `in/` and `out/`. T5's and CLIP's are told apart by their weights.
-
-T5 has `last_hidden_state` and `hidden_0` ..., and for further texts, `NAME_ids` with or without
-`NAME_mask`, an output `NAME`. CLIP's text has `last_hidden_state` or `last`, `penultimate`,
-`hidden_0` ..., `pooled` and `text_features`; its images `image_features` and, where the case has no
-text tower, the same as a text; both together `clip_score` [images, texts].
+A case is an .npz file. `w/NAME` are the weights, with the names of Hugging Face or OpenCLIP. Their
+names also tell whether the case is for T5 or CLIP. `__meta__` is the config as JSON. The inputs are
+`ids`, `mask` and `image` (normalized, [N, C, H, W]), optionally with the prefix `in/`. All other
+arrays are outputs, optionally with the prefix `out/`. Every output with a known name is compared:
+- T5: `last_hidden_state`, and `hidden_0`, `hidden_1`, ... for the layers. A case may have more
+  texts: for the input `NAME_ids` (and optionally `NAME_mask`), the output `NAME`.
+- CLIP's text tower: `last_hidden_state` (or `last`), `penultimate`, `hidden_0`, ..., `pooled` and
+  `text_features`.
+- CLIP's image tower: `image_features`. If the case has no text tower, also `last_hidden_state`,
+  `hidden_0`, ... and `pooled`.
+- Both towers: `clip_score` [images, texts], the cosines of their features.
 """
 
 import json
@@ -24,14 +27,15 @@ from diffusion_jax.weights import torch_weights
 from tests.parity import compare
 
 TOLERANCE = {"max_relative_error": 1e-5}
-"""Relative to the largest value of the reference's output."""
+"""Largest error allowed, relative to the largest absolute value of the reference's output."""
 Arrays = Mapping[str, np.ndarray]
 
 
 def verify(case: Arrays) -> dict[str, float | int]:
-    """Each output's relative error, the largest of them, and the number of parameters.
+    """Return the relative error of each output, "max_relative_error" and "parameters".
 
-    ValueError where the case is not as the module says.
+    "max_relative_error" is the largest error, and "parameters" the number of parameters. Raises
+    ValueError if the case does not have the format that the module's docstring describes.
     """
     weights = _under(case, ("w/", "sd/", "weights/"))
     if not weights:
@@ -55,7 +59,7 @@ def verify(case: Arrays) -> dict[str, float | int]:
 def _config(case: Arrays) -> dict[str, Any]:
     text = next((case[n] for n in ("__meta__", "config", "meta") if n in case), None)
     if text is None:
-        raise ValueError("the case lacks its config, JSON in __meta__")
+        raise ValueError("the case lacks __meta__, its config as JSON")
     config = json.loads(str(text))
     return config.get("config", config)
 
@@ -139,6 +143,8 @@ def _some(known: dict[str, Any], needed: str) -> dict[str, Any]:
 
 def _error(name: str, ours: jax.Array, reference: np.ndarray) -> float:
     if ours.shape != reference.shape:
-        raise ValueError(f"the case's {name} is {reference.shape}, and ours is {ours.shape}")
+        raise ValueError(
+            f"the case's {name} has shape {reference.shape}, but ours has {ours.shape}"
+        )
     largest = np.abs(reference).max()
     return float(np.abs(np.asarray(ours) - reference).max() / (largest or 1))

@@ -117,11 +117,11 @@ def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
         (
             ("model.diffusion_model", "model_ema"),
             File(),
-            "a.npz holds no UNet: choose a complete",
+            "a.npz holds no UNet: choose a model",
         ),
         ("first_stage_model", File(), "a.npz holds no VAE: give one with --vae_weights"),
         ("cond_stage_model", File(), "holds no text encoder: give one with --text_weigh"),
-        ((), File(), "does not say whether its UNet predicts eps or v"),
+        ((), File(), "does not state whether its UNet predicts eps or v"),
     ],
 )
 def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):

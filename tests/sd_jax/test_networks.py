@@ -108,29 +108,29 @@ def test_sizes_that_do_not_halve_are_errors():
         jax.eval_shape(deep.init, jax.random.key(0), jnp.zeros((1, 64, 60, 4)), T[:1], TEXT[:1])
     shapes = names.abstract_vae(VAE())
     encode = lambda params: VAE().apply(params, jnp.zeros((1, 512, 500, 3)), method="encode")
-    with pytest.raises(ValueError, match="images of 512 x 500 pixels cannot be encoded: take mult"):
+    with pytest.raises(ValueError, match="images of 512 x 500 pixels cannot be encoded: resize"):
         jax.eval_shape(encode, shapes)
 
 
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (UNet(num_res_blocks=(1, 2)), "(1, 2) and unet.channel_mult (1, 2, 4, 4) differ in length"),
+        (UNet(num_res_blocks=(1, 2)), "(1, 2) has 2 entries, but unet.channel_mult (1, 2, 4, 4)"),
         (UNet(attention_levels=(4,)), "unet.attention_levels holds 4, but unet.channel_mult has"),
         (UNet(width=336), "unet.norm_groups 32 does not divide the width 336 of a level"),
         (UNet(head_dim=48), "unet.head_dim 48 does not divide the width"),
         (
             UNet(width=48, norm_groups=16),
-            "is 48: its normalisation has 32 groups, so",
+            "is 48: it must be a multiple of 32, the number of groups",
         ),
         (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': choose from auto, xla"),
-        (UNet(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes, not for float32"),
+        (UNet(attention_impl="cudnn"), "needs a 16-bit dtype, but unet.dtype is float32"),
         (
             UNet(attention_impl="cudnn", dtype=jnp.bfloat16, head_dim=4),
-            "'cudnn', but heads have width 4",
+            "unet.head_dim 4 gives width 4: change unet.head_dim",
         ),
-        (VAE(width=48), "vae.width * 1 is 48: group normalisation has 32 groups"),
-        (VAE(num_res_blocks=0), "vae.num_res_blocks 0 and latent_channels 4 must be at least 1"),
+        (VAE(width=48), "vae.width * 1 is 48: it must be a multiple of 32"),
+        (VAE(num_res_blocks=0), "vae.num_res_blocks is 0 and vae.latent_channels is 4: both"),
     ],
 )
 def test_fields_that_cannot_be_say_why(network, message):

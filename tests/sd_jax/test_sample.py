@@ -59,13 +59,13 @@ def test_the_pictures_are_the_named_files_and_a_sheet(four):
 def test_a_rehearsal_makes_previews_and_pictures_and_leaves_nothing(published, tmp_path):
     model = (f"--model={published / 'd'}", "--prompt=b", "--num_images=5")
     ended = run(f"--out={tmp_path / 'out'}", *model, *SMALL, "--preview_every=3", "--rehearse")
-    assert ended.code == 0 and "draws          5 images of 4x6, of 1 texts" in ended.out, ended.err
+    assert ended.code == 0 and "draws          5 images of 4x6, for 1 texts" in ended.out, ended.err
     assert "compiling" not in ended.err and list(tmp_path.iterdir()) == []
 
 
 def test_what_a_long_prompt_loses_is_shown(four):
     assert "the text encoder ignores 'b c' in the text '" in four[3]
-    assert four[3].count("lacks these characters, or reads at most 16 tokens") == 1
+    assert four[3].count("or reads only the first 16 tokens") == 1
     assert "4/4 images | " in four[3] and " images/s | 0:00:00 left" in four[3]
 
 

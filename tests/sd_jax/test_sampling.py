@@ -188,7 +188,7 @@ def test_padding_attends_to_zeros():
         ({"steps": 1001}, "sampler.steps is 1001: it must be from 1 to 1000"),
         (
             {"height": 9},
-            "sampler.height is 9: it must be a multiple of 2, since latents are 2 times",
+            "sampler.height is 9: it must be a multiple of 2, because latents are 2 times",
         ),
         ({"width": 2047}, "sampler.width is 2047: it must be a multiple of 2"),
         ({"guidance": -1.0}, "sampler.guidance is -1.0: it must be from 0 to 1000"),
@@ -201,7 +201,7 @@ def test_what_cannot_be_drawn_with_is_said(change, message):
 
 @pytest.mark.parametrize("strength", [0.0, 0.1, 1.5])
 def test_a_strength_that_takes_no_step_is_an_error(strength):
-    why = ", which runs 0 of 4 steps" if strength == 0.1 else ": it must be above 0 and at most 1"
+    why = ", which takes 0 of 4 samp" if strength == 0.1 else ": it must be above 0 and at most 1"
     with pytest.raises(ValueError, match=f"strength is {strength}{why}"):
         check_pipeline(PIPELINE._replace(strength=strength))
 

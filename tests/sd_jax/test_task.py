@@ -239,7 +239,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
         ({"sampler__name": "ddimm"}, "sampler.name is 'ddimm': did you mean 'ddim'?"),
         ({"sampler__steps": 1001}, "sampler.steps is 1001: it must be from 1 to 1000"),
         ({"sampler__steps": 0}, "sampler.steps is 0: it must be from 1 to 1000"),
-        ({"sampler__height": 9}, "sampler.height is 9: it must be a multiple of 2, since latents"),
+        ({"sampler__height": 9}, "sampler.height is 9: it must be a multiple of 2, because"),
         ({"latents__image_size": 13}, "latents.image_size is 13: it must be a multiple of"),
         ({"latents__scale": 0.0}, "latents.scale is 0.0: it must be above 0"),
         ({"latents__pixels": "byte"}, "latents.pixels is 'byte': choose from symmetric, unit"),
@@ -249,15 +249,15 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
         ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed': name the encoder"),
         ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: name a diffusers directory"),
-        ({"vae__latent_channels": 8}, "unet.out_channels are (8, 4, 4): they must be equal"),
-        ({"data__source": "moments", "data__flip": True}, "moments are of whole images"),
+        ({"vae__latent_channels": 8}, "unet.out_channels are (8, 4, 4): set them to the same"),
+        ({"data__source": "moments", "data__flip": True}, "which is not possible with moments"),
         (
             {"data__source": "moments", "vae__weights": "", "sample_every": 5},
-            "or draw nothing",
+            "but drawing during training needs the VAE",
         ),
         (
             {"data__source": "webdataset", "data__text": "npy"},
-            "data.text is 'npy': Stable Diff",
+            "data.text is 'npy', but Stable Diff",
         ),
         (
             {"sample_every": 1, "prompts": ()},

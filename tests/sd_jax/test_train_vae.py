@@ -114,8 +114,8 @@ def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
             "reconstruction.distance is 'l3': choose from l2, l1, huber",
         ),
         ({"reconstruction__kl": 2.0}, "reconstruction.kl is 2.0: it must be from 0 to 1"),
-        ({"data__source": "moments", "data__path": "x"}, "an autoencoder is trained on images"),
-        ({"vae__width": 48}, "vae.width * 1 is 48: group normalisation has 32 groups"),
+        ({"data__source": "moments", "data__path": "x"}, "name a source of images, such as"),
+        ({"vae__width": 48}, "vae.width * 1 is 48: it must be a multiple of 32"),
     ],
 )
 def test_what_cannot_be_says_what_to_change(changes, message):

@@ -2,8 +2,8 @@
 
     python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
 
-Every command writes complete files and skips existing ones, so a killed command can run again.
-docs/data.md has an example of each command.
+Files appear only once they are complete, so a killed command can run again. Commands that write
+many files skip existing ones. docs/data.md has an example of each command.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _DAMAGED_EXIT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command in `arguments`; bad input gives a one-line message and exit code 2."""
+    """Run the command in `arguments`. Bad input ends it with a one-line message and exit code 2."""
     cli.start(alone=True)
     args, more = _parser().parse_known_args(arguments)
     if more and args.command != "download":
@@ -111,7 +111,10 @@ def _validate(args: argparse.Namespace) -> int:
         sheets.write_png(out / "samples.png", validate.sample_sheet(records))
     damaged = report["read"] - report["usable"]
     if damaged > args.max_broken * report["read"]:
-        print(f"error: {damaged} of {report['read']} records are unusable", file=sys.stderr)
+        print(
+            f"error: {damaged} of {report['read']} records are unusable, a larger share than "
+            f"--max_broken={args.max_broken}: see {out / 'report.json'}", file=sys.stderr
+        )  # fmt: skip
         return _DAMAGED_EXIT
     return 0
 
@@ -146,55 +149,56 @@ def _parser() -> argparse.ArgumentParser:
         "--sums",
         action="append",
         default=[],
-        help="a file written by sha1sum, sha256sum or sha512sum; may be repeated",
+        help="a file of hashes, written by sha1sum, sha256sum or sha512sum; may be repeated",
     )
     arg("--schemes", nargs="+", default=[], metavar="SCHEME",
-        help=f"schemes to allow besides {', '.join(fetch.SCHEMES)}, such as file")  # fmt: skip
-    arg("--hash", help="the hash of a single file: sha1, sha256 or sha512")
+        help=f"URL schemes to allow besides {', '.join(fetch.SCHEMES)}, such as file")  # fmt: skip
+    arg("--hash", help="the sha1, sha256 or sha512 hash of the file, if there is only one")
     arg("--threads", type=_count, default=4, help="number of simultaneous downloads")
-    arg("--verify", action="store_true", help="also hash existing files")
+    arg("--verify", action="store_true", help="also check the hashes of existing files")
     arg("--dry_run", action="store_true", help="only print the URLs and hashes")
 
-    arg = add("download", _download, "Download tables of URLs into tars with img2dataset; other "
-              "arguments are passed to it.")  # fmt: skip
+    arg = add("download", _download, "Download the images in tables of URLs into tars, with "
+              "img2dataset. Arguments not listed here are passed to img2dataset.")  # fmt: skip
     arg("--urls", required=True, help="a parquet file, or a folder of parquet files")
-    arg("--out", required=True, help="folder of the tars")
+    arg("--out", required=True, help="folder for the tars")
     arg("--url_column", default="URL")
     arg("--caption_column", default="TEXT")
-    arg("--size", type=int, default=0, help="shrink images whose smaller side has more pixels; "
-        "0 keeps all images unchanged")  # fmt: skip
+    arg("--size", type=int, default=0, help="shrink images to this length of the shorter side in "
+        "pixels; 0 keeps all images unchanged")  # fmt: skip
     arg("--num", type=int, default=10_000, help="images per tar")
     arg("--processes", type=_count, default=16)
     arg("--threads", type=_count, default=64, help="threads of each process")
     arg("--distributor", choices=("multiprocessing", "pyspark", "ray"), default="multiprocessing")
     arg("--dry_run", action="store_true", help="only print the img2dataset command")
 
-    arg = add("reshard", _reshard, "Write any source as shards of equal size.")
+    arg = add("reshard", _reshard, "Write the records of any data source as equal shards.")
     _add_source(arg)
-    arg("--out", required=True, help="folder of the shards")
+    arg("--out", required=True, help="folder for the shards")
     arg("--num", type=int, default=1000, help="records per shard")
     arg("--format", choices=reshard.FORMATS, default="webdataset")
-    arg("--size", type=_count, default=0, help="shrink images whose smaller side has more pixels, "
-        "so that training reads them faster; default: copy them")  # fmt: skip
+    arg("--size", type=_count, default=0, help="shrink larger images to this length of the shorter "
+        "side in pixels, so that training reads them faster; default: copy all images")  # fmt: skip
     arg("--pad", action="store_true", help="with --size: add white borders to make squares")
-    arg("--part", default="0/1", help="I/N: write only every Nth shard, starting at shard I")
+    arg("--part", default="0/1", help="I/N, such as 0/4: write only every Nth shard, from shard I")
     engines.add_arguments(arg)
 
     arg = add("index", _index, "Index tars for training and count their records.")
-    arg("--path", required=True, help="a tar, a folder, a pattern, a wdinfo.pkl, or a URL")
+    arg("--path", required=True, help="a tar, a folder, NeMo's wdinfo.pkl, a pattern such as "
+        "shard-{000..099}.tar, or a URL")  # fmt: skip
     arg("--text", default="txt", help="data.text of the config that reads the tars")
     arg("--threads", type=_count, default=8)
     engines.add_arguments(arg)
 
-    arg = add("merge", _merge, "Join tars of images and tars of embeddings.")
+    arg = add("merge", _merge, "Join tars of images with tars of their text embeddings.")
     arg("--images", required=True, help="tars of images; see --path of the command index")
     arg(
         "--embeddings",
         required=True,
         help="tars of embeddings: .npy, .npz, .safetensors or NeMo's .pickle files",
     )
-    arg("--out", required=True, help="folder of the tars")
-    arg("--key", default="", help="array in the pickles, such as embeddings_t5_xxl/encodings")
+    arg("--out", required=True, help="folder for the merged tars")
+    arg("--key", default="", help="array in .pickle files, such as embeddings_t5_xxl/encodings")
     engines.add_arguments(arg)
 
     arg = add(
@@ -207,28 +211,29 @@ def _parser() -> argparse.ArgumentParser:
     engines.add_arguments(arg)
 
     arg = add("emoji", _emoji, "Write captioned emoji on coloured backgrounds as tars.")
-    arg("--out", required=True, help="folder for train/, never_shown/ and their prompts")
+    arg("--out", required=True, help="folder for train/, never_shown/ and prompt files")
     arg("--style", action="append", help="openmoji (default), noto:FILE, twemoji:FILE or "
         "fluent:FILE; may be repeated. `npm pack` writes FILE (docs/data.md)")  # fmt: skip
-    arg("--size", type=_count, default=64, help="side in pixels")
-    arg("--variants", type=_count, default=4, help="pictures per composition, at random offsets")
+    arg("--size", type=_count, default=64, help="side of the pictures in pixels")
+    arg("--variants", type=_count, default=4, help="pictures per emoji, style and background, at "
+        "random offsets; half as many with a skin tone")  # fmt: skip
     return parser
 
 
 def _count(text: str) -> int:
-    """Parse a whole number above 0. For other numbers, argparse prints an error with the flag."""
+    """Parse a whole number above 0. For other numbers, argparse's error names the flag."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above 0")
     return number
 
 
 def _add_source(arg, max_broken: float = 1.0) -> None:
-    arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or the name of your module")
+    arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or a module of yours")
     arg("--path", required=True, help="the value of data.path in a config")
     arg("--text", default="txt", help="the value of data.text in a config")
     arg(
         "--max_broken", type=float, default=max_broken,
-        help="largest allowed share of damaged records",
+        help="largest allowed share of damaged records, from 0 to 1",
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
 
     Args:
         args: The parsed arguments of `prepare download`. If args.size is 0, images stay unchanged,
-            as in NeMo. Otherwise, images whose smaller side has more pixels are shrunk to it.
+            as in NeMo. Otherwise, args.size is the largest length of the shorter side in pixels,
+            and larger images are shrunk.
         more: Further arguments, which are passed to img2dataset unchanged.
     """
     resize = [
@@ -59,7 +60,7 @@ def download(call: Sequence[str], dry_run: bool = False) -> int:
         return 0
     urls = next(word for word in call if word.startswith("--url_list=")).partition("=")[2]
     if "://" not in urls and not pathlib.Path(urls).exists():
-        raise FileNotFoundError(f"no table of URLs at {urls}")
+        raise FileNotFoundError(f"--urls={urls}: there is no such file or folder; check the path")
     program = shutil.which(call[0])
     if program is None:
         raise FileNotFoundError(_INSTALL)

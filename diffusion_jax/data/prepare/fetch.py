@@ -80,8 +80,8 @@ def fetch(
     Args:
         urls: URLs with different file names.
         out: The folder, created if missing.
-        sums: Hashes by file name; files without one are accepted with a warning. None checks no
-            hash and does not warn.
+        sums: Hashes keyed by file name. Files without a hash are accepted with a warning. None
+            accepts all files without a warning.
         threads: The number of simultaneous downloads.
         verify: Whether to check the hashes of existing files too.
         timeout: Seconds without data after which a connection fails.

@@ -1,4 +1,4 @@
-"""Write the index of each tar and the listing of all records, so that training starts at once."""
+"""Write the index of each tar and the listing of all records, so that training starts faster."""
 
 import collections
 import functools
@@ -19,21 +19,22 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     """Index the tars at `path` that have no index yet, and write the listing of all records.
 
     Args:
-        path: A tar, a folder, a pattern, a wdinfo.pkl, or a URL.
+        path: The tars; see tars.find.
         text: The value of data.text in the config that reads the tars.
         threads: The number of tars to index at once, per worker.
         engine: Distributes the work.
 
     Returns:
-        Counts of "tars", "records", "files" and "truncated" tars, including those that had an
-        index before.
+        The numbers of "tars", "records", "files" and "truncated" tars. Tars that already had an
+        index are counted too.
 
     Raises:
         FileNotFoundError: A tar is missing.
         ValueError: There are no tars, or a tar cannot be read.
     """
     names = tars.find(path)
-    # The counts need every index, including existing ones, so no part counts as done.
+    # All tars are counted, even those with an index. So `never` names files that do not exist, and
+    # the engine runs every part.
     home = files.path(names[0]).parent
     if storage.is_url(names[0]) and not files.is_store(names[0]):
         home = pathlib.Path(tempfile.gettempdir())
@@ -51,7 +52,7 @@ def _open(path: str, threads: int) -> Callable[[int], collections.Counter[str]]:
 
 
 def _index(names: list[str], threads: int, part: int) -> collections.Counter[str]:
-    """Index group number `part` of the tars, and return its counts."""
+    """Index group number `part` of the tars, and return the counts of this group."""
     counts = collections.Counter[str]()
     with ThreadPoolExecutor(threads) as pool:
         for one in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):

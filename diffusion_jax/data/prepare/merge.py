@@ -52,12 +52,13 @@ def merge(
         images: Tars of images: a tar, a folder, a pattern, or a wdinfo.pkl.
         embeddings: Tars of embeddings, given in the same way.
         out: The folder of the merged tars.
-        key: The path of the array in pickles, such as "embeddings_t5_xxl/encodings".
+        key: The path of the array in pickles, such as "embeddings_t5_xxl/encodings"; see
+            `read_pickle`.
         engine: Distributes the work.
 
     Returns:
-        Counts keyed by "merged" and "no_embedding" (records dropped because they have no
-        embedding). Skipped tars are not counted.
+        The numbers of "merged" records and of "no_embedding" records, which are dropped because
+        they have no embedding. Skipped tars are not counted.
 
     Raises:
         ValueError: If no embedding belongs to any record.
@@ -153,15 +154,15 @@ class _Places(NamedTuple):
     ranges: int = 0
 
     def listed(self, tar: int) -> pathlib.Path:
-        """Return the path of the unsorted table of embeddings in one tar."""
+        """Return the path of the table of the embeddings in one tar."""
         return self.folder / f"listed-{tar:08}"
 
     def sorted(self, number: int) -> pathlib.Path:
-        """Return the path of the sorted table of one range of keys."""
+        """Return the path of the table of one range of keys, joined over all tars."""
         return self.folder / f"sorted-{number:08}"
 
     def sort(self, number: int) -> None:
-        """Write the sorted table of one range of keys.
+        """Write the table of one range of keys, joined over all tars.
 
         If several embeddings have the same name, the table holds only the last one.
         """

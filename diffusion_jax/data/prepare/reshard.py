@@ -1,7 +1,8 @@
 """Write the records of any data source as webdataset tars or ArrayRecord files of equal size.
 
-Shard i holds the usable records among records i * N to (i + 1) * N - 1 of the source. So shards can
-be written in any order and by several processes, and a killed command can continue.
+With N records per shard, shard i holds the usable records among records i * N to (i + 1) * N - 1 of
+the source. So shards can be written in any order and by several processes, and a killed command can
+continue.
 """
 
 import collections
@@ -47,25 +48,25 @@ def reshard(
     size: int = 0,
     pad: bool = False,
 ) -> collections.Counter[str]:
-    """Write this process's shards, except those that exist.
+    """Write the shards of this process that do not exist yet.
 
     Args:
         records: The source.
         out: The folder of the shards.
-        num: The number of source records per shard. Unusable ones are dropped.
+        num: The number of source records per shard. Of these, unusable records are dropped.
         format: One of FORMATS.
         identity: JSON values that identify the source. They are saved in `out` and compared when
             the command runs again.
         process: The index of this process, from 0.
         processes: The number of processes that share the work.
         engine: Distributes the shards of this process.
-        size: The number of pixels to which the smaller side of larger images is shrunk (see
-            transforms.shrink); 0 copies all images unchanged.
-        pad: Whether to pad the images to squares. Then `size` limits the longer side.
+        size: The largest length of an image's shorter side in pixels. Larger images are shrunk (see
+            transforms.shrink). 0 copies all images unchanged.
+        pad: Whether to pad the images to squares. If so, `size` limits the longer side.
 
     Returns:
-        Counts of "written" records, and of dropped records keyed by reason. Shards that existed
-        before are not counted.
+        The number of records written, keyed by "written", and the numbers of dropped records, keyed
+        by reason. Existing shards are not counted.
 
     Raises:
         ValueError: If `out` holds shards of another source or with other settings, or an argument
@@ -78,7 +79,7 @@ def reshard(
     if not 0 <= process < processes:
         raise ValueError(f"process is {process}: it must be from 0 to {processes - 1}")
     if pad and not size:
-        raise ValueError("pad is set without a size: set size to the side of the squares in pixels")
+        raise ValueError("pad is set, but size is 0: set size to the side of the squares in pixels")
     shrinking = {"size": size, "pad": pad} if size else {}
     claims.claim(
         out / MANIFEST,
@@ -107,7 +108,7 @@ def _write(
 def image_kind(image: bytes) -> str | None:
     """Return the format of an image file, "jpg", "png" or "webp", or None for other formats.
 
-    The first bytes of the file decide, not its name.
+    The first bytes of the file determine the format.
     """
     kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), None)
     return None if kind == "webp" and image[8:12] != b"WEBP" else kind
@@ -128,7 +129,7 @@ def _encoded(
 
 
 def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, bytes] | str:
-    """Return the files of record number `row`, keyed by suffix, or the reason to drop it."""
+    """Return the files of record number `row`, keyed by suffix, or a reason to drop the record."""
     if isinstance(record.text, Unusable):
         return record.text.reason
     kind = image_kind(record.image)

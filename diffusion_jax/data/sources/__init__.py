@@ -8,7 +8,7 @@ define
     prompts() -> list[str]                                        prompts to evaluate models with
     open_scorer(size, num_seen, num_heldout, metrics) -> Scorer   an evaluate.scorers.Scorer
 
-Runs that use the source are then scored without a file of prompts. diffusion_jax/examples/digits is
+A run that uses such a source is scored without a file of prompts. diffusion_jax/examples/digits is
 an example.
 """
 
@@ -82,17 +82,17 @@ def open_records(data: Data) -> Records:
 def open_named(name: str) -> Records | None:
     """Open the encoded records of a data source named "SOURCE:PATH" or "SOURCE:PATH::TEXT".
 
-    An example is "tfds:coco_captions@val::captions/text". The result is None for names of another
-    form, or if SOURCE is not in SOURCES.
+    An example is "tfds:coco_captions@val::captions/text". The result is None if `name` has another
+    form or SOURCE is not in SOURCES.
     """
     source, _, location = name.partition(":")
     return open_records(named(name)) if source in SOURCES and location else None
 
 
 def named(name: str) -> Data:
-    """Convert the text "SOURCE:PATH::TEXT" to data settings. "::TEXT" is optional.
+    """Convert "SOURCE:PATH::TEXT" to data settings: data.source, data.path and data.text.
 
-    With these settings, damaged and uncaptioned records are left out.
+    "::TEXT" is optional. Damaged and uncaptioned records are left out.
 
     Raises:
         ValueError: the source is unknown, or is a module that cannot be used.
@@ -168,14 +168,14 @@ def _opener(source: str) -> Callable[[Data, Shapes], Records | Pictures]:
 
 
 def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
-    """Return a mixture of `pictures` and those in data.prior, which are drawn equally often.
+    """Return a mixture that draws equally often from `pictures` and from the folder data.prior.
 
-    The pictures in data.prior have the loss weight data.prior_weight, the others 1.
+    The pictures in data.prior have the loss weight data.prior_weight, all others 1.
     """
     if data.source == "mixture" or shapes.embeddings or shapes.moments:
         raise ValueError(
-            f"data.prior is {data.prior!r}, which only works with one source of pictures with "
-            "captions, not with a mixture, moments or embeddings: set data.prior to ''"
+            f"data.prior is {data.prior!r}, but it cannot be combined with a mixture, moments or "
+            "text embeddings: set data.prior to '', or use one source of pictures with captions"
         )
     # "drop" leaves out sheet.png, the overview that sampling writes.
     changes = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop"}

@@ -1,8 +1,9 @@
 """ArrayRecord files of tf.train.Examples, the random-access format of Grain and TFDS.
 
-An Example holds an encoded image and its texts as named features. The name of the image feature is
-"image" or a suffix such as "jpg". Text features may have any name. They hold embeddings if the name
-ends in npy, npz or safetensors. The optional feature "__key__" holds the record's name.
+An Example holds an encoded image and one or more texts as named features. The image feature is
+called "image", or by a suffix such as "jpg". A text feature may have any name. If the name ends in
+npy, npz or safetensors, the feature holds embeddings, otherwise a caption. The optional feature
+"__key__" holds the record's name.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ def open_source(data: Data, _: Shapes) -> Records:
 
 
 class ArrayRecords(Records):
-    """The records of one or more ArrayRecord files, in the order of the files' names.
+    """The records of one or more ArrayRecord files, in the order of the files.
 
     An Example without the text feature is counted as unusable when it is read.
     """
@@ -44,8 +45,8 @@ class ArrayRecords(Records):
 
         Args:
             path: a local file, a folder, or a pattern such as "train-{00000..00099}.array_record".
-            text: name of the feature with the text; it holds embeddings if the name ends in npy,
-                npz or safetensors, otherwise captions.
+            text: name of the feature with the text. If the name ends in npy, npz or safetensors,
+                the feature holds embeddings, otherwise captions.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -73,11 +74,11 @@ class ArrayRecords(Records):
         return result
 
     def _messages(self, file: int, indices: list[int]) -> Sequence[bytes | None]:
-        """Return the serialized Examples at these indices of a file, with None for damaged ones."""
+        """Return the serialized Examples at these indices of a file; None for a damaged Example."""
         reader = self._readers[file]
         try:
             return reader.read(indices)
-        except (RuntimeError, ValueError):  # One is damaged, so they are read one by one.
+        except (RuntimeError, ValueError):  # At least one is damaged: read them one by one.
             return [_read_one(reader, index) for index in indices]
 
     def _record(self, path: str, message: bytes | None) -> Record:
@@ -95,7 +96,7 @@ class ArrayRecords(Records):
     def _check_features(self) -> None:
         """Raise ValueError if the first record is no Example, or lacks an image or a text.
 
-        A damaged first record passes, because it is counted as unusable when it is read.
+        A damaged first record passes the check, because `read` reports it as unusable.
         """
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features = decode(first)
@@ -171,7 +172,7 @@ def _find(path: str) -> list[str]:
         paths = pathlib.Path(folder).rglob(f"[!.]*{SUFFIX}*")
         paths = sorted(str(path) for path in paths if path.is_file())
         if not paths:
-            raise ValueError(f"no {SUFFIX} files in {folder}")
+            raise ValueError(f"no {SUFFIX} files in {folder}: check the path")
     return paths
 
 

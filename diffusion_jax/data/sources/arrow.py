@@ -26,7 +26,7 @@ def open_source(data: Data, _: Shapes) -> Records:
 def open_any(data: Data, _: Shapes) -> Records:
     """Open the Hugging Face data set at a config's data.path.
 
-    It may be a folder written by `save_to_disk`, or anything that `load_dataset` reads.
+    The path may name a folder written by `save_to_disk`, or anything that `load_dataset` reads.
     """
     path = records.path_of(data)
     place, split = records.split_of(path)
@@ -51,7 +51,7 @@ class Rows(Records):
             table: the table.
             name: the table's name, for messages.
             text: the caption column.
-            root: folder that image paths are relative to, if the table stores paths of image files.
+            root: if the table stores paths of image files, the folder that they are relative to.
             uncaptioned: "empty" gives all rows the text "" if there is no column `text`.
 
         Raises:
@@ -93,7 +93,7 @@ class Rows(Records):
         image, (text,) = self._images[index].as_py() or {}, self.texts([index])
         contents = image.get("bytes")
         if contents is None and image.get("path"):
-            # `datasets` resolves paths against the working directory, which is the fallback here.
+            # Try the path relative to `root` first, then to the working directory, as `datasets`.
             inside = self._root / image["path"]
             contents = (inside if inside.exists() else pathlib.Path(image["path"])).read_bytes()
         return Record(contents or b"", text, f"{self._name}, row {index}")
@@ -122,7 +122,10 @@ class Arrow(Rows):
         place, split = records.split_of(os.fspath(path))
         root = pathlib.Path(place)
         if not root.exists():
-            raise FileNotFoundError(f"no data at {place}: write it with dataset.save_to_disk")
+            raise FileNotFoundError(
+                f"there is no folder {place}: check the path, or write the folder with "
+                "save_to_disk of Hugging Face's datasets"
+            )
         paths = sorted((root / split).glob("*.arrow"))
         if not paths:
             splits = ", ".join(sorted(p.parent.name for p in root.glob("*/state.json")))
@@ -136,9 +139,9 @@ class Arrow(Rows):
 
 
 def _open(path: pathlib.Path) -> Any:
-    """Map an .arrow file into memory, and check its offsets, which pyarrow would otherwise trust.
+    """Map an .arrow file into memory, and check its offsets, which pyarrow does not check itself.
 
-    Captions that are not UTF-8 are accepted here. They count as broken texts when they are read.
+    Captions that are not UTF-8 are accepted here. When such a caption is read, it is Unusable.
 
     Raises:
         ValueError: the file is damaged.
@@ -173,10 +176,14 @@ def _load(place: str, split: str) -> Any:
     try:
         opened = load(split=split or None)
     except Exception as error:  # `datasets` raises many types.
-        raise ValueError(f"the package datasets cannot open {place}: {error}") from error
+        raise ValueError(
+            f"the package datasets cannot open {place}: {error}; check the path or name"
+        ) from error
     if not split:
         if len(opened) > 1:
-            raise ValueError(f"{place} has the splits {', '.join(opened)}: choose {place}@SPLIT")
+            raise ValueError(
+                f"{place} has the splits {', '.join(opened)}: choose one, as in {place}@SPLIT"
+            )
         (opened,) = opened.values()
     return opened.with_format("arrow")[:]  # The memory-mapped table, without a copy.
 

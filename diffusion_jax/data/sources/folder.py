@@ -34,16 +34,16 @@ class Folder(Records):
 
         Args:
             path: the folder, which is searched recursively.
-            text: the suffix of the text files beside the images, or the format and column of the
-                tables ("jsonl:caption", "parquet:caption"). Files of captions have the suffix "txt"
-                or "json:FIELD", files of embeddings a suffix such as "npy" or "t5.npz".
+            text: where the texts are. Files beside the images: "txt" or "json:FIELD" for captions,
+                or a suffix such as "npy" or "t5.npz" for embeddings. Tables: the format and the
+                caption column, such as "jsonl:caption" or "parquet:caption".
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out,
                 and "empty" gives them the text "".
 
         Raises:
             FileNotFoundError: the folder does not exist.
-            ValueError: there are no images, images lack a text and `uncaptioned` is "error", or a
-                table is missing or damaged.
+            ValueError: there are no images, images lack a text and `uncaptioned` is "error", all
+                images lack a text and `uncaptioned` is "drop", or a table is missing or damaged.
         """
         self._root, self._text = pathlib.Path(path), text
         records.check_exists([os.fspath(path)], "folder")
@@ -125,9 +125,9 @@ def _captions(
     """Return the captions in all tables under `root`, keyed by image path.
 
     In Hugging Face's metadata.jsonl, the column "file_name" holds the image's path relative to the
-    table. In img2dataset's tables, the column "key" holds the image's name without suffix. The
-    image is then in the folder with the table's stem, such as 00000 for 00000.parquet. Rows without
-    a caption are left out.
+    table. In img2dataset's tables, the column "key" holds the image's name without suffix, and the
+    image is in a folder with the table's stem, such as 00000 for 00000.parquet. Rows without an
+    image or a caption are left out.
 
     Args:
         root: the folder.
@@ -140,7 +140,10 @@ def _captions(
     """
     tables = [name for name in names if name.endswith(f".{format}")]
     if not tables:
-        raise ValueError(f"no .{format} in {root}, where data.text expects the captions")
+        raise ValueError(
+            f"no .{format} files in {root}, but data.text={format}:{field} names such a table: set "
+            "data.text to where the captions are"
+        )
     stems = {posixpath.splitext(n)[0]: n for n in names if not n.endswith(tuple(_TABLES))}
     images = set(names)
     captions, columns = {}, set()
@@ -157,14 +160,15 @@ def _captions(
     if not captions:
         raise ValueError(
             f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
-            f"{field!r}: the columns are {', '.join(sorted(columns)) or 'none'}"
+            f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set data.text to "
+            f"{format}:COLUMN with the caption column"
         )
     return captions
 
 
 def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
     del field
-    # A caption that is not UTF-8 becomes surrogates, which `cell_text` finds.
+    # Bytes that are not UTF-8 become surrogates. For these, `cell_text` returns Unusable.
     with path.open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             try:

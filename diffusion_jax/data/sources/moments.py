@@ -1,8 +1,8 @@
 """Moments, the means and log variances of an autoencoder's latents, in webdataset tars.
 
-A member KEY.npy holds means followed by log variances: float [2 Z, h, w] for Z latent channels, or
-[1, 2 Z, h, w] as published by MLPerf. A folder written by this project has a manifest, which
-records the settings that the moments were computed with. Other folders have no manifest.
+A member KEY.npy of a tar holds means followed by log variances: float [2 Z, h, w] for Z latent
+channels, or [1, 2 Z, h, w] in MLPerf's files. If this project wrote the folder, it has a manifest
+(moments.json), which records the settings that the moments were computed with.
 """
 
 import functools
@@ -51,9 +51,9 @@ def read(
     Args:
         contents: the file's bytes.
         place: the crop position, which is ignored.
-        shape: the expected height and width of the encoded image in pixels.
+        shape: height and width in pixels that the image must have had when it was encoded.
         factor: the VAE's downsampling factor: the image's side divided by the moments' side.
-        channels: the expected number of channels, 2 Z.
+        channels: the expected number of channels, 2 Z for Z latent channels.
 
     Raises:
         ValueError: the moments have another shape.
@@ -74,7 +74,7 @@ def read(
         )
     array = array.reshape(channels, height, width).transpose(1, 2, 0).astype(np.float32)
     if not np.isfinite(array).all():
-        raise Unusable("broken_moments", "not finite")
+        raise Unusable("broken_moments", "a value is not finite")
     return array
 
 
@@ -98,7 +98,11 @@ def write(moments: Float[np.ndarray, "h w _"]) -> bytes:
 
 
 def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest of VAE moments, or None if there is none. `path` is a folder or a tar."""
+    """Return the manifest in the folder `path`, or beside the tar `path`; None if there is none.
+
+    The manifest holds the settings that the VAE moments were computed with, and "finished", which
+    is False if some moments are missing.
+    """
     folder = files.path(path)
     file = (folder if folder.is_dir() else folder.parent) / MANIFEST
     return json.loads(file.read_text()) if file.is_file() else None
@@ -122,6 +126,6 @@ def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) ->
         )
     if not stored["finished"]:
         raise ValueError(
-            f"the moments in {path} are incomplete: repeat the command that computes them, "
-            "and it continues where it stopped"
+            f"the moments in {path} are incomplete: run the command that computes them again, "
+            "which continues where it stopped"
         )

@@ -1,4 +1,4 @@
-"""Provide the same random batch at every step, so that benchmarks exclude the cost of input."""
+"""Provide the same random batch at every step, so that benchmarks do not measure data loading."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,9 @@
 """TFDS data sets in ArrayRecord or TFRecord files, read in random order without TensorFlow.
 
 TFRecord is TFDS's default format, and TensorFlow only reads it sequentially. For random access, the
-byte ranges of all records are found once. In the file, a record is the length of its contents, a
-checksum of the length, the contents, and a checksum of the contents. TFDS decodes the contents.
+byte ranges of all records are found when the data set is opened. A record in the file consists of
+the length of the contents, a checksum of the length, the contents, and a checksum of the contents.
+TFDS decodes the contents.
 """
 
 import mmap
@@ -36,7 +37,8 @@ class Tfds(Records):
         Args:
             path: "NAME@SPLIT" of a data set prepared under TFDS_DATA_DIR, or "FOLDER@SPLIT" with
                 the folder of one version of a data set.
-            text: name of the caption feature, with nested names joined by "/" ("captions/text").
+            text: name of the caption feature. "/" joins the names of nested features, as in
+                "captions/text".
 
         Raises:
             ValueError: the data set is missing, empty or of another format, or lacks a feature.
@@ -54,7 +56,7 @@ class Tfds(Records):
                 for feature, kind in builder.info.features.items()
                 if isinstance(kind, tfds.features.Image)
             )
-            decoders = {self._image: tfds.decode.SkipDecoding()}  # `transforms` decodes faster.
+            decoders = {self._image: tfds.decode.SkipDecoding()}  # transforms.crop is faster.
             try:
                 self._rows: Any = builder.as_data_source(split, decoders=decoders)
             except NotImplementedError:  # TFDS has no random access to this format.
@@ -63,8 +65,8 @@ class Tfds(Records):
             raise ValueError(f"{name} has no image feature: choose a data set of images") from None
         except Exception as error:  # TFDS raises many types.
             raise ValueError(
-                f"TFDS cannot read {path}: {error}\nPrepare it once with tfds build NAME (best for "
-                "large sets: --file_format=array_record)"
+                f"TFDS cannot read {path}: {error}\nIf the data set is not prepared, run tfds "
+                "build NAME (for large sets, with --file_format=array_record)"
             ) from error
         if not len(self._rows):
             raise ValueError(f"{path} holds no examples: choose another split")
@@ -123,7 +125,7 @@ class _TfRecords:
 def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
     """Return the byte range [first, last) of each record's contents, as an array [N, 2].
 
-    Raises ValueError, which quotes the file's `name`, if the TFRecord file is truncated.
+    Raises ValueError if the TFRecord file is truncated. `name` is the file's path, for the message.
     """
     spans, position, end = [], 0, len(mapped)
     while position < end:

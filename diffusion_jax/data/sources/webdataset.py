@@ -1,4 +1,4 @@
-"""Webdataset tars with random access, through a listing of their records (data/listing.py)."""
+"""Webdataset tars with random access, through a listing of all records (data/listing.py)."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class WebDataset(Records):
 
         Args:
             path: a tar, a folder (searched recursively), NeMo's list of tars (wdinfo.pkl), or a
-                pattern such as "shard-{0000..0099}.tar". Each may be a URL.
+                pattern such as "shard-{0000..0099}.tar". All of these may be URLs.
             text: suffix of the text files: "txt" or "json:FIELD" for captions, or a suffix such as
                 "npy" or "t5.npz" for embeddings.
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
@@ -78,10 +78,7 @@ class WebDataset(Records):
         return [self._record(*place, contents) for place in places]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the first HEAD bytes of each image, or all of a shorter one.
-
-        URLs are read concurrently.
-        """
+        """Return the first HEAD bytes of each image, or the whole image if it is shorter."""
         places = [(tar, *spans[0]) for tar, spans in map(self._place, indices)]
         parts = [(tar, first, first + min(size, records.HEAD)) for tar, first, size in places]
         return storage.read_ranges(*zip(*parts, strict=True))
@@ -97,7 +94,10 @@ class WebDataset(Records):
         return [records.read_text(text, self._text) for text in contents]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return a key for each record: the hash of its tar's name plus its index in the tar."""
+        """Return a key for each record: the hash of the tar's file name, plus the record's index.
+
+        The index counts the records within the tar.
+        """
         numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
@@ -106,7 +106,7 @@ class WebDataset(Records):
     def left_out(self) -> dict[str, int]:
         """Return counts of images without a caption, unreadable tars and truncated tars.
 
-        The complete members of truncated tars are used nevertheless.
+        Records that are complete in a truncated tar are used.
         """
         facts = self._listing.facts
         reasons = {"no_caption": "bare", "truncated_tar": "truncated", "broken_tar": "broken"}
@@ -131,8 +131,8 @@ def _check_broken(num_tars: int, facts: Mapping[str, Any], max_broken: float) ->
     broken = facts["broken"]
     if broken and (broken > max_broken * num_tars or broken == num_tars):
         raise ValueError(
-            f"{broken} of {num_tars} tars cannot be read, and data.max_broken is {max_broken}; "
-            f"the first error is: {facts['error']}"
+            f"{broken} of {num_tars} tars cannot be read, and data.max_broken is {max_broken}: "
+            f"replace or remove these tars. The first error is: {facts['error']}"
         )
 
 
@@ -148,7 +148,10 @@ def _parts(spans: Spans) -> list[tuple[int, int]]:
 
 
 def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
-    """Return `size` bytes at `offset` of a tar, cut from ranges (first, contents) read before."""
+    """Return `size` bytes at `offset` of a tar, cut from one of the ranges that were read.
+
+    `ranges` holds (offset of the first byte, contents) of each range.
+    """
     for first, contents in ranges:
         if first <= offset <= first + len(contents) and offset + size <= first + len(contents):
             return contents[offset - first : offset - first + size]

@@ -1,4 +1,4 @@
-"""FID and CLIP scores of the MLPerf reference runs, as a band for the background of figures."""
+"""Read the FID and CLIP scores of the MLPerf reference runs, as a band behind the curves."""
 
 import csv
 import pathlib

@@ -18,7 +18,7 @@ from diffusion_jax.examples.digits import pictures as digits
 class Judge:
     """A classifier that reads digit, ink and paper from pictures. `fit_judge` makes one."""
 
-    # Fields of the card.
+    # Fields of the card of scores (metrics/cards.py).
     name, preprocessing, official = "digits", "8x8 glyphs", False
 
     def __init__(self, svc: Any, weights: str):
@@ -48,7 +48,7 @@ class Judge:
 
 
 def fit_judge() -> Judge:
-    """Return a judge fitted to the training glyphs. The generator is trained on the same glyphs."""
+    """Return a judge fitted to the training glyphs, on which the generator is trained too."""
     from sklearn.svm import SVC  # Slow to import.
 
     glyphs = digits.load("train")
@@ -59,9 +59,9 @@ def fit_judge() -> Judge:
 
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
-    """Compare the prompts that a judge read with the captions `prompts`.
+    """Compare the digits and colours that a judge read with the captions `prompts`.
 
-    A row holds 1 for a match or 0 for a difference in the digit, the ink and the paper.
+    The columns are digit, ink and paper, with 1 for a match and 0 for a difference.
     """
     true = [digits.parse(prompt) for prompt in prompts]
     pairs = zip(read, true, strict=True)
@@ -71,8 +71,8 @@ def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.n
 def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
     """Test the judge on every test glyph. Return a row of matches per glyph, as `compare` does.
 
-    Each glyph is drawn at `size` x `size` pixels in the colours of a prompt with its digit. The
-    glyphs of a digit take its prompts in turn.
+    Each glyph is drawn at `size` x `size` pixels in the colours of a prompt with the same digit.
+    Glyph i takes prompt i, modulo the number of prompts with this digit.
     """
     glyphs = digits.load("test")
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]
@@ -84,7 +84,7 @@ def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
 
 
 def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N size size 3"]:
-    """Draw a picture for each prompt from a random test glyph of its digit, with a fixed seed."""
+    """Draw a picture for each prompt, with a test glyph of this digit, chosen with a fixed seed."""
     glyphs = digits.load("test")
     draw = np.random.RandomState(0)
     pictures = []
@@ -95,7 +95,10 @@ def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N siz
 
 
 def _read_colours(images: UInt8[np.ndarray, "B H W 3"]):
-    """Return each picture's paper and ink by name, and each pixel's share of ink, [B, H, W]."""
+    """Return the names of each picture's paper and ink colours, and each pixel's share of ink.
+
+    The share is an array [B, H, W].
+    """
     pixels = images.astype(np.float32)
     papers = _read_papers(pixels)
     return papers, *_read_inks(pixels, papers)

@@ -72,12 +72,12 @@ def parse(text: str) -> Prompt:
 
 
 def seen_prompts() -> list[str]:
-    """Return the 272 captions that training shows."""
+    """Return the 272 captions of the training pictures."""
     return [caption(p) for i, p in enumerate(_all_prompts()) if i % HELD_OUT_EVERY]
 
 
 def heldout_prompts() -> list[str]:
-    """Return the 18 captions held out of training. All their words occur in seen captions."""
+    """Return the 18 captions held out of training. Every word of these occurs in training."""
     return [caption(p) for p in _all_prompts()[::HELD_OUT_EVERY]]
 
 
@@ -136,14 +136,14 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
     """
     if shapes.embeddings or shapes.moments:
         raise ValueError(
-            f"data.source is {data.source!r}, which has images with captions only, and data.text "
-            f"is {data.text!r}: set data.text=txt"
+            f"data.source is {data.source!r}, which has only pictures with captions, but data.text "
+            f"is {data.text!r}, which names embeddings: set data.text=txt"
         )
     return Digits(shapes.size)
 
 
 class Digits(Pictures):
-    """The training pictures: every training glyph in every pair of colours seen with its digit.
+    """The training pictures: each training glyph, drawn once per training caption with its digit.
 
     Each index always gives the same picture.
     """
@@ -194,7 +194,7 @@ def write_examples(
     out/00000.tar.
     """
     digits = Digits(size)
-    # With a prime step, even the first few pictures vary in glyph and colours.
+    # A prime stride makes even the first few pictures differ in glyph and colours.
     images, captions = digits.read(np.arange(num) * 617 % len(digits))
     records, out = [], pathlib.Path(out)
     for i, (image, text) in enumerate(zip(images, captions, strict=True)):
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Write a tiny data set of coloured digits.",
     )
     parser.add_argument(
-        "--out", required=True, help="folder (or .tar file) to write, created if missing"
+        "--out", required=True, help="folder or .tar file to write; missing folders are created"
     )
     parser.add_argument("--num", type=int, default=100, help="number of pictures")
     parser.add_argument("--size", type=int, default=64, help="side in pixels, a multiple of 8")

@@ -1,4 +1,5 @@
-"""The scorer of the coloured digits: the share of correct pictures, and a Fréchet distance."""
+"""The scorer of the coloured digits. It computes the share of correct pictures and a Fréchet
+distance."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from diffusion_jax.metrics import cards
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.stats_files import Stats
 
-_REAL = 4_000  # Number of real images in the reference.
+_REAL = 4_000  # Number of real images that generated images are compared with.
 _GUIDANCE = (1, 1.5, 2, 3, 4)
 
 

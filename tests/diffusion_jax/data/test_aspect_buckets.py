@@ -203,7 +203,7 @@ def test_the_report_says_what_cropping_removes(folder):
     square = (2 / 22 + 2 * 2 / 3 + (1 - 18 / 40) + (1 - 21 / 90)) / 7
     assert aspect_buckets.described(assigned, sizes) == (
         "pictures by height x width: 16x16 (43%), 8x24 (29%), 24x8 (29%); cropping removes "
-        f"{away:.1%} of their area ({square:.1%} with squares)"
+        f"{away:.1%} of their area (square crops: {square:.1%})"
     )
 
 

@@ -37,7 +37,7 @@ def test_some_are_drawn_by_the_seed_alone(tmp_path):
         ("p.txt", "\n\n", None, "holds no prompt"),
         ("p.txt", "one\n", 2, "holds 1 prompts, fewer than the requested 2"),
         ("p.csv", "one", None, "is not a file of prompts: use .txt"),
-        ("p.tsv", "id\ttext\n1\ta\n", None, "has no column caption: its columns are id, text"),
+        ("p.tsv", "id\ttext\n1\ta\n", None, "has no column 'caption', but id, text: rename"),
         ("p.json", "[1]", None, "has no annotations"),
     ],
 )

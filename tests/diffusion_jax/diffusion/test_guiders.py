@@ -91,9 +91,7 @@ def test_at_guidance_1_these_kinds_are_the_conditional_model(guiding):
 def test_a_kind_that_changes_the_negative_text_comes_before_perp_neg(name):
     model = guides.Model(V, LEVELS)
     guidance.make(settings(f"{name}+perp_neg"), model)
-    with pytest.raises(
-        ValueError, match=rf"cannot change perp_neg's update: write {name}\+perp_neg"
-    ):
+    with pytest.raises(ValueError, match=rf"which perp_neg leads away: write {name}\+perp_neg"):
         guidance.make(settings(f"perp_neg+{name}"), model)
 
 

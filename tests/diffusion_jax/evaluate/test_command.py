@@ -325,7 +325,7 @@ def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
         evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES))
     message = (
         "1 of 33 images of step_00000003_ema_guidance_1 are not finite; the first one is for "
-        "prompt 40: the model or its sampler diverges, so no score is written"
+        "prompt number 40 (from 0): the model or its sampler diverges, so no score is written"
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
@@ -337,7 +337,8 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep(SCALES))
     assert capsys.readouterr().err == (
-        "error: features of clip are not finite: the weights are damaged\n"
+        "error: the clip features are not finite: the weights of the network that computes them "
+        "are damaged\n"
     )
 
 

@@ -99,7 +99,7 @@ def test_what_is_missing_is_named(tmp_path):
     assert copies.open_training("", "", scorer, 4) is None
     with pytest.raises(ValueError, match=r"--unseen=folder:/y is used by --copies only"):
         copies.open_training("", "folder:/y", scorer, 4)
-    with pytest.raises(ValueError, match=r"--copies=folder:/x compares with real pictures"):
+    with pytest.raises(ValueError, match=r"--copies=folder:/x also needs real pictures"):
         copies.open_training("folder:/x", "", scorer, 4)
     with pytest.raises(ValueError, match=r"--copies=folder:/x needs features of pictures"):
         copies.open_training("folder:/x", data, scorers.Scorer(PROMPTS, {}), 4)

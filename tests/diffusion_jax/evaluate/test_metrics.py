@@ -146,7 +146,7 @@ def test_metrics_are_chosen_by_name(inputs):
     ("fields", "prompts", "message"),
     [
         ({"metrics": ("fit",)}, PROMPTS, "unknown metric 'fit': choose from fid, fd_digits, kid"),
-        ({"metrics": ("cmmd",)}, PROMPTS, "cmmd needs features of clip_image, but only"),
+        ({"metrics": ("cmmd",)}, PROMPTS, "cmmd needs the features clip_image, but only"),
         ({"metrics": ("precision",)}, PROMPTS[:3], "precision needs at least 4 images, but there"),
     ],
 )
@@ -164,11 +164,9 @@ def test_moments_alone_give_no_kid(inputs, tmp_path):
     assert scorers.columns(scorer.score(kept)).keys() == {
         f"{name}{end}" for name in ("fd_toy", "clip_score") for end in ("", "_low", "_high")
     }
-    with pytest.raises(
-        ValueError, match=r"kid needs the features of each real image, .* stats --k"
-    ):
+    with pytest.raises(ValueError, match=r"kid needs features that the reference .* stats --k"):
         make_scorer((path, inputs[1]), PROMPTS, metrics=("kid",))
-    with pytest.raises(ValueError, match="cmmd needs the features of each real image"):
+    with pytest.raises(ValueError, match="cmmd needs features that the reference file does not"):
         clip_stats = stats_files.read(inputs[2])
         stats_files.write(path, clip_stats._replace(features=None))
         make_scorer(inputs, PROMPTS, clip_reference=path)

@@ -96,8 +96,8 @@ def test_pods_of_a_tpu_slice_join(joined, environment):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"coordinator": "host:1", "num_processes": "2"}, "--process_id is missing: give --coord"),
-        ({"process_id": "1"}, "--coordinator, --num_processes is missing: give --coordinator"),
+        ({"coordinator": "host:1", "num_processes": "2"}, "--process_id is missing: set all of"),
+        ({"process_id": "1"}, "--coordinator, --num_processes is missing: set all of"),
         ({"coordinator": "host:1", "num_processes": "2", "process_id": "2"},
          "process_id is 2 of 2 processes: it must be from 0 to 1"),
         ({"coordinator": "host", "num_processes": "2", "process_id": "1"},

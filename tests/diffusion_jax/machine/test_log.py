@@ -78,7 +78,7 @@ def test_a_damaged_line_is_named_and_a_run_continues_without_it(tmp_path, caplog
     write(tmp_path, [4], resumed_from=3)
     assert [line["step"] for line in log.read_metrics(path)] == [1, 3, 4]
     assert f"{path}, line 2 is damaged: " in caplog.text
-    assert caplog.text.count("; leaving out 1 such lines") == 1
+    assert caplog.text.count("; 1 damaged lines are ignored") == 1
 
 
 def test_a_new_run_in_an_old_folder_starts_its_metrics_anew(tmp_path):
@@ -133,7 +133,7 @@ def test_a_damaged_manifest_is_written_again(tmp_path, caplog, content):
     (run,) = json.loads((tmp_path / "manifest.json").read_text())["runs"]
     assert run["first_step"] == 300
     assert f"{tmp_path}/manifest.json is damaged (" in caplog.text
-    assert "): writing it again" in caplog.text
+    assert "): ignoring its entries" in caplog.text
 
 
 def test_a_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path):

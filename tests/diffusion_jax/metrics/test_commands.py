@@ -75,7 +75,7 @@ def test_spatial_adds_sfid_and_all_the_inception_score(run, tmp_path, sides, mon
     assert out.items() >= values(run("fid", tmp_path / "a", tmp_path / "b", "--spatial")[1]).items()
     assert out["inception_score_inception"] == pytest.approx(1)  # Of a single class.
     code, _, err = run("fid", tmp_path / "a", tmp_path / "b", "--spatial", "--dims=768")
-    assert code == 2 and "--spatial needs Inception: remove" in err
+    assert code == 2 and "--spatial works only with Inception's default features: remove" in err
 
 
 def test_a_file_of_another_program_needs_a_mode(run, tmp_path, sides):
@@ -131,7 +131,7 @@ def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
     assert cmmd == pytest.approx(mmd.cmmd(*both), rel=1e-3)
     prompts.write_text("one\n")
     code, _, err = run(*given)
-    assert code == 2 and "30 usable images" in err and "but there are 1 prompts" in err
+    assert code == 2 and "30 usable images" in err and "prompts.txt has 1 prompts" in err
     prompts.write_text("\n")
     assert "holds no prompt" in run(*given)[2]
 

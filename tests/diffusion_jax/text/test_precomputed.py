@@ -24,6 +24,6 @@ def test_captions_and_other_widths_are_refused():
     ):
         tokenize(["a red seven"])
     with pytest.raises(
-        ValueError, match=r"have shape \(3, 4\): the text encoder expects \[tokens, 5\]"
+        ValueError, match=r"have shape \(3, 4\), but text.width=5 expects \[tokens, 5\]"
     ):
         tokenize([ARRAY])

@@ -176,7 +176,7 @@ def test_damaged_files_and_other_tokenizers_are_refused(tmp_path, clip_folder):
 
 
 def test_embeddings_in_place_of_captions_are_refused(t5):
-    message = r"the data hold ndarray of shape \(3, 8\): set data.text=txt"
+    message = r"the data hold ndarray of shape \(3, 8\): set data.text to the field"
     with pytest.raises(ValueError, match=message):
         t5([np.zeros((3, 8))], 8)
 

@@ -113,7 +113,7 @@ def test_a_workdir_keeps_the_vocabulary(tmp_path):
 )
 def test_a_damaged_vocabulary_is_refused_with_its_path(tmp_path, content):
     (tmp_path / vocabulary.FILE).write_text(content)
-    with pytest.raises(ValueError, match=r"vocabulary\.json is not a vocabulary .*delete it"):
+    with pytest.raises(ValueError, match=r"vocabulary\.json is not a vocabulary .*delete the file"):
         vocabulary.read(tmp_path)
 
 

@@ -257,7 +257,7 @@ def test_positions_of_another_number_of_processes_must_agree(tmp_path):
     checkpointer.restore(abstract(random_state()), position)
     assert position.state == b"1"
     mine.with_name("process_1-of-2").write_bytes(b"2")
-    with pytest.raises(ValueError, match=r"holds 2 different data positions, .* has 1 processes"):
+    with pytest.raises(ValueError, match=r"data positions of 2 processes, .* is now 1: start 2"):
         checkpointer.restore(abstract(random_state()), position)
     checkpointer.close()
 

@@ -55,7 +55,7 @@ def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
     told(tmp_path / "new", sizes=(1, 2, 1))
     assert [m for m in compiled()[once:] if "train_step" in m or "from_seeds" in m] == []
     assert lines["parameters"] == f"{trained:,} trained, {toy.WIDTH**2:,} frozen"
-    assert lines["device"] == "2 x cpu, 1 processes; mesh: replica 1, fsdp 2, tensor 1"
+    assert lines["device"] == "2 x cpu, 1 process; mesh: replica 1, fsdp 2, tensor 1"
     assert lines["data"].startswith("34,221 pictures; image 8x8x3, text_ids 6, text_mask 6;")
     assert lines["batch"] == "8 images per step: 1 pass of 4 on each device"
     assert lines["drawing"] == "3 examples of 8x8"
@@ -71,7 +71,7 @@ def test_the_scores_on_the_way_are_rehearsed_with_zeros(tmp_path):
         seen.append(draw(params, EXAMPLES.batch, [0, 1, 2], None))
 
     lines = told(tmp_path, evaluation=loop.Scoring(16, lambda *_: {}, score))
-    assert lines["drawing"].endswith("scores after each 16 images")
+    assert lines["drawing"].endswith("scores after every 16 images")
     assert seen[0].shape == (3, 8, 8, 3) and not seen[0].any()
 
 
@@ -108,7 +108,8 @@ def test_a_run_that_goes_on_says_from_where_and_how_long_it_takes(tmp_path):
     train(tmp_path, steps=2, log_every=1)
     lines = told(tmp_path)
     assert lines["workdir"] == f"{tmp_path}: continues from step 2, whose checkpoint is sound"
-    assert lines["time"].startswith("5 steps at ") and "images/s, as last time: " in lines["time"]
+    assert lines["time"].startswith("5 steps at ")
+    assert "images/s, as last measured: " in lines["time"]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_a_writer_at_work_is_named(tmp_path, caplog):

@@ -52,7 +52,7 @@ def test_sigterm_ends_a_run_that_has_nothing_to_save(tmp_path, work):
     process.terminate()
     process.join(30)
     assert process.exitcode == exits.PREEMPTED, said()
-    assert "stopped by SIGTERM before the first step; the same command starts again" in said()
+    assert "before the first step; the same command starts the run again" in said()
     assert not list((tmp_path / "run").glob("writer-*.json"))
 
 

@@ -146,7 +146,7 @@ def test_prompts_seen_and_never_shown_share_figures(tmp_path, show):
     assert captions(page)[:3] == [f"{DISTANCE} over {SHARE}", DISTANCE, SHARE]
     names = ["all right, prompts seen", "all right, prompts never shown"]
     assert page.locator("figure").first.locator(".legend li").all_inner_texts() == names
-    assert "Scoring took 2 % of the time at most." in page.locator("#tables").inner_text()
+    assert "Scoring took at most 2 % of the time." in page.locator("#tables").inner_text()
     page = show(frozen.page(runs))
     assert page.locator("figure").first.locator(".legend li").all_inner_texts() == [
         f"{run}: step_2, {name}" for name in names for run in "ab"

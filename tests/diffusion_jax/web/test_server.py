@@ -205,7 +205,7 @@ def test_the_command_has_what_the_page_was_started_with(slow):
     ("picture", "message"),
     [
         (asked(model="other"), "there is no model 'other': choose from slow"),
-        (asked(prompt=" "), "the prompt is empty, but this model always had a text in training"),
+        (asked(prompt=" "), "enter a prompt, because this model was never trained without one"),
         (asked(prompt="a" * 2001), "the prompt must be a string of at most 2,000 characters"),
         (asked(seed=2**31), "the seed is 2147483648"),
         (asked(seed="1"), "the seed is '1'"),
@@ -360,7 +360,7 @@ def test_a_folder_may_have_commas(tmp_path):
     (tmp_path / "a,b").mkdir()
     assert command.stages_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
     assert command.stages_of("a,b") == ["a", "b"]
-    with pytest.raises(ValueError, match="--workdir=a,b: this path does not exist"):
+    with pytest.raises(ValueError, match="--workdir=a,b does not exist"):
         sd_web.open_model(["a", "b"], {})
 
 

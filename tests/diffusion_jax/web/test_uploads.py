@@ -14,5 +14,5 @@ def test_formats_are_those_that_the_message_names():
         Image.new("RGB", (6, 4)).save(file := io.BytesIO(), format)
         added = Uploads().add({"png": base64.b64encode(file.getvalue()).decode()})
         assert (added["width"], added["height"]) == (6, 4)
-    with pytest.raises(ValueError, match="cannot be read: give a PNG, JPEG or WebP file in base64"):
+    with pytest.raises(ValueError, match="cannot be read: send a PNG, JPEG or WebP file in base64"):
         Uploads().add({"png": base64.b64encode(b"GIF89a").decode()})

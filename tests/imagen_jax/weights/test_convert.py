@@ -75,8 +75,8 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x + 1, r"the weights 'raw' in .* differ from the weights that were converted"),
-        (lambda x: x * np.nan, r"the weights 'raw' in .* differ from"),
+        (lambda x: x + 1, r"the weights 'raw' read back from .* differ from the converted weights"),
+        (lambda x: x * np.nan, r"the weights 'raw' read back from .* differ from"),
     ],
 )
 def test_what_was_written_is_compared_to_the_last_bit(nemos, converted, change, message):
@@ -94,7 +94,7 @@ def test_weights_that_compute_nothing_finite_are_refused(nemos, tmp_path):
     state[f"{nemo.PREFIX}init_conv.0.bias"] = state[f"{nemo.PREFIX}init_conv.0.bias"] * np.nan
     np.savez(tmp_path / "nan.npz", **state)
     with pytest.raises(
-        ValueError, match="the outputs with the weights 'raw' changed or are not finite"
+        ValueError, match=r"with the weights 'raw' read back from .* are not finite or differ"
     ):
         convert.to_workdir(tmp_path / "nan.npz", tiny(), tmp_path / "workdir")
 
@@ -202,12 +202,12 @@ def test_what_no_weight_shows_is_compared_with_nemos_config(tmp_path, change, me
 
 
 def test_only_what_nemo_has_is_exported(converted, tmp_path):
-    with pytest.raises(ValueError, match=r"its name must end in \.safetensors or \.npz"):
+    with pytest.raises(ValueError, match=r"the name must end in \.safetensors or \.npz"):
         convert.from_workdir(converted, tmp_path / "a.bin")
     with pytest.raises(ValueError, match=r"no average '0\.5'"):
         convert.from_workdir(converted, tmp_path / "a.npz", "0.5")
     config = json.loads((converted / "config.json").read_text())
     config["unet"]["patch"] = 2
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"unet.patch is 2: NeMo's networks have no patches"):
+    with pytest.raises(ValueError, match=r"unet.patch is 2, but NeMo's networks have no patches"):
         convert.from_workdir(tmp_path, tmp_path / "a.npz")

@@ -182,7 +182,7 @@ def test_an_audit_names_what_computes_nothing():
     lines = audit.lines(audit.added([(2, found), (1, found)]))
     assert lines[0].startswith("9 convolutions and matrix products, compiled from 6: 3 more")
     assert "3 copies and transpositions" in lines[1]
-    assert lines[-1] == "6 of 9 collectives overlap with no computation: s1, out"
+    assert lines[-1] == "6 of 9 collectives do not overlap with computation: s1, out"
 
 
 def test_tiles_are_filled_up_along_the_axes_that_lie_together():
@@ -253,7 +253,7 @@ def test_profiles_are_for_tpus():
     ended = commands.run(
         "launch.plan", "--config=configs/quickstart.py", "--target=h100:8", "--profile"
     )
-    assert ended.code == 2 and "which h100 does not have: choose from v5e, v5p" in ended.err
+    assert ended.code == 2 and "does not make for h100: choose a target from v5e, v5p" in ended.err
 
 
 @pytest.mark.slow

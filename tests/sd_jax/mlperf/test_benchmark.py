@@ -121,7 +121,7 @@ def test_what_cannot_judge_is_refused(asked, tmp_path):
     with refused(r"num_prompts is 11, but .*captions.tsv holds 10"):
         benchmark.open_judge(asked._replace(num_prompts=11))
     with pytest.raises(
-        FileNotFoundError, match=r"there is no table of captions nowhere\.tsv: name"
+        FileNotFoundError, match=r"the table of captions nowhere\.tsv does not exist: write"
     ):
         benchmark.open_judge(asked._replace(prompts="nowhere.tsv"))
     (tmp_path / "captions.tsv").write_text("image_id\ttext\n1\ta\n")
@@ -155,6 +155,6 @@ def test_departures_from_the_rules_are_named():
     with pytest.raises(ValueError, match="steps is 999, but the first evaluation is after 1000"):
         rules.check(s)
     with pytest.raises(
-        ValueError, match=r"unet.weights is .a.: leave it empty, because runs start with random"
+        ValueError, match=r"unet.weights is .a., but benchmark runs start with random weights"
     ):
         rules.check(s._replace(run=s.run._replace(steps=1000), unet_weights="a"))

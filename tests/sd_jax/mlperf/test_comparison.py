@@ -55,7 +55,7 @@ def test_the_report_and_its_files(tmp_path):
     text = comparison.describe(runs, verdict)
     assert "PASS: no faster than the reference" in text
     assert "interpolated between batch sizes 256 and 2048: mean 2,034,701; a mean of " in text
-    assert "a submission needs 10 runs: this verdict is a forecast" in text
+    assert "a submission needs 10 runs: with fewer runs, the verdict is preliminary" in text
     rows = [line for line in text.splitlines() if " (" in line and " to " in line][-3:]
     assert [row.split()[0] for row in rows] == ["512,000", "2,560,000", "3,072,000"]
     assert rows[1].startswith(" 2,560,000     89.00     83.7 (")
@@ -84,16 +84,16 @@ def test_a_run_that_did_not_converge_fails(tmp_path):
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no result at .*holds result.txt or result_"):
+    with pytest.raises(FileNotFoundError, match=r"no log at .*holds result.txt or result_"):
         convergence.find([tmp_path])
     a, b = (convergence.read(mllog_files.write(tmp_path / str(n), n, PASSING)) for n in (512, 1024))
-    with pytest.raises(ValueError, match=r"batch size 512 and .* has 1024: compare runs of one"):
+    with pytest.raises(ValueError, match=r"size 512, but .* has batch size 1024: name only runs"):
         comparison.check_alike([a, b])
     (tmp_path / "log").write_text("step 1\n")
-    with pytest.raises(ValueError, match="logs no global_batch_size"):
+    with pytest.raises(ValueError, match="has no event global_batch_size"):
         convergence.read(tmp_path / "log")
     (tmp_path / "log").write_text("step 1\n:::MLLOG {\n")
-    with pytest.raises(ValueError, match="line 2 is a malformed line of mllog"):
+    with pytest.raises(ValueError, match="line 2 is a malformed mllog event"):
         convergence.read(tmp_path / "log")
 
 

@@ -121,7 +121,7 @@ def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
     path.write_bytes(CHECKPOINT[:1000])
     with pytest.raises(
         ValueError,
-        match=r"512-base-ema.ckpt has the wrong hash, .* remove it and run the command again",
+        match=r"512-base-ema.ckpt has the wrong hash, .* remove it, and run the command again",
     ):
         fetch(server, tmp_path)
     path.write_bytes(CHECKPOINT)
@@ -135,7 +135,7 @@ def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
     with pytest.raises(ValueError, match=r"512-base-ema\.ckpt has the wrong hash"):
         fetch(server, tmp_path, verify=True)
     path.write_bytes(CHECKPOINT[:-1])
-    with pytest.raises(ValueError, match="so it is incomplete or a different file"):
+    with pytest.raises(ValueError, match="so it is damaged or another file"):
         fetch(server, tmp_path)
 
 
@@ -154,9 +154,9 @@ def test_what_a_server_gives_must_have_the_hash_that_is_known(server, tmp_path):
     ("suffix", "content", "message"),
     [
         ("md5", b"<html>", "'<html>' is not in the output format of md5sum"),
-        ("md5", f"{'0' * 32}  ../../a\n".encode(), "or its path is outside of the set"),
+        ("md5", f"{'0' * 32}  ../../a\n".encode(), "or its path leads out of the set's"),
         ("md5", f"{'0' * 32}  a.ckpt\n".encode(), "lists 1 files, but not 512-base-ema.ckpt"),
-        ("uri", b"<html>", "must hold the address of a folder, but holds '<html>'"),
+        ("uri", b"<html>", "must hold the URL of a folder, but holds '<html>'"),
     ],
 )
 def test_a_list_of_another_kind_is_named(server, tmp_path, suffix, content, message):
@@ -196,6 +196,6 @@ def test_the_tokenizer_comes_from_the_hub(tmp_path, monkeypatch):
     download.fetch_tokenizer(tmp_path)  # All there.
     (tmp_path / CLIP / "tokenizer.json").unlink()
     with pytest.raises(
-        OSError, match=r"could not be downloaded \(TypeError\): copy its config.json, "
+        OSError, match=r"could not be downloaded \(TypeError\): copy the files config.json, "
     ):
         download.fetch_tokenizer(tmp_path)

@@ -48,7 +48,7 @@ def test_the_size_of_latents_is_one_number():
     assert [formats.latent_size(c) for c in ({}, {"sample_size": 96}, {"sample_size": [8, 8]})] == [
         64, 96, 8,
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"sample_size is \[64, 96\]: only square im"):
+    with pytest.raises(ValueError, match=r"sample_size is \[64, 96\], but only square im"):
         formats.latent_size({"sample_size": [64, 96]})
 
 
@@ -84,12 +84,12 @@ def test_weights_alone_tell_the_rest(change):
             SD1 | {"model_channels": 40},
             "norm_groups 32 does not divide",
         ),
-        (formats.unet_from_ldm, SD1 | {"channel_mult": [1, 2.5]}, "has [1, 2.5] where integers"),
-        (formats.unet_from_ldm, {}, "config lacks model_channels, attention_resolutions: it holds"),
+        (formats.unet_from_ldm, SD1 | {"channel_mult": [1, 2.5]}, "is [1, 2.5]: it must hold int"),
+        (formats.unet_from_ldm, {}, "config lacks model_channels, attention_resolutions, and hol"),
         (
             formats.unet_from_ldm,
             SD1 | {"num_res_blocks": [1]},
-            "differ in length: give one",
+            "has 1 entries, but unet.channel_mult",
         ),
         (
             formats.unet_from_diffusers,
@@ -120,7 +120,7 @@ def test_weights_alone_tell_the_rest(change):
         (
             formats.vae_from_diffusers,
             formats.vae_to_diffusers(VAE()) | {"block_out_channels": [128, 192]},
-            "block_out_channels is [128, 192]: they must be multiples of the first",
+            "block_out_channels is [128, 192], but only multiples of the first",
         ),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_config_of_another_model_says_what_is_not_here(read, config, message):
 
 
 def test_mlperfs_groups_do_not_go_to_diffusers():
-    with pytest.raises(ValueError, match=r"unet\.norm_groups is 16: diffusers needs 32"):
+    with pytest.raises(ValueError, match=r"unet\.norm_groups is 16, but diffusers needs 32"):
         formats.unet_to_diffusers(UNet(norm_groups=16), 1024)
-    with pytest.raises(ValueError, match=r"channel_mult is \(2, 4\): in diffusers the first level"):
+    with pytest.raises(ValueError, match=r"channel_mult is \(2, 4\), but in diffusers the first"):
         formats.unet_to_diffusers(UNet(channel_mult=(2, 4), attention_levels=(0,)), 1024)

@@ -137,12 +137,12 @@ def test_facts_go_out_and_back():
     ("content", "message"),
     [
         ("{", "v.yaml is not yaml: while parsing"),
-        ("- 1", "v.yaml is not an LDM config: it has no model.params.unet_config"),
+        ("- 1", "v.yaml is not an LDM config, because it has no model.params.unet_config"),
         (of_model(first_stage_config={}), "it has no model.params.unet_config"),
         (of_model(unet_config={"params": FIELDS}, linear_end=0.02), "linear_end is 0.02, but only"),
         (
             of_model(unet_config={"params": FIELDS}, parameterization="x0"),
-            "is 'x0': choose from eps,",
+            "is 'x0', but only eps and v",
         ),
         (of_model(unet_config={"params": {"a": 1}}), "lacks model_channels, attention_resolutions"),
     ],
@@ -155,7 +155,7 @@ def test_another_config_is_refused(file, tmp_path, content, message):
 
 
 def test_a_config_that_is_not_there_or_not_needed_is_said(file, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file nowhere\.yaml: --config needs"):
+    with pytest.raises(FileNotFoundError, match=r"--config=.*nowhere\.yaml does not exist: name"):
         checkpoints.load(file, config="nowhere.yaml")
-    with pytest.raises(ValueError, match="is a directory with its own configs: --config"):
+    with pytest.raises(ValueError, match="is a directory, which has its own configs"):
         checkpoints.load(tmp_path, config="v.yaml")

@@ -143,31 +143,31 @@ def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
     torch_weights.write(
         tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
     )
-    with pytest.raises(ValueError, match=r"adapter_config\.json, which holds alpha, is missing"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json, which holds alpha, is also need"):
         lora_files.apply([str(tmp_path)], opened)
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a.hada_w1_a": (2, 2)}, "is not a LoRA with two factors per layer: 1 of 1 arrays have"),
+        ({"a.hada_w1_a": (2, 2)}, "not a LoRA with two factors per layer, because 1 of 1 arrays"),
         (
             {f"{TO_Q}.lora_A.weight": (2, 64)},
-            "is not a LoRA with two factors per layer: 1 of 1 lay",
+            "is not a LoRA with two factors per layer, because 1 of 1 lay",
         ),
-        ({f"{TO_Q}.dora_scale": (2,)}, "LoHa, LoKr and DoRA are not supported: merge them with"),
+        ({f"{TO_Q}.dora_scale": (2,)}, "If it is a LoHa, LoKr or DoRA, merge it into the model"),
         (
             {f"{TO_Q}s.lora_A.weight": (2, 64), f"{TO_Q}s.lora_B.weight": (64, 2)},
-            "belongs to another model: 1 of its 1 layers do not exist in this model, such as mid_b",
+            "another model, because 1 of its 1 layers do not exist in this model, such as mid_b",
         ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 32), f"{TO_Q}.lora_B.weight": (64, 2)},
-            r"to_q has factors of shapes \[2, 32\] and \[64, 2\], but the model's weight has the "
-            r"shape \[64, 64\]",
+            r"to_q have the shapes \[2, 32\] and \[64, 2\], but the model's weight has the shape "
+            r"\[64, 64\]",
         ),
         (
             {"lora_te_a.lora_down.weight": (2, 4), "lora_te_a.lora_up.weight": (4, 2)},
-            "changes the text part, which the model lacks",
+            "changes the text part, but the model has no such part",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_one_line(opened, tmp_path, state, message):
 
 
 def test_a_file_that_is_not_there_and_a_strength_that_is_none():
-    with pytest.raises(FileNotFoundError, match=r"--lora=nope:0\.5: there is no file nope"):
+    with pytest.raises(FileNotFoundError, match=r"--lora=nope:0\.5: the file nope does not exist"):
         lora_files.apply(["nope:0.5"], Checkpoint(None, None, []))
     with pytest.raises(ValueError, match="the strength must be a finite number"):
         lora_files.apply(["nope:inf"], Checkpoint(None, None, []))

@@ -133,7 +133,7 @@ def test_download_runs_img2dataset_or_says_how_to_get_it(tmp_path, monkeypatch, 
     assert run(*arguments) == 3
     assert (tmp_path / "called").read_text() == f"--url_list={tmp_path}\n"
     assert run("download", f"--urls={tmp_path}/gone", "--out=o") == 2
-    assert "no table of URLs at" in capsys.readouterr().err
+    assert "there is no such file or folder" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_message(tmp_path, capsys):

@@ -123,5 +123,5 @@ def test_shrunken_images_are_padded_to_squares_or_keep_their_shape(tmp_path):
 def test_a_broken_image_is_counted_when_it_is_shrunk(folder, tmp_path):
     counts = write(folder, tmp_path, size=4)
     assert counts == {"written": 8, "broken_image": 1, "no_caption": 1}
-    with pytest.raises(ValueError, match="pad is set without a size: set size to"):
+    with pytest.raises(ValueError, match="pad is set, but size is 0: set size to"):
         write(folder, tmp_path / "other", pad=True)

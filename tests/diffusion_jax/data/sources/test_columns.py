@@ -47,7 +47,7 @@ def test_a_folder_of_splits_names_them(tmp_path):
         (tmp_path / split / "state.json").touch()
     with pytest.raises(ValueError, match=r"no \.arrow files in .* \(splits of .*: test, train\)"):
         Arrow(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"write it with dataset.save_to_disk"):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere: check"):
         Arrow(tmp_path / "nowhere")
 
 

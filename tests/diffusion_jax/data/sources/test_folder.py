@@ -41,10 +41,10 @@ def test_a_missing_path_comes_with_the_command_that_makes_one(tmp_path):
 
 
 def test_a_folder_without_images_says_what_it_holds(tmp_path):
-    with pytest.raises(ValueError, match=r"no images in .* and found nothing at all"):
+    with pytest.raises(ValueError, match=r"no images in .* and found no files at all"):
         Folder(tmp_path)
     (tmp_path / "a.tar").touch()
-    with pytest.raises(ValueError, match="found tar; tars are read by the source 'webdataset'"):
+    with pytest.raises(ValueError, match=r"found tar; .*, or read the tars with data\.source=we"):
         Folder(tmp_path)
 
 
@@ -52,7 +52,8 @@ def test_images_without_captions_are_counted_and_named(folder):
     for i in range(4):
         (folder / f"0000{i}.txt").unlink()
     message = (
-        r"4 of 6 images have no \.txt beside them: 00000.png, 00001.png, 00002.png and 1 more\. "
+        r"4 of 6 images have no text \(data\.text=txt\): 00000.png, 00001.png, 00002.png and 1 "
+        r"more\. "
         r".*\(suffixes found: png, txt\), or leave these images out with data.uncaptioned=drop"
     )
     with pytest.raises(ValueError, match=message):
@@ -65,7 +66,7 @@ def test_images_without_captions_can_be_dropped(folder):
     records = Folder(folder, uncaptioned="drop")
     assert (len(records), records.read([4])[0].name) == (5, "00005.png")
     assert records.left_out() == {"no_caption": 1}
-    with pytest.raises(ValueError, match=r"6 of 6 images have no .npy"):
+    with pytest.raises(ValueError, match=r"6 of 6 images have no text .*=npy"):
         Folder(folder, text="npy", uncaptioned="drop")  # Nothing would be left.
 
 
@@ -75,10 +76,10 @@ def test_unknown_choices_are_refused(folder):
     with pytest.raises(ValueError, match=r"files with suffix 'pickle' are pickles.*docs/data\.md"):
         Folder(folder, text="pickle")
     with pytest.raises(
-        ValueError, match=r"data\.text is 'json': name the field, such as json:caption"
+        ValueError, match=r"data\.text is 'json': add the field's name, such as json:c"
     ):
         Folder(folder, text="json")
-    with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet take a field"):
+    with pytest.raises(ValueError, match=r"'txt:caption': .* follow json or jsonl or parquet, so"):
         Folder(folder, text="txt:caption")
     with pytest.raises(ValueError, match="the suffix of text files is 'doc': it must end in txt"):
         Folder(folder, text="doc")

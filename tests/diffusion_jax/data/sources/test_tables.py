@@ -30,7 +30,7 @@ def test_jsonl_names_files_beside_itself(tmp_path):
     ]
     lines = "\n".join(map(json.dumps, rows)) + "\n\n"
     (tmp_path / "train/metadata.jsonl").write_text(lines)
-    with pytest.raises(ValueError, match=r"1 of 3 images have no .* beside them: train/d\.jpg"):
+    with pytest.raises(ValueError, match=r"1 of 3 images have no text .*: train/d\.jpg"):
         Folder(tmp_path, text="jsonl:text")
     folder = Folder(tmp_path, text="jsonl:text", uncaptioned="drop")
     assert texts(folder) == {"train/a.png": "one", "train/b/c.jpg": "two"}

@@ -168,7 +168,7 @@ def test_what_is_no_tar_says_so(tmp_path):
         WebDataset(empty)
     (tmp_path / "d").mkdir()
     with pytest.raises(
-        ValueError, match=r"no .tar in .*: image files are read by the source 'folder'"
+        ValueError, match=r"no .tar files in .*, or read image files with data\.source=folder"
     ):
         WebDataset(tmp_path / "d")
 
@@ -298,7 +298,7 @@ def test_tars_that_cannot_be_read_are_left_out_up_to_a_share(tmp_path):
         write_tar(tmp_path / f"s/{i}.tar", {f"{i}.jpg": b"%d" % i, f"{i}.txt": b"t"})
     (tmp_path / "s/2.tar").write_bytes(b"no tar" * 999)
     with pytest.raises(
-        ValueError, match=r"1 of 4 tars cannot be read, .* 0\.2; .*2\.tar is not a plain tar"
+        ValueError, match=r"1 of 4 tars cannot be read, .* 0\.2: .*2\.tar is not a plain tar"
     ):
         WebDataset(tmp_path / "s", max_broken=0.2)
     records = WebDataset(tmp_path / "s", max_broken=0.25)
