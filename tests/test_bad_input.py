@@ -134,7 +134,7 @@ sd_sample --prompt=a --lora=D/none | --config and --lora need --model
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
 train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the model to adapt
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
-train --config.data.prior=D/images | no .jsonl in D/images
+train --config.data.prior=D/images | no .jsonl files in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13
 sd_sample --prompt=a --image=D/none.png | --image=D/none.png cannot be opened: [Errno 2] No such
 sd_sample --prompt=a --image=D/file | --image=D/file is not a JPEG, PNG or WebP image
@@ -192,7 +192,7 @@ coco captions --annotations=D/none --out=D/x.tsv | --annotations=D/none does not
 coco laion --metadata=D/empty --out=D/x | D/empty holds no .parquet files
 scaling --mfu=2 | mfu
 slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | choose GPUs for Slurm
-slurm --job.accelerator=h100:12 --job.workdir=/shared/x | hosts have 8 GPUs
+slurm --job.accelerator=h100:12 --job.workdir=/shared/x | each host has 8 GPUs
 slurm --job.acelerator=h100:8 | did you mean accelerator
 gke --job.image=x --job.workdir=/shared/x | choose a folder in a bucket
 text convert D/none D/out2 | D/none
@@ -223,7 +223,7 @@ train --config.batch_size=100000000 | a training step needs about 4
 train --config.unet.channel_mult=(1000000000,) | unet.channel_mult is (1000000000,): it must be from
 train --config.unet.embed_dim=1000000000 | unet.embed_dim is 1000000000: it must be from 1 to 65536
 train --config.unet.image_size=1000000 | unet.image_size is 1000000: it must be from 1 to 16384
-train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | means 1,000,000,00
+train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | stands for 1,000,000,00
 train --config.data.source=webdataset --config.data.path=D/cut.tar | 1 of 1 tars in D/cut.tar are tr
 train --workdir=D/dangling | workdir D/dangling: D/dangling is a link to D/nowhere, which does not e
 sample --prompts=/dev/zero | /dev/zero has more than 67,108,864 bytes, the limit for a text

@@ -63,7 +63,7 @@ def test_a_network_has_the_fields_and_meanings_of_the_class_that_it_extends():
 
 
 def test_help_lists_the_fields_of_the_commands_system_or_of_its_config():
-    lr = "--config.optimizer.lr: The learning rate after the warm-up. (a number above 0)"
+    lr = "--config.optimizer.lr: The learning rate at the end of the warm-up. (a number above 0)"
     magnitude = reference.in_help("imagen_jax", {"unet": "magnitude"}).splitlines()
     assert lr in magnitude and not any(".null_token:" in line for line in magnitude)
     assert any(".null_token:" in line for line in reference.in_help("imagen_jax", {}).splitlines())

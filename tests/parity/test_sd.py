@@ -121,11 +121,14 @@ def test_a_single_weight_that_is_off_shows():
             "the case's y has shape (2, 4, 4, 8), but ours has (2, 4, 4, 4)",
         ),
         ({"y": None, "y_frac": None}, "the case holds no output that can be compared"),
-        ({"w/out.2.weight": None}, "these weights are not a Stable Diffusion UNet: their"),
+        (
+            {"w/out.2.weight": None},
+            "these weights are not those of a Stable Diffusion UNet, because their",
+        ),
         ({"w/out.3.weight": np.zeros(1)}, "0 keys are missing: none; 1 keys are left over: out.3"),
         (
             {"__meta__": np.array(json.dumps({"config": {"model_channels": 32}}))},
-            "the LDM UNet's config lacks attention_resolutions: it holds model_channels",
+            "the LDM UNet's config lacks attention_resolutions, and holds only model_channels",
         ),
     ],
 )

@@ -172,9 +172,7 @@ def test_a_batch_of_digits_is_uint8_with_token_ids():
 
 
 def test_a_batch_that_does_not_divide_over_processes_is_refused():
-    with pytest.raises(
-        ValueError, match="batch_size is 6: it must be a multiple of the 4 processes"
-    ):
+    with pytest.raises(ValueError, match="batch_size is 6: it must be a positive multiple of 4"):
         batches(10, 6, process_count=4)
 
 

@@ -89,7 +89,7 @@ def test_a_file_of_another_program_needs_a_mode(run, tmp_path, sides):
 def test_all_needs_features(run, tmp_path, sides):
     run("stats", f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}")
     code, _, err = run("fid", tmp_path / "a.npz", tmp_path / "b", "--all")
-    assert code == 2 and "--all needs the features of both sides" in err
+    assert code == 2 and "--all needs the features of both sets" in err
     keep = (f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}", "--keep_features")
     run("stats", *keep)
     arguments = (tmp_path / "a.npz", tmp_path / "b", "--all", "--kid_subset=20")
@@ -148,5 +148,5 @@ def test_skips_are_reported_and_what_cannot_be_is_one_line(run, tmp_path, sides,
     )
     code, _, err = run("fid", tmp_path / "a", tmp_path / "nothing")
     assert (code, err) == (2, f"error: no folder {tmp_path}/nothing\n")
-    assert "Scores image sets" in run("fid", tmp_path / "a")[2]
+    assert "Score image sets" in run("fid", tmp_path / "a")[2]
     assert "the name must end in .npz" in run("stats", f"--images={tmp_path}", "--out=a.txt")[2]

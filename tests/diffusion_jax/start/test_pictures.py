@@ -36,6 +36,6 @@ def test_warnings_of_the_image_library_become_one_line(tall, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)  # Pillow warns of larger images.
     large = pictures.read(tall.data)
     rows = dict(pictures.described(large))
-    assert rows["warnings"].startswith(f"{len(large.warnings)} of 1 kinds, such as: Image size")
+    assert rows["warnings"].startswith(f"{len(large.warnings)}, of 1 kinds, such as: Image size")
     assert len(large.warnings) >= 3 and "\n" not in rows["warnings"]
     assert rows["data"].endswith("3 pictures") and rows["unusable"] == "none"

@@ -89,7 +89,7 @@ def test_each_seed_and_step_has_noise_of_its_own(tmp_path):
 def test_there_is_no_score_of_images_that_are_not_finite(tmp_path, caplog):
     found = scores(tmp_path, params={"x": np.float32("nan")})
     assert np.isnan([found["FID"], found["CLIP"]]).all()
-    assert "11 of 11 images of step 5 are not finite" in caplog.text
+    assert "11 of 11 images of step 5 contain values that are not finite" in caplog.text
 
 
 def test_features_of_another_sampler_are_refused(tmp_path):

@@ -66,7 +66,7 @@ def test_mlcommons_checker_accepts_what_the_command_packs(runs, tmp_path, caplog
     assert ended.code == 0, ended.err
     folder = tmp_path / "packed" / "us"
     assert f"python -m mlperf_logging.package_checker {folder} training 5.0.0" in ended.out
-    assert "fill in host_processors_per_node, host_processor_model_name" in ended.out
+    assert "empty: host_processors_per_node, host_processor_model_name" in ended.out
     with caplog.at_level(logging.INFO):
         package_checker.check_training_package(
             str(folder), "training", "5.0.0", True, False, False, False, False, "none"
