@@ -123,7 +123,7 @@ def test_a_single_weight_that_is_off_shows():
         ({"y": None, "y_frac": None}, "the case holds no output that can be compared"),
         (
             {"w/out.2.weight": None},
-            "these weights are not those of a Stable Diffusion UNet, because their",
+            "these weights are not those of a Stable Diffusion UNet",
         ),
         ({"w/out.3.weight": np.zeros(1)}, "0 keys are missing: none; 1 keys are left over: out.3"),
         (

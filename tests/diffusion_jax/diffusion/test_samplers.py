@@ -383,9 +383,7 @@ def test_every_number_of_steps_has_as_many_falling_times():
         assert len(times) == n + 1 and times[-2] == 1 and times[0] <= 999, n
         assert np.all(np.diff(times) < 0), n
     for n in (0, 1001):
-        with pytest.raises(
-            ValueError, match=f"{n} sampling steps do not .*: choose 1 to 1000 steps$"
-        ):
+        with pytest.raises(ValueError, match=f"{n} sampling steps .*: choose 1 to 1000 steps$"):
             grids.leading_times(n)
 
 

@@ -70,9 +70,7 @@ def test_sfid_and_the_inception_score_come_from_one_pass(tmp_path, monkeypatch):
     assert row["sfid_inception"] == pytest.approx(spatial, rel=1e-4)
     assert row["inception_score_inception"] == pytest.approx(1)  # Of a single class.
     stats_files.write(path, stats_files.Stats(parts[0], None, None, parts[1]))
-    with pytest.raises(
-        ValueError, match=r"has no card .*: set inception_mode to that of the program"
-    ):
+    with pytest.raises(ValueError, match=r"has no card .*: set inception_mode to that of"):
         scorers.of_prompts(8, ["a"] * 6, toy.wanted(path, "weights", metrics=names))
 
 

@@ -121,18 +121,14 @@ def test_slices_are_spanned_by_replica_or_else_by_fsdp(sizes, spans):
 
 def test_a_mesh_that_would_split_layers_between_slices_is_an_error():
     chips = [Chip(i, i // 4) for i in range(8)]
-    with pytest.raises(
-        ValueError, match=r"fsdp=1, tensor=8 does not fit 2 slices: .* of 2, so that"
-    ):
+    with pytest.raises(ValueError, match=r"fsdp=1, tensor=8 does not fit 2 slices: .* of 2, so"):
         sharding.make_mesh(1, 1, 8, devices=chips)
 
 
 def test_a_parameter_without_a_rule_is_an_error_and_a_scalar_is_not():
     tree = {"conv1": {"kernel": leaf(3, 3, 8, 8)}, "count": leaf()}
     mesh = sharding.make_mesh()
-    with pytest.raises(
-        ValueError, match=r"no sharding rule matches the path 'conv1/kernel' of an array of shape"
-    ):
+    with pytest.raises(ValueError, match=r"no sharding rule matches the path 'conv1/kernel'"):
         sharding.shardings(tree, mesh, [(r"bias", P())])
     placed = sharding.shardings(tree, mesh, [(r"kernel", P())])
     assert placed["count"].spec == P()
