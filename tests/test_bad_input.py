@@ -223,7 +223,7 @@ train --config.batch_size=100000000 | a training step needs about 4
 train --config.unet.channel_mult=(1000000000,) | unet.channel_mult is (1000000000,): it must be from
 train --config.unet.embed_dim=1000000000 | unet.embed_dim is 1000000000: it must be from 1 to 65536
 train --config.unet.image_size=1000000 | unet.image_size is 1000000: it must be from 1 to 16384
-train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | stands for 1,000,000
+train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | for 1,000,000,00
 train --config.data.source=webdataset --config.data.path=D/cut.tar | 1 of 1 tars in D/cut.tar are tr
 train --workdir=D/dangling | workdir D/dangling: D/dangling is a link to D/nowhere, which does not e
 sample --prompts=/dev/zero | /dev/zero has more than 67,108,864 bytes, the limit for a text
