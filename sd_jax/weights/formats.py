@@ -322,10 +322,8 @@ def _read(config: Config, family: _Family) -> dict[str, Any]:
     """
     missing = [name for name in family.needed if name not in config]
     if missing:
-        keys = ", ".join(map(str, config)) or "nothing"
-        raise ValueError(
-            f"the {family.name}'s config lacks {', '.join(missing)}, and holds only {keys}"
-        )
+        has = f"only {', '.join(map(str, config))}" if config else "no fields"
+        raise ValueError(f"the {family.name}'s config lacks {', '.join(missing)}: it has {has}")
     check_only(config, family.only)
     values = {ours: config.get(*theirs) for ours, theirs in family.fields.items()}
     depth = values.get("transformer_depth", 1)

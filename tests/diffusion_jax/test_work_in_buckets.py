@@ -3,6 +3,7 @@
 Each work dies at every few objects that it writes, and goes on.
 """
 
+import threading
 import uuid
 
 import numpy as np
@@ -41,6 +42,8 @@ def finish(work, writes):
         def limited(write):
             def call(self, *args, **options):
                 nonlocal left
+                if threading.current_thread().name == "writer":  # Its heartbeat comes at any time.
+                    return write(self, *args, **options)
                 if not left:
                     raise Killed
                 left -= 1
@@ -65,7 +68,6 @@ def contents(folder):
     return {name: (folder / name).read_bytes() for name in names}
 
 
-@pytest.mark.slow
 def test_a_store_of_texts(bucket, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     weights = tiny_weights.t5_folder(tmp_path / "t5", width=64)

@@ -136,12 +136,12 @@ def test_an_output_that_is_not_finite_is_null_and_exits_with_1(report, make, cha
         (
             lambda: imagen_cases.random_case(imagen_cases.TINY_EFFICIENT),
             {"config": np.array('{"unet_type": "sr"}')},
-            "no group `unet` with the network's fields: its keys are unet_type",
+            "NeMo's config has no group `unet` with the network's fields: its keys are unet_type",
         ),
         (
             sd_case,
             {"__meta__": np.array('{"config": {}}')},
-            "the LDM UNet's config lacks model_channels, attention_resolutions: it holds nothing",
+            "the LDM UNet's config lacks model_channels, attention_resolutions: it has no fields",
         ),
         (
             short_text,

@@ -309,7 +309,7 @@ def test_settings_of_the_sampler_are_axes_at_the_same_weights():
 
 def test_models_of_unlike_sizes_need_one_to_be_scored_at(tmp_path):
     subjects = [make_subject(tmp_path), make_subject(tmp_path)._replace(size=16)]
-    with pytest.raises(ValueError, match=r"draw pictures of 8, 16 pixels: resize them.*--size=8"):
+    with pytest.raises(ValueError, match=r"sizes \(8, 16 pixels\): set --size, .*--size=8"):
         evaluation.common_size(subjects)
 
 
