@@ -75,7 +75,7 @@ def test_tables_that_say_nothing_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"no \.jsonl files in .*, but data\.text=jsonl:"):
         Folder(tmp_path, text="jsonl:text")
     (tmp_path / "m.jsonl").write_text('{"file_name": "a.jpg", "caption": "x"}')
-    with pytest.raises(ValueError, match=r"'text': the columns are caption, file_name"):
+    with pytest.raises(ValueError, match=r"'text'; the columns are caption, file_name"):
         Folder(tmp_path, text="jsonl:text")
     (tmp_path / "m.jsonl").write_text('{"file_name": "a.jpg"}\n{')
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2: "):
