@@ -61,11 +61,9 @@ ROWS = 24
 """Sampling budget: rows of input that the network processes per picture. The quick start needs 24:
 12 guided steps, each with one row with the prompt and one without."""
 LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Noise levels (sigma) at which the held-out v-loss is measured. The v-loss has the same meaning
-for all objectives."""
+"""Noise levels (sigma) of the held-out v-loss, which has the same meaning for all objectives."""
 GUIDE = "the run itself, at a third of its steps"
-"""Placeholder for the guide of autoguidance. `drawn` replaces it by the run's checkpoint at a
-third of its steps."""
+"""Placeholder for a guide in Variant.drawn. `drawn` replaces it by a checkpoint of the run."""
 
 
 class Size(NamedTuple):
@@ -89,12 +87,12 @@ class Variant(NamedTuple):
 
     @property
     def run(self) -> str:
-        """Name of the training run; "base" for variants that only change sampling."""
+        """Name of the training run, without seed; "base" if the variant only changes sampling."""
         return _file_name(f"{self.axis}_{self.name}") if self.trained else "base"
 
     @property
     def key(self) -> str:
-        """Name of the result files; "base" for the unchanged base, which all axes share."""
+        """Name of the result files, without the seed; "base" for the base, which all axes share."""
         return _file_name(f"{self.axis}_{self.name}") if self.trained or self.drawn else "base"
 
 
@@ -103,7 +101,10 @@ def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
 
 
 def _magnitude(**more: Any) -> dict[str, Any]:
-    """Return fields of a Variant with EDM2's magnitude-preserving UNet and optimizer."""
+    """Return the Variant fields that select EDM2's magnitude-preserving UNet and optimizer.
+
+    `more` adds or overrides config fields.
+    """
     c = quickstart_mp.get_config().to_dict()
     names = ("lr", "weight_decay", "clip", "schedule")
     fields = {f"optimizer.{name}": c["optimizer"][name] for name in names}
@@ -214,10 +215,10 @@ def result(
 ) -> dict[str, Any]:
     """Return the costs and scores of a variant for one seed.
 
-    The dict has the key "seed" and the keys of `trained` and `drawn`. It also has "v_loss", unless
-    the variant only changes guidance or sampling. It is read from the result file in the workdir
-    `root`. If there is no such file, the variant is trained, sampled and scored, and the file is
-    written.
+    The result has the key "seed", and the keys that the functions `trained` and `drawn` return. It
+    also has the key "v_loss", unless the variant only changes guidance or sampling. The result is
+    read from its file in the workdir `root`. If there is no such file, the variant is trained,
+    sampled and scored, and the file is written.
     """
     path = root / "results" / f"{variant.key}_{seed}.json"
     if path.exists():

@@ -190,7 +190,10 @@ def _reduced() -> dict[str, dict[str, float]]:
 
 
 def _check(saved: Mapping[str, Any]) -> int:
-    """Compare the blocks for --check with saved numbers; return 1 if one grew over 5 %, else 0."""
+    """Compare the blocks for --check with saved numbers, and print both.
+
+    Returns the exit code: 1 if a number is more than 5 % above the saved one, otherwise 0.
+    """
     if saved["versions"] != _versions():
         print(f"nothing compared: estimates saved with {saved['versions']}, not {_versions()}")
         return 0

@@ -109,7 +109,10 @@ def _pictures() -> tuple[np.ndarray, np.ndarray]:
 def _ours(
     state: Mapping[str, np.ndarray], real: np.ndarray, drawn: np.ndarray
 ) -> Callable[[str], Scores]:
-    """Return a function that computes this project's scores in a mode and caches them."""
+    """Return a function that maps a mode of Inception's input to this project's scores.
+
+    The function computes the scores of a mode once, and then returns the same scores again.
+    """
     weights = Weights(inception_weights.to_params(state), "", False)
     cache: dict[str, Scores] = {}
 

@@ -49,7 +49,7 @@ def score(workdir: str, old: Sequence[str]) -> dict[str, float]:
     """Draw with the run in `workdir` and return the shares of correct pictures, from 0 to 1.
 
     "new" is the share for prompts with the new word, and "old" the share for the prompts `old`.
-    "new_ink" is the share of pictures for the new word whose ink is right.
+    "new_ink" is the share of pictures that have the new ink, for prompts with the new word.
     """
     from imagen_jax import cascade  # Slow to import; only drawing needs it.
 

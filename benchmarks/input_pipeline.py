@@ -115,7 +115,7 @@ def _compare(places: Mapping[str, tuple[str, str]], size: int) -> None:
 
 
 class _Row(NamedTuple):
-    """Rates of one round in images/s, keyed by the source or "peer NAME"."""
+    """The rates of one round, keyed by the name of the source or by "peer NAME"."""
 
     core: dict[str, float]
     """Images per CPU second."""

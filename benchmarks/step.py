@@ -52,10 +52,10 @@ class Timing(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
-    """Return the model of a config (without weights and data), and the inputs of its step.
+    """Return a config's model, without weights and data, and the inputs that its train step reads.
 
-    The inputs are the value of --inputs, or None for models that diffuse pixels. Raises ValueError
-    if the config has mistakes.
+    The inputs are the value of --inputs (see INPUTS), or None for models that diffuse pixels.
+    Raises ValueError if the config has mistakes.
     """
     inputs = _INPUTS.value if "latents" in config else None
     if inputs:

@@ -63,9 +63,9 @@ def main(argv: list[str]) -> None:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Return (prompt with an unknown word, known caption of equal meaning) for each line.
+    """Return pairs (prompt with an unknown word, known caption of equal meaning).
 
-    The lines are those of unknown_words.txt.
+    Each line of unknown_words.txt gives one pair.
     """
     lines = _WORDS.read_text(encoding="utf-8").splitlines()[1:]
     backgrounds = itertools.cycle(BACKGROUNDS)

@@ -1,4 +1,4 @@
-"""Small autoencoder for sd64_11m that encodes 64x64 pictures as 16x16 latents.
+"""Small autoencoder for sd64_11m: it encodes 64x64 pictures as 16x16 latents.
 
 The model has 961,739 parameters, and trains on two CPU cores.
 

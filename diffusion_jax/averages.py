@@ -113,8 +113,8 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
     """Return the folder of a run's checkpoints, and a Trace of each average stored up to `step`.
 
-    If `step` is None, it is the step of the newest checkpoint or snapshot. Raises
-    ValueError if the run has no such step or no power-function averages.
+    The averages are power-function averages. If `step` is None, it is the step of the newest
+    checkpoint or snapshot. Raises ValueError if the run has no such step or no such averages.
     """
     runs.load(workdir)
     root = restore.absolute(workdir) / runs.CHECKPOINTS

@@ -153,7 +153,10 @@ def _with_gradients(run: Run) -> Callable[..., Any]:
 
 
 def _error(actual: Any, expected: Any) -> float:
-    """Return the largest value of max|a - e| / max|e| over all arrays, or NaN if a value is NaN."""
+    """Return the largest relative error, max|a - e| / max|e|, of the arrays in two trees.
+
+    The error is NaN if a value is NaN.
+    """
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
     return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in wide]))

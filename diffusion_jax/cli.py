@@ -54,7 +54,7 @@ class _CompleteConfig(flags.ArgumentParser):
 
 
 def _read(files: flags.ArgumentParser, argument: str) -> Any:
-    """Run a config file, and return its config.
+    """Run the config file that the flag's value, FILE or FILE:ARGUMENT, names. Return its config.
 
     Raises ValueError if the file does not exist or fails. The message names the file and the line.
     """
@@ -237,7 +237,10 @@ def _unknown_field(argv: list[str], text: str) -> str:
 
 
 def _nearest(path: str, name: str, fields: list[str]) -> str:
-    """Return a message about an unknown field, with the valid fields, the most similar first."""
+    """Return an error message about the unknown config field `path`, whose last part is `name`.
+
+    The message lists `fields`, the valid names in this place, with the most similar ones first.
+    """
     nearest = sorted(fields, key=lambda field: -difflib.SequenceMatcher(None, name, field).ratio())
     group = path.rpartition(".")[0]
     close = difflib.get_close_matches(name, fields, 1)

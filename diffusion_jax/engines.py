@@ -57,7 +57,7 @@ class Share(NamedTuple):
         size: Callable[[int], int] = lambda item: 1,
         read: Callable[[int], Any] | None = None,
     ) -> collections.Counter[str]:
-        """Call `write(i)` for each item whose file is missing, and sum the counts it returns.
+        """Call `write(i)` for each item i whose file is missing. Return the sums of the counts.
 
         Args:
             items: The indices of the stage's files.
@@ -108,7 +108,7 @@ class Beam(NamedTuple):
     """
 
     def fill(self, items, path, write, *, noun="shards", name="", size=lambda item: 1, read=None):
-        """Call `write(i)` with Beam for each item whose file is missing, and sum the counts.
+        """Call `write(i)` with Beam for each item i whose file is missing. Return summed counts.
 
         Some runners stop instead of retrying the items of a dead worker. Then Beam runs again with
         the missing items, up to three times in total, unless an attempt writes nothing.
@@ -296,7 +296,7 @@ def share(worker: int | None, workers: int | None) -> Share:
 def ahead(function: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[tuple[_T, _R]]:
     """Yield (item, function(item)) for each item.
 
-    A thread computes the next result while the caller uses this one.
+    A thread computes the next result while the caller uses the current one.
     """
     running = None
     with ThreadPoolExecutor(1) as executor:

@@ -83,10 +83,11 @@ def make_scorer(
 ) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps a model's parameters to its held-out losses, keyed by name.
 
-    The keys are "loss", "v_loss", "loss/sigma_S" and "v_loss/sigma_S". A row is one record at one
-    noise level. The function processes `batch_size` rows at a time and computes the loss of each
-    row in float32. The means are taken in float64, in an order that does not depend on the number
-    of devices.
+    The keys "loss" and "v_loss" are means over all noise levels; "loss/sigma_S" and
+    "v_loss/sigma_S" are the losses at each level S (see the module's docstring). A row is one
+    record at one noise level. The function processes `batch_size` rows at a time and computes the
+    loss of each row in float32. The means are taken in float64, in an order that does not depend on
+    the number of devices.
     """
     where, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     assert task.measure is not None

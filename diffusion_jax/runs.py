@@ -116,7 +116,8 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
 
     Raises:
         FileNotFoundError: If the workdir has no config.
-        ValueError: If this code cannot run the config, or if its system is not `system`.
+        ValueError: If this code cannot run the config, or if its system is not `system` (None
+            accepts every system).
     """
     path = files.path(workdir) / CONFIG
     if not path.exists():

@@ -30,7 +30,10 @@ class System(NamedTuple):
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The type of each config group; for a group with a field `kind`, its networks by kind."""
+        """The type of each config group, keyed by group.
+
+        For a group with a field `kind`, it is the entry of `networks` instead.
+        """
         types = {k: v for k, v in self.settings.__annotations__.items() if k != "run"}
         return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}
 

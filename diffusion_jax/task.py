@@ -84,7 +84,7 @@ def normal_like(key: PRNGKeyArray, x: Images) -> Images:
 
 
 def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
-    """Draw a mask, True for texts to keep. Each text is dropped with probability `drop_prob`."""
+    """Draw a mask: False, with probability `drop_prob`, for a text to drop, otherwise True."""
     return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
 
 

@@ -65,7 +65,7 @@ class FusedAttention(nn.Module):
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """Return x plus the output of attention.
 
-        One norm of the pixels precedes the queries, and another one the keys and values.
+        The queries and the keys and values of the pixels are computed after two different norms.
         """
         tokens = _tokens(x)  # [B, HW, C]
         (q,) = _heads(self, GroupNorm(name="norm")(tokens), 1, x, "q")  # [B, HW, N, K]
@@ -87,7 +87,7 @@ class StackedAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Return x plus the output of the block, whose three layers are also residual."""
+        """Return x plus the output of the block. Its three inner layers are also residual."""
         c = x.shape[-1]
         fields = (self.head_dim, self.implementation, self.dtype)
         h = dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)  # [B, H, W, C]
@@ -109,13 +109,19 @@ BLOCKS = {
 
 
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
-    """Raise ValueError if attention cannot be built from these fields of a UNet."""
+    """Raise ValueError if attention cannot be built from these fields of a UNet.
+
+    `kind` is the UNet's field `attention`, a key of BLOCKS.
+    """
     named.one_of("unet.attention", kind, BLOCKS)
     check_implementation(implementation, dtype, head_dim)
 
 
 def check_implementation(implementation: str, dtype: DTypeLike, head_dim: int) -> None:
-    """Raise ValueError if the attention implementation is unknown or cannot run these sizes."""
+    """Raise ValueError if the attention implementation is unknown or cannot run with these fields.
+
+    "cudnn" needs a 16-bit dtype, and a `head_dim` that is a multiple of 8 up to 128.
+    """
     named.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn" and (
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
@@ -146,9 +152,9 @@ def _tokens(x: Array) -> Array:
 
 
 def _heads(block: Any, normed: Array, parts: int, x: Array, name: str) -> list[Array]:
-    """Map T tokens [B, T, D] to `parts` arrays [B, T, N, K] with the layer `name` of `block`.
+    """Map T tokens, [B, T, D], to a list of `parts` arrays of heads, [B, T, N, K] each.
 
-    N * K is the number of channels of x.
+    The layer `name` of `block` computes them. N * K is the number of channels of x.
     """
     num_heads = x.shape[-1] // block.head_dim
     layer = ToHeads(parts, num_heads, block.head_dim, dtype=block.dtype, name=name)

@@ -1,4 +1,4 @@
-"""Draw with a cascade of trained models: a base model draws small images, the others enlarge them.
+"""Draw with a cascade of trained models: the first draws small images, and the others enlarge them.
 
     from imagen_jax import cascade
 
@@ -62,11 +62,12 @@ def load(
 
     Args:
         workdirs: The workdirs of the runs, in the order in which their models draw.
-        choices: A Choice for each run, from `choose`.
+        choices: A Choice for each run, from `choose`. By default, the runs' own settings and newest
+            checkpoints.
         embedded: Whether the models will draw from text embeddings computed elsewhere. If so,
             their text encoders are not opened.
-        strengths: For each run, the share of the sampling steps that it takes when it draws over a
-            picture.
+        strengths: For each run, the share of the sampling steps that its model runs when it draws
+            over a picture; by default, 1.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
@@ -103,7 +104,7 @@ def load_model(
         guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
         embedded: Whether the model will draw from text embeddings computed elsewhere. If so,
             its text encoder is not opened.
-        strength: The share of the sampling steps that the model takes when it draws over a picture.
+        strength: The share of the sampling steps that the model runs when it draws over a picture.
         encoders: A cache, empty at first. Models that are opened with the same cache share the
             weights of their text encoders.
 
@@ -149,7 +150,7 @@ def load_model(
 
 
 def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
-    """Return a run's settings with overrides.
+    """Return the settings of a run, after replacing the fields in `overrides`.
 
     Raises FileNotFoundError if there is no run, and ValueError if an override is invalid for it.
     """
@@ -159,7 +160,8 @@ def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {})
 def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
     """Raise ValueError if a stage does not draw images of the size that the next stage enlarges.
 
-    `stages` holds the workdir and the settings of each stage.
+    This is also the case if the next stage is a base model, which enlarges nothing. `stages` holds
+    the workdir and the settings of each stage.
     """
     for (before, a), (after, b) in itertools.pairwise(stages):
         if b.super_resolution.factor == 1:
@@ -181,9 +183,10 @@ def draw(
     low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
     pictures: Pictures | None = None,
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
-    """Draw one image for each prompt and seed. Return one array of N images per stage.
+    """Draw one image for each prompt, with the seed at the same position in `seeds`.
 
-    Each image depends only on its own prompt, seed, small image and picture.
+    Return one array of N images per stage. Each image depends only on its own prompt, seed, small
+    image and picture.
 
     Args:
         stages: The models, from the first to the last.
@@ -194,7 +197,9 @@ def draw(
         pictures: The pictures that all stages draw over.
 
     Raises:
-        ValueError: If the numbers of prompts and seeds differ, or an image has the wrong size.
+        ValueError: If the numbers of prompts and seeds differ, the images in `low_res` are not of
+            the size that the first stage enlarges, or a picture does not have the aspect ratio of
+            the drawn images.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
@@ -279,7 +284,7 @@ def output_shapes(stages: Sequence[Model]) -> list[tuple[int, int]]:
 
 
 def describe(stage: Model) -> dict[str, Any]:
-    """Return a stage's weights, image size and sampler, for the metadata saved with each picture.
+    """Describe a stage's weights, image size and sampler, for the metadata saved with each picture.
 
     Sampler settings with the value infinity (guidance_high without a limit) are left out, because
     JSON has no infinity.
@@ -298,7 +303,10 @@ def describe(stage: Model) -> dict[str, Any]:
 
 
 def card(stages: Sequence[Model]) -> dict[str, Any]:
-    """Return the metadata saved with each picture: the guidance scale and a dict for each stage."""
+    """Return the metadata saved with each picture.
+
+    It holds the guidance scale of the first stage, and a dict for each stage (see `describe`).
+    """
     stage_cards = []
     for stage in stages:
         s, described = stage.settings, describe(stage)

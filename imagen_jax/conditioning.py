@@ -24,7 +24,7 @@ POOLING = ("attention", "mean")
 
 @runtime_checkable
 class Pictured(Protocol):
-    """The fields of a UNet that determine which images are its inputs."""
+    """The fields of a UNet that determine the images among its inputs."""
 
     image_size: int
     noise_aug: bool
@@ -56,10 +56,13 @@ def condition(
     low_res_time: Float[Array, "B"] | None,
     cond_dim: int,
 ) -> tuple[Float[Array, "B E"], Float[Array, "B T {cond_dim}"], Bool[Array, "B T"]]:
-    """Return the embedding for residual blocks, and the context for attention with its mask.
+    """Embed the time and the text. Return (embedding, context, mask).
 
-    The context has T tokens: the L tokens of the text, and the null token if there is one. Call
-    this function in the `__call__` of `unet`, so that the parameters belong to `unet`.
+    Residual blocks use the embedding. Attention uses the context of T tokens: the L tokens of the
+    text, and the null token if there is one. The mask is True at the valid tokens of the context.
+    If `unet` sees a noisy low-resolution image, `low_res_time` (the c_noise of this noise) is part
+    of the embedding. Call this function in the `__call__` of `unet`, so that the parameters belong
+    to `unet`.
     """
     embed = lambda name: TimeEmbed(unet.embed_dim, unet.learned_time_dim, unet.dtype, name=name)
     emb = embed("time_embed")(time)  # [B, E]
@@ -91,7 +94,7 @@ def with_low_res(
 
 
 def required(value: Array | None, name: str, field: str) -> Array:
-    """Return `value`, the argument `name` of a UNet. Raise ValueError if it is None.
+    """Return `value`, the argument `name` of a UNet. Raises ValueError if it is None.
 
     The message says that the argument is needed because the UNet's field `field` is True.
     """
@@ -117,7 +120,7 @@ def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
 
 
 def check_conditioning(unet: Conditioned) -> None:
-    """Raise ValueError if the fields in Conditioned are invalid or contradict each other."""
+    """Raise ValueError if fields of the class Conditioned are invalid or contradict each other."""
     named.one_of("unet.text_pooling", unet.text_pooling, POOLING)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
@@ -139,7 +142,8 @@ def check_low_res(unet: Pictured) -> None:
 class TimeEmbed(nn.Module):
     """Embedding of the time: fixed or learned sinusoids, then two dense layers.
 
-    If `learned_dim` is 0, the sinusoids are fixed. The dense layers have 4 * `width` channels.
+    If `learned_dim` is 0, there are `width` fixed sinusoids. Otherwise, there are `learned_dim`
+    learned ones. Each dense layer has 4 * `width` channels.
     """
 
     width: int
@@ -148,7 +152,7 @@ class TimeEmbed(nn.Module):
 
     @nn.compact
     def __call__(self, time: Float[Array, "B"]):
-        """Return [B, 4 * width]."""
+        """Return the embedding of each image's time, [B, 4 * width]."""
         time = time.astype(jnp.float32)
         if self.learned_dim:
             shape = (self.learned_dim // 2,)
@@ -163,10 +167,10 @@ class TimeEmbed(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention pooling: a weighted mean over the tokens of a text, with learned weights.
+    """Attention pooling: a weighted mean of a text's tokens, then layer norm and a dense layer.
 
-    As in NeMo, the softmax over tokens includes the padding. So the result depends on the length to
-    which the text is padded.
+    A learned layer computes the weight of each token. As in NeMo, the softmax over tokens includes
+    the padding. So the result depends on the length to which the text is padded.
     """
 
     width: int
@@ -174,7 +178,7 @@ class AttentionPool(nn.Module):
 
     @nn.compact
     def __call__(self, text: Float[Array, "B L D"]):
-        """Return [B, width]."""
+        """Return one vector for each text, [B, width]."""
         scores = dense(text, 1, "score", dtype=self.dtype).astype(jnp.float32)  # [B, L, 1]
         weights = jax.nn.softmax(scores, axis=1)  # [B, L, 1]
         pooled = layer_norm((weights * text).sum(1), dtype=self.dtype)  # [B, D]
@@ -189,7 +193,7 @@ class TextEmbed(nn.Module):
 
     @nn.compact
     def __call__(self, pooled: Float[Array, "B D"]):
-        """Return [B, width]."""
+        """Return the vector to add to the time embedding of each image, [B, width]."""
         h = layer_norm(pooled, dtype=self.dtype)  # [B, D]
         h = nn.silu(dense(h, self.width, "dense1", dtype=self.dtype))
         return dense(h, self.width, "dense2", dtype=self.dtype)

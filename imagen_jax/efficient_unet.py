@@ -134,9 +134,9 @@ class EfficientUNet(Network):
 
 
 def attention_widths(unet: EfficientUNet) -> list[int]:
-    """Return the channel widths of all attention blocks.
+    """Return the number of channels of each attention block.
 
-    On the way up, the blocks of a level have the width of the next shallower level.
+    On the way up, the blocks of a level have the number of channels of the next shallower level.
     """
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     return [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
@@ -154,7 +154,7 @@ def check(unet: EfficientUNet, text_width: int) -> None:
 
 
 def check_layers(unet: EfficientUNet) -> None:
-    """Raise ValueError if the layers cannot be built from these fields."""
+    """Raise ValueError if the network's layers cannot be built from its fields."""
     check_conditioning(unet)
     levels = len(unet.channel_mult)
     if len(unet.num_res_blocks) != levels or min(unet.num_res_blocks, default=0) < 1:

@@ -57,14 +57,17 @@ def open_subject(
 
     Args:
         workdirs: The workdir of each stage; one workdir for a single model.
-        points: For each combination of sampler settings, a list with the option values of every
-            stage, keyed as in cascade.OPTIONS. () is one combination, with the configs' values.
+        points: For each combination of sampler settings to score, a list with the option values of
+            every stage, keyed as in cascade.OPTIONS. By default, there is one combination, with the
+            values of the configs.
         weights: For each stage, a list of the saved weights to evaluate. Stages beyond the end of
             this sequence use the newest checkpoint, and its average with the largest decay.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
-        ValueError: If the runs or the values do not fit together.
+        ValueError: If a value is invalid, `weights` has more entries than there are stages, the
+            first stage is a super-resolution model, a stage does not draw images of the size that
+            the next stage enlarges, or the images are not square.
     """
     points = points or [[{}] * len(workdirs)]
     if len(weights) > len(workdirs):

@@ -57,13 +57,17 @@ class ResBlock(nn.Module):
     always_project: bool = False
     """Whether the shortcut is a 1x1 convolution even if the width does not change."""
     skip_scale: float = 1.0
+    """The factor by which the shortcut is multiplied."""
     dropout: float = 0.0
     train: bool = False
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"]):
-        """Return [B, H, W, width]. If the block resamples, H and W are twice or half those of x."""
+        """Return the new activations, [B, H, W, width].
+
+        If the block resamples, H and W are twice or half those of x.
+        """
         h = GroupNorm(silu=True, name="norm1")(x)  # [B, H, W, C]
         if self.resample == "down":
             h, x = ops.average_pool_2x2(h), ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
@@ -131,7 +135,10 @@ def bicubic_upsample(
 
 
 def unit(unet: Any) -> int:
-    """Return the number that must divide the height and width of a network's images in pixels."""
+    """Return the number of pixels that must divide the height and width of a network's images.
+
+    It is the side of a patch, times 2 for each level at which the resolution is halved.
+    """
     halvings = len(getattr(unet, "channel_mult", (1,))) - 1  # A transformer has no levels.
     return getattr(unet, "patch", 1) * 2**halvings
 
@@ -159,7 +166,10 @@ def check_resolutions(unet: Any) -> None:
 
 
 def check_width(name: str, width: int) -> None:
-    """Raise ValueError unless `width`, the UNet's field `name`, is a positive multiple of 32."""
+    """Raise ValueError unless `width`, a number of channels, is a positive multiple of 32.
+
+    `name` is the UNet's field that sets it, for the message.
+    """
     if width < 32 or width % 32:
         raise ValueError(
             f"unet.{name} is {width}: it must be a multiple of 32, the number of groups in group "
@@ -179,7 +189,7 @@ def _bicubic_weights(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def _cubic(d: Float[np.ndarray, "N"], a: float = -0.75) -> Float[np.ndarray, "N"]:
-    """Return the cubic kernel of Keys (1981) with the parameter `a`, at distances from 0 to 2."""
+    """Return the cubic kernel of Keys (1981) with parameter `a` at distances d, from 0 to 2."""
     near = (a + 2) * d**3 - (a + 3) * d**2 + 1
     far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
     return np.where(d <= 1, near, far)

@@ -131,11 +131,11 @@ class MagnitudeUNet(Network):
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _conditions(self, time, text, text_mask, low_res_time):
-        """Return the embedding [B, E], attention's context [B, L, cond_dim] and its mask [B, L].
+        """Return the embedding of time and text, the context of attention, and the context's mask.
 
-        If attention does not see the text, the context is None. A channel of ones is appended to
-        the tokens. So a dropped text, which is all zeros, also becomes a learned vector of
-        magnitude 1.
+        Their shapes are [B, E], [B, L, cond_dim] and [B, L]. If attention does not see the text,
+        the context is None. A channel of ones is appended to the text tokens. So a dropped text,
+        whose tokens are zeros, also becomes a learned vector of magnitude 1.
         """
         widths = [self.embed_dim * m for m in self.channel_mult]
         linear = lambda name: MPConv(max(widths), name=name)
@@ -191,9 +191,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
-        """Return [B, H, W, width]. If the block resamples, H and W are twice or half those of x.
+        """Return the new activations, [B, H, W, width].
 
-        `context` may be None if the block does not attend to the text.
+        If the block resamples, H and W are twice or half those of x. `context` holds the text
+        tokens that attention sees. It may be None if the block does not attend to the text.
         """
         if self.resample == "down":
             x = ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
@@ -216,7 +217,7 @@ class Block(nn.Module):
         return jnp.clip(x, -_CLIP, _CLIP)
 
     def _attended(self, x, context, text_mask):
-        """Return attention's output [B, H, W, C] for x [B, H, W, C].
+        """Return the output of attention, [B, H, W, C], with the pixels of x as queries.
 
         The keys are the pixels, the text tokens, or both.
         """
@@ -233,9 +234,9 @@ class Block(nn.Module):
         return self._out(attend(q, *text, text_mask, implementation=self.implementation), x)
 
     def _heads(self, tokens, parts, name):
-        """Map T tokens [B, T, _] to `parts` arrays [B, T, N, K] of heads with magnitude 1.
+        """Map T tokens, [B, T, _], to a list of `parts` arrays of heads, [B, T, N, K] each.
 
-        The layer that computes them has the name `name`.
+        The heads have magnitude 1. The layer that computes them has the name `name`.
         """
         heads = self._layer(name, width=parts * self.width)(tokens)  # [B, T, parts C]
         shape = (*heads.shape[:2], parts, self.width // self.head_dim, self.head_dim)

@@ -1,9 +1,11 @@
-"""Open trained models in a notebook.
+"""Open trained models in a notebook, to draw with them.
 
-import imagen_jax
+    import imagen_jax
 
-model = imagen_jax.load("runs/quickstart")
-model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="ddim")
+    model = imagen_jax.load("runs/quickstart")
+    model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="ddim")
+
+A notebook shows the result of `draw` as a contact sheet.
 """
 
 import os

@@ -69,6 +69,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     """Open the models and input files that the flags name, and return them as a Session.
 
     `prompts` holds the texts of --prompt and --prompts. It must be empty if --embeddings is given.
+    The output folder `out` is not used.
 
     Raises ValueError if a flag is invalid, and OSError if a file is missing.
     """
@@ -111,9 +112,9 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _strengths(num_stages: int) -> list[float]:
-    """Return the strength of each stage: the share of its steps that draw over the picture.
+    """Return the strength of each stage: the share of its steps to run on a picture to draw over.
 
-    A single value of --strength is for the first stage, and the other stages get 1.
+    If --strength has a single value, it is for the first stage, and the other stages get 1.
     """
     strengths = option_flags.each("strength", _STRENGTH.value, Share, num_stages)
     return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
@@ -131,7 +132,8 @@ def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list
 def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     """Return the pictures of --low_res as float32 [num_texts, h, w, 3] in [-1, 1], or None.
 
-    Raises ValueError if the first stage cannot enlarge them, or there is not one per text.
+    Raises ValueError if the first stage cannot enlarge them, or if the number of pictures is not
+    the number of texts.
     """
     low_res = [pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
     arrays = [np.asarray(image) for image in low_res]

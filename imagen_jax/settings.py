@@ -133,8 +133,8 @@ class Sampler(NamedTuple):
     """Where the last step ends: without noise ("zero"), or at the smallest noise level
     ("sigma_min"); "" for a default that depends on noise and sampler."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The timestep at which the last step of the grid "leading" starts, if diffusion.noise is a
-    table of levels. Other grids ignore it."""
+    """The number of timesteps that the grid "leading" adds to all of its times, if diffusion.noise
+    is a table of levels. Other grids ignore it."""
     guiding: GuidingName = "cfg"
     """The kinds of guidance, joined by +, such as apg(norm=5)+rescale. "cfg" is plain
     classifier-free guidance."""
@@ -176,9 +176,9 @@ class Settings(NamedTuple):
 
     @property
     def crop_sides(self) -> tuple[int, int]:
-        """The side of square training crops in pixels, and the number that must divide all sides.
+        """The side of square training crops, and a number that must divide the sides of all crops.
 
-        Crops that are not square have the sizes in data.aspect_buckets.
+        Both are in pixels. Crops that are not square have the sizes in data.aspect_buckets.
         """
         return self.unet.image_size, math.lcm(layers.unit(self.unet), self.super_resolution.factor)
 
@@ -203,7 +203,7 @@ UNETS: dict[str, type | str] = {
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Return the checked settings of a config. Raise ValueError if they are invalid."""
+    """Return the checked settings of a config. Raises ValueError if they are invalid."""
     return systems.read(config, "imagen_jax")
 
 
@@ -228,7 +228,7 @@ def check(s: Settings) -> None:
 
 
 def _check_sizes(s: Settings) -> None:
-    """Raise ValueError unless the sizes of the large image, the small image and the data fit."""
+    """Raise ValueError if the image size, the enlargement factor and data.resize do not agree."""
     factor, size, resize = s.super_resolution.factor, s.unet.image_size, s.data.resize
     if size % factor:
         raise ValueError(
@@ -256,7 +256,7 @@ def _check_sizes(s: Settings) -> None:
 
 
 def _check_output_shape(s: Settings) -> None:
-    """Raise ValueError if a base model cannot draw or score images of the height and width set."""
+    """Raise ValueError if a base model cannot draw or score images of its height and width."""
     _, unit = s.crop_sides
     shape = s.output_shape
     for name, side in zip(("height", "width"), shape, strict=True):
@@ -286,8 +286,8 @@ def _check_texts(s: Settings) -> None:
         )
     if s.text.store:
         raise ValueError(
-            f"text.store is {s.text.store!r}, but data.text is {s.data.text!r}, so the embeddings "
-            "are read next to the images: set data.text to txt to use the store, or leave "
+            f"text.store is {s.text.store!r}, but data.text is {s.data.text!r}, which reads "
+            "embeddings stored with the images: set data.text to txt to use the store, or leave "
             "text.store empty"
         )
 

@@ -7,10 +7,15 @@ PHOTOS is a folder of pictures, with captions beside them (.txt, .json), in a ta
 a Hugging Face data set on disk, or SOURCE:PATH::TEXT, the values of data.source, data.path and
 data.text in a config.
 
-If pictures are few, tall or slow to read, the command asks what to do, unless --finetune, --tall or
---shrink gives the answer. It reads the pictures, measures a few training steps of suitable models
-on this machine, writes a short config (for a cascade, one per stage) and a sheet of the first
-training pictures, and prints the commands to run next. It never overwrites a file.
+The command reads a random sample of the pictures. In three cases it asks in the terminal what to
+do, unless a flag gives the answer: if there are fewer than 1,000 pictures and they have captions
+(--finetune), if at least a twentieth of the pictures are far from square (--tall), or if reading
+the pictures is slow and they are larger than necessary (--shrink). Without a terminal, it takes the
+default answers.
+
+It then measures a few training steps of suitable models on this machine, writes a short config (for
+a cascade, one per stage) and a sheet of the first training pictures, and prints the commands to run
+next. It never overwrites a file.
 """
 
 from diffusion_jax.start.command import command

@@ -25,7 +25,11 @@ def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w 
 
 
 class LowRes(NamedTuple):
-    """The arguments `low_res` and `low_res_time` of a UNet. Both are None for a base model."""
+    """The arguments `low_res` and `low_res_time` of a UNet, for a batch.
+
+    `image` holds the small images. `time` is the c_noise of their noise level, or None if no noise
+    is added to them. Both are None for a base model.
+    """
 
     image: Images | None = None
     time: Sigma | None = None
@@ -36,9 +40,9 @@ class LowRes(NamedTuple):
 
 
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
-    """Return noisy small images, c_in * (image + sigma * eps), and c_noise as their time.
+    """Return a LowRes of noisy small images c_in * (image + sigma * eps), with c_noise as `time`.
 
-    `eps` is standard normal noise. `scalings` maps sigma to c_in and c_noise.
+    `eps` is standard normal noise. The preconditioner `scalings` maps sigma to c_in and c_noise.
     """
     c = scalings(sigma)
     noisy = image + sigma[:, None, None, None] * eps
@@ -46,7 +50,7 @@ def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> L
 
 
 def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Array, "B"]]:
-    """Return two keys per image: one to draw the image, one for the noise on its small image.
+    """Return two arrays of keys: to draw the images, and for the noise added to the small images.
 
     All stages of a cascade get the same `keys`. To give each stage different noise, the side of the
     stage's images in pixels, `size`, is folded into the keys.

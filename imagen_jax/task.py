@@ -36,23 +36,26 @@ from imagen_jax.super_resolution import LowRes
 def make_task(
     s: Settings, encoder: TextEncoder, guide: Settings | None = None, strength: float = 1.0
 ) -> Task:
-    """Return a Task: the initialisation, loss and sampling of an Imagen model.
+    """Return the Task of an Imagen model: the functions that initialise, train and sample it.
 
     In training, a super-resolution model shrinks the images of the batch to get its small images.
     In sampling, it reads small images of any size from batch["low_res"], float [B, h, w, 3] in
-    about [-1, 1]. If the batch has "image", uint8 [B, H, W, 3], the sampler draws over these
-    pictures. If the batch also has "mask", bool [B, H, W], the sampler changes only the pixels
-    where the mask is True (see diffusion_jax/diffusion/editing.py).
+    about [-1, 1].
+
+    If a batch for sampling has "image", uint8 [B, H, W, 3], the sampler draws over these pictures.
+    If it also has "mask", bool [B, H, W], the sampler changes only the pixels where the mask is
+    True (see diffusion_jax/diffusion/editing.py).
 
     Args:
         s: The model's settings.
         encoder: The text encoder. Its weights are the frozen weights of the Task.
-        guide: Settings of a second model that guides this one. The frozen weights are then a dict
-            with the keys "text" (the weights of the text encoder) and "guide" (those of the guide).
-        strength: The share of the sampling steps that the model takes when it draws over a picture.
+        guide: The settings of a second model that guides this one, for autoguidance. If there is
+            one, the Task's `sample` expects frozen weights of another form: a dict with the keys
+            "text" (the weights of the text encoder) and "guide" (the weights of the second model).
+        strength: When the model draws over a picture, the share of the sampling steps that it runs.
 
     Raises:
-        ValueError: If the sampling grid is spaced by time, but the noise has no times.
+        ValueError: The sampling grid is spaced in time, but the noise defines no times.
     """
     unet, objective = s.unet, objectives.make(s.diffusion)
     samplers.check_grid(objective.noise, s.sampler)
@@ -129,7 +132,7 @@ def make_task(
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
     """Return a Task and a batch of one black image, to trace a training step without any data.
 
-    The batch holds no text; add what `encoder.tokenize` returns.
+    The batch holds no text. The caller must add the arrays that `encoder.tokenize` returns.
     """
     side = s.unet.image_size
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
@@ -198,7 +201,8 @@ def _denoiser_of(
     """Return a function that maps a condition to the model's denoiser D(x, sigma).
 
     A condition is a tuple: the text embeddings, their mask, and the two fields of a LowRes.
-    `sigmas` is the sampling grid. `scalings` is the preconditioner; None means that of training.
+    `sigmas` is the sampling grid. `scalings` is the preconditioner; by default, the one used in
+    training.
     """
     objective = objectives.make(s.diffusion)
     scalings, span = scalings or objective.scalings, objective.span(sigmas)

@@ -62,11 +62,11 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
 
 
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
-    """Return the config's prompts as examples, or the texts of the first training pictures.
+    """Return the texts to draw during training: the config's prompts, or texts of the data.
 
-    The training pictures replace the prompts in two cases. A super-resolution model also needs
-    small images, which are shrunk from the pictures. And a run on stored embeddings may have no
-    prompts, or no text encoder for them.
+    The texts of the first training pictures replace the prompts in two cases: for a
+    super-resolution model, which also needs small images, made by shrinking these pictures; and for
+    a run on stored embeddings that has no prompts or no text encoder for them.
     """
     factor, prompts = s.super_resolution.factor, s.run.prompts
     if factor == 1 and (not s.data.embedded or (prompts and s.text.weights)):

@@ -126,8 +126,8 @@ class Transformer(Network):
             )
         if self.embed_dim % 8:
             raise ValueError(
-                f"unet.embed_dim is {self.embed_dim}: it must be a multiple of 8, because pairs of "
-                "sinusoids embed times and positions"
+                f"unet.embed_dim is {self.embed_dim}: it must be a multiple of 8, because the time "
+                "is embedded in embed_dim / 4 channels, in pairs of a cosine and a sine"
             )
 
 
@@ -169,10 +169,11 @@ class JointBlock(nn.Module):
         return image, text
 
     def _heads(self, tokens, modulations, name):
-        """Return the queries, keys and values of the stream `name`, "image" or "text".
+        """Compute the queries, keys and values of one stream, [B, T, N, K] each for T tokens.
 
-        For the text in the last block, return only keys and values. `modulations` starts with the
-        shift and scale of the norm.
+        Return them as a list. For the text in the last block, the list holds only keys and values.
+        `name` is the stream, "image" or "text". The first two of the `modulations` are the shift
+        and the scale of the norm.
         """
         shift, scale = modulations[:2]
         parts = 2 if self.last and name == "text" else 3
@@ -185,9 +186,11 @@ class JointBlock(nn.Module):
         return [*(norm("q")(q) for q in queries), norm("k")(k), v]
 
     def _residuals(self, tokens, out, modulations, name):
-        """Add attention's output [B, T, N, K] to T tokens, then the feed-forward layer's output.
+        """Add attention's output `out`, [B, T, N, K], to T tokens, then a feed-forward layer's.
 
-        Return the new tokens [B, T, C]. `name` is the stream, "image" or "text".
+        Return the new tokens [B, T, C]. `name` is the stream, "image" or "text". The last four of
+        the `modulations` are the gate of attention, and the shift, scale and gate of the
+        feed-forward layer.
         """
         gate, shift, scale, mlp_gate = modulations[2:]
         width = tokens.shape[-1]
@@ -202,7 +205,10 @@ class JointBlock(nn.Module):
 def modulation(
     emb: Float[Array, "B C"], parts: int, name: str, dtype: DTypeLike
 ) -> list[Float[Array, "B C"]]:
-    """Map the embedding to `parts` float32 vectors, with a layer initialised to zero."""
+    """Map the embedding to `parts` float32 vectors per image, with a layer initialised to zero.
+
+    The layer has the name `name`.
+    """
     out = dense(nn.silu(emb), parts * emb.shape[-1], name, zero=True, dtype=dtype)
     return jnp.split(out.astype(jnp.float32), parts, axis=-1)
 
@@ -219,10 +225,10 @@ def modulated(
 
 
 def positions(rows: int, columns: int, width: int) -> Float[Array, "{rows}*{columns} {width}"]:
-    """Return an embedding of the position of each patch, ordered row by row.
+    """Return an embedding of the position of each patch. The patches are ordered row by row.
 
-    The first half of an embedding holds sinusoids of the patch's column number, the second half
-    holds sinusoids of the row number.
+    The first half of an embedding holds sinusoids of the patch's column number, and the second half
+    sinusoids of its row number.
     """
     of = lambda length: ops.sinusoid(jnp.arange(length, dtype=jnp.float32), width // 2)
     shape = (rows, columns, width // 2)

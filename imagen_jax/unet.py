@@ -130,9 +130,9 @@ class UNet(Network):
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _layers(self, train):
-        """Return (res, attend).
+        """Return two functions that build residual blocks and attention blocks.
 
-        res(width, name=...) builds a residual block, and attend(name=...) an attention block.
+        They are called as res(width, name=...) and attend(name=...).
         """
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
@@ -180,7 +180,7 @@ def check(unet: UNet) -> None:
 
 
 def check_layers(unet: UNet) -> None:
-    """Raise ValueError if the layers cannot be built from these fields."""
+    """Raise ValueError if the network's layers cannot be built from its fields."""
     check_attention(unet.attention, unet.attention_impl, unet.dtype, unet.head_dim)
     check_conditioning(unet)
     levels = len(unet.channel_mult)

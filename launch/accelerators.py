@@ -193,7 +193,8 @@ def _slices(name: str, size: str) -> Target:
     if (chips := math.prod(target.sizes)) > target.kind.chips:
         raise ValueError(
             f"accelerator '{name}:{size}' has {chips} chips, but a {name} slice has at most "
-            f"{target.kind.chips}: choose a smaller slice, or several slices with *NUMBER"
+            f"{target.kind.chips}: choose a smaller slice, or several slices, written as "
+            f"{name}:TOPOLOGY*2"
         )
     return target
 

@@ -179,7 +179,11 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _profile(model: Any, target: Target, mesh: Any, compiled: Any) -> Profile:
-    """Return the profile of the compiled step or, if there is none, of its separate blocks."""
+    """Return the profile of a training step.
+
+    If the step was compiled for the target as a whole, the profile is that of the whole program.
+    Otherwise, this function compiles the blocks of the model and adds up their profiles.
+    """
     if compiled and compiled.program:
         return profiling.of_program(compiled.program, model, mesh, target.name)
     with cli.bad_input(), _progress(f"compiling the blocks for one {target.name}"):

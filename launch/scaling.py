@@ -73,7 +73,8 @@ def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
 def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
     """Return the fastest mesh and micro batch for each number of devices in DEVICES.
 
-    `mfu` is the assumed model FLOP utilization. Raises ValueError if the model does not fit.
+    `kind` is the accelerator, and `mfu` the assumed model FLOP utilization. Raises ValueError if
+    the model does not fit into the memory of one of these numbers of devices.
     """
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 

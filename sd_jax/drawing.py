@@ -43,7 +43,7 @@ def choose(**values: Any) -> Choice:
     The fields of a Choice are the arguments `overrides`, `weights` and `guide` of `load`.
 
     Args:
-        **values: Values keyed by option name, a key of OPTIONS.
+        **values: The option values; their names are keys of OPTIONS.
 
     Raises:
         ValueError: A name is unknown, or a value has the wrong type or is out of range.
@@ -74,7 +74,8 @@ def load(
 
     Raises:
         FileNotFoundError: The path, or a file that the model or an argument names, does not exist.
-        ValueError: A part of the model is missing, or the arguments do not fit the model.
+        ValueError: A part of the model or the chosen average is missing, an override is invalid, or
+            the run `guide` cannot guide this model.
     """
     path = files.path(path)
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
@@ -158,7 +159,8 @@ def draw_batches(
         seeds: One seed per image.
         negative_prompt: The text that guidance leads away from; None for the model's setting.
         guidance: The guidance scale; None for the model's setting.
-        pictures: Pictures to draw over and masks, keyed by sampling.IMAGE and sampling.MASK.
+        pictures: The pictures to draw over, at the key sampling.IMAGE, and for inpainting masks, at
+            the key sampling.MASK; None draws from noise alone.
         batch_size: The number of images per batch; None for a default that depends on the image
             size.
     """
@@ -187,7 +189,10 @@ def card(model: Model) -> dict[str, Any]:
 
 
 def describe_guidance(model: Model) -> dict[str, Any]:
-    """Return metadata of a model: its LoRA, its guiding model, and changed guidance settings."""
+    """Return metadata of a model: its LoRA, its guiding model, and its kind and range of guidance.
+
+    Values that equal the defaults are left out.
+    """
     s: settings.Sampler = model.settings.sampler
     is_changed = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
     is_changed |= {"guidance_high": s.guidance_high < float("inf")}

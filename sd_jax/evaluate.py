@@ -61,7 +61,7 @@ def open_run(
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: The option values do not fit the run, or its images are not square.
+        ValueError: An option value is invalid for this run, or the images are not square.
     """
     choice = drawing.choose(**points[0])._replace(weights=weights[0])
     s, model = read_run(workdir, choice.overrides), drawing.load(workdir, *choice)
@@ -82,8 +82,8 @@ def open_model(
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: The model lacks a part, its images are not square, or the option values do not
-            fit it.
+        ValueError: The model lacks a part, its images are not square, or an option value is invalid
+            for this model.
     """
     choice = drawing.choose(**points[0])._replace(weights=Weights(ema))
     described = {"lora": list(file.lora)} if file.lora else {}

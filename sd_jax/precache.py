@@ -80,7 +80,8 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
         work: How to divide the work; `work.batch` is the number of images per device.
 
     Raises:
-        ValueError, OSError: The data cannot be encoded as moments, or `out` holds other moments.
+        ValueError, OSError: The data cannot be encoded as moments, or `out` was started with other
+            images, other settings or another VAE.
     """
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(

@@ -12,12 +12,12 @@ from sd_jax.settings import Pipeline
 
 
 def sketched(denoise: Denoiser, preview: Preview, p: Pipeline, vae_params: Any) -> Denoiser:
-    """Return a denoiser with the same results that also sends previews of them to `preview`.
+    """Return a denoiser that computes the same as `denoise` and sends previews to `preview`.
 
     Args:
         denoise: The denoiser.
-        preview: Called on the host with RGB images [B, h, w, 3] in about [-1, 1] and the noise
-            level.
+        preview: A function that is called on the host after each evaluation, with the noise level
+            and a small RGB version of the result, [B, h, w, 3] in about [-1, 1].
         p: The model's settings.
         vae_params: The weights of the VAE, which determine the colours.
     """

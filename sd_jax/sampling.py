@@ -101,7 +101,8 @@ def _denoiser_of(
 ) -> Callable[[Any], Denoiser]:
     """Return a function that maps a text context to the denoiser D(x, sigma).
 
-    `span` computes MeanFlow's span from sigma; None for other models.
+    For MeanFlow models, `span` maps sigma to the time until the next lower level of the grid. For
+    other models, it is None.
     """
 
     def denoiser_of(text):

@@ -24,9 +24,9 @@ _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels")
 
 
 def candidates() -> list[Candidate]:
-    """Return a list of the only model to choose from: a UNet with the VAE of --vae.
+    """Return the models among which the command chooses: only one, a UNet with the VAE of --vae.
 
-    Without --vae, the model has two stages, of which the first one trains a VAE.
+    Without --vae, this model has two stages, and the first stage trains a VAE.
     """
     unet = Stage("sd64_11m", "", "sd_jax.train", train.prepare)
     if _VAE.value:

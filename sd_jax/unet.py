@@ -163,7 +163,10 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"], emb: Float[Array, "B E"]):
-        """Return features [B, H, W, width]. SiLU has already been applied to the embedding."""
+        """Return the output of the block, [B, H, W, width].
+
+        `emb` is the time embedding, to which the caller has already applied SiLU.
+        """
         h = GroupNorm(self.norm_groups, silu=True, name="norm1")(x)
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         emb = dense(emb, self.width, "emb", dtype=self.dtype)
@@ -186,7 +189,10 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], text: Float[Array, "B L D"]):
-        """Return x plus the output of the transformer, whose layers are also residual."""
+        """Return x plus the output of the transformer's layers, [B, H, W, C].
+
+        Inside, each layer also adds its output to its input.
+        """
         c = x.shape[-1]
         heads = self.num_heads or c // self.head_dim
         attend = functools.partial(Attention, heads, self.implementation, self.dtype)

@@ -24,8 +24,8 @@ from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
 
 SCALE = 0.18215
-"""Stable Diffusion's factor from VAE samples to the UNet's latents, whose standard deviation is 1.
-"""
+"""Factor by which Stable Diffusion multiplies samples of the VAE, so that the UNet's latents have a
+standard deviation of 1."""
 Moments = Float[Array, "B h w _"]
 """Parameters of the posterior q(z | image): Z channels of means, then Z channels of log variances.
 """
@@ -79,7 +79,10 @@ class VAE(nn.Module):
         return self.encoder(images)
 
     def decode(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Decode latents to images in about [-1, 1]. Divide the UNet's latents by latents.scale."""
+        """Decode latents to images in about [-1, 1].
+
+        The caller must first divide the UNet's latents by latents.scale.
+        """
         return self.decoder(z)
 
 
@@ -148,7 +151,7 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"]):
-        """Return features [B, H, W, width]."""
+        """Return the output of the block, [B, H, W, width]."""
         h = GroupNorm(eps=1e-6, silu=True, name="norm1")(x)  # [B, H, W, C]
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         h = GroupNorm(eps=1e-6, silu=True, name="norm2")(h)
@@ -203,7 +206,7 @@ def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
 def sample(moments: Moments, eps: Latents) -> Latents:
     """Return mean + std * eps for the posterior with the given moments.
 
-    If `eps` is standard normal, this is a sample of the posterior. It is not multiplied by SCALE.
+    If `eps` is standard normal, the result is a sample of the posterior, without the factor SCALE.
     """
     mean, std = mean_and_std(moments)
     return mean + std * eps

@@ -203,7 +203,7 @@ start --data= | --data is empty: name a folder
 start --data=D/empty | no images in D/empty: looked for jpg
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
-start --data=D/table.parquet | (image columns: none): choose a table
+start --data=D/table.parquet | D/table.parquet has no image column, but only the columns
 start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no text (data.text=json:caption)
 start --data=D/images --text=npy | --text=npy names embeddings, but this command needs captions

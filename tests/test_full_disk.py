@@ -48,7 +48,7 @@ def test_of_a_checkpoint(ended, size):
     few = ("--config.steps=4", "--config.save_every=2")
     line = ended(size, *TRAIN, *few, "--workdir=DISK/run")
     assert line.startswith("error: a checkpoint under DISK/run/checkpoints could not be written: ")
-    assert line.endswith(". There is no other; is the disk full?")
+    assert line.endswith(" (is the disk full?). There is no complete checkpoint.")
 
 
 def test_of_a_store_of_texts(ended, tmp_path):

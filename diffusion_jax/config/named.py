@@ -87,7 +87,7 @@ def calls(field: str, text: str, names: Collection[str] = ()) -> list[Call]:
 def bound(
     field: str, text: str, table: Mapping[str, Function], group: Any = None
 ) -> functools.partial:
-    """Look up the function that `text` names in a table, and bind its parameters.
+    """Return the function that `text` names in a table, with its parameters bound.
 
     Args:
         field: The name of the config field that holds `text`, for error messages.
@@ -97,7 +97,8 @@ def bound(
             the same name, if there is one. Otherwise, it keeps the function's default.
 
     Raises:
-        ValueError: The name or a parameter is unknown, or `text` joins several names by +.
+        ValueError: The name or a parameter is unknown, `text` gives too many values, or it joins
+            several names by +.
     """
     (call, *more) = calls(field, text, table)
     if more:
@@ -108,10 +109,11 @@ def bound(
 def bind(
     field: str, call: Call, table: Mapping[str, Function], group: Any = None
 ) -> functools.partial:
-    """Look up the function that a parsed call names in a table, and bind its parameters.
+    """Return the function that a parsed call names in a table, with its parameters bound.
 
-    A parameter that the call omits takes the value of the field of the same name in `group`, if
-    there is one. Raises ValueError if the name or a parameter is unknown.
+    The arguments are those of `bound`, but with a parsed call instead of a text. A parameter that
+    the call omits takes the value of the field of the same name in `group`, if there is one. Raises
+    ValueError if the name or a parameter is unknown, or if the call gives too many values.
     """
     one_of(field, call.name, table)
     function = resolved(table[call.name])

@@ -113,8 +113,8 @@ def read_value(field: str, value: Any, hint: Any) -> Any:
 def typed(value: Any, hint: Any) -> Any:
     """Convert a string to the type of the annotation `hint`, and an int to float if needed.
 
-    Other values, and strings that cannot be converted, are returned unchanged. `check_value` then
-    rejects those that are invalid.
+    Other values, and strings that cannot be converted, are returned unchanged. `check_value` can
+    then reject them.
     """
     kind = kind_of(hint)
     if not isinstance(value, str):
@@ -177,7 +177,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def _misfit(value: Any, kind: Any) -> str:
-    """Describe the type that `value` must have. Return "" if it has it, or if any is allowed."""
+    """Return the name of the type that `value` must have, or "" if its type is allowed."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, Sequence):
         inner = parts[0] if origin is Sequence or parts[1:] == (...,) else Any

@@ -26,9 +26,9 @@ class Field(NamedTuple):
 
 
 def fields(kind: type) -> list[Field]:
-    """Return the fields of a config group's class that configs can set, in order.
+    """Return a Field for each field that configs can set in a config group, in order.
 
-    `kind` is the class, a NamedTuple or a network.
+    `kind` is the class of the group, a NamedTuple or a network.
     """
     hints, meanings = typing.get_type_hints(kind, include_extras=True), sentences(kind)
     return [
@@ -77,7 +77,7 @@ def first_sentence(function: Callable[..., Any]) -> str:
 
 
 def function_of(hint: Any, name: str) -> Callable[..., Any]:
-    """Return the function that a config value names.
+    """Return the function that `name`, the value of a config field, names.
 
     `hint` is the annotation of the field. Its first metadata is a table of functions, or a function
     (field, text) that parses the value.

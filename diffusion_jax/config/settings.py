@@ -52,7 +52,7 @@ class Run(NamedTuple):
     keep_last: Count = 5
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: Amount = 0
-    """Also keep the checkpoints at multiples of this step; 0 keeps only the newest ones."""
+    """Also keep the checkpoints of steps that are multiples of this number; 0 keeps no others."""
     step_timeout: Count = 1_800
     """The longest time in seconds that a step and its checkpoint may take. If they take longer, the
     process prints the stacks of its threads and ends, so that a launcher can start it again."""
@@ -145,11 +145,11 @@ class Optimizer(NamedTuple):
     training, `python -m diffusion_jax.averages` computes averages of other widths from their
     snapshots."""
     snapshot_every: Amount = 0
-    """Number of steps between two snapshots of the power-function averages; 0 for 1/32 of the run.
+    """Number of steps between two snapshots of the power-function averages; 0 for 1/32 of `steps`.
     """
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
-    """The dtype of Adam's first moment. "bfloat16" saves 2 bytes of memory per weight, of at least
-    16."""
+    """The dtype of Adam's first moment. "bfloat16" saves 2 of the at least 16 bytes of memory that
+    training takes for each weight."""
     max_skipped: Count = 100
     """The run ends after this many steps in a row whose loss or gradient is not finite. If no step
     of the run was finite so far, it ends after at most 10 such steps."""
@@ -170,8 +170,8 @@ class Lora(NamedTuple):
     targets: str = "_attn/"
     """A regular expression that selects the layers to adapt by their paths, such as mid_attn/q."""
     scale: Annotated[float, "[-100, 100]"] = 1.0
-    """A further factor of the learned change when images are drawn: 1 as in training, 0 for no
-    change."""
+    """A number that also multiplies the factors' product when images are drawn: 1 draws as in
+    training, and 0 as without LoRA."""
 
     @property
     def alpha_by_rank(self) -> float:
@@ -217,7 +217,8 @@ class Evaluation(NamedTuple):
     """A file with the Inception statistics of real pictures, for FID, KID, precision, recall,
     density and coverage."""
     inception: str = ""
-    """The weights of Inception, for the metrics of `reference`, sFID and the Inception Score."""
+    """The weights of Inception, for sFID, the Inception Score and the metrics that use `reference`.
+    """
     inception_mode: Annotated[str, INCEPTION_MODES] = ""
     """The preprocessing of pictures for Inception: pytorch (pytorch-fid, MLPerf), tf (ADM,
     torch-fidelity), clean (clean-fid) or nemo. Set it only if another program wrote `reference`,
@@ -234,8 +235,8 @@ class Evaluation(NamedTuple):
     """The folder of a judge: a classifier that `python -m diffusion_jax.metrics train_judge`
     trained on your own captions."""
     metrics: tuple[str, ...] = ()
-    """Names of the metrics to compute, such as fid and clip_score; () for all whose references and
-    weights are set above. docs/evaluation.md lists them."""
+    """Names of the metrics to compute, such as fid and clip_score; () for all metrics whose
+    references and weights are set. docs/evaluation.md lists the names."""
 
 
 class Heldout(NamedTuple):
@@ -319,7 +320,7 @@ class Data(NamedTuple):
 
     @property
     def embedded(self) -> bool:
-        """True if the field `text` holds embeddings instead of captions."""
+        """True if the data set holds text embeddings instead of captions."""
         if self.source in CAPTIONED:
             return False
         texts = [part[-1] for part in self.mixture] if self.source == "mixture" else [self.text]
@@ -333,7 +334,7 @@ def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
-    """Build a NamedTuple or network of the class `kind` from a config group.
+    """Return a NamedTuple or network of the class `kind` with the values of a config group.
 
     Omitted fields get their defaults. `name` is the group's name for error messages.
 

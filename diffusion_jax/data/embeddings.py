@@ -23,11 +23,11 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 
     Args:
         contents: the file's bytes.
-        name: the file's name, which errors mention. Its suffix selects the format.
+        name: the file's name, for error messages. Its suffix selects the format.
 
     Raises:
-        ValueError: the file is damaged, has several arrays but not exactly one named "encodings",
-            or the array is not a float matrix.
+        ValueError: the suffix is unknown, the file is damaged, there are several arrays but not
+            exactly one named "encodings", or the array is not a float matrix.
     """
     suffix = name.rsplit(".")[-1].lower()
     check_suffix(suffix)

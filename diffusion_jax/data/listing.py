@@ -55,8 +55,8 @@ class Listing(NamedTuple):
     tars.BLOCK bytes, sizes in bytes."""
     facts: dict[str, Any]
     """Numbers of "records", "images", "bare" images (without a text), "truncated" tars and "broken"
-    (unreadable) tars. "first" holds up to three names of bare images, "error" the message about the
-    first broken tar, and "suffixes" the suffixes of all files in the tars."""
+    (unreadable) tars. "first" holds up to three names of bare images, "error" holds the message
+    about the first broken tar, and "suffixes" holds the suffixes of all files in the tars."""
 
 
 def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
@@ -97,10 +97,11 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
 
 
 def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
-    """Write the listing to `path`: download it from `shared` if it exists there, or build it.
+    """Write a listing to the local `path`: download it if it is in the bucket, or build it.
 
-    `shared` is the place of the listing in the folder of the tars. If it is a URL, a new listing is
-    uploaded there, so that other machines can download it.
+    `shared` is the path or URL that the listing has in the folder of the tars. If it is a URL, a
+    new listing is uploaded there, so that other machines can download it. `build(path)` writes a
+    new listing.
     """
     if storage.is_url(shared) and storage.exists(shared):
         return storage.download(shared, path)
@@ -153,7 +154,8 @@ def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
 def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib.Path) -> None:
     """Write the listing of the tars `names` to `path`.
 
-    The tars are processed in groups, because the indices of all tars together would fill memory.
+    `images` and `text` are suffixes, as in `open_listing`. The tars are processed in groups,
+    because the indices of all tars together would fill memory.
     """
     facts: dict[str, Any] = {"first": [], "error": ""}
     counts, suffixes, lengths, crc = collections.Counter[str](), set[str](), [], 0

@@ -34,19 +34,19 @@ class Pictures(Portable, abc.ABC):
     def __len__(self) -> int: ...
 
     def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
-        """Never use the pictures at these sorted indices to replace unusable ones.
+        """From now on, never replace an unusable picture by one at these sorted indices.
 
         The base class does nothing, because it replaces no pictures.
         """
         del indices
 
     def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
-        """Replace unusable pictures only by pictures of the same group.
+        """From now on, replace an unusable picture only by pictures of the same group.
 
         The base class does nothing, because it replaces no pictures.
 
         Args:
-            groups: group number of each picture.
+            groups: the group number of each picture of the data set.
         """
         del groups
 
@@ -56,16 +56,18 @@ class Pictures(Portable, abc.ABC):
         The size of a damaged picture is (0, 0).
 
         Raises:
-            ValueError: all pictures of the data set have the same size.
+            ValueError: the data set is of a kind whose pictures all have one size. The base class
+                always raises this error.
         """
         del indices
         raise self._no_sizes()
 
     def cropped_to(self, shape: tuple[int, int]) -> "Pictures":
-        """Return a view of the same pictures, cropped to (height, width) instead of a square.
+        """Return a view of this data set whose pictures are cropped to `shape`, (height, width).
 
         Raises:
-            ValueError: all pictures of the data set have the same size.
+            ValueError: the data set is of a kind whose pictures all have one size. The base class
+                always raises this error.
         """
         del shape
         raise self._no_sizes()
@@ -91,7 +93,10 @@ class Pictures(Portable, abc.ABC):
         """
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return the text of each picture, even of an unusable one. Damaged texts become ""."""
+        """Return the text of each picture, or "" if the text is damaged.
+
+        Unusable pictures with a valid text are not replaced.
+        """
         return self.read(indices)[1]
 
     def usable(
@@ -132,8 +137,8 @@ class Shapes(NamedTuple):
     embeddings: tuple[int, int] | None = None
     """(tokens, width) if the texts are embeddings; None if they are captions."""
     moments: tuple[int, int, int] | None = None
-    """[h, w, 2 Z] if the pictures are an autoencoder's moments (float32) with Z latent channels;
-    None if they are pixels."""
+    """(h, w, 2 Z) if the pictures are VAE moments, which are the means and log variances of latents
+    with Z channels; None if they are pixels."""
 
 
 class Decoded(Pictures):
@@ -187,7 +192,7 @@ class Decoded(Pictures):
         return np.array(sizes, np.int64).reshape(-1, 2)
 
     def cropped_to(self, shape: tuple[int, int]) -> "Decoded":
-        """Return a view of the same records that crops to (height, width) `shape`.
+        """Return a view of this data set whose pictures are cropped to `shape`, (height, width).
 
         A record that is unusable in several views is counted once.
         """
@@ -207,7 +212,8 @@ class Decoded(Pictures):
         Unusable records are replaced.
 
         Raises:
-            ValueError: no usable replacement was found, or too many records are damaged.
+            ValueError: no usable replacement was found, or the share of damaged records exceeds
+                data.max_broken.
         """
         images, texts, _ = zip(*self._read(indices, places), strict=True)
         return np.stack(images), texts

@@ -37,7 +37,7 @@ class Apart(NamedTuple):
     """A function make(pictures, texts) that returns a batch."""
 
     def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
-        """Read up to `count` held-out pictures. Return the keys of the usable ones and their batch.
+        """Read up to `count` held-out pictures; return (keys, batch) of those that are usable.
 
         Pictures are chosen by a hash of their keys, so adding records changes the choice little.
         """
@@ -76,7 +76,7 @@ class Batches:
             batch_size: number of rows of all processes together.
             seed: seed of the data order.
             num_threads: number of prefetching threads.
-            make: a function that maps indices of pictures of one bucket to a batch.
+            make: a function that maps the indices of pictures, all of one bucket, to a batch.
             buckets: the bucket of each picture; None if all pictures are squares of one size.
         """
         self.pictures, self._make, self._buckets = pictures, make, buckets
@@ -120,7 +120,7 @@ class Batches:
         return self._make(np.array(firsts))
 
     def examples(self) -> list[Batch]:
-        """Return a small batch for each bucket, without advancing the iterator."""
+        """Return a small batch for each bucket, or `[example()]` if there are no buckets."""
         if self._buckets is None:
             return [self.example()]
         return [self._make(members[:1]) for members in self._buckets.members()]
@@ -157,7 +157,7 @@ class Batches:
 
         Args:
             rows: row numbers in the complete batch of all processes.
-            back: 0 for the last batch, 1 for the one before, and so on.
+            back: 0 for the batch returned last, 1 for the one before it, and so on.
         """
         step = self._iterator.get_state()["next_index"] - 1 - back
         order = _batch_order(
@@ -181,7 +181,7 @@ class Batches:
 def training_batches(
     pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
 ) -> Batches:
-    """Return an iterator over a config's training batches, whose pictures have the key `name`."""
+    """Return an iterator over a config's training batches. `name` is the key of the pictures."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
@@ -289,10 +289,11 @@ def _batch_order(
     process_count: int = 1,
     buckets: Buckets | None = None,
 ) -> grain.MapDataset[Int[np.ndarray, "B"]]:
-    """Return a data set whose item n holds the picture indices in a process's rows of batch n.
+    """Return a data set whose item n holds the picture indices in one process's rows of batch n.
 
-    Each bucket has its own epochs. The bucket of batch n depends on n alone. Any range of batches
-    holds each picture about equally often or, in a mixture, as often as the weights say.
+    Each process has `rows` rows. Each bucket has its own epochs. The bucket of batch n depends on n
+    alone. In any range of batches, all pictures are about equally frequent or, in a mixture, as
+    frequent as the weights say.
     """
     orders, weights = [], []
     for among in [None] if buckets is None else buckets.members():
@@ -388,7 +389,7 @@ def _places(seed: int, samples: range) -> np.ndarray:
 
 
 def _flip(images: np.ndarray, seed: int, samples: range) -> np.ndarray:
-    """Copy the images, each mirrored with probability 1/2, drawn from (seed, sample number)."""
+    """Return copies of the images, each mirrored with probability 1/2, seeded by (seed, sample)."""
     reverse, out = np.arange(images.shape[2])[::-1], np.empty_like(images)
     for n, image, row in zip(samples, images, out, strict=True):
         if np.random.default_rng((seed, n)).random() < 0.5:

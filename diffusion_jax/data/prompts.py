@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
 
 
 def fingerprint(prompts: Sequence[str]) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a list of prompts."""
+    """Return 16 hex digits that identify a list of prompts: the start of its SHA-256."""
     return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
 
 
@@ -65,7 +65,7 @@ def _read(path: str | os.PathLike[str]) -> Sequence[str]:
 
 
 def _captions(named: Records) -> list[str]:
-    """Return the captions of a data source. Damaged captions and embeddings are left out."""
+    """Return the captions of a data source. Embeddings and damaged captions are left out."""
     chunks = (range(i, min(i + _CHUNK, len(named))) for i in range(0, len(named), _CHUNK))
     return [text for chunk in chunks for text in named.texts(chunk) if isinstance(text, str)]
 

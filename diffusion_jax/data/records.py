@@ -1,4 +1,4 @@
-"""Define records (encoded images with a caption or embeddings), and check the files of a source."""
+"""Define Records, the interface of data sources, and functions that read and check their files."""
 
 import abc
 import hashlib
@@ -28,7 +28,7 @@ class Record(NamedTuple):
     image: bytes
     """The contents of a JPEG, PNG or WebP file, or of an .npy file of VAE moments."""
     text: Any
-    """A caption, precomputed embeddings [tokens, width], or Unusable if no text can be read."""
+    """A caption, text embeddings [tokens, width], or an Unusable error if no text can be read."""
     name: str
     """The name of the record in messages, such as its path."""
 
@@ -41,20 +41,20 @@ class Records(Portable, abc.ABC):
 
     @abc.abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the records with these indices. Raises OSError if their files have been removed."""
+        """Return the records with these indices. Raises OSError if a file has been removed."""
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return the caption or embeddings of each record, or Unusable if the text is damaged.
+        """Return the caption or embeddings of each record, or Unusable if the text cannot be read.
 
-        The base class reads complete records. Formats that can read texts alone override this.
+        The base class reads the images too. Formats that can read texts alone override this method.
         """
         return [record.text for record in self.read(indices)]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the start of each image file, which usually contains the height and width.
+        """Return at least the first HEAD bytes of each image file; all of it if it is shorter.
 
-        Each start has at least HEAD bytes, or is a complete shorter file. The base class returns
-        complete files.
+        These bytes usually contain the image's height and width. The base class returns complete
+        files.
         """
         return [record.image for record in self.read(indices)]
 
@@ -96,15 +96,15 @@ def split_of(path: str) -> tuple[str, str]:
 
 
 def read_text(contents: bytes, text: str) -> Any:
-    """Return the caption or embeddings in a text file, or Unusable.
+    """Return the caption or embeddings in a text file, or an Unusable error if it has none.
 
-    The result is Unusable if the file is damaged, if a JSON file lacks the field FIELD, or if the
-    caption is not UTF-8.
+    The result is Unusable if the file is damaged, if a JSON file has no text in the field FIELD, or
+    if the caption is not UTF-8.
 
     Args:
         contents: the file's bytes.
-        text: "txt" or "json:FIELD" for a caption; any other value is the suffix of a file of
-            embeddings.
+        text: "json:FIELD" for a caption in a field of a JSON file, "txt" or a suffix that ends in
+            ".txt" for a file that holds only a caption, or the suffix of a file of embeddings.
     """
     suffix, _, field = text.partition(":")
     try:
@@ -125,9 +125,9 @@ def not_utf8() -> Unusable:
 
 
 def cell_text(cell: Any) -> str | Unusable:
-    """Return the caption in a table cell, or Unusable if the cell holds no UTF-8 text.
+    """Return the caption in a table cell, or an Unusable error if the cell holds no UTF-8 text.
 
-    The cell may be a string, bytes, or a list. Of a list, the first item is used.
+    The cell may hold a string, bytes, or a list. If it holds a list, the list's first item is used.
     """
     while isinstance(cell, list | tuple | np.ndarray) and len(cell):
         cell = cell[0]
@@ -141,11 +141,12 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
 
     Args:
         text: data.text, such as "txt", "json:caption" or "npy".
-        tables: suffixes of the tables that the source can read. Like "json", these suffixes need a
-            field.
+        tables: suffixes of the tables that the source can read, such as "parquet". Like "json",
+            these suffixes need a field.
 
     Raises:
-        ValueError: a field is missing, a suffix without fields has one, or the suffix is unknown.
+        ValueError: the suffix needs a field and none is given, the suffix allows no field and one
+            is given, or the suffix is unknown.
     """
     suffix, _, field = text.partition(":")
     if suffix.rsplit(".")[-1] in ("json", *tables):
@@ -199,8 +200,8 @@ def check_any(
 
     Args:
         num_images: number of images found.
-        place: the path that was searched, for the message.
-        suffixes: the suffixes of all files found, for the message.
+        place: the path that was searched, for the error message.
+        suffixes: the suffixes of all files found, for the error message.
         images: the suffixes that count as images.
 
     Raises:
@@ -227,11 +228,11 @@ def check_captions(
 
     Args:
         num_bare: number of images without a text.
-        first: names of some images without a text. The message shows up to three.
+        first: names of some images without a text. The error message shows up to three.
         num_images: number of all images.
-        text: the value of data.text.
+        text: the value of data.text, for the error message.
         uncaptioned: the value of data.uncaptioned.
-        suffixes: the suffixes of all files.
+        suffixes: the suffixes of all files, for the error message.
 
     Raises:
         ValueError: some images lack a text and `uncaptioned` is not "drop", all images lack a text,

@@ -1,7 +1,7 @@
 """Reads and writes files by local path or by URL.
 
-URLs contain "://" and are opened with fsspec, which needs a package per kind of store: gcsfs for
-gs://, s3fs for s3://, aiohttp for https://.
+URLs contain "://" and are opened with fsspec. It needs one more package for each kind of URL: gcsfs
+for gs://, s3fs for s3://, aiohttp for https://.
 """
 
 import contextlib
@@ -28,12 +28,16 @@ _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
 def is_url(path: str) -> bool:
-    """Return whether a path is a URL, which is opened with fsspec."""
+    """Return whether a path is a URL, which means that it contains "://"."""
     return "://" in path
 
 
 def exists(path: str) -> bool:
-    """Return whether a file or folder exists. Raises ValueError for an unknown kind of URL."""
+    """Return whether a file or folder exists.
+
+    Raises:
+        ValueError: no installed package can open this kind of URL.
+    """
     return _system(path).exists(path) if is_url(path) else os.path.exists(path)
 
 
@@ -81,7 +85,10 @@ def stamps(paths: Sequence[str]) -> list[str]:
 
 
 def open_file(path: str) -> Any:
-    """Open a local file or URL for sequential binary reading. Seeking back in a URL is slow."""
+    """Open a local file or URL for sequential reading, and return the binary file object.
+
+    In a file at a URL, seeking back is slow.
+    """
     if not is_url(path):
         return pathlib.Path(path).open("rb")
     return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
@@ -99,8 +106,9 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
     A range that exceeds the end of a file is cut off there.
 
     Raises:
-        OSError: a file is missing, or a store fails in four attempts. A network fault thus ends
-            the run; it does not count as a damaged record, which would change the training data.
+        OSError: a file is missing, or a URL cannot be read in four attempts. A network fault thus
+            ends the run; it does not count as a damaged record, which would change the training
+            data.
     """
     if not is_url(paths[0]):
         return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
@@ -118,7 +126,7 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
 
 
 def download(url: str, path: pathlib.Path) -> None:
-    """Download a file from an object store. `path` appears only once the file is complete."""
+    """Download the file at `url` to `path`. `path` appears only once the file is complete."""
     with files.whole(path) as temporary:
         _system(url).get_file(url, str(temporary))
 
@@ -145,7 +153,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:
-    """Return the same strings as `stamps`, for files that are all local or all in one folder."""
+    """Return what `stamps` returns, for paths that are all local, or all URLs in one folder."""
     rows: dict[str, Any] = {}
     if is_url(paths[0]) and len(paths) > 1:
         with contextlib.suppress(Exception):  # Many web servers cannot list folders.

@@ -51,10 +51,10 @@ class Index(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
-    """Write records to a tar, which appears only once it is complete.
+    """Write records to a new tar. The tar appears under its name only once it is complete.
 
     Args:
-        path: the tar, in an existing folder.
+        path: the path of the tar, in an existing folder.
         records: one dictionary per record, which maps each suffix to the contents of a file, and
             "__key__" to the record's name.
     """
@@ -83,12 +83,13 @@ def load_index(tar: str) -> Index:
 
 
 def scan(path: str) -> Index:
-    """Build an index from a tar's headers.
+    """Read the headers of the tar at `path`, and return the tar's index.
 
     If the tar is truncated, the incomplete file at its end is left out, with a warning.
 
     Raises:
-        ValueError: the file is compressed or not a tar, or is truncated within its first member.
+        ValueError: the file is compressed or not a tar, or is truncated before the end of the first
+            file in it.
     """
     records: dict[str, int] = {}
     rows = []
@@ -103,16 +104,17 @@ def scan(path: str) -> Index:
                     row = records.setdefault(key, len(records))
                     rows.append((row, suffix, member.offset_data, member.size))
             if tar.offset + BLOCK > size:
-                raise tarfile.ReadError("its end is missing")
+                raise tarfile.ReadError("the file is truncated")
     except tarfile.ReadError as error:
         if not rows:
             raise ValueError(
-                f"{path} is not a plain tar ({error}): if it is compressed, decompress it"
+                f"cannot read {path} as a tar ({error}): decompress it if it is compressed, "
+                "otherwise download it again"
             ) from error
         truncated = True
         logging.warning(
-            "%s is truncated (%s): only its %d complete files are used, until you replace the tar",
-            path, error, len(rows),
+            "cannot read all of %s (%s): only its %d complete files are used, until you replace "
+            "the tar", path, error, len(rows),
         )  # fmt: skip
     record, suffixes, offsets, sizes = zip(*rows, strict=True) if rows else ((), (), (), ())
     spans = np.stack([offsets, sizes], axis=1).astype(np.int64)
@@ -179,9 +181,9 @@ def find(path: str) -> list[str]:
 
 
 def find_stamped(path: str) -> tuple[list[str], list[str]]:
-    """Return the paths that `find` returns, and one string per tar; see storage.stamps.
+    """Return (paths, stamps): the paths that `find` returns, and one string for each tar.
 
-    The string of a tar changes when the tar's contents change.
+    A tar's string changes when the tar's contents change (see storage.stamps).
     """
     tars = [tar for name in expand(path) for tar in _listed(name)]
     stamps = storage.stamps(tars)

@@ -19,13 +19,13 @@ def wrap(
     Args:
         sampler: The sampler to wrap.
         image: The images to edit, in [-1, 1], or their latents if the model works on latents.
-        eps: Standard normal noise.
+        eps: Standard normal noise, which is added to `image` at the first noise level.
         strength: The share of the steps to run, from 0 to 1 (see `steps_taken`). Sampling starts
-            from image + sigma * eps (SDEdit, Meng et al. 2022). At 1, pixels to redraw start from
-            pure noise.
-        new: True at the pixels to redraw; None redraws all pixels. At the other pixels, D returns
-            `image`. So the network sees a noisy version of `image` there, and the result equals
-            `image` (as in Lugmayr et al. 2022, equation 8).
+            from image + sigma * eps (SDEdit, Meng et al. 2022). With strength 1, the pixels to
+            redraw start from pure noise instead.
+        new: True at the pixels to redraw; by default, all pixels are redrawn. At the other pixels,
+            the denoiser returns `image`. So the network sees a noisy version of `image` there, and
+            the result equals `image` (as in Lugmayr et al. 2022, equation 8).
     """
 
     def draw(denoise, x, sigmas, noise):

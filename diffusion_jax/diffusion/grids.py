@@ -1,11 +1,11 @@
 """Sampling grids: the decreasing noise levels through which a sampler steps.
 
-A grid of n steps has n + 1 levels: the level at which each step starts, and the end of the last
-step, which is 0 or the smallest level. Grids spaced in time (BY_TIMES) choose n times of the
-model's noise schedule, so they need a noise that defines times. Grids spaced by level ("karras",
-"exponential") place levels between sigma_max and sigma_min, so they work with every noise. The
-names leading, trailing and linspace are from Lin et al. 2024, Table 2. These grids round the times
-of discrete schedules as diffusers does.
+A grid of n = sampler.steps steps has n + 1 levels: the level at which each step starts, and the end
+of the last step, which is 0 or the smallest level. Grids spaced in time (BY_TIMES) choose n times
+of the model's noise schedule, so they need a noise that defines times. Grids spaced by level
+("karras", "exponential") place levels between sigma_max and sigma_min, so they work with every
+noise. The names leading, trailing and linspace are from Lin et al. 2024, Table 2. These grids round
+the times of discrete schedules as diffusers does.
 """
 
 from collections.abc import Callable
@@ -44,11 +44,11 @@ class Grid(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How the grid of a sampler chooses its times."""
+    """The options of a grid that depend on the sampler."""
 
     includes_end: bool = False
-    """True if `leading` and `linspace` space n + 1 times, the last of which is the end of the grid.
-    The multistep solvers of diffusers do this."""
+    """True if the grids `leading` and `linspace` space n + 1 times, the last of which is the end of
+    the grid. The multistep solvers of diffusers do this."""
     rounded: bool = True
     """True if `linspace`, `karras` and `exponential` round fractional times of a discrete schedule
     to whole times. `leading` and `trailing` always use whole times."""
@@ -62,7 +62,7 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: Placement) -
         s: A config's `sampler` group. Its steps, sigma_min, sigma_max, rho and offset are read.
         name: The kind of grid, a key of GRIDS.
         end: The last level, one of ENDS.
-        placement: How the grid chooses its times.
+        placement: The options of the grid that depend on the sampler.
 
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
@@ -86,9 +86,9 @@ def check(noise: Noise, name: str) -> None:
 
 
 def ldm(noise: Noise, s: Any, *rest: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at LDM's times, for exactly n steps (see `leading_times`).
+    """Compute n + 1 levels at LDM's times on a discrete schedule (see `leading_times`).
 
-    On a continuous schedule this equals `leading`.
+    On a continuous schedule, this function equals `leading`.
     """
     if not noise.steps:
         return leading(noise, s, *rest)
@@ -96,7 +96,7 @@ def ldm(noise: Noise, s: Any, *rest: Any) -> tuple[Sigmas, Times | None]:
 
 
 def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
-    """Compute the levels at n + 1 evenly spaced times, from the largest to 0 (DPM-Solver)."""
+    """Compute the levels at n + 1 evenly spaced times, from the largest time to 0 (DPM-Solver)."""
     times = even_times(s.steps, noise.steps) if noise.steps else jnp.linspace(1, 0, s.steps + 1)
     return _level(noise)(jnp.asarray(times)), None
 
@@ -104,8 +104,8 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
 def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at n evenly spaced times, from one spacing below the largest time to 0.
 
-    On a discrete schedule, s.offset is added to each time. If the end counts as a time (see
-    `_has_end`), n + 1 times are spaced, and steps start at the first n of them.
+    On a discrete schedule, s.offset is added to each time. If the end of the grid counts as a time
+    (see `_has_end`), n + 1 times are spaced instead, and the steps start at the first n of them.
     """
     points = s.steps + _has_end(noise, placement)
     if not noise.steps:
@@ -115,16 +115,16 @@ def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas
 
 
 def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at n evenly spaced times, from the largest to one spacing above time 0."""
+    """Compute the levels at n evenly spaced times, from the largest time to one spacing above 0."""
     left = 1 - np.arange(s.steps) / s.steps
     return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
 
 
 def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Compute the levels at n evenly spaced times, from the largest to 0, at which steps start.
+    """Compute the levels at n evenly spaced times, from the largest time to 0, where steps start.
 
-    If the end counts as a time (see `_has_end`), n + 1 times are spaced. The steps start at the
-    first n of them, and the last step ends at time 0.
+    If the end of the grid counts as a time (see `_has_end`), n + 1 times are spaced instead. The
+    steps start at the first n of them, and the last step ends at time 0.
     """
     last = noise.steps - 1 if noise.steps else 1
     times = np.linspace(0, last, s.steps + _has_end(noise, placement))[::-1]
@@ -133,6 +133,8 @@ def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigma
 
 def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas, Times | None]:
     """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5).
+
+    `noise.bounds` limits sigma_max and sigma_min.
 
     With `end` "zero", n steps start at n levels, and the last level before 0 is sigma_min. With
     "sigma_min", there are n + 1 levels, and the last step ends at sigma_min.
@@ -147,7 +149,8 @@ def exponential(
 ) -> tuple[Sigmas, Times | None]:
     """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced.
 
-    There are n or n + 1 levels, as in `karras`.
+    With `end` "zero", there are n levels, and `make_grid` appends the 0. With "sigma_min", there
+    are n + 1 levels, as in `karras`.
     """
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
@@ -163,8 +166,8 @@ GRIDS: dict[str, Spacing | str] = {
     "karras": karras,
     "exponential": exponential,
 }
-"""The values that sampler.grid can have in configs. A function given as "MODULE:FUNCTION" is
-imported on use."""
+"""The functions that sampler.grid can name in configs. An entry "MODULE:FUNCTION" is imported on
+use."""
 GridName = Annotated[str, GRIDS]
 BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace")
 """The grids that are spaced in time."""
@@ -223,9 +226,9 @@ def _has_end(noise: Noise, placement: Placement) -> bool:
 
 
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:
-    """Return the levels at the first s.steps times, and these times (see Spacing).
+    """Return the levels at the first s.steps of `times`, and these times (see Spacing).
 
-    On a continuous schedule, the second value is None. On a discrete schedule, levels above
+    On a continuous schedule, None replaces the times. On a discrete schedule, levels above
     s.sigma_max are lowered to s.sigma_max, unless s.sigma_max is 0.
     """
     times = times[: s.steps].astype(np.float32)
@@ -247,6 +250,9 @@ def _times_of(noise: Noise, sigmas: Sigmas, rounded: Callable | None) -> Times |
 
 
 def _interpolated(sigmas: Sigmas, times: Times) -> Callable[[Sigma], Sigma]:
-    """Return a function from sigma to time: a grid's times, interpolated linearly in ln sigma."""
+    """Return a function from sigma to time, which interpolates linearly in ln sigma.
+
+    At the levels `sigmas` of a grid, the function returns `times`.
+    """
     log_levels, times = jnp.log(sigmas[::-1]), jnp.asarray(times, jnp.float32)[::-1]
     return lambda sigma: jnp.interp(jnp.log(sigma), log_levels, times)

@@ -42,13 +42,13 @@ def make_denoiser(
     Args:
         s: The `sampler` group.
         model: The properties of the guided model.
-        guidance: The guidance scale, as one number or one number per image. None means no guidance:
-            the result is D with the text alone.
-        denoiser_of: Maps a condition to the network's D with this condition.
-        conditions: Maps each condition's name to a function without arguments. The function
-            computes the condition, one row per image. It is called only if guidance needs it.
-        guide_of: The same as `denoiser_of`, for the second network in autoguidance. This network
-            gets the same text as the first. None without autoguidance.
+        guidance: The guidance scale, as one number or one number per image. With None, there is no
+            guidance: the result is D with the text alone.
+        denoiser_of: Maps a condition to the D of the network under this condition.
+        conditions: Maps the name of each condition to a function without arguments, which computes
+            the condition, one row per image. Only the functions that guidance needs are called.
+        guide_of: For autoguidance, the same as `denoiser_of` but for the second network, which gets
+            the same text as the first network. None without autoguidance.
 
     Raises:
         ValueError: A kind of guidance is unknown or does not fit the others (see `make`).
@@ -63,9 +63,9 @@ def make_denoiser(
 def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoiser:
     """Return a denoiser that evaluates D under several conditions and combines them with `guide`.
 
-    If `guidance` is None, the denoiser is D with the text alone. The text alone is also used at
-    noise levels where `guide.applies` returns False. The level of the first image decides for the
-    whole batch.
+    `branches` evaluates D under the conditions. `guidance` is the guidance scale. If it is None,
+    the denoiser is D with the text alone. The text alone is also used at noise levels where
+    `guide.applies` returns False. The level of the first image decides for the whole batch.
     """
 
     def plain(x, sigma):
@@ -85,8 +85,8 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
     """Build the Guide that a config's `sampler` group describes.
 
     The field `guiding` names the kinds of guidance. They apply at noise levels from guidance_low to
-    guidance_high. `other` is the condition from which guidance leads away: NEGATIVE, or GUIDE for
-    autoguidance.
+    guidance_high. `model` is the guided model. `other` is the condition from which guidance leads
+    away: NEGATIVE, or GUIDE for autoguidance.
 
     Raises:
         ValueError: A name or a parameter is unknown, or the kinds of guidance do not fit each other
@@ -126,10 +126,11 @@ def bound(field: str, text: str) -> list[functools.partial]:
 
 
 def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
-    """Return an array that holds the guidance scale once per image, or None without guidance.
+    """Return an array that repeats the scale `guidance` for each image, or None.
 
-    The result is None if the scale is 1 and all kinds of guidance in `guiding` are in PLAIN_AT_1.
-    Guidance then has no effect, and the network is evaluated with the text alone.
+    The result is None if guidance has no effect, so that the network need only be evaluated with
+    the text alone. This is so if the scale is 1 and PLAIN_AT_1 contains all kinds of guidance that
+    `guiding` names.
     """
     kinds = {call.name for call in named.calls("sampler.guiding", guiding)}
     if guidance == 1 and kinds <= {*PLAIN_AT_1}:
@@ -144,10 +145,11 @@ def conditional(
 ) -> Branches:
     """Return a function that evaluates a network under several conditions in one joined batch.
 
-    Each of the `conditions` has one row per image. In the joined batch, the rows of an image are
-    neighbours, so that a sharded batch needs no communication. The returned function is called
-    either with the names of all conditions or with COND alone. If there is a second denoiser
-    `guide`, it computes D for the name GUIDE.
+    `denoiser_of` maps a condition to the network's denoiser. `conditions` maps names to conditions
+    with one row per image. In the joined batch, the rows of an image are neighbours, so that a
+    sharded batch needs no communication. The returned function must be called either with the names
+    of all conditions or with COND alone. If there is a second denoiser `guide`, it computes D for
+    the name GUIDE.
     """
     join = lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
     joined = jax.tree.map(join, *conditions.values())  # Row n i + k: image i, condition k of n.
@@ -162,9 +164,11 @@ def conditional(
 
 
 def by_rows(denoise: Denoiser) -> Branches:
-    """Return a function that evaluates a joined batch once and splits D by condition.
+    """Return a function that evaluates all conditions with a single call of `denoise`.
 
-    The rows of the joined batch are ordered by image, and by condition within an image.
+    The function repeats each image once per condition, calls `denoise` on this joined batch, and
+    splits the result by condition. The rows of `denoise`'s conditions must be ordered by image, and
+    by condition within an image.
     """
 
     def branches(x, sigma, names):
@@ -188,8 +192,8 @@ GUIDANCE: dict[str, Callable[..., Guide] | str] = {
 }
 """The names that sampler.guiding can join by +. In "first+second", `second` wraps the Guide that
 `first` returns. So at each evaluation, `second` runs first: it may change the estimates of D or the
-guidance scale before it calls `first`, and the result afterwards, as `rescale` does. A function
-given as "MODULE:FUNCTION" is imported on use."""
+guidance scale before it calls `first`, and the result afterwards, as `rescale` does. An entry
+"MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, bound]
 PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale", "tcfg", "fdg")
 """The kinds of guidance that have no effect at guidance scale 1: the guided D equals D_cond."""
@@ -198,7 +202,8 @@ PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale", "tcfg", "fdg")
 def dynamic(denoise: Denoiser, *, percentile: Scalar = 99.5) -> Denoiser:
     """Apply dynamic thresholding (Imagen, section 2.3): clip x0 to [-s, s] and divide it by s.
 
-    s is the given percentile of |x0| in each image, and at least 1.
+    x0 is the image that `denoise` predicts, and s is the given percentile of |x0| in this image,
+    but at least 1. The result is a denoiser that returns the clipped images.
     """
 
     def thresholded(x, sigma):
@@ -211,7 +216,7 @@ def dynamic(denoise: Denoiser, *, percentile: Scalar = 99.5) -> Denoiser:
 
 
 def static(denoise: Denoiser) -> Denoiser:
-    """Clip x0 to [-1, 1] (Imagen, section 2.3)."""
+    """Clip the predicted images to [-1, 1] (Imagen, section 2.3)."""
     return lambda x, sigma: jnp.clip(denoise(x, sigma), -1, 1)
 
 
@@ -220,6 +225,6 @@ THRESHOLDS: dict[str, Callable[..., Denoiser] | str] = {
     "static": static,
     "none": lambda denoise: denoise,
 }
-"""The values that sampler.threshold can have in configs. Only Imagen has this field, because the
+"""The functions that sampler.threshold can name in configs. Only Imagen has this field, because the
 latents of Stable Diffusion have no fixed range."""
 ThresholdName = Annotated[str, named.checked(THRESHOLDS)]

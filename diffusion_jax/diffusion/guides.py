@@ -1,8 +1,9 @@
 """Kinds of guidance. Each is a function that takes a Guide and the Model, and returns a new Guide.
 
-The table GUIDANCE in guidance.py lists these functions. D_cond is D with the text, and D_other is
-the estimate from which guidance leads away. Most kinds of guidance change only D_other, and then
-call the `combine` of the Guide that they received.
+The table GUIDANCE in guidance.py lists these functions. D is the estimate of the clean image.
+D_cond is D with the text, and D_other is the estimate from which guidance leads away. F_cond and
+F_other are the corresponding predictions of the network. Most kinds of guidance change only
+D_other, and then call the `combine` of the Guide that they received.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,10 +26,10 @@ _AXES = (1, 2, 3)
 
 
 class Guide(NamedTuple):
-    """A rule that combines D with several conditions into the D that samplers call."""
+    """A rule that combines the estimates D under several conditions into the guided D."""
 
     combine: Callable[[Mapping[str, Images], Images, Sigma, Guidance], Images]
-    """Maps (D by condition name, x, sigma, guidance) to the guided D."""
+    """Maps (a dict from condition names to D, x, sigma, guidance scale) to the guided D."""
     other: str = NEGATIVE
     """The condition from which guidance leads away: NEGATIVE, or GUIDE for a second network."""
     needs: tuple[str, ...] = (COND, NEGATIVE)
@@ -69,7 +70,7 @@ def cfg(guide: Guide, model: Model) -> Guide:
 def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
     """Apply guidance only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
 
-    At other levels, the network is evaluated with the text alone, at lower cost.
+    At other levels, the network is evaluated with the text alone, which costs less.
     """
     del model
     before = guide.applies or (lambda sigma: True)
@@ -102,7 +103,7 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
 def cfg_pp(guide: Guide, model: Model) -> Guide:
     """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance scale is its lambda, from 0 to 1.
 
-    CFG++ adds the noise of the unconditional estimate to the guided image
+    CFG++ adds the noise of the unconditional estimate D_uncond, here D_other, to the guided image
     D_lambda = D_uncond + lambda (D_cond - D_uncond). With r = sigma' / sigma, a step from sigma to
     sigma' is
 
@@ -123,8 +124,8 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
 def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
     """Rescale the guided prediction of the network (Lin et al. 2024, equations 15 and 16).
 
-    A copy of the guided prediction F is scaled to the standard deviation of F_cond in each image.
-    The result is phi times this copy plus (1 - phi) times the guided F.
+    The guided prediction of each image is scaled to the standard deviation of F_cond. The result is
+    phi times this scaled prediction plus (1 - phi) times the original guided prediction.
     """
 
     def combine(d, x, sigma, guidance):
@@ -139,7 +140,7 @@ def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
 def cfg_zero(guide: Guide, model: Model, *, zero: Count = 1) -> Guide:
     """Apply CFG-Zero* (Fan et al. 2025, Algorithm 1) to the predictions F of the network.
 
-    F_other is replaced by c F_other, with the factor c that brings it nearest to F_cond. In the
+    In each image, F_other is multiplied by the factor that brings it nearest to F_cond. In the
     first `zero` steps, the guided F is 0. Fan et al. define this for the velocity of flow models.
     """
     _check_order(guide, "cfg_zero")
@@ -220,7 +221,7 @@ def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
 def projected(
     images: Float[Array, "B H W C"], onto: Float[Array, "B H W C"]
 ) -> Float[Array, "B H W C"]:
-    """Project each image of a batch onto the image in the same row of `onto`."""
+    """Project each image, as a vector, onto the image in the same row of `onto`."""
     length_2 = jnp.maximum((onto**2).sum(_AXES, keepdims=True), 1e-12)
     return (images * onto).sum(_AXES, keepdims=True) / length_2 * onto
 
@@ -250,9 +251,9 @@ def _blurred(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
 
 
 def _predictions(model: Model, x: Images, sigma: Sigma):
-    """Return the functions D -> F and F -> D, where F is the network's prediction.
+    """Return two functions: one converts D to the network's prediction F, the other F to D.
 
-    They are related by D = c_skip x + c_out F.
+    D and F are related by D = c_skip x + c_out F.
     """
     c_skip, c_out, *_ = (c[:, None, None, None] for c in model.scalings(sigma))
     return lambda d: (d - c_skip * x) / c_out, lambda f: c_skip * x + c_out * f
@@ -261,8 +262,8 @@ def _predictions(model: Model, x: Images, sigma: Sigma):
 def _check_order(guide: Guide, name: str) -> None:
     """Raise ValueError if the guidance `name` follows perp_neg in sampler.guiding.
 
-    The guidance `name` changes D_other, the estimate from which guidance leads away. If it follows
-    perp_neg, this is D_negative, but perp_neg leads away from D_empty.
+    The guidance `name` changes D_other. After perp_neg, D_other is the estimate with the negative
+    text, but perp_neg leads away from the estimate with the empty text.
     """
     if EMPTY in guide.needs:
         raise ValueError(

@@ -25,8 +25,8 @@ Times = Float[Array, "B"]
 Kept = Bool[Array, "B"]
 Network = Callable[..., Images]
 """Maps (x, c_noise, h, kept, rows) to F. For images whose `kept` is False, the network sees the
-empty text instead of the image's text. The other arguments hold only the images in the slice `rows`
-of the batch."""
+empty text instead of the image's text. x, c_noise, h and kept hold only the images in the slice
+`rows` of the batch."""
 Velocity = Callable[..., Images]
 """Maps (z, t, h, kept, rows) to u."""
 Span = Callable[[Sigma], Times]
@@ -84,16 +84,16 @@ def losses(
 
     Args:
         velocity: The function u, with the network's weights and texts bound.
-        frozen: The same function, which computes the targets. The loss gives its weights no
-            gradient.
-        x0: Images in [-1, 1].
+        frozen: The same function as `velocity`. It computes the targets, through which no gradient
+            flows.
+        x0: Clean images in [-1, 1], or their latents if the model works on latents.
         eps: Standard normal noise.
         t: The end of each image's interval of times, in [0, 1].
         r: The start of the interval, at most t. It is used for every s.every-th image only; the
             others have h = 0.
-        kept: True for the images that keep their text. The others, with the empty text, learn the
-            velocity without guidance.
-        s: The guidance and the weights.
+        kept: True for the images whose text is not dropped. The other images, which have the empty
+            text, train the velocity without guidance.
+        s: The options of MeanFlow: the guidance to learn, and the weights of images.
     """
     z, v = _each(1 - t) * x0 + _each(t) * eps, eps - x0
     target = jnp.where(_each(kept), guided(frozen, z, v, t, s), v)
@@ -115,9 +115,11 @@ def losses(
 
 
 def guided(velocity: Velocity, z: Images, v: Images, t: Times, s: MeanFlow) -> Images:
-    """Return omega v + (1 - omega - kappa) u_empty + kappa u_text at h = 0 (equation 20).
+    """Return the guided velocity omega v + (1 - omega - kappa) u_empty + kappa u_text.
 
-    Return v for images whose time t is outside of [s.low, s.high].
+    This is equation 20 of Geng et al. 2025. u_empty and u_text are the network's u at h = 0 with
+    the empty text and with the image's text. For images whose time t is outside of [s.low, s.high],
+    the guided velocity is v.
     """
     if s.omega == 1 and s.kappa == 0:
         return v
@@ -131,7 +133,7 @@ def guided(velocity: Velocity, z: Images, v: Images, t: Times, s: MeanFlow) -> I
 
 
 def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Array, ...]) -> Array:
-    """Return the Jacobian of f at the arguments `at`, times the direction `along`.
+    """Return the derivative of f at the arguments `at`, in the direction `along`.
 
     It is computed by transposing f's reverse-mode derivative (jax.vjp), because group norm and
     blockwise attention define no forward-mode derivative (jax.jvp).
@@ -142,7 +144,7 @@ def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Arra
 
 
 def velocity_of(network: Network, scalings: Precond) -> Velocity:
-    """Return the function u = (z - D) / t, where D is the denoiser of the network F."""
+    """Return the function u = (z - D) / t, where D is the denoiser that `network` computes."""
 
     def velocity(z, t, h, kept, rows):
         f = lambda x, time: network(x, time, h, kept, rows)
@@ -158,7 +160,10 @@ def time_of(sigma: Sigma) -> Times:
 
 
 def spans(sigmas: Float[Array, "levels"]) -> Span:
-    """Return the function from a noise level to h, the time to the next lower level of a grid."""
+    """Return a function that maps noise levels to h.
+
+    h is the difference in time t between a level and the next lower one of the grid `sigmas`.
+    """
 
     def span(sigma):
         lower = sigmas < sigma[:, None] * (1 - 1e-6)  # [B, levels]

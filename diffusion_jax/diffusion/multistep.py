@@ -85,8 +85,8 @@ def plms(
 def plms_v(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """Sample with PLMS on v instead of eps, as diffusers' PNDM does for models that predict v.
 
-    v = alpha * eps - sqrt(1 - alpha^2) * x0, with alpha = 1 / sqrt(1 + sigma^2). The average of v
-    over several times is converted to a slope, using the x at the start of the step.
+    v = alpha * eps - sqrt(1 - alpha^2) * x0, with alpha = 1 / sqrt(1 + sigma^2). The average of the
+    v of several steps is converted to a slope, using x at the start of the present step.
     """
 
     def to_v(d, x, sigma):
@@ -110,7 +110,7 @@ def dpmpp_2m(
 ) -> Images:
     """Sample with DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), a two-step method in -ln sigma.
 
-    The sampler adds no noise. The first step is of first order, and so is a last step to 0. `steps`
+    The sampler adds no noise. The first step and a step to 0 are of first order. `steps`
     is the number of steps in the grid. If it is below 15, the last step is always of first order,
     as in the authors' code.
     """
@@ -217,7 +217,7 @@ def deis(
 
 
 def _moments(v: Float[Array, ""]) -> list[Array]:
-    """Integrate u^k e^u from 0 to v, for k = 0, 1 and 2."""
+    """Return the integrals of u^k e^u over u from 0 to v, for k = 0, 1 and 2."""
     exact = (
         jnp.expm1(v),
         jnp.exp(v) * (v - 1) + 1,
@@ -245,7 +245,10 @@ def phi(k: int, z: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def _unipc_weights(h: Float[Array, ""], g: Float[Array, ""]) -> tuple[Array, Array]:
-    """Compute rho_0 * h / g and rho_1 of `unipc`; g = 0 marks the first step."""
+    """Return (rho_0 * h / g, rho_1), the weights of the corrector of `unipc`.
+
+    g = 0 marks the first step.
+    """
     phi_1, phi_2, phi_3 = jnp.expm1(-h), -h * phi(2, -h), -h * phi(3, -h)
     b_1, b_2 = phi_2 / phi_1, 2 * phi_3 / phi_1
     rho_0 = (b_1 - b_2) / (1 + g / h)

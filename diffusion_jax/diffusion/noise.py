@@ -53,9 +53,9 @@ class Noise(NamedTuple):
     def bounds(self, sigma_min: Scalar, sigma_max: Scalar) -> tuple[Scalar, Scalar]:
         """Return the smallest and the largest noise level for sampling.
 
-        On a discrete schedule, sigma_min is raised to the smallest level of its table, sigma_max is
-        lowered to the largest, and 0 selects these levels. Otherwise, 0 selects EDM's values, 0.002
-        and 80.
+        On a discrete schedule, these are sigma_min and sigma_max, limited to the range of the
+        schedule's table; 0 selects an end of this range. Otherwise, they are returned unchanged,
+        and 0 selects EDM's values, 0.002 and 80.
         """
         if not self.steps or self.level is None:
             return sigma_min or 0.002, sigma_max or 80.0
@@ -100,7 +100,10 @@ def logit_normal(*, mean: Real = 0.0, std: Positive = 1.0, shift: Positive = 1.0
 
 
 def uniform_flow(*, shift: Positive = 1.0) -> Noise:
-    """Build the noise of rectified flow with uniform times (Liu et al. 2023)."""
+    """Build the noise of rectified flow with uniform times (Liu et al. 2023).
+
+    The noise level at time t is shift * t / (1 - t).
+    """
 
     def draw(key, batch):
         t = jax.random.uniform(key, (batch,), minval=2.0**-20, maxval=1 - 2.0**-20)
@@ -138,13 +141,13 @@ NOISES: dict[str, Callable[..., Noise] | str] = {
     "scaled_linear": ldm,
     "zero_terminal_snr": ldm_zero_terminal_snr,
 }
-"""The values that diffusion.noise can have in configs. A function given as "MODULE:FUNCTION" is
-imported on use."""
+"""The functions that diffusion.noise can name in configs. An entry "MODULE:FUNCTION" is imported on
+use."""
 NoiseName = Annotated[str, named.checked(NOISES)]
 
 
 def continuous_noise(log_snr: LogSNR) -> Noise:
-    """Build the noise of DDPM in continuous time.
+    """Build the noise of DDPM in continuous time, from a schedule that maps time to the log-SNR.
 
     Training draws times uniformly. Sampling uses evenly spaced times by default.
     """
@@ -153,9 +156,10 @@ def continuous_noise(log_snr: LogSNR) -> Noise:
 
 
 def discrete_noise(log_alphas: LogAlphas) -> Noise:
-    """Build the noise of DDPM on a discrete schedule, as in LDM.
+    """Build the noise of DDPM on a discrete schedule, from a table of ln alpha, as in LDM.
 
-    By default, sampling ends at the noise level of time 0, which is above 0.
+    Training draws the steps of the table uniformly. By default, sampling ends at the noise level of
+    time 0, which is above 0.
     """
     level, steps = lambda t: sigma_at(log_alphas, t), len(log_alphas)
     time = time_of(log_alphas)
@@ -183,7 +187,7 @@ def draw_lognormal(mean: int | float, std: int | float) -> DrawSigma:
 
 
 def uniform_time(log_snr: LogSNR) -> DrawSigma:
-    """Return a function that draws t ~ U[0, 1) and computes sigma at t (DDPM)."""
+    """Return a function that draws times t ~ U[0, 1) and returns sigma at these times (DDPM)."""
 
     def draw(key, batch):
         return sigma_of(log_snr(jax.random.uniform(key, (batch,))))
@@ -192,7 +196,7 @@ def uniform_time(log_snr: LogSNR) -> DrawSigma:
 
 
 def uniform_steps(log_alphas: LogAlphas) -> DrawSigma:
-    """Return a function that draws steps of a table uniformly and looks up their sigma (DDPM)."""
+    """Return a function that draws steps of a table uniformly and returns their sigma (DDPM)."""
 
     def draw(key, batch):
         t = jax.random.randint(key, (batch,), 0, len(log_alphas))
@@ -226,8 +230,9 @@ def scaled_linear(
 ) -> Float[Array, "{steps}"]:
     """Compute Stable Diffusion's table of ln alpha ("scaled linear").
 
-    The square roots of the betas are evenly spaced. alpha^2 at a step is the product of 1 - beta
-    over all steps up to this one. The logarithms are summed in float64.
+    The square roots of the betas are evenly spaced, and the betas go from beta_first to beta_last.
+    alpha^2 at a step is the product of 1 - beta over all steps up to this one. The logarithms are
+    summed in float64.
     """
     first, last = math.sqrt(beta_first), math.sqrt(beta_last)
     log_alphas, total = [], 0.0
@@ -238,7 +243,7 @@ def scaled_linear(
 
 
 def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
-    """Shift and scale a table so that x has no signal at the last step.
+    """Shift and scale a table of ln alpha so that x has no signal at the last step.
 
     This is Algorithm 1 of Lin et al. 2024, except that the last alpha is 2^-20 instead of 0, which
     keeps sigma finite. At the last step, the float32 value of x0 + sigma * eps keeps hardly any
@@ -250,16 +255,19 @@ def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
 
 
 def sigma_at(log_alphas: LogAlphas, t: Time) -> Float[Array, "N"]:
-    """Compute sigma at time t. Between steps, ln alpha is interpolated linearly (DPM-Solver)."""
+    """Compute sigma at times t of a table of ln alpha.
+
+    Between steps, ln alpha is interpolated linearly (DPM-Solver).
+    """
     log_alpha = jnp.interp(t, jnp.arange(len(log_alphas), dtype=jnp.float32), log_alphas)
     return jnp.sqrt(jnp.expm1(-2 * log_alpha))
 
 
 def time_of(log_alphas: LogAlphas) -> Callable[[Sigma], Sigma]:
-    """Return a function from sigma to time, the inverse of `sigma_at`.
+    """Return a function from sigma to time for a table of ln alpha, the inverse of `sigma_at`.
 
-    Levels outside of the table get the time of its nearest end. Preconditioners pass this time to
-    the network.
+    A level outside of the table gets the time of the table's nearest end. Preconditioners pass the
+    time to the network as c_noise.
     """
 
     def time(sigma):

@@ -17,7 +17,7 @@ from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network
 
 Losses = Float[Array, "B"]
 LEARNED = "uncertainty"
-"""The key in a task's parameters that holds the parameters of a learned weighting."""
+"""The key under which a task's parameters hold the parameters of a learned weighting."""
 Amount = Annotated[int | float, "[0, inf)"]
 
 
@@ -25,8 +25,8 @@ class Weighting(NamedTuple):
     """The weight of the loss at each noise level."""
 
     weigh: Callable[[Any, Sigma, Sigma, Losses], Losses]
-    """Maps (the task's parameters, sigma, c_out, the loss of F for each image) to each image's
-    weighted loss."""
+    """Maps (the task's parameters, sigma, c_out, losses) to the weighted losses. `losses` holds the
+    loss of the network F for each image."""
     init: Callable[[], Any] | None = None
     """Returns the initial parameters of a learned weighting. None: the weighting is fixed."""
 
@@ -37,7 +37,7 @@ class Objective(NamedTuple):
     noise: noise.Noise
     precond: Callable[[Callable[[Sigma], Sigma]], Precond]
     """Builds the preconditioner from `time`, a function from sigma to the network's time input.
-    Training passes noise.time. Sampling passes the `time` of its grid."""
+    Training passes noise.time. Sampling passes the function `time` of its Grid."""
     distance: Distance
     weighting: Weighting
     offset: float
@@ -52,11 +52,11 @@ class Objective(NamedTuple):
         return self.precond(self.noise.time)
 
     def with_learned(self, params: Mapping[str, Any]) -> Any:
-        """Return the network's params, plus those of the weighting if the weighting is learned."""
+        """Return `params`, with the initial parameters of the weighting added if it is learned."""
         return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
 
     def shifted(self, key: PRNGKeyArray, eps: Images) -> Images:
-        """Add offset noise to eps: `offset` times one standard normal draw per image and channel.
+        """Return eps plus offset noise: `offset` times one normal draw per image and channel.
 
         Offset noise helps the model to learn the mean brightness of images (Guttenberg 2023).
         """
@@ -73,11 +73,10 @@ class Objective(NamedTuple):
         Args:
             params: The task's parameters. A learned weighting takes its parameters from them.
             network: The network F, as a function with its weights and conditions bound.
-            x0: Images in [-1, 1].
-            eps: Standard normal noise.
+            x0: Clean images in [-1, 1], or their latents if the model works on latents.
+            eps: Standard normal noise, which is scaled by sigma and added to x0.
             sigma: The noise level of each image.
-            counts: A further weight of each image, for prior preservation; None weights all images
-                by 1.
+            counts: A further weight of each image, for prior preservation; by default, 1.
         """
         scalings = self.scalings
         losses = precond.loss(network, scalings, x0, eps, sigma, self.distance)
@@ -90,15 +89,17 @@ class Objective(NamedTuple):
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
         """Compute MeanFlow's mean loss, which training minimises, and each image's mean (u - v)^2.
 
+        u is the mean velocity that the network predicts, and v = eps - x0.
+
         Args:
             network: The network F, as a function with its weights and conditions bound.
-            frozen: The same function, which computes the targets. The loss gives its weights no
-                gradient.
-            x0: Images in [-1, 1].
+            frozen: The same function as `network`. It computes the targets, through which no
+                gradient flows.
+            x0: Clean images in [-1, 1], or their latents if the model works on latents.
             eps: Standard normal noise.
             sigmas: Two noise levels per image, in any order: the ends of the image's time interval.
-            kept: True for the images that keep their text.
-            counts: As in `loss`.
+            kept: True for the images whose text is not dropped.
+            counts: A further weight of each image, as in `loss`.
         """
         assert self.mean_flow is not None
         low, high = jnp.minimum(*sigmas), jnp.maximum(*sigmas)
@@ -109,10 +110,11 @@ class Objective(NamedTuple):
         return mean, squares / x0[0].size
 
     def span(self, sigmas: Float[Array, "levels"]) -> meanflow.Span | None:
-        """Return a function that maps a noise level to the span h that MeanFlow's network reads.
+        """Return a function that maps noise levels to the span h that MeanFlow's network reads.
 
-        h is the difference in time between this level and the next lower level of `sigmas`, the
-        sampling grid. Return None for a denoiser, which reads no span.
+        `sigmas` is the sampling grid. For a noise level, h is the difference in MeanFlow's time
+        between this level and the next lower level of the grid. If the objective is not MeanFlow,
+        the network reads no span, and the result is None.
         """
         return meanflow.spans(sigmas) if self.mean_flow else None
 
@@ -121,8 +123,9 @@ class Objective(NamedTuple):
     ) -> tuple[Losses, Losses]:
         """Compute each image's unweighted loss and its v-loss |D - x0|^2 (1 + sigma^2) / sigma^2.
 
-        The v-loss of D is the same whether the network predicts eps, x0, v or flow. It can
-        therefore compare runs whose networks predict different quantities.
+        D is the denoiser of `network`. Its v-loss has the same meaning whether the network predicts
+        eps, x0, v or flow. So runs whose networks predict different quantities can be compared by
+        it.
         """
         residual = precond.residual(network, self.scalings, x0, eps, sigma)
         mean = lambda each: jnp.mean(each, axis=(1, 2, 3))
@@ -183,8 +186,9 @@ _NO_SIGNAL_AT_THE_END = ("zero_terminal_snr", "logit_normal", "uniform_flow")
 def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
     """Build a weighting of |D - x0|^2 from a function of the signal-to-noise ratio 1 / sigma^2.
 
-    The weighted loss does not depend on what the network predicts: the loss of F is
-    |D - x0|^2 / c_out^2, and the weighting multiplies it by c_out^2.
+    D is the denoiser, and `weight` is the function. The weighted loss does not depend on what the
+    network F predicts: the loss of F is |D - x0|^2 / c_out^2, and the weighting multiplies it by
+    weight(1 / sigma^2) * c_out^2.
     """
     return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
 
@@ -253,8 +257,8 @@ WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
     "flow": flow,
     "uncertainty": uncertainty,
 }
-"""The values that diffusion.weight can have in configs. A function given as "MODULE:FUNCTION" is
-imported on use."""
+"""The functions that diffusion.weight can name in configs. An entry "MODULE:FUNCTION" is imported
+on use."""
 WeightName = Annotated[str, named.checked(WEIGHTINGS)]
 
 
@@ -266,5 +270,5 @@ METHODS: dict[str, Callable[..., meanflow.MeanFlow | None] | str] = {
     "denoise": denoise,
     "meanflow": meanflow.make,
 }
-"""The values that diffusion.method can have in configs."""
+"""The functions that diffusion.method can name in configs."""
 MethodName = Annotated[str, named.checked(METHODS)]

@@ -9,9 +9,10 @@ In all modules, a sampler is a function `sampler(denoise, x, sigmas, noise)`:
     sigmas: The N + 1 decreasing levels of N steps.
     noise: noise(i) is the standard normal draw of step i.
 
-It returns x at the last level, which is 0 or the smallest level of a schedule. Configs can set the
-keyword-only parameters of a sampler. Loops are scans, so that every sampler traces `denoise` only
-once. Where the form of the cited paper looks different, the docstring or a comment shows it.
+The function returns x at the last level, which is 0 or the smallest level of a schedule. Configs
+can set the keyword-only parameters of a sampler. Loops are scans, so that every sampler traces
+`denoise` only once. Where the code looks different from the cited paper, a docstring or comment
+shows the paper's form.
 """
 
 from collections.abc import Callable
@@ -78,7 +79,8 @@ def heun_steps(
 ) -> Images:
     """Run Heun's method (see `heun`) with an amount of churn for each step.
 
-    Step i first adds noise, which raises the noise level by the factor 1 + gammas[i].
+    Step i first adds noise, which raises the noise level by the factor 1 + gammas[i]. `s_noise`
+    scales this noise.
     """
     n = len(sigmas) - 1
 
@@ -149,5 +151,5 @@ def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
 
 
 def same_level(sigma: Float[Array, ""], x: Images) -> Sigma:
-    """Repeat one noise level for each image of a batch."""
+    """Return an array [B] that repeats one noise level for each image of the batch x."""
     return jnp.full(x.shape[:1], sigma, x.dtype)

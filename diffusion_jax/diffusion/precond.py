@@ -21,7 +21,10 @@ Distance = Callable[[Images], Images]
 
 
 class Scalings(NamedTuple):
-    """The scalings in D(x, sigma) = c_skip * x + c_out * F(c_in * x, c_noise), each [B]."""
+    """The scalings in D(x, sigma) = c_skip * x + c_out * F(c_in * x, c_noise), each [B].
+
+    F is the network, and D is the denoiser.
+    """
 
     c_skip: Sigma
     c_out: Sigma
@@ -128,8 +131,8 @@ PrecondName = Annotated[str, named.checked(PRECONDS)]
 def log_snr(sigma: Sigma) -> Sigma:
     """Compute the log-SNR ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma.
 
-    It is the time input c_noise of networks that are trained with continuous noise, except with the
-    preconditioner `edm`.
+    Networks that are trained with continuous noise get the log-SNR as their time input c_noise,
+    except with the preconditioner `edm`.
     """
     return -2 * jnp.log(sigma)
 
@@ -149,17 +152,17 @@ def denoiser(network: Network, precond: Precond) -> Denoiser:
 
 
 def l2(residual: Images) -> Images:
-    """Return the squared error of each value."""
+    """Return the square of each error."""
     return residual**2
 
 
 def l1(residual: Images) -> Images:
-    """Return the absolute error of each value."""
+    """Return the absolute value of each error."""
     return jnp.abs(residual)
 
 
 def huber(residual: Images) -> Images:
-    """Return the Huber loss of each value: r^2 / 2 for errors |r| below 1, otherwise |r| - 1/2."""
+    """Return the Huber loss of each error r: r^2 / 2 if |r| is below 1, otherwise |r| - 1/2."""
     size = jnp.abs(residual)
     return jnp.where(size < 1, size**2 / 2, size - 0.5)
 
@@ -179,7 +182,8 @@ def loss(
 ) -> Float[Array, "B"]:
     """Compute each image's mean distance between F and its effective target (EDM, equation 8).
 
-    x0 is in [-1, 1], and eps is standard normal. With the distance `l2`, the loss is
+    F is the network's prediction at x = x0 + sigma * eps. x0 holds clean images in [-1, 1] or
+    latents, and eps is standard normal. With the distance `l2`, the loss is
     |D - x0|^2 / c_out^2. This is EDM's weighted loss for the preconditioner `edm`, L_simple of DDPM
     for `epsilon`, and the v-loss for `velocity`.
     """
@@ -187,7 +191,7 @@ def loss(
 
 
 def residual(network: Network, precond: Precond, x0: Images, eps: Images, sigma: Sigma) -> Images:
-    """Compute F at x = x0 + sigma * eps, minus the effective target of F (EDM, equation 8)."""
+    """Compute the prediction F at x = x0 + sigma * eps, minus its target (EDM, equation 8)."""
     scalings = precond(sigma)
     c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)

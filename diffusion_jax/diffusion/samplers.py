@@ -31,7 +31,7 @@ class Method(NamedTuple):
     end: str = "zero"
     """The default end of the grid on continuous schedules, "zero" or "sigma_min"."""
     placement: Placement = Placement()
-    """How the sampler's grid chooses its times."""
+    """The options of the grid that depend on the sampler."""
 
 
 _UNROUNDED, _WITH_END = Placement(rounded=False), Placement(includes_end=True)
@@ -54,7 +54,7 @@ SAMPLERS: dict[str, Method] = {
 
 
 class Start(NamedTuple):
-    """The result of Task.begin: the sampler's arguments, and functions that complete sampling."""
+    """The result of Task.begin: the sampler's arguments, and functions to finish the images."""
 
     denoise: Denoiser
     x: Images
@@ -63,7 +63,7 @@ class Start(NamedTuple):
     finish: Callable[[Images], Images]
     """Converts the sampler's result to images."""
     wrap: Callable[[Sampler], Sampler] = lambda sampler: sampler
-    """Wraps the sampler, for image-to-image and inpainting."""
+    """Returns a sampler for image-to-image or inpainting. By default, the sampler is unchanged."""
 
 
 Begin = Callable[..., Start]  # Takes the arguments of a Task's `sample`.
@@ -72,8 +72,8 @@ Begin = Callable[..., Start]  # Takes the arguments of a Task's `sample`.
 def make_sample(begin: Begin, s: Any) -> Callable[..., Images]:
     """Build the function `sample` of a Task.
 
-    It calls the Task's `begin`, runs the sampler that the `sampler` group `s` names, and converts
-    the result to images.
+    The function calls `begin`, which is the Task's `begin`, runs the sampler that the `sampler`
+    group `s` names, and converts the sampler's result to images.
     """
 
     def sample(*arguments: Any) -> Images:
@@ -112,10 +112,10 @@ def method_of(s: Any) -> Method:
 
 
 def check_method(d: Any, s: Any) -> None:
-    """Raise ValueError if a MeanFlow model is to be drawn with a sampler that does not suit it.
+    """Raise ValueError if the sampler does not suit a model that was trained with MeanFlow.
 
-    Such a model's D leads along a straight line to the next level. This holds only for samplers
-    that evaluate D once per step, add no noise and use no earlier step.
+    The D of such a model leads along a straight line to the next level of the grid. This suits only
+    samplers that evaluate D once per step, add no noise and use no D of earlier steps.
 
     Args:
         d: A config's `diffusion` group.
@@ -134,8 +134,8 @@ def check_method(d: Any, s: Any) -> None:
 def sampling_grid(noise: Noise, s: Any) -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
-    The group names the grid and its end. If a name is "", the default of the noise applies. If that
-    is "" too, the default of the sampler applies.
+    The group's fields `grid` and `end` name the grid and its end. If a field is "", the default of
+    the noise applies. If that default is "" too, the default of the sampler applies.
 
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
@@ -155,18 +155,18 @@ def check_grid(noise: Noise, s: Any) -> None:
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:
-    """Draw the noise sigma * eps from which a sampler starts.
+    """Draw the noise sigma * eps from which a sampler starts, with one key per image.
 
-    There is one key per image, and `shape` is the shape [H, W, C] of an image.
+    `shape` is the shape [H, W, C] of an image.
     """
     return sigma * _normal(keys, 0, shape)
 
 
 def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, ...]) -> Draws:
-    """Return the function noise(i) that gives a sampler the standard normal draws of step i.
+    """Return a function noise(i), which gives a sampler the standard normal noise of step i.
 
-    There is one key per image, and `shape` is the shape [H, W, C] of an image. The draws of an
-    image depend only on its key.
+    There is one key per image, and `shape` is the shape [H, W, C] of an image. The noise of an
+    image depends only on its key and on i.
     """
     return lambda i: _normal(keys, i + 1, shape)  # Draw 0 is the initial noise.
 

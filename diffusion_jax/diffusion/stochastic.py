@@ -24,9 +24,10 @@ _DEPTH = 16  # Halvings: the path is linear within pieces of 3.4e-4 in ln sigma.
 
 
 def brownian(noise: Draws) -> Callable[[Level], Images]:
-    """Return a function W(sigma): a Brownian path per image whose time is log2 sigma.
+    """Return a function W(sigma): for each image, a Brownian path whose time is log2 sigma.
 
-    The path does not depend on the levels at which it is evaluated. Its main piece spans 2^-12 to
+    The path is computed from the draws noise(i), and does not depend on the levels at which it is
+    evaluated. Its main piece spans 2^-12 to
     2^20. A piece of the same length continues it on either side, because the cosine schedule
     starts at 2^24.4. Each evaluation takes 17 draws.
     """
@@ -45,7 +46,7 @@ def brownian(noise: Draws) -> Callable[[Level], Images]:
 def _piece(noise: Draws, first: Int[Array, ""], t: Float[Array, ""]) -> Images:
     """Return the value at t in [0, 1] of a Brownian path that starts at 0.
 
-    Its value at 1 has variance _LENGTH. The path is a binary tree, as in Li et al. 2020 ("Scalable
+    The value at 1 has variance _LENGTH. The path is a binary tree, as in Li et al. 2020 ("Scalable
     gradients for stochastic differential equations", section 4). The value at the midpoint of an
     interval is the mean of the values at its ends, plus a scaled normal draw. The index of this
     draw is `first` plus the number of the tree node.
@@ -109,9 +110,9 @@ def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
     """Run a stochastic multistep solver. A step to sigma = 0 returns D.
 
     The function `steps` computes x at the end of a step, before noise is added. Its arguments are
-    x, D, (d1, d2, (h_1, h_2)), h and (1 + strength) h. Here d1 and d2 are D of the last two steps,
-    and h_1 and h_2 are the sizes of these steps, 0 where there was no step. h is the size of the
-    present step. Step sizes are in ln sigma.
+    x, D, (d1, d2, (h_1, h_2)), h and (1 + strength) h. Here d1 and d2 are the values of D in the
+    last step and in the one before it, and h_1 and h_2 are the sizes of these steps, 0 where there
+    was no step. h is the size of the present step. Step sizes are in ln sigma.
     """
     path = brownian(noise)
 

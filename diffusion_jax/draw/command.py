@@ -1,8 +1,8 @@
 """The sampling command of every system: draw prompts, and write the images and their metadata.
 
-The files are a PNG for each image, a contact sheet and metadata.jsonl. A system reads its own flags
-and opens its models. Prompts, seeds, progress and files are handled here, in the same way for all
-systems.
+The command writes a PNG file for each image, a contact sheet and metadata.jsonl. A system reads its
+own flags and opens its models. This module handles prompts, seeds, progress and files, in the same
+way for all systems.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Session(NamedTuple):
     A batch holds one array of images per stage of the cascade, the largest images last.
     """
     card: dict[str, Any]
-    """The models and their settings, written at the end of each line of metadata.jsonl."""
+    """A description of the models and settings, written into each line of metadata.jsonl."""
     inputs: Mapping[str, Sequence[str]] = {}
     """Paths of input files, keyed by their names in metadata.jsonl, such as "image" and "mask".
 
@@ -50,11 +50,11 @@ class Session(NamedTuple):
 
 
 def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
-    """Run `python -m SYSTEM.sample --out=FOLDER`, with the caller's docstring as its --help.
+    """Run `python -m SYSTEM.sample --out=FOLDER`. Its --help shows the calling module's docstring.
 
     Args:
-        open_session: Takes the prompts (possibly none) and the output folder. A ValueError or
-            OSError from it becomes a one-line message and exit code 2.
+        open_session: Takes the prompts (possibly none) and the output folder, and returns a
+            Session. A ValueError or OSError from it becomes a one-line message and exit code 2.
     """
     f = _define_flags()
 
@@ -130,7 +130,7 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
 
 
 def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
-    """Trace the drawing of the first text without compiling it, and return a report.
+    """Trace the drawing of the first text without compiling anything, and return a report.
 
     The report names the devices, the number and size of the images, and the models. The files of
     the first text are written to `folder`, which is temporary.
@@ -196,7 +196,7 @@ def _write_image(
 ) -> dict[str, Any]:
     """Write the PNG files of one image, and return its line of metadata.jsonl.
 
-    `text` is the index of its caption. `sizes` holds the image at the size of each stage.
+    `text` is the index of the image's caption. `sizes` holds the image at the size of each stage.
     """
     name = f"seed_{seed:06}"
     line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}

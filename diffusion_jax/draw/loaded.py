@@ -3,8 +3,8 @@
     model = imagen_jax.load("runs/quickstart")
     model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="ddim")
 
-The pictures are the same as those of the command `sample` with the same settings. They are equal
-byte for byte if the batch size is the same, otherwise up to rounding.
+The command `sample` draws the same pictures if it is given the same settings. They are equal byte
+for byte if the batch size is the same too, and otherwise up to rounding.
 """
 
 import collections
@@ -75,13 +75,13 @@ class System(NamedTuple):
     """A function (stages, prompts, seeds, inputs) -> batches. A batch holds one array of images per
     stage. `inputs` is an Inputs."""
     tokenize: Callable[[Model, Sequence[str]], Texts]
-    """A function (stage, prompts) -> the tokens on which the stage is conditioned."""
+    """A function (stage, prompts) -> the tokens of the prompts, for the stage's text encoder."""
     describe: Callable[[Sequence[Model]], dict[str, Any]]
-    """A function stages -> the metadata card that the command `sample` writes with each picture."""
+    """A function stages -> the metadata that the command `sample` writes for each picture."""
     enlarger: Callable[[Sequence[Model]], Enlarger | None] = lambda stages: None
     """A function stages -> the first stage that enlarges images, or None."""
     any_shape: bool = False
-    """Whether a drawing has the height and width of the picture that it draws over."""
+    """Whether a drawing gets the height and width of the picture that it draws over."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -164,8 +164,8 @@ class Loaded:
             mask: A picture that is white at the part of `image` to redraw (inpainting).
             low_res: The picture that all prompts enlarge. A cascade skips the stages before the
                 first one that enlarges.
-            strength: The share of the steps that draw over `image`, in (0, 1]: one value for the
-                first stage, or one per stage.
+            strength: The share of the steps to run when drawing over `image`, from 0 to 1: one
+                value for the first stage, or one per stage.
             **values: Drawing options. They have the names of the flags of `sample`. A list holds
                 one value per stage. `checkpoint=None` draws with the loaded checkpoint.
 
@@ -229,14 +229,14 @@ class Loaded:
 
     @property
     def enlarger(self) -> Enlarger | None:
-        """The first stage that enlarges images; None if no stage does."""
+        """The first stage that enlarges images, or None if no stage enlarges images."""
         return self._system.enlarger(self.stages)
 
     def _size_of(self, image: Image.Image | None, values: Values) -> Values:
-        """Return the height and width of the picture to draw over, as option values.
+        """Return option values that set the height and width to those of the picture `image`.
 
-        A side that the user has chosen is left out. The result is {} without a picture, and for
-        systems that draw squares only.
+        A side that the user has chosen is left out. The result is {} if there is no picture, or if
+        `any_shape` is False.
         """
         if image is None or not self.any_shape:
             return {}
@@ -244,10 +244,10 @@ class Loaded:
         return {side: getattr(image, side) for side in ("height", "width") if side not in chosen}
 
     def _strengths(self, strength: float | Sequence[float]) -> list[float | None]:
-        """Return the strength of each stage. A single value is for the first; later stages get 1.
+        """Return the strength of each stage. If there is a single value, later stages get 1.
 
         Raises:
-            ValueError: A value is outside (0, 1], or there is not one value per stage.
+            ValueError: A value is not in [0, 1], or a list does not have one value per stage.
         """
         later = [1.0] * (len(self.stages) - 1)
         values = [strength, *later] if isinstance(strength, float | int) else list(strength)
@@ -261,8 +261,8 @@ class Loaded:
         """Return the stages with the weights and settings in `values`.
 
         Compiled programs are reused. If `watched`, self._progress gets the images that each
-        evaluation predicts. `strengths` holds, for each stage, the share of the steps that draw
-        over a picture.
+        evaluation predicts. `strengths` holds one value per stage: the share of the sampler's
+        steps used to draw over the picture, or None if there is no picture.
         """
         for name in values:
             if name in self.options and self.options[name].at_load:
@@ -278,7 +278,7 @@ class Loaded:
         return stages
 
     def _with_weights(self, n: int, weights: Weights) -> Model:
-        """Return stage n with these weights. The most recently used sets stay in memory."""
+        """Return stage n with these weights. The most recently used weights stay in memory."""
         first, key = self.stages[n], self._key(n, weights)
         if key == self._first[n]:
             model = first
@@ -294,9 +294,9 @@ class Loaded:
         return model._replace(ema=ema) if first.step else model
 
     def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
-        """Return (n, average, step), the key that identifies the chosen weights of stage n.
+        """Return (n, average, step), which identifies the chosen weights of stage n.
 
-        In the key, "ema" is replaced by the name of the average with the largest decay.
+        The average "ema" is replaced by the name of the average with the largest decay.
         """
         step = self.stages[n].step if weights.step is None else weights.step
         stored = self.averages(n, step)

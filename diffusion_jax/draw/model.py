@@ -32,12 +32,12 @@ class Model(NamedTuple):
 
     workdir: str
     settings: Any
-    """Either imagen_jax.settings.Settings or sd_jax.settings.Pipeline."""
+    """An imagen_jax.settings.Settings or an sd_jax.settings.Pipeline."""
     encoder: TextEncoder
     draw: Draw
     params: Any
     ema: str
-    """The average that `params` holds, or "raw"."""
+    """The name of the average that `params` holds, or "raw" if it holds no average."""
     step: int
     """The step of the checkpoint; 0 for a model that is not a run."""
     guide: str = ""
@@ -45,16 +45,17 @@ class Model(NamedTuple):
     programs: Programs | None = None
     """The compiled sampling programs, one for each choice of settings of the same networks."""
     settle: Callable[[Overrides], Any] | None = None
-    """A function overrides -> the settings after these fields are replaced."""
+    """A function overrides -> settings: this model's settings with the given fields replaced."""
     lora: Mapping[str, Any] = {}
-    """Entries of the metadata cards of a LoRA run: "lora_scale", the strength of the LoRA, and
-    "base", the fingerprint of the weights that it adapts. {} for other runs."""
+    """For a LoRA run, two entries for the metadata of its pictures: "lora_scale", the strength of
+    the LoRA, and "base", the fingerprint of the weights that it adapts. {} for other runs."""
 
 
 class GuidingModel(NamedTuple):
-    """A second model for autoguidance. Guidance leads away from its estimate.
+    """A second model for autoguidance, with its settings and parameters.
 
-    This estimate replaces that of the first model with the negative prompt.
+    Guidance leads away from the images that this model predicts, instead of from the first model's
+    predictions with the negative prompt.
     """
 
     settings: Any
@@ -85,10 +86,11 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
 def open_encoder(
     text: Text, mesh: Mesh, rules: sharding.Rules, encoders: Encoders | None = None
 ) -> tuple[TextEncoder, Any]:
-    """Open the text encoder of a run for new texts, and place its weights on the devices.
+    """Open a text encoder for new texts, and place its weights on the devices.
 
-    Returns the encoder and these weights. The dict `encoders` caches both, so that runs with the
-    same encoder share the weights.
+    `text` is the `text` group of a run's config. `mesh` and `rules` determine the placement. Return
+    the encoder and its weights. The dict `encoders` caches both, so that runs with the same encoder
+    share the weights.
     """
     encoders = {} if encoders is None else encoders
     key = text._replace(drop_prob=0.0, store="")  # The other fields determine the encoder.
@@ -113,7 +115,8 @@ def load_guide(
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: The images or the text encoder of the two models differ, or the guide is a LoRA.
+        ValueError: The two models differ in their image size or their text encoder, or the guide is
+            a LoRA.
     """
     if not guide:
         return None
@@ -155,12 +158,12 @@ def load_model(
         mesh: The devices for the parameters.
         begin_of: Maps (settings, preview, strength) to the task's `begin` (see BeginOf).
         weights: The choice of saved weights to read.
-        guide: The name of the run that guides this one, for metadata cards.
-        lora_scale: The strength of a LoRA run, for metadata cards.
+        guide: The name of the run that guides this one, for the metadata of pictures.
+        lora_scale: The strength of a LoRA run, for the metadata of pictures.
 
     Raises:
         FileNotFoundError: The run has no such checkpoint.
-        ValueError: The checkpoint is damaged, or has no such average.
+        ValueError: The checkpoint is damaged, or does not hold the average that `weights` names.
     """
     placed = _placed_shapes(task.init, mesh, task.rules)
     programs = make_programs(begin_of, task.frozen, mesh)
@@ -171,9 +174,10 @@ def load_model(
 
 
 def with_weights(model: Model, weights: Weights) -> Model:
-    """Return `model` with the chosen weights of the same run. Compiled programs are kept.
+    """Return `model` with other saved weights of the same run. Compiled programs are kept.
 
-    Raises FileNotFoundError or ValueError if the run has no such checkpoint or average.
+    Raises FileNotFoundError or ValueError if the run does not have the checkpoint or the average
+    that `weights` names.
     """
     folder = restore.absolute(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
@@ -193,9 +197,10 @@ def with_overrides(
 ) -> Model:
     """Return `model` with changed settings. No weights are loaded, and compiled programs are kept.
 
-    `overrides` are the fields to replace. `preview` is called on the host at each evaluation of the
-    network, with the predicted images and their noise level. `strength` is the share of the steps
-    that draw over a picture; None keeps the share with which the model was opened.
+    `overrides` holds the new values, keyed by config field. `preview` is called on the host at each
+    evaluation of the network, with the predicted images and their noise level. `strength` is the
+    share of the steps to run when the model draws over a picture; None keeps the share with which
+    the model was opened.
 
     Raises ValueError if settings do not fit together.
     """
@@ -205,7 +210,10 @@ def with_overrides(
 
 
 def fingerprint(models: Sequence[Params]) -> str:
-    """Return 16 hexadecimal digits that identify the weights, independent of their sharding."""
+    """Return 16 hexadecimal digits that identify the weights of all `models` together.
+
+    They do not depend on how the weights are sharded.
+    """
     everywhere = sharding.replicated(sharding.make_mesh())
     sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
@@ -218,7 +226,10 @@ def _placed_shapes(init: Callable[..., Params], mesh: Mesh, rules: Any) -> Param
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
-    """Read each array's bits as integers and sum them modulo 2^32, whatever the sharding."""
+    """Return, for each array, the sum of its values modulo 2^32, with their bits read as integers.
+
+    The sharding of the arrays does not matter. Every device gets the sums.
+    """
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = [
         jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)

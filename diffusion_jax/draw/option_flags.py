@@ -79,7 +79,7 @@ def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str
 def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[str, Any]]]:
     """Return the points of the sweep that the flags of `define_axes` describe.
 
-    A point holds one dict per stage, of option values keyed by option name. The points are all
+    A point is a list with one dict per stage, which maps option names to values. The points are all
     combinations of the values of the axes. With one stage, commas separate the values of an axis.
     With several stages, commas separate the values of the stages, and each repetition of a flag
     adds a value to the axis.
@@ -99,7 +99,8 @@ def each(name: str, texts: Sequence[str], hint: Any, num_stages: int) -> list[An
     """Return one value per stage, parsed from the texts that were given for the flag `name`.
 
     There is one text for all stages, or one text per stage. Without texts, every value is None.
-    Raises ValueError for a value that the type `hint` does not allow.
+    Raises ValueError if the annotation `hint` does not allow a value, or if there is another number
+    of texts.
     """
     typed = [ranges.read_value(f"--{name}", text, hint) for text in texts]
     value = typed if len(typed) > 1 else next(iter(typed), None)
@@ -115,13 +116,13 @@ def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> l
 
 
 def _one_or_more(option: Option, texts: Sequence[str]) -> Any:
-    """Return None if there is no value, the value itself if there is one, or a list of several."""
+    """Return None if the texts hold no value, the only value, or a list of several values."""
     parts = list(texts) if option.is_text else _split(texts)
     return parts if len(parts) > 1 else next(iter(parts), None)
 
 
 def _split(texts: Sequence[str]) -> list[str]:
-    """Split at commas, except for commas inside brackets, as in apg(eta=0, norm=5)."""
+    """Split texts at commas, except at commas inside brackets, as in apg(eta=0, norm=5)."""
     parts = re.split(r",(?![^(]*\))", ",".join(texts))
     return [part.strip() for part in parts if part.strip()]
 

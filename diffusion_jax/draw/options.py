@@ -49,7 +49,7 @@ NEWEST = Weights()
 
 
 class Choice(NamedTuple):
-    """The settings and weights with which a run is opened."""
+    """The user's choice of settings and weights with which a run is opened."""
 
     overrides: Mapping[str, Any] = {}
     """Settings that replace those of the run, keyed by config field."""
@@ -59,10 +59,10 @@ class Choice(NamedTuple):
 
 
 def of_group(group: str, kind: type) -> dict[str, Option]:
-    """Return an option for each field of a config group, keyed by the field's name.
+    """Return an option for each field of the config group `group`, keyed by the field's name.
 
-    The field `name` is an exception: its option has the name of the group, so --sampler sets
-    sampler.name.
+    `kind` is the NamedTuple of the group. The option of the field `name` is keyed by the name of
+    the group instead, so that --sampler sets sampler.name.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
@@ -138,7 +138,7 @@ def choose(options: Options, values: Values) -> Choice:
 
 
 def changes(options: Options, values: Values) -> Overrides:
-    """Return the config overrides that `values` imply and that may change after loading.
+    """Return the config overrides that `values` imply, except those fixed when a model is loaded.
 
     Raises ValueError if a name is unknown, or a value has another type or is out of range.
     """
@@ -156,10 +156,12 @@ def override(s: Any, overrides: Overrides) -> Any:
 
 
 def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
-    """Return the values of each stage of a cascade. A list or tuple holds one value per stage.
+    """Return one dict of option values for each stage of a cascade.
+
+    A list or tuple in `values` holds one value per stage. Any other value applies to all stages.
 
     Raises:
-        ValueError: The length of a list is not `num_stages`.
+        ValueError: The length of a list or tuple is not `num_stages`.
     """
     for name, value in values.items():
         if isinstance(value, list | tuple) and len(value) != num_stages:
@@ -174,8 +176,8 @@ def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
 def varied(points: Sequence[Sequence[Overrides]]) -> list[dict[str, str]]:
     """Return, for each point of a sweep, the overrides that differ between points, as strings.
 
-    A point holds the overrides of each stage. If stages have different values, commas join the
-    values.
+    A point holds the overrides of each stage. If the stages of a point have different values, the
+    string joins these values by commas.
     """
     fields = dict.fromkeys(field for point in points for stage in point for field in stage)
     values = lambda point, field: [stage.get(field) for stage in point]

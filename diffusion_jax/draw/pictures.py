@@ -23,10 +23,11 @@ class Pictures(NamedTuple):
     """No mask, one mask for all texts, or one mask per text."""
 
     def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
-        """Return {IMAGE: uint8 [N, H, W, 3], MASK: bool [N, H, W]}, without MASK if no mask exists.
+        """Return the arrays {IMAGE: uint8 [N, H, W, 3], MASK: bool [N, H, W]} for N texts.
 
-        Pictures and masks are resized to `size`. A pixel of a resized mask is True if any part of
-        it is white. So a pixel that is not redrawn lies entirely in the black part of the mask.
+        Without masks, the key MASK is missing. Pictures and masks are resized to `size`. A pixel of
+        a resized mask is True if any part of it is white. So a pixel that is not redrawn lies
+        entirely in the black part of the mask.
 
         Args:
             size: Width and height in pixels.
@@ -45,9 +46,10 @@ class Pictures(NamedTuple):
 
 
 def define() -> Callable[[int], Pictures | None]:
-    """Define --image and --mask.
+    """Define the flags --image and --mask.
 
-    Return a function that takes the number of texts and opens the pictures (see `read`).
+    Return a function that takes the number of texts, and opens the pictures and masks that the
+    flags name (see `read`).
     """
     images = flags.DEFINE_multi_string(
         "image", [], "A picture to draw over: one for all texts, or one for each."
@@ -65,8 +67,8 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     """Open pictures and masks from the paths `images` and `masks`. Return None without paths.
 
     Raises:
-        ValueError: The numbers or sizes of pictures, masks and texts do not fit together, or a
-            file is damaged.
+        ValueError: The number of pictures or of masks is not 0, 1 or `num_texts`, a mask has no
+            picture or another size than its picture, or a file is damaged.
         OSError: A file is missing, or is not a JPEG, PNG or WebP image.
     """
     opened = [open_picture(path, "RGB", "--image") for path in images]
@@ -86,7 +88,9 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
 
 
 def open_picture(path: str, mode: str, flag: str) -> Image.Image:
-    """Open and decode a picture, and convert it to a Pillow mode such as "RGB".
+    """Open and decode a picture, and convert it to the Pillow mode `mode`, such as "RGB".
+
+    `flag` is the name of the flag that gives the path, for error messages.
 
     Raises:
         ValueError: The file is damaged or has too many pixels.
@@ -107,7 +111,7 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
 
 def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:
-    """Return Pictures with one picture to draw over and its mask, if any; None without a picture.
+    """Return Pictures that hold the picture to draw over and its mask, or None without a picture.
 
     Raises:
         ValueError: There is a mask without a picture, or their sizes differ.

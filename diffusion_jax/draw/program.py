@@ -28,8 +28,9 @@ Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], I
 BeginOf = Callable[[Any, Preview | None, float | None], Begin]
 """A function (settings, preview, strength) -> a task's `begin`.
 
-`strength` is the share of the steps that draw over a picture; None keeps the share with which the
-model was opened. The function raises ValueError if settings do not fit together.
+`strength` is the share of the steps to run when the model draws over a picture; None keeps the
+share with which the model was opened. The function raises ValueError if settings do not fit
+together.
 """
 
 
@@ -42,17 +43,18 @@ class Programs(NamedTuple):
     The Draw is compiled at first use.
     """
     begin: Callable[[Any], tuple[Begin, Any]]
-    """A function settings -> the task's `begin` and its frozen weights."""
+    """A function settings -> (the task's `begin` for these settings, the task's frozen weights)."""
 
 
 _PIXELS = 2**22  # Default limit on the pixels that a device draws at once.
 
 
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
-    """Jit a task's `sample`: draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
+    """Return a function draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
-    If guidance is None, the network is evaluated with the prompt alone, at half the cost. For each
-    batch size B, `draw` is compiled once, which is logged. `frozen` is the task's frozen weights.
+    It calls `sample`, the function of a task, on all devices of the mesh. If guidance is None, the
+    network is evaluated with the prompt alone, at half the cost. The function is compiled once for
+    each batch size B, and each compilation is logged. `frozen` is the task's frozen weights.
     """
     where = batch_sharding(mesh)
     num_shards = mesh.shape["replica"] * mesh.shape["fsdp"]
@@ -76,7 +78,7 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
 
 def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int = 16) -> Programs:
-    """Return the functions that build and cache the sampling programs of a model.
+    """Return Programs: functions that build and cache the sampling programs of a model.
 
     `begin_of` builds the `begin` of the model's task for given settings (see BeginOf). `frozen` is
     the task's frozen weights, already on the devices, which every program gets as an argument.
@@ -101,9 +103,10 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:
-    """Return a `begin` whose denoiser also sends each x0 that it predicts to `preview` on the host.
+    """Return a `begin` whose denoiser also calls `preview` on the host with its predictions.
 
-    If `preview` is None, return `begin` unchanged.
+    `preview` gets the predicted images and their noise level. If it is None, `begin` is returned
+    unchanged.
     """
     if preview is None:
         return begin
@@ -125,7 +128,8 @@ def in_batches(
 ) -> Iterator[Images]:
     """Draw N images, `batch_size` at a time, and yield the images of each batch.
 
-    The last batch is padded to `batch_size`. The images of the padding are dropped.
+    `batch` holds the texts, `seeds` the seeds and `guidance` the guidance scales of the N images.
+    The last batch is padded to `batch_size`, and the images of the padding are dropped.
     """
     inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
     for start in range(0, len(seeds), batch_size):

@@ -36,14 +36,18 @@ from diffusion_jax.task import Params
 class Point(NamedTuple):
     """A point of a sweep: a model or a cascade with fixed weights and sampler settings."""
 
-    checkpoint: int  # The step.
+    checkpoint: int
+    """The step of the first stage's checkpoint."""
     ema: str
+    """The name of the first stage's average (EMA)."""
     params: Sequence[Params]
+    """The weights of each stage."""
     draw: loop.Draw
+    """Draws pictures with these weights and sampler settings."""
     card: Card
     """The sampler, its steps, the precision, and other settings that affect the pictures."""
     later: str = ""
-    """Checkpoints and averages (EMA) of a cascade's later stages, if they vary over the sweep."""
+    """The checkpoints and averages (EMA) of a cascade's later stages, or "" if they do not vary."""
     settings: Mapping[str, str] = {}
     """The config fields that vary over the sweep: maps names such as "sampler.steps" to values."""
 
@@ -58,7 +62,7 @@ class Subject(NamedTuple):
     size: int
     """The side of the final pictures in pixels."""
     batch_size: int
-    """The largest batch size if Sweep.batch_size is None."""
+    """The largest number of pictures to draw at once, if Sweep.batch_size is None."""
     points: Sequence[Callable[[], Point]]
     """One function per point. Each loads the weights of its point and returns the Point."""
     name: str = ""
@@ -74,14 +78,14 @@ class Sweep(NamedTuple):
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
-    """The name of the results' folder under evaluation/. None means step_N, or the joined names of
-    several subjects."""
+    """The name of the results' folder under evaluation/. By default, it is step_N, where N is the
+    step of the first point's checkpoint. With several subjects, it joins their names."""
     size: int | None = None
     """The side in pixels to which pictures are resized before scoring. None does not resize."""
 
 
 AXES = ("ema", "checkpoint", "guidance")
-"""Drawing options that have a flag in sweep_flags, with several values for a sweep."""
+"""Drawing options whose flags sweep_flags defines. Each of these flags takes several values."""
 
 
 def of_models(
@@ -101,7 +105,7 @@ def of_models(
     Args:
         models: The model of each stage, loaded with the first weights and the first overrides.
         draw: Maps (models of the stages, prompts, seeds, guidance) to images in about [-1, 1].
-        describe: Returns the entry for a stage in the card's list "models".
+        describe: Maps the model of a stage to its entry in the card's list "models".
         source: The config field data.source of the training run.
         sizes: The sides in pixels of the first stage's images and of the final pictures.
         weights: A list of weights to evaluate for each stage, in the order of the stages. Stages
@@ -160,9 +164,9 @@ def command(
     --help prints the docstring of the main module, which calls this function.
 
     Args:
-        open_subjects: Opens the models that the command's flags name, with a list of weights for
-            each stage. If it raises ValueError or OSError, the command prints a one-line message
-            and exits with code 2.
+        open_subjects: Called with a list of weights for each stage, which --ema and --checkpoint
+            select. It opens the models that the other flags name. If it raises ValueError or
+            OSError, the command prints a one-line message and exits with code 2.
         guidance: The default guidance scales.
         write_page: Writes a web page about a run's folder and returns the path of the page.
     """
@@ -229,10 +233,10 @@ def evaluate(
 ) -> pathlib.Path:  # fmt: skip
     """Draw and score all prompts at every point and guidance. Return the folder of the results.
 
-    The folder is in the first subject's workdir. Each point at each guidance is a row of the table.
-    If `training` is not None, also find the nearest training picture of each drawn picture. The
-    process prints a message and exits with code 2 if a checkpoint or average is missing, if the
-    folder holds features of another sweep, or if an image is not finite.
+    The folder is in the first subject's workdir. Its table has a row for each point at each
+    guidance scale. If `training` is not None, also find the nearest training picture of each drawn
+    picture. The process prints a message and exits with code 2 if a checkpoint or average is
+    missing, if the folder holds features of another sweep, or if an image is not finite.
     """
     out, rows, pictures, copied = pathlib.Path(), [], [], []
     several = any(len(subject.points) > 1 for subject in subjects)
@@ -376,7 +380,7 @@ def check_folder(name: str | None) -> None:
 
 
 def common_size(subjects: Sequence[Subject]) -> int:
-    """Return the picture side shared by all subjects. Raise ValueError if the sides differ."""
+    """Return the picture side shared by all subjects. Raises ValueError if the sides differ."""
     sides = sorted({subject.size for subject in subjects})
     if len(sides) > 1:
         raise ValueError(

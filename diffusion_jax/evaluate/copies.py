@@ -41,7 +41,10 @@ class Nearest(NamedTuple):
 
 
 class Training:
-    """The training pictures, with their features, and the distances of unseen pictures to them."""
+    """The training pictures and their features, to which other pictures are compared.
+
+    The other pictures are drawn pictures, and unseen pictures: real ones that were not in training.
+    """
 
     def __init__(self, pictures: Pictures, scorer: Scorer, unseen: Pictures | None = None):
         """Store the arguments. The features of the pictures are computed on first use.
@@ -80,7 +83,7 @@ class Training:
         return Nearest(*neighbours.nearest(rows, self._rows[key]))
 
     def describe(self, key: str, nearest: Nearest) -> dict[str, Any]:
-        """Return a row of TABLE, which compares drawn pictures with unseen pictures.
+        """Return a row of copies.csv, which compares drawn pictures with unseen pictures.
 
         `nearest` holds the nearest training pictures of the drawn pictures, for features of the
         kind `key`. The row's columns are the kind of features, the numbers of drawn and training
@@ -166,8 +169,8 @@ def write(
 ) -> list[dict[str, Any]]:
     """For each kind of features, write a sheet of the drawn pictures closest to training pictures.
 
-    The sheet shows each of them with its nearest training picture. Return one row of TABLE per kind
-    of features.
+    The sheet shows each of these drawn pictures with its nearest training picture. Return one row
+    of copies.csv per kind of features (see Training.describe).
 
     Args:
         out: The folder of the sheets.

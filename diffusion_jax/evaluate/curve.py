@@ -1,4 +1,4 @@
-"""Make the figure of a sweep: choose the scores or the guidance for its axes."""
+"""Make the figure of a sweep. Its axes show two scores, or a score over guidance."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from diffusion_jax.metrics import table
 def figure(result: SweepResult) -> Plot:
     """Return the figure of a sweep.
 
-    If the sweep has a distance (lower is better) and another score, the figure shows the first
-    distance over the first other score. Otherwise, it shows the first score over guidance. Scores
-    that share an axis are shown together.
+    If the sweep has a distance (lower is better) and a score that is not a distance, the figure
+    shows the first distance over the first such score, in the order of METRICS. Otherwise, it shows
+    the first score over guidance. Scores with the same Metric.axis are shown together.
     """
     shown = {c: metric for c, metric in table.shown().items() if c in result.rows[0]}
     distances = [column for column, metric in shown.items() if metric.lower_is_better]
@@ -40,8 +40,8 @@ def figure(result: SweepResult) -> Plot:
 def _lines(result: SweepResult) -> dict[str, list[dict[str, str]]]:
     """Group the table's rows by model, weights and settings, and sort each group by guidance.
 
-    The groups are keyed by name. A name consists of the settings that differ between groups, or of
-    all settings if these short names are ambiguous.
+    Return {name of the group: rows}. A name consists of the parts of sweep.label that not all
+    groups share, or of all parts if these short names are empty or not unique.
     """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in sorted(result.rows, key=lambda row: float(row["guidance"])):

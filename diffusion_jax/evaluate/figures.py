@@ -27,10 +27,10 @@ class Line(NamedTuple):
     marked: bool = False
     """Whether to draw a dot at each point of the line."""
     labels: Sequence[str] = ()
-    """A text to write next to each point."""
+    """One text per point, which is written next to the point. By default, there are no texts."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """`low` and `high` are the ends of the confidence interval of each point's y."""
+    """`low` and `high` hold the ends of the confidence interval of each point's y, if known."""
 
 
 class Band(NamedTuple):

@@ -1,9 +1,9 @@
 """Draw images in batches and compute their features, for all evaluations.
 
-`collect` runs over the batches. The function that draws a batch comes from `drawing`, for sweeps
-and for evaluation during training. MLPerf's benchmark has its own, which keeps the images on the
-devices. Features can be saved in a folder, one shard file per batch. An interrupted evaluation then
-continues where it stopped.
+`collect` runs over the batches, and calls a function that draws a batch. For sweeps and for
+evaluation during training, `drawing` makes this function. MLPerf's benchmark has a function of its
+own, which keeps the images on the devices. Features can be saved in a folder, one shard file per
+batch. An interrupted evaluation then continues where it stopped.
 """
 
 import io
@@ -60,8 +60,9 @@ def collect(
         folder: folder in which the features of each batch are saved. Images whose features are
             already saved are not drawn again, even if the batch size has changed. With None,
             nothing is saved.
-        finite: if True, an image that is not finite also ends the process with code 2, and the
-            result has no entry "fine". If False, such images are only marked in the entry "fine".
+        finite: if True, an image with a pixel that is not finite also ends the process with code 2,
+            and the result has no entry "fine". If False, such an image is only marked by False in
+            the entry "fine".
     """
     missing = np.ones(num_images, bool) if folder is None else _missing(folder, num_images)
     batches, parts = _batches(missing, batch_size), []
@@ -142,10 +143,10 @@ def filled(rows: Int[np.ndarray, "B"], batch_size: int) -> Int[np.ndarray, "{bat
 
 
 def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card]:
-    """Reserve a folder for the features of one point of a sweep.
+    """Reserve a folder for the features of one point of a sweep at one guidance scale.
 
-    The first call writes `cards_now` to the folder. Later calls compare `cards_now` with the cards
-    in the folder.
+    The first call writes `cards_now` to the folder. Later calls compare their `cards_now` with the
+    cards in the folder.
 
     Args:
         folder: the folder.

@@ -87,8 +87,8 @@ class Scorer:
             guidance: the default guidance scales of a sweep. With (), the command's defaults apply.
 
         Raises:
-            ValueError: one of `metrics` is unknown, not supported by the judges, or needs more
-                prompts.
+            ValueError: one of `metrics` is unknown, needs features that no judge computes or that
+                the real pictures lack, or needs more prompts than there are.
         """
         self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
         self.groups, self._real = {"": slice(None), **(groups or {})}, real
@@ -103,7 +103,7 @@ class Scorer:
 
     @property
     def picture_features(self) -> list[str]:
-        """One kind of features (Metric.features) for each judge that has real pictures."""
+        """The first kind of features (Metric.features) of each judge that has real pictures."""
         return [judge.features[0] for judge in self._judges.values() if judge.real is not None]
 
     @property
@@ -134,7 +134,7 @@ class Scorer:
         return sheets.contact_sheet(images, labels)
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """Compute all judges' features of pictures in 0..255 that were drawn for `prompts`."""
+        """Compute all judges' features of `images` in 0..255, which were drawn for `prompts`."""
         features = {}
         for judge in self._judges.values():
             features |= zip(judge.features, judge.extract(images, prompts), strict=True)
@@ -175,7 +175,7 @@ class Scorer:
     def _reference(self, name: str, prepare: Callable[[str, Callable], object]) -> object:
         """Return the prepared statistics of real images for a metric, or None if it needs none.
 
-        `prepare` maps (judge's name, Metric.reference) to the prepared statistics. Raise
+        `prepare` maps (judge's name, Metric.reference) to the prepared statistics. Raises
         LookupError if the scorer does not support the metric.
         """
         metric = METRICS.get(name)
@@ -224,8 +224,10 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
         evaluation: the config's evaluation group.
 
     Raises:
-        ValueError: neither `prompts` nor the data source has prompts, or the files in the
-            evaluation group do not match.
+        FileNotFoundError: see `of_prompts`.
+        ValueError: there are no prompts and the data source provides none; there are no prompts,
+            but the evaluation group sets a field that needs them (see `check_unused`); or
+            `of_prompts` raises it.
     """
     if prompts:
         return of_prompts(size, prompts, evaluation)
@@ -266,8 +268,12 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         evaluation: the config's evaluation group.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the evaluation group lacks a file, or its files do not match.
+        FileNotFoundError: a file or folder that the evaluation group names does not exist.
+        ValueError: the group names neither weights nor a judge; of `reference` and `inception`, or
+            of `dinov2` and `dinov2_reference`, only one is set; `clip_reference` is set without
+            `clip`, or holds no features; `reference`, `dinov2_reference` or `clip_reference` was
+            not computed with the weights `inception`, `dinov2` or `clip`; a file is damaged; or a
+            metric is not possible (see Scorer).
     """
     reference, inception, clip = evaluation.reference, evaluation.inception, evaluation.clip
     networks = (inception, clip, evaluation.dinov2, evaluation.judge)
@@ -311,7 +317,11 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         make = lambda mode: clip_towers.load_image(clip, mode)
         clip_image = _against("clip_image", evaluation.clip_reference, make, "squash", card)
         if clip_image.real is None or clip_image.real.features is None:
-            raise ValueError(_NO_FEATURES.format("cmmd"))
+            raise ValueError(
+                "cmmd needs the features of single images, but clip_reference "
+                f"({evaluation.clip_reference}) holds only statistics: write it again with `python "
+                "-m diffusion_jax.metrics stats --clip=FOLDER --clip_mode=squash --keep_features`"
+            )
         chosen["clip_image"] = clip_image
     real = None
     if evaluation.judge:
@@ -334,7 +344,7 @@ def _against(
         name: the kind of features.
         path: the file with statistics of real pictures.
         make: loads the extractor with the given preprocessing.
-        mode: the preprocessing if the file has no card. Otherwise, that on the card is used.
+        mode: the preprocessing to use if the file has no card. Otherwise, the card names it.
         card: fields for the judge's card.
     """
     real = stats_files.read(path)
@@ -356,8 +366,8 @@ def _against(
 def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> FeatureJudge:
     """Return a FeatureJudge that compares pictures with a trained judge's held-out pictures.
 
-    The held-out pictures are shrunk to the size of the drawn pictures. `card` holds fields for the
-    FeatureJudge's card, including the size.
+    The held-out pictures are shrunk to the size of the drawn pictures, which were drawn for
+    `prompts`. `card` holds fields for the FeatureJudge's card, including this size.
     """
     size = card["image_size"][0]
     at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))

@@ -71,14 +71,14 @@ def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
 
 
 def point_name(row: Row) -> str:
-    """Return a name for a point's files, made of its model, checkpoint, average and settings."""
+    """Return a name for the files of a row's point: its model, checkpoint, average and settings."""
     parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
     named = [_file_name(part) for part in parts if part]
     return "_".join([*named, *(_file_name(axis_label(a), _distinct(row[a])) for a in axes(row))])
 
 
 def label(row: Row) -> str:
-    """Return a label for a point, such as "step 3000, ema, steps 20".
+    """Return a label for the point of a row, such as "step 3000, ema, steps 20".
 
     The label consists of the model, the checkpoint, the average and the settings.
     """
@@ -89,7 +89,7 @@ def label(row: Row) -> str:
 
 
 def axes(row: Row) -> list[str]:
-    """Return the names of the columns with sampler settings, such as "sampler.steps"."""
+    """Return the names of a row's columns with sampler settings, such as "sampler.steps"."""
     return [column for column in row if "." in column]
 
 
@@ -190,8 +190,9 @@ def describe(row: Row) -> str:
 def sheet_name(row: Row, several: bool = False) -> str:
     """Return the file name of a row's contact sheet.
 
-    The file name ends with the guidance. It begins with the name of the point if `several` is True,
-    and with the model's name, if the row has one, if `several` is False.
+    `several` says whether the sweep has several points. If it is True, the file name begins with
+    the name of the point. If it is False, the file name begins with the name of the model, or lacks
+    this part if the row names no model. The file name ends with the guidance.
     """
     model = point_name(row) if several else _file_name(row.get("model") or "")
     return f"{model}_guidance_{float(row['guidance']):g}.png".removeprefix("_")

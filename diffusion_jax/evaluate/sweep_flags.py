@@ -103,9 +103,9 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
 def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
     """Return a list of weights per stage, made from the values of --ema and --checkpoint.
 
-    A stage's list combines each of the stage's averages with each of its checkpoints. Stages for
-    which neither flag has a value have no list. Raise ValueError if a checkpoint is not a whole
-    number.
+    A stage's list combines each of the stage's averages with each of its checkpoints. By default,
+    the average is "ema" and the checkpoint is None, the newest. Stages after the first for which
+    neither flag has a value have no list. Raises ValueError if a checkpoint is not a whole number.
     """
     names = [text.split(",") for text in emas] or [["ema"]]
     steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]
@@ -119,6 +119,6 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
 def numbers(texts: Sequence[str], flag: str, hint: Any) -> list[Any]:
     """Convert `texts`, the values of --`flag`, to the type `hint`.
 
-    Raise ValueError if a value is invalid.
+    Raises ValueError if a value is invalid.
     """
     return [ranges.read_value(f"--{flag}", text, hint) for text in texts]

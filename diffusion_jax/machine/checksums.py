@@ -62,10 +62,11 @@ def read_back(
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """Return a message about a file that does not match its checksum or has none, or None.
+    """Check files, and return a message about the first damaged one, or None if all are intact.
 
-    If `items` names subfolders, only their files are checked. The files with a checksum are divided
-    into `parts` parts, and only part number `part` (from 0) is compared. A folder without lists of
+    A file is damaged if it does not match its size or checksum, or has no checksum. If `items`
+    names subfolders, only their files are checked. The files with a checksum are divided into
+    `parts` parts, and only part number `part` (from 0) is compared. A folder without lists of
     checksums counts as undamaged, because earlier versions wrote no such lists.
     """
     if not exist(folder):

@@ -27,7 +27,7 @@ def claim(
         The identity in the file, or `identity` as JSON values if there was no file.
 
     Raises:
-        ValueError: The file holds another identity.
+        ValueError: A field that may not differ has another value in the file.
     """
     path, now = files.path(path), json.loads(json.dumps(identity))
     if path.exists():
@@ -59,7 +59,7 @@ def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, .
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested mapping as a flat one, with keys joined by dots."""
+    """Return a nested mapping as a flat one, with keys joined by dots and preceded by `prefix`."""
     joined = {}
     for key, value in tree.items():
         nested = isinstance(value, Mapping)

@@ -144,9 +144,9 @@ def gather_text(text: str) -> list[str]:
 def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[int], bool]]:
     """Yield stopping(step), a function that returns whether SIGTERM demands a stop at this step.
 
-    Before the first call of `stopping`, there is nothing to save. So at SIGTERM, this calls `leave`
-    and ends the process at once with code 143, even while a library compiles a program. After the
-    first call of `stopping`, SIGTERM does not end the process. Instead, `stopping` returns True.
+    Before the first call of `stopping`, there is nothing to save. So if SIGTERM arrives then,
+    `leave` is called, and the process ends at once with code 143, even while a library compiles a
+    program. If SIGTERM arrives later, the process does not end, but `stopping` returns True.
 
     With several processes, SIGTERM never ends a process at once. If one process receives it,
     `stopping` returns True in all processes at the same step.
@@ -208,7 +208,7 @@ def ending_at_disconnection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """End several processes together.
+    """Make all processes of this job leave this context together.
 
     A process that leaves this context without an error waits until all others have left it, too. A
     process that fails ends without waiting. Without this context, a failed process and the other
@@ -278,8 +278,8 @@ def _check_port(identity: Mapping[str, Any]) -> None:
 def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the arguments of jax.distributed.initialize that flags and variables set.
 
-    Return None if num_processes is 1 or no argument is set. Raise ValueError if only some arguments
-    are set, or if a value is invalid.
+    Return None if num_processes is 1 or no argument is set. Raises ValueError if only some
+    arguments are set, or if a value is invalid.
     """
     number = lambda name: int(environment[name]) if environment.get(name) else None
     identity = {

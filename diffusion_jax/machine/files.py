@@ -72,7 +72,7 @@ def present(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
 def folder(name: Path, flag: str) -> pathlib.Path:
     """Return the path of a folder to write into.
 
-    Raise ValueError if the folder cannot be created or written to. The message names `flag`, the
+    Raises ValueError if the folder cannot be created or written to. The message names `flag`, the
     command-line flag that sets the folder.
     """
     check_writable(name, flag)

@@ -8,8 +8,9 @@ from jax.extend import core
 
 
 def count(jaxpr: core.Jaxpr) -> int:
-    """Return the FLOPs of matrix products and convolutions: two operations per multiply-add.
+    """Return the FLOPs of a program's matrix products and convolutions.
 
+    A multiplication with the addition of its result counts as two operations.
     Multiplications with padding count. Multiplications with the zeros between dilated pixels do
     not. So each of the two backward convolutions of a strided convolution counts as much as the
     forward convolution, as is usual in papers. The body of a `scan` counts once per iteration. The

@@ -42,7 +42,8 @@ def peak_flops(device_kind: str) -> float | None:
 def utilization(flops: float, seconds: float, device_kind: str, num_devices: int) -> float | None:
     """Return a program's model FLOP utilization, in [0, 1], or None for an unknown device kind.
 
-    The program executes `flops` operations in `seconds` on all devices together.
+    All devices together execute `flops` floating-point operations in `seconds`. The result is the
+    ratio of this speed to the sum of the devices' peak FLOP/s.
     """
     peak = peak_flops(device_kind)
     return None if peak is None else flops / (seconds * peak * num_devices)

@@ -1,4 +1,4 @@
-"""Print a message even if the process dies outside Python.
+"""Print a message when this process dies, even if no Python code can run any more.
 
 When another process of the job has died, JAX aborts this process from C++, and no more Python code
 runs. So this module starts a small child process. The child waits until its standard input closes,

@@ -75,7 +75,10 @@ class MetricWriter:
         self._events.flush()
 
     def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
-        """Write images by name to TensorBoard, and to Weights & Biases if the run uses it."""
+        """Write the images of a step, keyed by name.
+
+        They go to TensorBoard, and to Weights & Biases if the run uses it.
+        """
         for tracker in self._trackers:
             tracker.write_images(step, images)
         self._events.flush()
@@ -83,7 +86,7 @@ class MetricWriter:
     def flush(self) -> None:
         """Block until all metrics are uploaded, if the workdir is in a bucket.
 
-        Without this call, they are uploaded in the background every few seconds.
+        Without this call, the metrics are uploaded in the background every few seconds.
         """
         self._mirror.send()
 
@@ -178,7 +181,7 @@ def _parse(
 
 
 def _metrics(line: Any) -> dict[str, Any]:
-    """Parse a line of metrics. Raise ValueError if it is malformed."""
+    """Parse a line of metrics. Raises ValueError if it is malformed."""
     is_number = lambda value: type(value) in (int, float)
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         raise ValueError("the line has no whole number `step`")
@@ -201,7 +204,7 @@ def write_manifest(
 
 
 def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str, Any]:
-    """Return the manifest entry, as JSON values, for a run that this process starts after `step`.
+    """Return the manifest entry, as JSON values, for this start of a run, after step `step`.
 
     The entry holds the config, the seed, `step` (as "first_step"), the time, the command line,
     package versions, the git commit (None outside a checkout), the devices, and the environment

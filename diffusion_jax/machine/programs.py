@@ -17,7 +17,10 @@ _rehearsals: list[bool] = []
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Start a rehearsal: in this context, functions from `announced` only trace programs."""
+    """Return a context in which functions returned by `announced` only trace their programs.
+
+    These programs are neither compiled nor run.
+    """
     _rehearsals.append(True)
     try:
         yield

@@ -69,8 +69,8 @@ def reported(
 ) -> Iterator[T]:
     """Yield the items and log progress.
 
-    The other arguments are those of Meter. When the caller asks for the next item, the last one
-    adds size(item) to the count.
+    The count of an item is size(item), by default 1. It is added when the caller asks for the next
+    item. For the other arguments, see Meter.
     """
     meter = Meter(noun, total, name=name, every=every)
     for item in items:

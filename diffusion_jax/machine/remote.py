@@ -91,7 +91,7 @@ class Remote(pathlib.PosixPath):
     def _kind(self) -> str:
         """Return "file" or "directory", or "" if nothing exists at this path.
 
-        Raise OSError if access is denied.
+        Raises OSError if access is denied.
         """
         with self._named() as system, contextlib.suppress(FileNotFoundError):
             return system.info(str(self))["type"]
@@ -120,7 +120,7 @@ class Remote(pathlib.PosixPath):
             return system.cat_file(str(self))  # pyright: ignore[reportReturnType]
 
     def read_range(self, first: int, last: int) -> bytes:
-        """Return the bytes from `first` up to, but not including, `last`."""
+        """Return the object's bytes from offset `first` up to, but not including, offset `last`."""
         with self._named() as system:
             return system.cat_file(str(self), start=first, end=last) if first < last else b""  # pyright: ignore[reportReturnType]
 
@@ -184,7 +184,7 @@ class Remote(pathlib.PosixPath):
 
         The copy is in the user's cache. Objects that have not changed since an earlier call are not
         transferred again. fsspec's own file cache is not used, because it does not preserve the
-        folders. Raise FileNotFoundError if nothing exists at this path.
+        folders. Raises FileNotFoundError if nothing exists at this path.
         """
         import filelock  # Imported here, because only commands with URLs need it.
 

@@ -69,7 +69,7 @@ def make_mesh(
 def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     """Return the mesh sizes. A size of -1 becomes num_devices / (product of the other sizes).
 
-    Raise ValueError if a size is invalid, or if the product of the positive sizes does not divide
+    Raises ValueError if a size is invalid, or if the product of the positive sizes does not divide
     the number of devices.
     """
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
@@ -90,7 +90,9 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, *, fsdp_min_size: int = 2**16
 ) -> Any:
-    """Return a tree of NamedShardings: for each leaf, by the first rule that matches its path.
+    """Return a tree with the NamedSharding of each leaf of `tree`.
+
+    The first rule whose pattern matches the leaf's path determines the sharding.
 
     Args:
         tree: Arrays or shapes. The path of a leaf looks like "opt_state/0/mu/params/conv1/kernel".
@@ -165,15 +167,18 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 def place(array: Any, sharding: NamedSharding) -> jax.Array:
     """Copy a host array to the devices of all processes, split by `sharding`.
 
-    Every process must pass an equal array. Of a `Stored` array, each process reads only the parts
-    that its devices need.
+    Every process must pass an equal array. If it is a `Stored` array, each process reads only the
+    parts that its devices need.
     """
     array = array if isinstance(array, Stored) else np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Place the arrays of `tree` by the rules, one array at a time to save host memory."""
+    """Copy the arrays of `tree` to the devices, sharded by the rules, and return the new tree.
+
+    The arrays are copied one at a time to save host memory.
+    """
     return jax.tree.map(place, tree, shardings(tree, mesh, rules))
 
 
@@ -184,8 +189,8 @@ def check_batch(
 
     Args:
         batch_size: Samples in the global batch.
-        accumulate: Number of micro batches per batch, or, with name="optimizer.micro_batch", the
-            number of samples per device in a micro batch.
+        accumulate: Number of micro batches per batch. With name="optimizer.micro_batch", it is the
+            number of samples per device in a micro batch, for which the condition is the same.
         mesh: The mesh.
         name: The name of the setting `accumulate` in the error message.
     """
@@ -209,7 +214,7 @@ def _describe(sizes: tuple[int, ...]) -> str:
 def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the mesh sizes within a slice, and the mesh sizes over slices.
 
-    Raise ValueError if the number of slices divides neither the replica nor the fsdp axis.
+    Raises ValueError if the number of slices divides neither the replica nor the fsdp axis.
     """
     for axis in (0, 1):
         if sizes[axis] % slices == 0:
@@ -245,7 +250,7 @@ def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None)
 
 
 def _checked(spec: P | str, name: str, shape: tuple[int, ...], mesh: Any) -> P:
-    """Return the spec if it fits the shape. Raise ValueError otherwise."""
+    """Return the spec if it fits the shape. Raises ValueError otherwise."""
     if isinstance(spec, str) or len(spec) > len(shape):
         raise ValueError(f"sharding rule {spec!r} does not fit {name!r} of shape {shape}")
     for axis, names in enumerate(spec):

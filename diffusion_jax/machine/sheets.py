@@ -27,7 +27,7 @@ def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3
 def contact_sheet(
     images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return an image that shows all images in a grid with `columns` columns, with their captions.
+    """Return one image that shows all images, with captions, in a grid with `columns` columns.
 
     Small images are enlarged by a whole factor with a Lanczos filter. A caption has at most three
     lines. Captions with letters outside ASCII are drawn with a font that fontconfig finds.

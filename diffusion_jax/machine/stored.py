@@ -1,4 +1,4 @@
-"""Define arrays that stay in their files, so that each process reads only the parts it needs."""
+"""Define arrays that stay in their files, so that a process reads only the parts that it needs."""
 
 from typing import Any
 

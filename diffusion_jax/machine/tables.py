@@ -52,12 +52,12 @@ def read_range(
 
 
 def range_of(key: bytes, count: int) -> int:
-    """Return the number (from 0) of the key range, among `count` ranges, that holds a key."""
+    """Return the index, from 0 to count - 1, of the key range that contains `key`."""
     return int.from_bytes(key[:8].ljust(8, b"\0"), "big") * count // 2**64
 
 
 def first_of_each(rows: np.ndarray) -> np.ndarray:
-    """Return the first row for each distinct key, sorted by key."""
+    """Return one row for each distinct key: the first in `rows`. The result is sorted by key."""
     ordered = rows[np.argsort(rows["key"], kind="stable")]
     keys = ordered["key"]
     return ordered[np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)]]

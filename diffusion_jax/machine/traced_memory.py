@@ -134,12 +134,13 @@ def lifetimes(
     results: Mapping[int, int],
     ways: Mapping[int, int] = types.MappingProxyType({}),
 ) -> Lifetimes:
-    """Return the lifetimes of a program's arrays.
+    """Return the lifetimes and sizes of the arrays of `program` that take memory.
 
     Args:
         program: A program traced with a batch of `samples`.
-        samples: A prime that divides no other size in the program. So the size of an array depends
-            on the batch size if and only if `samples` divides the array's number of elements.
+        samples: The batch size: a prime that divides no other size in the program. So the size of
+            an array depends on the batch size if and only if `samples` divides the array's number
+            of elements.
         parts: Inputs that are split over devices. They are gathered for operations that need them
             whole, and count as memory from the first to the last of these operations. Other inputs
             do not count.

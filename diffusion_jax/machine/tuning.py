@@ -19,7 +19,7 @@ from typing import NamedTuple
 class Setting(NamedTuple):
     """An environment variable with its value, or one flag in a variable such as XLA_FLAGS.
 
-    For a flag, `value` is "--NAME=VALUE".
+    For a flag, `value` is "--NAME=VALUE". `reason` says what the setting improves.
     """
 
     variable: str

@@ -107,7 +107,7 @@ class Unpickler(pickle.Unpickler):
         self._file = file
 
     def load(self) -> Any:
-        """Return the next object of the file. Raise ValueError if its pickle is too large."""
+        """Return the next object of the file. Raises ValueError if its pickle is too large."""
         start = self._file.tell()
         for count, (operation, argument, _) in enumerate(pickletools.genops(self._file)):
             number = argument if operation.name.endswith("PUT") else 0
@@ -128,12 +128,12 @@ class Unpacked:
         return self._file.tell()
 
     def seek(self, offset: int) -> int:
-        """Move to an offset, in unpacked bytes. Raise ValueError if it exceeds the limit."""
+        """Move to an offset, in unpacked bytes. Raises ValueError if it exceeds the limit."""
         self._check(offset)
         return self._file.seek(offset)
 
     def read(self, size: int) -> bytes:
-        """Read `size` unpacked bytes. Raise ValueError if they end beyond the limit."""
+        """Read `size` unpacked bytes. Raises ValueError if they end beyond the limit."""
         self._check(self.tell() + size)
         return self._file.read(size)
 
@@ -147,7 +147,7 @@ class Unpacked:
 def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
     """Return the arrays of an open .npz file, keyed by name.
 
-    If `only` is set, read only the array with this name, and return {} if it is missing. Raise
+    If `only` is set, read only the array with this name, and return {} if it is missing. Raises
     ValueError if the file unpacks to far more than its size, or if `read_array` refuses an array.
     """
     check_archive(file)
@@ -164,7 +164,7 @@ def read_archive(file: Any, only: str = "") -> dict[str, np.ndarray]:
 def read_array(file: Any, size: int) -> np.ndarray:
     """Return the array of an open .npy file of `size` bytes.
 
-    Raise ValueError if the header does not match `size`, or if the array holds Python objects.
+    Raises ValueError if the header does not match `size`, or if the array holds Python objects.
     NumPy's own reader is not used, because it allocates memory for whatever shape the header
     states.
     """
@@ -208,7 +208,7 @@ def _limit(packed: int) -> int:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raise ValueError if it is invalid or nested too deeply."""
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError as error:

@@ -14,7 +14,9 @@ from jaxtyping import UInt8
 from diffusion_jax.machine import files
 
 ID = "wandb_id"
-"""The file in a workdir with the id of its W&B run, to which a resumed run adds its metrics."""
+"""Name of the file in a workdir that stores the id of its W&B run.
+
+When training resumes in this workdir, it adds its metrics to the W&B run with this id."""
 
 
 class Writer:
@@ -55,7 +57,8 @@ def writing(
 
     Args:
         project: The name of the project at Weights & Biases.
-        workdir: The run's workdir, which holds the file ID.
+        workdir: The run's workdir. Its file `wandb_id` (the constant ID) stores the id of the W&B
+            run.
         folder: A local folder, in which wandb creates its subfolder wandb.
         config: The run's config.
     """

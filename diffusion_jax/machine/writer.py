@@ -55,7 +55,7 @@ class Writer:
         self._thread = threading.Thread(target=self._keep, name="writer", daemon=True)
 
     def __enter__(self) -> "Writer":
-        """Create the folder if missing, and lock it. Raise Busy if another process holds it."""
+        """Create the folder if missing, and lock it. Raises Busy if another process holds it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         while (lock := _highest(self._folder))[1].get("nonce") != self._identity["nonce"]:
             number, holder = lock

@@ -20,5 +20,5 @@ def all_right(right: Float[np.ndarray, "N P"]) -> Score:
 
 
 def part_right(part: int) -> Callable[[Float[np.ndarray, "N P"]], Score]:
-    """Return a function that returns the share of images with a 1 in column `part` of `right`."""
+    """Return a function that maps `right` to the share of images with a 1 in column `part`."""
     return lambda right: Score(float(right[:, part].mean()), decimals=4)

@@ -12,8 +12,8 @@ class Score(NamedTuple):
 
     value: float
     each: Float[np.ndarray, "N"] | None = None
-    """First-order contribution of each image, used to compute the confidence interval. Scores
-    without an interval have None."""
+    """First-order contribution of each image to the score, for the confidence interval. None for a
+    score without an interval."""
     more: Mapping[str, float] | None = None
     """Additional columns, keyed by suffix: {"deviation": 0.1} adds the column NAME_deviation."""
     decimals: int | None = None
@@ -42,10 +42,10 @@ def interval(
 ) -> Interval:
     """Return the percentile bootstrap interval of a score, to first order.
 
-    Each replicate resamples the images' contributions with replacement. The difference between the
-    replicate's mean and the original mean is added to the score. The interval ignores the score's
-    bias, which depends on the number of images. For FID, frechet.extrapolated removes most of this
-    bias.
+    Each replicate resamples the images' contributions with replacement. Its score is the original
+    score, plus the mean of the resampled contributions, minus the mean of all contributions. The
+    interval does not include the score's bias, which depends on the number of images. For FID,
+    frechet.extrapolated removes most of this bias.
 
     Args:
         each: first-order contribution of each image, for example from frechet.influence.

@@ -96,7 +96,7 @@ def reference_name(path: str, n: int | None) -> str:
 
 
 def read_scored(path: str | os.PathLike[str]) -> Scored:
-    """Read scores and their card from a JSON file. Raise ValueError if the file has no scores."""
+    """Read scores and their card from a JSON file. Raises ValueError if the file has no scores."""
     try:
         content = json.loads(files.path(path).read_text())
         return Scored(dict(content["scores"]), dict(content["card"]))

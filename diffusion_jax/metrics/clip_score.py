@@ -1,4 +1,4 @@
-"""Compute the CLIP score of MLPerf and NeMo, the cosine of CLIP's image and text embeddings.
+"""Compute the CLIP score as MLPerf and NeMo do: the cosine of CLIP's image and text embeddings.
 
 The score is neither multiplied by 100 nor clipped at 0. ViT-L/14 and ViT-H/14 give different
 scores.
@@ -19,8 +19,10 @@ def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
 def cosines(images: Rows, texts: Rows) -> Float[np.ndarray, "N 1"]:
     """Return the cosine of each image-text pair, from -1 to 1, in float64.
 
+    `images` and `texts` hold the features of the pairs, one row per pair.
+
     Raises:
-        ValueError: the features of images and texts differ in shape.
+        ValueError: `images` and `texts` differ in shape.
     """
     if images.shape != texts.shape:
         raise ValueError(

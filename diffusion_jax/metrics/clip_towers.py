@@ -19,7 +19,7 @@ PREPROCESSING = {"open_clip": preprocess.open_clip, "squash": preprocess.squash}
 
 
 class Clip(NamedTuple):
-    """The two towers of a CLIP as feature extractors. The features are not normalised."""
+    """The two towers of a CLIP model as feature extractors. The features are not normalised."""
 
     image: Extractor
     text: Extractor
@@ -31,7 +31,7 @@ class Clip(NamedTuple):
 def load(
     weights: str | os.PathLike[str], *, name: str = "", preprocessing: str = "open_clip"
 ) -> Clip:
-    """Load both towers of a CLIP in float32.
+    """Load both towers of a CLIP model in float32.
 
     Args:
         weights: a folder, or the name of a Hugging Face Hub repository.
@@ -41,7 +41,8 @@ def load(
 
     Raises:
         FileNotFoundError: the weights, the config or the tokenizer are missing.
-        ValueError: `preprocessing` is unknown, or the weights are not a complete CLIP.
+        ValueError: `preprocessing` is unknown, or the weights are not those of both towers with
+            their projections.
     """
     if preprocessing not in PREPROCESSING:
         raise ValueError(
@@ -80,7 +81,7 @@ def load(
 
 
 def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:
-    """Load the image tower of a CLIP; for the arguments, see `load`."""
+    """Load a CLIP model and return its image tower. For the arguments and errors, see `load`."""
     return load(weights, preprocessing=preprocessing).image
 
 

@@ -42,7 +42,7 @@ class DinoV2(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B D"]:
-        """Return the class token [B, D] after the final norm.
+        """Return the class token [B, D] of each normalised image, after the final norm.
 
         The tokens are the class token, the registers, and the patches row by row, in this order.
         All tokens except the registers have position embeddings.
@@ -83,7 +83,7 @@ class _Block(nn.Module):
 
 
 def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
-    """Load a DINOv2 as a feature extractor.
+    """Load a DINOv2 model as a feature extractor.
 
     Args:
         weights: a Hugging Face folder or repository name, or a .pth file published by the authors.
@@ -92,7 +92,7 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 
     Raises:
         FileNotFoundError: the weights are missing.
-        ValueError: the weights are not DINOv2's.
+        ValueError: the weights are not DINOv2's, or have gated MLPs.
     """
     file = files.local(weights)
     if file.is_file():
@@ -154,13 +154,13 @@ def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, St
 
 
 def abstract_params(network: DinoV2) -> Any:
-    """Return the parameters as jax.ShapeDtypeStructs, without allocating memory for them."""
+    """Return the network's parameter tree with jax.ShapeDtypeStructs instead of arrays."""
     image = jax.ShapeDtypeStruct((1, SIZE, SIZE, 3), jnp.float32)
     return jax.eval_shape(lambda x: network.init(jax.random.key(0), x), image)
 
 
 def table(params: Any) -> list[torch_weights.Entry]:
-    """Return a table that maps parameters to the array names returned by `of_state`."""
+    """Return a table that maps each parameter to its name in the state dict from `of_state`."""
     rules = [(r"block_(\d+)/(\w+)", r"blocks.\1.\2"), ("positions", "pos_embed"),
              ("class_token", "cls_token")]  # fmt: skip
     return torch_weights.table(

@@ -1,9 +1,9 @@
 """Compute features of images or token ids in batches that are sharded over the mesh.
 
-An extractor consists of two pure functions and weights. `program` runs an extractor on the devices.
-It has three callers: `extract` reads images from a source, `on_host` takes arrays on the host, and
-the MLPerf benchmark passes images that stay on the devices. The batch size and the number of
-devices and processes change the features by no more than float32 rounding.
+An extractor consists of two pure functions and weights. `program` makes the function that runs an
+extractor on the devices. `extract` calls this function with images from a source, `on_host` with
+arrays on the host, and the MLPerf benchmark with images that stay on the devices. The batch size
+and the number of devices and processes change the features by no more than float32 rounding.
 """
 
 import functools
@@ -45,7 +45,8 @@ class Extractor(NamedTuple):
     prepare: Callable[[Num[Array, "B ..."]], Array]
     """Maps images of any size to the network's input. It is compiled for each image size."""
     apply: Callable[[Any, Array], Float[Array, "B D"]]
-    """The network in float32. It is compiled once for all image sizes."""
+    """Maps (params, prepared images) to features in float32. It is compiled once for all image
+    sizes."""
     parts: Mapping[str, int] = {}
     """Maps each kind of features to its number of columns, in the order of the columns.
 
@@ -63,16 +64,16 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
-        """Return the rows at `indices` [B, ...], and a status for each row.
+        """Return the rows [B, ...] at `indices`, and a status for each row.
 
-        Status 0 marks a usable row. `reason` explains any other status.
+        Status 0 means that the row is usable. `reason` explains any other status.
         """
         ...
 
     def reason(self, status: int) -> str:
         """Return why a row with this nonzero status is skipped.
 
-        Raise ValueError if such a row must not be skipped.
+        Raises ValueError if such a row must not be skipped.
         """
         ...
 
@@ -157,9 +158,9 @@ def extract(
 ) -> Extracted:
     """Compute the features of all usable rows of a source.
 
-    Every process receives all features, in the order of the rows. With keep=False, only the sums
-    that determine the features' mean and covariance are stored. `progress` is called with the
-    number of rows done so far.
+    Every process receives all features, in the order of the rows. With keep=False, the result has
+    no features, only the sums that determine their mean and covariance. `progress` is called with
+    the number of rows done so far.
     """
     run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
     return run(source, range(len(source)), progress)

@@ -1,7 +1,8 @@
-"""Collect the features of many images on the host, or accumulate their sums in float64.
+"""Collect the features of many images on the host, or only the sums of these features.
 
-Sums are computed over blocks of a fixed number of images. They are therefore bit-identical for all
-batch sizes. The sums of several streams can be merged.
+The class Sums holds these sums, in float64, from which the mean and covariance follow. Sums are
+computed over blocks of a fixed number of images. They are therefore bit-identical for all batch
+sizes. The Sums of several streams can be merged.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Sums(NamedTuple):
     """Sum over rows of (row - mean)(row - mean)'."""
 
     def gaussian(self) -> Gaussian:
-        """Return the mean and covariance. Raise ValueError for fewer than two rows."""
+        """Return the mean and covariance. Raises ValueError for fewer than two rows."""
         if self.n < 2:
             raise ValueError(f"a covariance needs at least 2 images, but there are {self.n}")
         return Gaussian(self.mean, self.scatter / (self.n - 1), self.n)
@@ -79,7 +80,7 @@ class Stream:
     def add(self, rows: Rows) -> None:
         """Add the features of the next images, one row per image.
 
-        Raise ValueError if the number of features differs from the stream's `width`.
+        Raises ValueError if the number of features differs from the stream's `width`.
         """
         if rows.ndim != 2 or rows.shape[1] != self._width:
             raise ValueError(f"features have shape {rows.shape}, not [N, {self._width}]")
@@ -97,7 +98,7 @@ class Stream:
             self._waiting = [waiting[_BLOCK:]]
 
     def features(self) -> Rows:
-        """Return all finite rows [n, D]. Raise ValueError if the stream has keep=False."""
+        """Return all finite rows [n, D]. Raises ValueError if the stream has keep=False."""
         if not self._keep:
             raise ValueError("the stream has keep=False, so its features were not stored")
         return np.concatenate(self._rows or [np.zeros((0, self._width), np.float32)])
@@ -117,7 +118,7 @@ class Stream:
     def gaussian(self) -> Gaussian:
         """Return the mean and covariance of all finite rows added so far.
 
-        Raise ValueError for fewer than two such rows.
+        Raises ValueError for fewer than two such rows.
         """
         try:
             return self.sums().gaussian()
@@ -132,7 +133,7 @@ def finite(rows: Rows) -> Bool[np.ndarray, "N"]:
 
 
 def gaussian(features: Rows) -> Gaussian:
-    """Return the mean and covariance of features. Raise ValueError for fewer than two rows."""
+    """Return the mean and covariance of features. Raises ValueError for fewer than two rows."""
     stream = Stream(features.shape[1], keep=False)
     stream.add(features)
     return stream.gaussian()

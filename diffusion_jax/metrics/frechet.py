@@ -23,7 +23,7 @@ With fewer images than dimensions, a distance computed from features is more exa
 
 
 class Reference(NamedTuple):
-    """The reference set of the distance, prepared once for many comparisons."""
+    """A set of features to which others are compared, prepared once for many distances."""
 
     mean: Float[np.ndarray, "D"]
     factor: Float[np.ndarray, "R D"]
@@ -31,10 +31,10 @@ class Reference(NamedTuple):
 
 
 def score(sample: Sample, reference: Reference) -> Score:
-    """Return the distance to the reference as a score.
+    """Return the Frechet distance between `sample` and `reference` as a score.
 
     The score has no interval if `sample` is a Gaussian. With at least as many images as dimensions,
-    the distance and its interval share one matrix decomposition. Raise ValueError if `sample` and
+    the distance and its interval share one matrix decomposition. Raises ValueError if `sample` and
     `reference` have different dimensions.
     """
     if isinstance(sample, Gaussian):
@@ -49,10 +49,10 @@ def score(sample: Sample, reference: Reference) -> Score:
 
 
 def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) -> Score:
-    """Return FID extrapolated to infinitely many images as a score.
+    """Return the distance extrapolated to infinitely many images (FID-infinity) as a score.
 
     The score's extra column "residual" is the root-mean-square residual of the fit; see
-    `extrapolated`. Raise ValueError if `sample` is a Gaussian, because the fit needs features.
+    `extrapolated`. Raises ValueError if `sample` is a Gaussian, because the fit needs features.
     """
     if isinstance(sample, Gaussian):
         raise ValueError(
@@ -85,7 +85,10 @@ def reference(sample: Sample) -> Reference:
 
 
 def distance(sample: Sample, reference: Reference) -> float:
-    """Return the distance to a prepared reference. Raise ValueError if the dimensions differ."""
+    """Return the Frechet distance between a sample and a prepared reference.
+
+    Raises ValueError if their numbers of dimensions differ.
+    """
     factor = reference.factor
     width = sample.mean.size if isinstance(sample, Gaussian) else sample.shape[1]
     _check_width(width, reference)
@@ -104,7 +107,8 @@ def distance(sample: Sample, reference: Reference) -> float:
 def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
     """Return each image's first-order contribution to the distance.
 
-    The contribution is n times the derivative of the distance with respect to the image's weight.
+    The contribution of an image is n times the derivative of the distance with respect to the
+    image's weight in the mean and covariance, where n is the number of images.
 
     The standard error of the contributions' mean estimates the standard deviation of the distance
     over sets of n images (the infinitesimal jackknife, Efron 1982). With fewer images than

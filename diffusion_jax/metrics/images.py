@@ -28,11 +28,11 @@ class Files(NamedTuple):
     left_out: Callable[[], dict[str, int]]
     """Returns {reason: number of records that were left out for this reason}."""
     stamps: Callable[[], Sequence[str]] = tuple
-    """Returns a string with the name and size of each file, or () if the sizes are unknown."""
+    """Returns one string per file, with its name and size, or () if the sizes are unknown."""
 
 
 def open_files(path: str) -> Files:
-    """Open a set of image files.
+    """Open a set of images as Files.
 
     `path` is a folder, one or several tars ("a.tar", "{a,b}.tar"), or a captioned data source
     ("SOURCE:PATH::TEXT").
@@ -45,7 +45,7 @@ def open_files(path: str) -> Files:
 
 
 def folder_files(folder: str | os.PathLike[str]) -> Files:
-    """List the image files of a folder, sorted by name. Ignore subfolders.
+    """Return the image files of a folder as Files, sorted by name. Ignore subfolders.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -64,7 +64,7 @@ def folder_files(folder: str | os.PathLike[str]) -> Files:
 
 
 def record_files(records: Records) -> Files:
-    """List the images of a data source's records."""
+    """Return the images of a data source's records as Files."""
 
     def read(index: int) -> tuple[bytes, str]:
         (record,) = records.read([index])
@@ -83,10 +83,10 @@ class Decoded:
     dtype = np.uint8
 
     def __init__(self, files: Files, size: int = 0, fit: str = "exact"):
-        """Open the files.
+        """Store the arguments. Without a `size`, find the size of the first readable image.
 
         Args:
-            files: the files.
+            files: the encoded images.
             size: height and width of the decoded images in pixels. With fit="exact" it must be 0.
             fit: "exact" does not resize; all images must have the size of the first readable one.
                 "squash" resizes to a square and ignores the aspect ratio, as for the real images
@@ -131,7 +131,7 @@ class Decoded:
     def reason(self, status: int) -> str:
         """Return "broken_image", the only reason to skip an image.
 
-        Raise ValueError if the status marks an image of another size.
+        Raises ValueError if the status marks an image of another size.
         """
         if status == _UNLIKE:
             h, w, _ = self.shape

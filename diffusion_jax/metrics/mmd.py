@@ -2,7 +2,7 @@
 
 Both are squared maximum mean discrepancies (MMD): E k(x, x') + E k(y, y') - 2 E k(x, y). CMMD is
 computed in float64. KID evaluates the kernel once for each pair of images, in float32 on one
-device. Both evaluate the kernel in blocks to save memory.
+device. Both evaluate the kernel for blocks of images to save memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int
 
     The score's extra column "deviation" is the standard deviation over the pairs. `size` is the
     number of images per subset. The default is 1000, or the size of the smaller set if that is
-    less. `seed` chooses the subsets. Raise ValueError if a set has fewer than `size` images.
+    less. `seed` chooses the subsets. Raises ValueError if a set has fewer than `size` images.
     """
     size = size or min(_SUBSET, len(generated), len(real))
     result = kid(real, generated, size=size, seed=seed)
@@ -36,7 +36,10 @@ def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int
 
 
 def score_cmmd(generated: Rows, real: Rows) -> Score:
-    """Scale CLIP image embeddings to norm 1 and return the CMMD between both sets as a score."""
+    """Return the CMMD between two sets of CLIP image embeddings as a score.
+
+    The embeddings are scaled to norm 1 first.
+    """
     generated, real = normalised(generated), normalised(real)
     kernel = lambda a, b: _SCALE * _gaussian(a, b, _SIGMA)
     return Score(cmmd(real, generated), _influence(kernel, generated, real))
@@ -54,8 +57,9 @@ class Kid(NamedTuple):
 
 
 def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Kid:
-    """Return KID's mean and deviation over pairs of random subsets, and each image's contribution.
+    """Return KID's mean and deviation over pairs of random subsets of `x` and `y`.
 
+    The result also has the contribution of each image of `y`.
     KID (Binkowski et al. 2018) is the unbiased squared MMD for the kernel (x.y / D + 1)^3, so it
     may be negative. The kernel matrix K is computed once for all subsets: its sum over all pairs of
     images in a subset is w'Kw, where w is 1 for images in the subset and 0 for other images.

@@ -178,9 +178,10 @@ def _parts(rows: Float[Array, "N D"] | Rows) -> Iterator[slice]:
 
 
 def _radii(rows: Float[Array, "N D"]) -> Float[Array, "2 N"]:
-    """Return the squared distances [2, N] of each row to its third and fifth nearest neighbour.
+    """Return the squared distances [2, N] between each row and its third and fifth neighbour.
 
-    With fewer than three (five) other rows, the distance to the third (fifth) is infinite.
+    Neighbours are the other rows, sorted by distance. If there is no third or fifth neighbour, the
+    distance is infinite.
     """
     return jnp.concatenate([_radii_of(rows[part], rows, part.start) for part in _parts(rows)], 1)
 

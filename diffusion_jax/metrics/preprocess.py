@@ -21,7 +21,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like pytorch-fid and MLPerf.
+    """Preprocess images for Inception like pytorch-fid and MLPerf.
 
     The resize is bilinear with half-pixel centres, without antialiasing. The output range is
     [-1, 1].
@@ -30,7 +30,7 @@ def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
 
 
 def tf(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like TensorFlow's Inception graph of 2015 and torch-fidelity.
+    """Preprocess images for Inception like TensorFlow's Inception graph of 2015 and torch-fidelity.
 
     The resize is bilinear without half-pixel centres, as in TensorFlow 1. The output
     (x - 128) / 128 has the range [-1, 0.992].
@@ -39,17 +39,17 @@ def tf(images: Images) -> Float[Array, "B 299 299 3"]:
 
 
 def clean(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like clean-fid 0.1.35: resize with Pillow's antialiased bicubic on floats.
+    """Preprocess images for Inception like clean-fid 0.1.35.
 
-    The resized values are clipped to 0..255 but not rounded. The output (x - 128) / 128 has the
-    range [-1, 0.992]. Source: Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising
-    subtleties in GAN evaluation".
+    The resize is Pillow's antialiased bicubic on floats. The resized values are clipped to 0..255
+    but not rounded. The output (x - 128) / 128 has the range [-1, 0.992]. Source: Parmar,
+    Zhang, Zhu 2022, "On aliased resizing and surprising subtleties in GAN evaluation".
     """
     return (jnp.clip(_to_inception(images, _pillow_bicubic), 0, 255) - 128) / 128
 
 
 def nemo(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like NeMo.
+    """Preprocess images for Inception like NeMo.
 
     The resize is torch's bicubic with aligned corners, without antialiasing. The output is
     2 x / 255 - 1. It is not clipped, so it may exceed [-1, 1] a little next to sharp edges.
@@ -104,7 +104,7 @@ def bicubic_square(size: int) -> Prepare:
 
 
 def dgm_eval(images: Images) -> Float[Array, "B 224 224 3"]:
-    """Preprocess for DINOv2 like dgm-eval (Stein et al. 2023).
+    """Preprocess images for DINOv2 like dgm-eval (Stein et al. 2023).
 
     The resize is Pillow's 8-bit bicubic to a square. The output is normalised with ImageNet's mean
     and standard deviation.

@@ -32,12 +32,13 @@ class Images(engines.Portable):
     """A set of images, and the extractor that computes their features."""
 
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
-        """Open the images at `path` with the extractor of their features.
+        """Open the images at `path`.
 
-        `path` is a folder, one or several tars, or a data source "SOURCE:PATH::TEXT".
-        Each image becomes a square with sides of `size` pixels. With fit="squash", it is resized
-        and its aspect ratio changes. With fit="crop", its shorter side is resized and its centre is
-        cropped. With size 0, `fit` must be "exact", and all images must have the same size.
+        `path` is a folder, one or several tars, or a data source "SOURCE:PATH::TEXT". `extractor`
+        computes the features. Each image becomes a square with sides of `size` pixels. With
+        fit="squash", it is resized and its aspect ratio changes. With fit="crop", its shorter side
+        is resized to `size`, and then the centre is cut out. With size 0, `fit` must be "exact",
+        and all images must have the same size.
 
         Raises:
             FileNotFoundError: the folder does not exist.
@@ -57,7 +58,7 @@ class Images(engines.Portable):
         return len(self.source)
 
     def card(self, n: int, skipped: dict[str, int]) -> cards.Card:
-        """Return the card of features of `n` images.
+        """Return the card for features of `n` images of this set.
 
         `skipped` maps reasons for skipping images to the numbers of skipped images.
         """
@@ -86,9 +87,9 @@ class Images(engines.Portable):
 def open_images(
     path: str, extractor: Callable[[], extractors.Extractor], size: int = 0, fit: str = "exact"
 ) -> Images:
-    """Open images with the extractor that `extractor()` loads.
+    """Return the Images at `path`, with the extractor that the function `extractor` loads.
 
-    The other arguments are those of `Images`. Apache Beam can pickle the result and send it to
+    For the other arguments, see `Images`. Apache Beam can pickle the result and send it to
     workers. Unpickling calls this function again, so each worker loads the extractor itself.
     """
     opened = Images(path, extractor(), size, fit)
@@ -187,7 +188,7 @@ class Shards(NamedTuple):
     def merged(self) -> stats_files.Stats:
         """Merge the files of all shards into the statistics of all images.
 
-        Raise ValueError for fewer than two usable images.
+        Raises ValueError for fewer than two usable images.
         """
         sums, skipped, parts = features.no_sums(self.images.extractor.width), Counter[str](), []
         for shard in self.numbers:

@@ -74,10 +74,10 @@ def read(path: str | os.PathLike[str]) -> Stats:
 def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> None:
     """Check that the statistics from the file `path` were computed with this extractor.
 
-    If the statistics have no card, only their number of features is compared.
-
     Raises:
-        ValueError: the statistics were computed with another extractor.
+        ValueError: the statistics have another number of features than the extractor; or their card
+            names another extractor, or other weights or preprocessing. Statistics without a card
+            are only checked for the number of features.
     """
     width, own_width = stats.gaussian.mean.size, [*extractor.parts.values(), extractor.width][0]
     if width != own_width:

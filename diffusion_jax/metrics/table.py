@@ -35,8 +35,8 @@ class Metric(NamedTuple):
     coloured digits gives "digits" (its features) and "right" (whether digit, ink and paper are
     right)."""
     score: Callable[..., Score]
-    """Maps features of generated images to the score. If `reference` is set, the second argument is
-    the value that `reference` returned for the real images."""
+    """Maps features of generated images to the score. If `reference` is set, `score` has a second
+    argument: the value that `reference` returned for the real images."""
     reference: Callable[[Stats], Any] | None = None
     """Prepares statistics of real images as the second argument of `score`.
 
@@ -44,9 +44,11 @@ class Metric(NamedTuple):
     None if `score` needs no real images."""
     lower_is_better: bool = False
     axis: str = ""
-    """Label of the figure axis. Metrics with the same axis share a figure. "" means `label`."""
+    """Label of the metric's axis in figures. Metrics with the same axis are shown in the same
+    figure. By default, `label` is used."""
     group: str = ""
-    """Name of the group of prompts whose pictures are scored (Scorer.groups). "" means all."""
+    """Name of the group of prompts whose pictures are scored (Scorer.groups). By default, the
+    pictures of all prompts are scored."""
     least: int = 1
     """Smallest number of images that the metric needs."""
     public_weights: bool = False

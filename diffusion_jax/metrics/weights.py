@@ -54,7 +54,7 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
 def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weights:
     """Convert a weight file to the .safetensors file `out`, and return the weights.
 
-    `out` records whether the weights come from the public file. Raise ValueError if the name `out`
+    `out` records whether the weights come from the public file. Raises ValueError if the name `out`
     does not end in .safetensors.
     """
     if pathlib.Path(out).suffix != ".safetensors":

@@ -38,7 +38,7 @@ def attend(
     """Compute softmax(q k^T / sqrt(K)) v, with logits and softmax in float32.
 
     `mask` covers the last L keys, and is True at the valid ones. All keys before them are valid.
-    The result is 0 in rows without any valid key. The implementations agree up to rounding:
+    The result is 0 for examples without any valid key. The implementations agree up to rounding:
 
     - "xla": computes all scores at once, on any device.
     - "blockwise": goes through the keys block by block (Rabe & Staats 2021; Dao 2022), on any
@@ -77,7 +77,7 @@ def choose(queries: int, keys: int, head_dim: int, dtype: DTypeLike) -> str:
 def counts_keys(implementation: str) -> bool:
     """Return whether an implementation may use only the number of valid keys, not their positions.
 
-    Text must then be reordered with `valid_first`.
+    If so, the caller must reorder the text tokens with `valid_first`.
     """
     auto_cudnn = implementation == "auto" and _platform() not in ("tpu", "cpu") and _has_cudnn()
     return implementation == "cudnn" or auto_cudnn
@@ -86,7 +86,7 @@ def counts_keys(implementation: str) -> bool:
 def valid_first(
     tokens: Float[Array, "B L D"], mask: Bool[Array, "B L"]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """Reorder each row of tokens, and its mask, so that the valid tokens come first."""
+    """Return tokens and mask, with the tokens of each text reordered: the valid ones come first."""
     order = jnp.argsort(~mask, axis=1, stable=True)
     return (
         jnp.take_along_axis(tokens, order[:, :, None], axis=1),
@@ -110,11 +110,11 @@ def _xla(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Attend to the first n keys of each row, where n is the number of valid keys, at least one.
+    """Run cuDNN's kernel on the first n keys of each example, where n is its number of valid keys.
 
-    Odd sequence lengths are padded, because JAX computes no gradients for them. The number of keys
-    is passed even without a mask: otherwise cuDNN's gradients can be NaN if S is not a multiple of
-    its tile size (NVIDIA/cudnn-frontend issue 160).
+    n is at least 1. Odd sequence lengths are padded, because JAX computes no gradients for them.
+    The number of keys is passed even without a mask: otherwise cuDNN's gradients can be NaN if S is
+    not a multiple of its tile size (NVIDIA/cudnn-frontend issue 160).
     """
     lengths = jnp.full(len(q), k.shape[1]) if valid is None else valid.sum(1)
     even = lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
@@ -184,12 +184,12 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _divisor(length: int, limit: int) -> int:
-    """Return the largest multiple of 128 up to `limit` that divides `length`."""
+    """Return the largest multiple of 128, at most `limit`, that divides `length`."""
     return max(size for size in range(_LANES, limit + 1, _LANES) if length % size == 0)
 
 
 def _blockwise(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Compute attention over blocks of keys. The last block is padded to the size of the others."""
+    """Compute attention block by block of keys. The keys are padded to blocks of equal size."""
     if valid is None:
         valid = jnp.ones(k.shape[:2], bool)
     blocks = -(-k.shape[1] // _BLOCK)
@@ -203,7 +203,7 @@ def _blockwise(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 @jax.custom_vjp
 def _in_blocks(q: Array, k: Array, v: Array, valid: Array) -> Array:
-    """Compute attention over blocks of keys, with memory for the scores of one block only.
+    """Compute attention block by block of keys, with memory for the scores of one block only.
 
     The arguments are q [B, N, T, K], already scaled, k and v [blocks, B, N, S, K], and valid
     [blocks, B, S], where S is the number of keys in a block. In the usual form, with the keys of
@@ -238,9 +238,10 @@ def _in_blocks_forward(q, k, v, valid):
 
 
 def _in_blocks_backward(residuals, cotangent):
-    """Recompute the softmax weights from the scores and each row's log-sum-exp.
+    """Compute the gradients of q, k and v in `_in_blocks`.
 
-    In the usual form, with weights [B, N, T, S]:
+    The softmax weights are recomputed from the scores and from the log-sum-exp of each query's
+    scores. In the usual form, with weights [B, N, T, S]:
 
         dv = einsum("bnts,bntk->bnsk", weights, cotangent)
         dscores = weights * (einsum("bntk,bnsk->bnts", cotangent, v) - sum(cotangent * out))
@@ -273,7 +274,7 @@ _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 
 @jax.jit
 def recomputed(q, k, valid):
-    """Recompute the attention scores of a block, as [B, N, S, T].
+    """Recompute the attention scores of a block of keys, [B, N, S, T], for the backward pass.
 
     machine.flops finds this function by its name, and does not count its operations.
     """

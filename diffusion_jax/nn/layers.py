@@ -39,7 +39,10 @@ outputs of convolutions and linear layers, so that only norms and activations ar
 
 
 def with_remat(block: type[nn.Module], remat: bool, keeps: str) -> type[nn.Module]:
-    """Wrap `block` in nn.remat if `remat` is True. `keeps` names the policy, a key of KEEPS."""
+    """Return `block`, wrapped in nn.remat if `remat` is True.
+
+    `keeps` is the key in KEEPS of the policy to use.
+    """
     return nn.remat(block, policy=KEEPS[keeps]) if remat else block
 
 
@@ -49,11 +52,14 @@ class GroupNorm(nn.Module):
     groups: int = 32
     eps: float = 1e-5
     silu: bool = False
-    """Whether to apply SiLU in the same operation."""
+    """Whether to apply SiLU after the norm, in the same operation."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
-        """Normalise x. If scale and shift [B, C] are given, multiply by 1 + scale and add shift."""
+        """Normalise x. If scale and shift, [B, C] each, are given, also apply them.
+
+        The normalised x is then multiplied by 1 + scale, and shift is added.
+        """
         weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         kind = {"groups": self.groups, "eps": self.eps, "silu": self.silu}
@@ -85,7 +91,10 @@ def dense(
     bias: bool = True,
     dtype: DTypeLike,
 ) -> Float[Array, "*B {width}"]:
-    """Apply a linear layer, which is also a 1x1 convolution. With `zero`, it starts at zero."""
+    """Apply a linear layer, which is also a 1x1 convolution.
+
+    With `zero`, its kernel and bias start at zero.
+    """
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
     return _Affine((x.shape[-1], width), init, bias, dtype, name=name)(x, ops.linear)
 
@@ -122,10 +131,10 @@ class ToHeads(nn.Module):
 
 
 class FromHeads(nn.Module):
-    """Linear layer after attention, over all heads at once. With `zero`, it starts at zero.
+    """Linear layer after attention, over all heads at once.
 
     In the usual form: dense(x.reshape(B, T, N * K)). Here the heads stay an axis, so that a TPU
-    does not copy the inputs.
+    does not copy the inputs. With `zero`, the kernel and bias start at zero.
     """
 
     width: int
@@ -157,9 +166,9 @@ def conv(
 ) -> Float[Array, "B _ _ {width}"]:
     """Apply a convolution. With `zero`, its kernel and bias start at zero.
 
-    The default padding is kernel // 2 on each side, as is usual in torch. `padding` overrides it
-    with (before, after), for both rows and columns. "SAME" is not used, because it pads strided
-    convolutions differently.
+    By default, kernel // 2 pixels are padded on each side, as is usual in torch. `padding` is a
+    pair (before, after) of other amounts, for both rows and columns. Padding "SAME" is not used,
+    because it pads strided convolutions differently.
     """
     init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
     sides = (kernel // 2, kernel // 2) if padding is None else padding

@@ -20,15 +20,15 @@ from jaxtyping import Array, Float
 from diffusion_jax.nn.layers import PRODUCT
 
 UNIT = "unit_kernel"
-"""Name of the weights that have magnitude 1 for each output channel (index of the last axis)."""
+"""Parameter name of weights whose magnitude is 1 for each output channel, the last axis."""
 _EPS = 1e-4
 
 
 def normalize(x: Float[Array, "..."], axes: int | Sequence[int] = -1) -> Float[Array, "..."]:
-    """Divide x by its magnitude along the axes, computed in float32; zeros stay zeros.
+    """Divide x by its magnitude along `axes`. The magnitude is computed in float32.
 
-    Over the channels of an image, this is EDM2's pixel norm. Over the inputs of a weight, it is
-    EDM2's weight normalisation (equation 47).
+    Zeros stay zeros. Over the channels of an image, this is EDM2's pixel norm. Over all axes of a
+    weight except the output channels, it is EDM2's weight normalisation (equation 47).
     """
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axes, keepdims=True)
     # EDM2's form is x / (eps + sqrt(square)). The maximum avoids the infinite gradient of the
@@ -95,7 +95,10 @@ class MPConv(nn.Module):
 
 
 def forced(params: Any) -> Any:
-    """Return `params` with all `unit_kernel` arrays scaled to magnitude 1 (EDM2, equation 66)."""
+    """Return `params` with all weights of MPConv layers scaled to magnitude 1 (EDM2, equation 66).
+
+    These are the arrays with the name UNIT.
+    """
 
     def force(path, leaf):
         return _to_unit(leaf) if getattr(path[-1], "key", "") == UNIT else leaf

@@ -46,7 +46,7 @@ def group_norm(
 
 
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
-    """Embed t as width / 2 cosines, followed by as many sines (NeMo's order).
+    """Embed each value of t as width / 2 cosines, followed by as many sines (NeMo's order).
 
     The angular frequencies fall from 1 to nearly 1 / 10000.
     """
@@ -58,9 +58,10 @@ def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
 
 
 def add_broadcast(x: Float[Array, "*B C"], row: Float[Array, "*_ C"]) -> Float[Array, "*B C"]:
-    """Compute x + row in float32 and cast to x's dtype, so that row's gradient is a float32 sum.
+    """Compute x + row in float32, and cast the result to x's dtype.
 
-    XLA's CPU and GPU backends sum bfloat16 values in bfloat16, in which 256 + 0.5 is 256.
+    So the gradient of `row`, such as a bias, is summed in float32. Otherwise, XLA's CPU and GPU
+    backends would sum bfloat16 values in bfloat16, in which 256 + 0.5 is 256.
     """
     return (x + row.astype(jnp.promote_types(row.dtype, jnp.float32))).astype(x.dtype)
 
@@ -119,10 +120,10 @@ def convolution(
     strides: tuple[int, int],
     padding: tuple[tuple[int, int], tuple[int, int]],
 ) -> Float[Array, "B _ _ D"]:
-    """Compute a convolution, by im2col on CPUs if the kernel is much larger than x.
+    """Compute a convolution. On CPUs, use im2col if the kernel is much larger than x.
 
-    For such shapes (a few 8x8 images, wide layers), XLA's CPU backend spends as long on transposing
-    the kernel for the gradient of x as on the convolution itself.
+    For such shapes (a few 8x8 images, wide layers), XLA's own CPU convolution spends as long on
+    transposing the kernel for the gradient of x as on the convolution itself.
     """
     if platform() != "cpu" or kernel.size < 4 * x.size or max(strides) > 1:
         return _convolve(x, kernel, strides, padding)
@@ -181,13 +182,16 @@ def conv_transpose_4x4(
 
 
 def platform() -> str:
-    """Return "cpu", "gpu" or "tpu": the platform of the current mesh or of the default device."""
+    """Return "cpu", "gpu" or "tpu", the platform of the current mesh, or JAX's default platform."""
     device = _abstract_device()
     return jax.default_backend() if device is None else device.platform
 
 
 def device_kind() -> str:
-    """Return the device kind, such as "TPU v5 lite", of the current mesh or the first device."""
+    """Return the kind of device, such as "TPU v5 lite", of the current mesh.
+
+    Without a mesh, return the kind of the first local device.
+    """
     return (_abstract_device() or jax.local_devices()[0]).device_kind
 
 
@@ -216,7 +220,7 @@ def space_to_depth(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ 
 
 
 def depth_to_space(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ _ _"]:
-    """Invert `space_to_depth`."""
+    """Move channels back into blocks of patch x patch pixels: the inverse of `space_to_depth`."""
     b, h, w, c = x.shape
     x = x.reshape(b, h, w, patch, patch, c // patch**2).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(b, h * patch, w * patch, c // patch**2)
@@ -263,14 +267,14 @@ _normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def _stored(x: Array) -> Array:
-    """Return x, and make XLA's GPU backend store it in its own dtype instead of float32."""
+    """Return x. On GPUs, also make XLA store it in x's own dtype instead of float32."""
     return jax.lax.optimization_barrier(x) if platform() == "gpu" else x
 
 
 def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array, Array, Array]:
-    """Compute an origin, the mean relative to it, and 1 / sqrt(var + eps) for each group.
+    """Compute an origin, the mean relative to it, and 1 / sqrt(var + eps), for each group.
 
-    Each is [B, C], with equal values for all channels of a group.
+    Each of the three is [B, C], with equal values for all channels of a group.
 
     Mean and variance come from one pass over x, by var = E[x^2] - E[x]^2. This is inaccurate if the
     mean is large, so an origin is first subtracted from x: the mean of the group's channels at the
@@ -294,7 +298,7 @@ def _normalized(x: Float[Array, "B *S C"], statistics: tuple[Array, Array, Array
 
 
 def _like(row: Float[Array, "B C"], x: Float[Array, "B *S C"]) -> Float[Array, "B ... C"]:
-    """Reshape to [B, 1, ..., 1, C], which broadcasts over the spatial axes of x."""
+    """Reshape `row` to [B, 1, ..., 1, C], which broadcasts over the spatial axes of x."""
     return jnp.expand_dims(row, tuple(range(1, x.ndim - 1)))
 
 

@@ -59,9 +59,10 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return a function encode(texts) like that of `make_encode`, for this process's devices only.
+    """Return the function encode(texts) of `make_encode`, for the devices of this process only.
 
-    So no process waits for another. `batch_tokens` is the number of tokens per device and batch.
+    Therefore no process waits for another. `batch_tokens` is the number of tokens per device and
+    batch, and `format` is a key of store.FORMATS.
     """
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     frozen = sharding.place_all(encoder.frozen, mesh, [("", sharding.FSDP)])
@@ -69,9 +70,9 @@ def on_own_devices(
 
 
 def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:
-    """Return the number of tokens of each text, at most encoder.max_tokens.
+    """Return how many tokens the encoder encodes for each text.
 
-    If encoder.cut is False, padding tokens are counted too.
+    The number is at most encoder.max_tokens. If encoder.cut is False, padding is counted too.
     """
     lengths = _lengths(encoder, encoder.tokenize(texts))
     return np.minimum(lengths, encoder.max_tokens)

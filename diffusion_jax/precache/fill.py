@@ -33,13 +33,14 @@ class Job(engines.Portable):
             text: The config's text group.
             encoder: The text encoder.
             captions: The captions.
-            source: Values that identify where the captions come from.
+            source: JSON values that identify where the captions come from.
         """
         self.text, self.encoder, self.captions = text, encoder, captions
         self.identity = lookup.identity(text, encoder)
         self.source = {**source, "captions": len(captions)}
         self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
-        """A function of (format, batch_tokens) that returns encode.on_own_devices's function."""
+        """A function of (format, batch_tokens); it returns the function encode(texts) that
+        encode.on_own_devices makes for this encoder."""
 
 
 class Work(NamedTuple):
@@ -184,10 +185,10 @@ class _Stages(NamedTuple):
 
 
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
-    """Return the prompts from which a training run draws samples, and those of its evaluation.
+    """Return the prompts of a training run: those of its samples and those of its evaluation.
 
-    The negative prompt is included, and, if the config has a `conditioning` group, the empty
-    prompt, which may replace dropped captions.
+    The negative prompt is included. If the config has a `conditioning` group, so is the empty
+    prompt, because it may replace dropped captions.
     """
     negative = config.get("sampler", {}).get("negative_prompt", "")
     empty = ("",) if "conditioning" in config else ()
@@ -201,9 +202,10 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):
-    """Return (captions, source): the Captions, and JSON values that identify the prompts and data.
+    """Return (captions, source): the Captions, and JSON values that identify where they come from.
 
-    If `file` is not None, its lines replace the captions of the data set.
+    The captions are `prompts`, followed by the captions of the data set or, if `file` is not None,
+    by the lines of this file.
     """
     if file is not None:
         try:

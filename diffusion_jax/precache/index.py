@@ -1,7 +1,7 @@
-"""Finish a store of embeddings: write its index, which locates each key, and its manifest.
+"""Finish a store of embeddings: write its manifest, and its index, which locates each key.
 
-The keys of each shard are written to a sorted table. Each range of keys, from all tables, becomes a
-part of the index, and the parts are joined (see machine/tables.py).
+The keys of each shard are written to a sorted table. Then each range of keys is read from all
+tables and becomes a part of the index. Finally, the parts are joined (see machine/tables.py).
 """
 
 import hashlib
@@ -24,10 +24,10 @@ _TYPES = {"i8": "I64", "i4": "I32"}  # From numpy's names of types to those of s
 
 
 class Listed(NamedTuple):
-    """A list of shards of the store at `path`. The lines of the file folder/file are their names.
+    """A list of shards of the store at `path`. The file folder/file holds one shard name per line.
 
-    Workers receive this file's name instead of the names, because there may be tens of thousands of
-    shards.
+    Workers receive the path of this file instead of the names, because there may be tens of
+    thousands of shards.
     """
 
     path: pathlib.Path
@@ -55,7 +55,7 @@ def finish(
     folder: pathlib.Path | None = None,
     engine: Engine = ALONE,
 ) -> dict[str, Any]:
-    """Write the index and the manifest for the shards `names`, and delete all other shards.
+    """Write a store's index and manifest for the shards `names`, and delete its other shards.
 
     Only one range of keys, about 300 MB, is in memory at once.
 
@@ -89,9 +89,9 @@ def finish(
 
 
 def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Listed:
-    """Write a list of shards to a file in `folder`, and return it as Listed.
+    """Write the list `names` of shards to a file in `folder`, and return the list as Listed.
 
-    The file's name contains a hash of the shards' names.
+    `path` is the folder of the store. The file's name contains a hash of the shards' names.
     """
     text = "\n".join(names)
     name = f"listed-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
@@ -102,8 +102,8 @@ def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Li
 def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
     """Return the names of the undamaged shards in `before`, and write these shards' tables of keys.
 
-    Damaged shards are deleted. With `verify`, the checksum of every text is compared, without it
-    only the header and the file size.
+    Damaged shards are deleted. With `verify`, the checksum of every text is compared. Otherwise,
+    only the header and the file size are checked.
     """
     pairs = list(zip(before.names, before.tables, strict=True))
     present = files.present(before.tables)
@@ -118,8 +118,8 @@ def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
 def write_tables(shard_list: Listed, engine: Engine, *, verify: bool = False) -> None:
     """Write a table of keys for each undamaged shard, and delete damaged shards.
 
-    With `verify`, the checksum of every text is compared, without it only the header and the file
-    size. Shards that have a table already are not checked.
+    With `verify`, the checksum of every text is compared. Otherwise, only the header and the file
+    size are checked. Shards that have a table already are not checked at all.
     """
     paths = shard_list.tables
     write = _Tables(shard_list, verify)
@@ -189,9 +189,9 @@ class _Parts(NamedTuple):
 
 
 def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
-    """Return the quantisation errors of a store, combined over all shards, as manifest entries.
+    """Return the quantisation errors of the shards `names`, combined into entries of the manifest.
 
-    The mean is weighted by the number of tokens.
+    The mean error is weighted by the number of tokens in each shard.
     """
     errors, weights = [], []
     for name in names:
@@ -207,7 +207,7 @@ def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
 
 
 def _columns() -> list[str]:
-    """Return the index's fields in safetensors' order: widest type first, then by name."""
+    """Return the index's field names in safetensors' order: widest type first, then by name."""
     width = lambda name: 1 if name == "key" else _ENTRY[name].itemsize
     return sorted(_ENTRY.names or (), key=lambda name: (-width(name), name))
 

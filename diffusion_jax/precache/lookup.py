@@ -28,7 +28,7 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
         embedded: Whether the data set holds embeddings instead of captions.
 
     Raises:
-        ValueError: The encoder or the store does not fit the config.
+        ValueError: The weights or the store do not match the config's text group.
         FileNotFoundError: The weights or the store are missing.
     """
     if embedded:
@@ -43,7 +43,7 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
 
 
 def open_online(text: Text) -> TextEncoder:
-    """Return the text encoder with its weights, for texts without stored embeddings.
+    """Return the text encoder with its weights, to encode texts whose embeddings are not stored.
 
     Raises:
         ValueError: The encoder needs weights and text.weights is empty, or text.store was made with
@@ -70,10 +70,10 @@ def open_online(text: Text) -> TextEncoder:
 def open_prompts(
     text: Text, encoder: TextEncoder, embedded: bool, prompts: Sequence[str]
 ) -> Tokenize:
-    """Return a function that maps a list of these prompts to the inputs of the text encoder.
+    """Return a function that maps a list of texts, all from `prompts`, to the inputs of `encoder`.
 
-    If the data set holds embeddings (`embedded`), the prompts are encoded now, so that the weights
-    of the text encoder take no memory during training.
+    If the data set holds embeddings (`embedded`), `encoder` expects embeddings. The prompts are
+    then encoded now, so that the text encoder's weights take no memory during training.
 
     Raises:
         ValueError: The encoder needs weights and text.weights is empty, or text.store lacks a
@@ -93,12 +93,16 @@ def open_prompts(
 def identity(text: Text, encoder: TextEncoder) -> store.Identity:
     """Return the values that determine the embedding of a text.
 
-    They are the values of `rule`, and the hashes "weights" and "tokenizer" of store.fingerprint.
+    They are the items of `rule(text)`, and the hashes "weights" and "tokenizer" from
+    store.fingerprint.
     """
     return {**rule(text), **store.fingerprint(encoder)}
 
 
 def rule(text: Text) -> dict[str, Any]:
-    """Return the text encoder's name, and the text fields of the config that affect embeddings."""
+    """Return the encoder's name and those fields of `text` that affect embeddings, keyed by name.
+
+    The field `weights` is not included.
+    """
     fields = [field for field in registry.ENCODERS[text.encoder].fields if field != "weights"]
     return {"encoder": text.encoder, **{field: getattr(text, field) for field in fields}}

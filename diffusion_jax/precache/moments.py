@@ -28,9 +28,9 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 class Work(NamedTuple):
     """Options of an encoding run.
 
-    `shard` is the number of images per shard, and `batch` the number per batch. `dry_run` writes
-    nothing, and prints how many shards are missing. `verify` finds damaged shards by their
-    checksums and encodes them again.
+    `shard` is the number of images per shard, and `batch` is the number of images per batch. With
+    `dry_run`, nothing is written, and the number of missing shards is printed. With `verify`,
+    damaged shards are found by their checksums and encoded again.
     """
 
     shard: int
@@ -51,7 +51,7 @@ def run(
 
     Args:
         source: The images.
-        encode: Maps a batch of images to moments.
+        encode: A function that maps a batch of images to VAE moments.
         out: The folder of the tars.
         identity: JSON values that describe the encoder and its input. They are saved in `out`, and
             compared when the command runs again.
@@ -109,7 +109,10 @@ def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shar
 
 
 def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
-    """Yield the record indices of each batch of a shard. A batch has images of one shape only."""
+    """Yield the record indices in each batch of a shard, whose records are `rows` of the source.
+
+    The images of a batch all have one shape.
+    """
     groups = [np.arange(rows.start, rows.stop)]
     if work.buckets:
         bucket = work.buckets.bucket[rows.start : rows.stop]
@@ -122,9 +125,10 @@ def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
 def _encoded(
     source: Pictures, encode: Encode, rows: range, work: Work
 ) -> Iterator[dict[str, bytes]]:
-    """Yield the files of each usable record, keyed by suffix, for tars.write.
+    """Yield the files of each usable record among `rows`, keyed by suffix, for tars.write.
 
-    The next batch is read while a batch is encoded.
+    The files hold the record's moments and caption. The next batch is read while a batch is
+    encoded.
     """
     buckets, batch = work.buckets, work.batch
     views = [source.cropped_to(shape) for shape in buckets.shapes] if buckets else [source]

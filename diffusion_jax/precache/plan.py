@@ -76,7 +76,10 @@ class Plan(NamedTuple):
 
     @property
     def counts(self) -> Int[np.ndarray, "_"]:
-        """For each chunk, the number of captions to encode in earlier chunks; last, the total."""
+        """Return, for each chunk, how many captions to encode are in earlier chunks.
+
+        One more item at the end holds the total number of captions to encode.
+        """
         return tables.read(self.folder / "counts", _NUMBER)
 
     def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
@@ -88,22 +91,25 @@ class Plan(NamedTuple):
         return self.folder / f"keys-{chunk:08}"
 
     def new_captions(self, part: int) -> pathlib.Path:
-        """Return the path of the file that lists the captions to encode with keys in one range.
+        """Return the path of the file that lists the captions to encode in key range `part`.
 
-        The file holds sorted int64 indices of captions.
+        The file holds sorted int64 indices of the captions whose keys are in this range.
         """
         return self.folder / f"new-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:
-        """Return the path of the file that records an encoded shard's file name in the store."""
+        """Return the path of a file that holds the file name of a shard in the store.
+
+        The file exists once the shard is encoded.
+        """
         return self.folder / f"name-{shard:08}"
 
 
 def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
     """Write the table of the distinct keys in a chunk.
 
-    `keys` holds the key of each caption in the chunk, in order. A row of the table holds a key and
-    the index of the first caption with this key.
+    `keys` holds the key of each caption in the chunk, in order. A row of the table holds a key, and
+    the index of the chunk's first caption with this key.
     """
     rows = np.zeros(len(keys), _ROW)
     rows["key"], rows["number"] = keys, plan.numbers(chunk)
@@ -111,10 +117,10 @@ def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
 
 
 def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
-    """Write the indices of the captions to encode with keys in one range, as sorted int64.
+    """Write the file `plan.new_captions(part)`, which lists the captions to encode in a key range.
 
-    Each key that is not in the shards `held` contributes the first caption with this key. Only one
-    range of keys, about 300 MB, is in memory.
+    For each key in the range that is not in the shards `held`, the file lists the first caption
+    with this key. Only one range of keys, about 300 MB, is in memory.
     """
     ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
     first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
@@ -148,8 +154,9 @@ def open_plan(
 ) -> pathlib.Path:
     """Create and return the folder of a plan's temporary files.
 
-    The folder is path/plan/HASH. HASH is a hash of the other arguments: the data source, the text
-    encoder and any further values that determine the plan.
+    The folder is path/plan/HASH, where `path` is the folder of the store. HASH is a hash of the
+    other arguments: `source` describes the captions, `identity` describes the text encoder, and
+    `more` are further values that determine the plan.
     """
     text = json.dumps([source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

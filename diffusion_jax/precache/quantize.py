@@ -1,11 +1,11 @@
-"""Quantise embeddings to 8 bits, with a scale per group of channels and steps that grow with the
-value.
+"""Quantise embeddings to 8 bits, with one scale for each group of channels.
 
 A value is stored as an int8 q and restored as a * q |q| / 127^2. The scale a is the largest
-absolute value in the group of channels. Uniform steps (a * q / 127 with one scale per token) have a
-relative error of more than 1 % if one channel is an outlier, as in T5: for a channel 30 times
-larger than the others, the error is 5 %. Here, an outlier affects only its own group, and small
-values have small steps. D is the number of channels, and G the number of groups.
+absolute value in the group of channels. The step between neighbouring values grows with the value.
+Uniform steps (a * q / 127 with one scale per token) have a relative error of more than 1 % if one
+channel is an outlier, as in T5: for a channel 30 times larger than the others, the error is 5 %.
+Here, an outlier affects only its own group, and small values have small steps. In shapes, D is the
+number of channels, and G is the number of groups.
 """
 
 import math

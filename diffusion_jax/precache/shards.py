@@ -53,7 +53,7 @@ def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str
 
 
 def shard_name(keys: Shaped[np.ndarray, "N"]) -> str:
-    """Return the file name of the shard that holds the texts with these keys."""
+    """Return the file name of the shard with these keys, which contains a hash of the keys."""
     return f"shard-{hashlib.blake2b(keys.tobytes(), digest_size=12).hexdigest()}.safetensors"
 
 
@@ -80,8 +80,8 @@ def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -
 def usable(file: pathlib.Path, verify: bool) -> bool:
     """Return whether a shard exists and is undamaged. A damaged shard is deleted.
 
-    With `verify`, the checksum of every text is compared, without it only the header and the file
-    size.
+    With `verify`, the checksum of every text is compared. Otherwise, only the header and the file
+    size are checked.
     """
     if not file.is_file():
         return False
@@ -99,7 +99,7 @@ def usable(file: pathlib.Path, verify: bool) -> bool:
 
 
 def _summary(errors: Float[np.ndarray, "T 2"]) -> Float[np.ndarray, "3"]:
-    """Return the mean and largest relative error, and the least cosine similarity."""
+    """Return the mean relative error, the largest one, and the least cosine similarity."""
     relative, cosine = errors.T.astype(np.float64)
     return np.array([relative.mean(), relative.max(), cosine.min()] if len(errors) else [0, 0, 1.0])
 

@@ -2,7 +2,7 @@
 
 A store is a folder. Its shards are safetensors files. A shard with N texts, whose embeddings have T
 rows (tokens) of width D without padding, has these arrays: `keys` uint8 [N, 16]; `first` int64
-[N + 1], the first row of each text, and T; `check` int64 [N], a CRC-32 of a text's key and rows;
+[N + 1], the first row of each text, then T; `check` int64 [N], a CRC-32 of a text's key and rows;
 `values` [T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors`
 float64 [3], a summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the
 position of each key's rows. `manifest.json` names the encoder, lists the shards and holds the
@@ -47,7 +47,7 @@ _PROBES = (
 
 
 def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:
-    """Return the mean number of bytes per caption in a store, including the index.
+    """Return the number of bytes that an average caption takes in a store, including the index.
 
     Args:
         tokens: The mean number of tokens of a caption.
@@ -61,15 +61,18 @@ def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:
 
 
 def command(path: str | os.PathLike[str], *more: str) -> str:
-    """Return the command that creates or completes the store at `path`, for error messages."""
+    """Return the shell command that creates or completes the store at `path`, for error messages.
+
+    `more` are further flags of the command.
+    """
     flags = " ".join([f"--config.text.store={path}", *more])
     return f"python -m diffusion_jax.precache --config=CONFIG {flags}"
 
 
 def fingerprint(encoder: TextEncoder) -> dict[str, str]:
-    """Return {"weights": hash, "tokenizer": hash} of a text encoder.
+    """Return {"weights": HASH, "tokenizer": HASH}, which identifies a text encoder.
 
-    The hash of the tokenizer is that of the token ids of a few fixed texts.
+    The tokenizer's hash is computed from the token ids of a few fixed texts.
     """
     tokens = hashlib.blake2b(digest_size=16)
     for name, array in sorted(encoder.tokenize(_PROBES).items()):
@@ -81,7 +84,8 @@ def fingerprint(encoder: TextEncoder) -> dict[str, str]:
 def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity) -> None:
     """Raise ValueError if a store's identity differs from `wanted`. `path` is the store's folder.
 
-    `stored` is the identity in the manifest. Fields that `wanted` lacks are not compared.
+    An identity holds the values that determine embeddings. `stored` is the identity in the store's
+    manifest. Fields that `wanted` lacks are not compared.
     """
     if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
@@ -139,7 +143,7 @@ class Store:
         return self.manifest["identity"]
 
     def find(self, keys: Shaped[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
-        """Return the position of each key in the store's index, or -1 for a missing key."""
+        """Return the position of each key in the store's index, or -1 if it lacks the key."""
         at = np.minimum(np.searchsorted(self._keys, keys), len(self) - 1)
         return np.where(self._keys[at] == keys, at, -1)
 

@@ -29,9 +29,9 @@ _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 def prompts(records: Records) -> tuple[str, ...]:
     """Return up to eight captions as prompts for samples during training.
 
-    Models learn frequent words first, so captions are ranked by the frequency of their rarest word,
-    and the first ones are chosen. No two prompts have the same rarest word. If no caption contains
-    a word, the result is eight empty prompts.
+    Models learn frequent words first, so the captions whose rarest word is most frequent are
+    chosen. No two prompts have the same rarest word. If no caption contains a word, the result is
+    eight empty prompts.
     """
     rows = np.linspace(0, len(records) - 1, min(len(records), _MOST_CAPTIONS)).astype(int).tolist()
     texts = [t for t in records.texts(rows) if not isinstance(t, Unusable) and hashed.words(t)]
@@ -51,7 +51,7 @@ def of_data(
 
     Args:
         photos: the data set.
-        text_weights: a folder of T5 or CLIP weights; "" uses the encoder that hashes words.
+        text_weights: a folder of T5 or CLIP weights; "" keeps the base config's text encoder.
         keep_shapes: whether to train on several shapes (aspect buckets) instead of squares.
     """
     data, report = photos.data, photos.report
@@ -94,8 +94,8 @@ def of_data(
 def _encoder(weights: str, words: int) -> Changes:
     """Return config changes for the text encoder in `weights`, a folder of T5 or CLIP weights.
 
-    `words` is the length of the longest caption in words. Raises ValueError if the folder holds the
-    weights of another encoder.
+    `words` is the length of the longest caption in words. Raises ValueError if the folder holds
+    weights of neither T5 nor CLIP.
     """
     config = pretrained.read_json(pretrained.locate(weights) / "config.json")
     config |= config.get("text_config") or {}

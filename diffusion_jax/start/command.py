@@ -32,7 +32,7 @@ _JUDGED = 100  # The smallest number of different captions with which a judge ca
 def command(
     package: str, candidates: Callable[[], Sequence[Candidate]], shipped: Shipped | None = None
 ) -> None:
-    """Implement the command `python -m PACKAGE.start --data=PHOTOS`.
+    """Run the command `python -m PACKAGE.start --data=PHOTOS`.
 
     Its --help shows the docstring of the calling module.
 

@@ -11,7 +11,7 @@ runs are in docs/data.md, docs/quickstart.md and models/emoji32/README.md."""
 
 
 def described(num_images: int) -> str:
-    """Return a clause that says what small models have drawn after training on `num_images`.
+    """Return a text on what small models have drawn after training on `num_images` pictures.
 
     A picture that is used several times counts each time.
     """

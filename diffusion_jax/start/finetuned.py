@@ -32,9 +32,9 @@ class Shipped(NamedTuple):
     """A trained model that comes with the project."""
 
     workdir: str
-    """The folder of its weights and its config.json."""
+    """The folder that holds the model's weights and config.json."""
     base: str
-    """The config in configs/ that trained it."""
+    """The name of the config in configs/ that trained the model."""
     enlargers: tuple[str, ...]
     """The workdirs of super-resolution models for the model's pictures."""
 
@@ -57,10 +57,9 @@ def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
 
 
 def _changes(shipped: Shipped, method: str) -> Changes:
-    """Return changes to the config shipped.base for fine-tuning.
+    """Return the changes that turn the config shipped.base into a config for fine-tuning.
 
-    The changes restore the values of the shipped model's own config.json, and add the settings of
-    the method.
+    They set the values that the shipped model's own config.json has, and the settings for `method`.
     """
     base, own = written.config(shipped.base, {}), runs.load(shipped.workdir)
     values = {

@@ -45,7 +45,7 @@ class PictureSet(NamedTuple):
 
 
 def read(data: Data) -> PictureSet:
-    """Open a data set, and report on as many random pictures as can be read in about a minute.
+    """Open a data set, read random pictures for about a minute, and return a PictureSet.
 
     At least 32 and at most 2,000 pictures are read, or all of a smaller set. Raises ValueError if
     the texts are embeddings, or if no picture can be used.

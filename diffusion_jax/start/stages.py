@@ -31,9 +31,10 @@ class Stage(NamedTuple):
     """One network to train: a config of configs/, changes to it, and how to run it."""
 
     base: str
-    """The config's name, such as base32_8m."""
+    """The name of the config in configs/, such as base32_8m."""
     suffix: str
-    """Suffix of the config's and the workdir's name; "" for the text-to-image stage."""
+    """The suffix of the names of the written config and the workdir; "" for the text-to-image
+    stage."""
     command: str
     """The module that trains this stage, run with `python -m`."""
     prepare: Callable[[Any, Mesh], loop.Inputs]
@@ -157,8 +158,8 @@ def choose(
 ) -> Candidate:  # fmt: skip
     """Return the largest model that the picture size, memory and training time allow.
 
-    The smallest model is always allowed. Only the first stage of this model is measured; all other
-    stages are assumed to reach the same FLOP/s.
+    The smallest model is always allowed. Only the first stage of the smallest model is measured.
+    All other stages are assumed to reach the same FLOP/s.
 
     Args:
         candidates: single models or cascades, from the smallest to the largest.

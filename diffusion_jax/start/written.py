@@ -8,13 +8,17 @@ from typing import Any
 from diffusion_jax import systems
 
 Changes = Mapping[str, tuple[Any, str]]
-"""A map from config field, such as unet.dtype, to (value, comment); the comment may be "".
+"""Maps config fields, such as unet.dtype, to (new value, comment). The comment may be "".
 
-If the base config has no such group, the whole group is one field with a dict as its value."""
+A group that the base config lacks is a single entry, whose value is a dict of the group's fields.
+"""
 
 
 def source(base: str, changes: Changes, about: str) -> str:
-    """Return the text of a config file that changes configs/BASE.py; `about` is its docstring."""
+    """Return the source of a config file that loads configs/{base}.py and changes some fields.
+
+    `changes` holds the changed fields. `about` becomes the docstring of the file.
+    """
     lines = [f"    c.{field} = {_literal(value)}" for field, (value, _) in changes.items()]
     notes = [f"  # {note}" if note else "" for _, note in changes.values()]
     body = "\n".join(line + note for line, note in zip(lines, notes, strict=True))

@@ -1,4 +1,4 @@
-"""Text encoders: T5, CLIP, hashed words (which need no download), and precomputed embeddings."""
+"""Text encoders: T5, CLIP, MiniLM, hashed words (without a download), precomputed embeddings."""
 
 from diffusion_jax.text.encoder import TextEncoder, embed
 

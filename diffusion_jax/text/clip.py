@@ -3,7 +3,8 @@
 Both are pre-norm transformers with biases. OpenAI's models use quick GELU, OpenCLIP's exact GELU.
 The text tower's attention is causal and, by default, has no padding mask.
 
-Letters: B batch, L tokens, P patches + 1, D width, E width of the shared text and image space.
+Letters in shapes: B batch, L tokens, P patches + 1, D width, E width of the space that texts and
+images share.
 """
 
 import os
@@ -28,9 +29,10 @@ class TextOutputs(NamedTuple):
     layers: list[Float[Array, "B L D"]]
     """The token embeddings, followed by the output of each layer."""
     last: Float[Array, "B L D"]
-    """The last layer after the final norm; Stable Diffusion 1 attends to it."""
+    """The output of the last layer after the final norm. Stable Diffusion 1 attends to it."""
     penultimate: Float[Array, "B L D"]
-    """The second-to-last layer after the final norm; Stable Diffusion 2 attends to it."""
+    """The output of the second-to-last layer after the final norm. Stable Diffusion 2 attends to
+    it."""
     pooled: Float[Array, "B D"]
     """`last` at the end token."""
     projected: Float[Array, "B E"] | None
@@ -42,12 +44,14 @@ class ImageOutputs(NamedTuple):
     """Outputs of the image tower; P is the number of patches plus one class token."""
 
     layers: list[Float[Array, "B P D"]]
+    """The input of the first layer, followed by the output of each layer."""
     last: Float[Array, "B P D"]
-    """The last layer before the final norm, as Hugging Face returns it."""
+    """The output of the last layer before the final norm, as in Hugging Face's outputs."""
     pooled: Float[Array, "B D"]
-    """The class token of the last layer after the final norm."""
+    """The class token of `last`, after the final norm."""
     projected: Float[Array, "B E"] | None
-    """`pooled` projected into the space shared with texts, as in TextOutputs."""
+    """`pooled` projected into the space shared with texts. It is not normalised. None if the
+    weights have no projection."""
 
 
 class TextTower(nn.Module):
@@ -63,7 +67,8 @@ class TextTower(nn.Module):
     """E, or None if the weights have no projection."""
     activation: str
     end_id: int | None
-    """Id of the end token. None: the largest id in each text marks its end, as in OpenAI's code."""
+    """Id of the end token. If it is None, the largest id in each text is taken as its end token, as
+    in OpenAI's code."""
     eps: float = 1e-5
     dtype: DTypeLike = jnp.float32
 
@@ -73,8 +78,8 @@ class TextTower(nn.Module):
 
         Args:
             ids: token ids.
-            mask: nonzero at valid tokens [B, L], to hide padding; None hides none, as in CLIP's
-                training.
+            mask: [B, L], nonzero at tokens that other tokens may attend to, so that padding can be
+                hidden. None hides no token, as in CLIP's training.
         """
         length = ids.shape[1]
         init = nn.initializers.normal(0.02)
@@ -141,11 +146,11 @@ def encoder(
 ) -> TextEncoder:
     """Return the CLIP text encoder that Stable Diffusion conditions on.
 
-    The returned mask is True at all `max_tokens` positions, including padding: CLIP encodes padding
-    like other tokens, and Stable Diffusion was trained to attend to it.
+    The encoder's mask is True at all `max_tokens` positions, including padding: CLIP encodes
+    padding like other tokens, and Stable Diffusion was trained to attend to it.
 
     Args:
-        weights: a folder or a Hub name.
+        weights: a folder or a Hugging Face name.
         width: the embedding width, which must match the weights.
         max_tokens: texts are cut or padded to this number of tokens.
         layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
@@ -154,7 +159,9 @@ def encoder(
 
     Raises:
         FileNotFoundError: the folder lacks weights, config or tokenizer.
-        ValueError: `layer` is unknown, or weights, tokenizer and arguments do not fit together.
+        ValueError: `layer` is unknown, the weights do not match the config or `width`, the
+            tokenizer has more tokens than the weights, or `max_tokens` exceeds the number of
+            positions.
     """
     if layer not in ("last", "penultimate"):
         raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
@@ -187,7 +194,7 @@ def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize
 def of_tower(
     tower: TextTower, frozen: Any, tokenizer: tokenize.Tokenize, max_tokens: int = 77
 ) -> TextEncoder:
-    """Return a TextEncoder whose embeddings are the last layer of `tower` after the final norm.
+    """Return a TextEncoder whose embeddings are the `last` output of a text tower.
 
     `frozen` holds the parameters of `tower`.
     """
@@ -209,7 +216,7 @@ def of_tower(
 def text_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32, skip: int = 0
 ) -> tuple[TextTower, list[torch_weights.Entry]]:
-    """Return the text tower for opened weights, and the conversion table of its parameters.
+    """Return the text tower for opened weights, and the table that converts the weights.
 
     Args:
         clip: the opened weights.
@@ -236,7 +243,9 @@ def text_tower(
 def image_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32
 ) -> tuple[ImageTower, list[torch_weights.Entry]]:
-    """Return the image tower for opened weights, and the conversion table of its parameters.
+    """Return the image tower for opened weights, and the table that converts the weights.
+
+    `dtype` is the type of the tower's matrix products.
 
     Raises:
         ValueError: the weights have no image tower.
@@ -262,7 +271,7 @@ def cosine(images: Float[Array, "I E"], texts: Float[Array, "T E"]) -> Float[Arr
 
 
 def abstract_params(tower: TextTower | ImageTower) -> Any:
-    """Return the parameters' shapes and types without allocating them."""
+    """Return the shapes and types of the tower's parameters, without allocating the parameters."""
     if isinstance(tower, TextTower):
         example = jax.ShapeDtypeStruct((1, tower.max_tokens), jnp.int32)
     else:
@@ -271,7 +280,10 @@ def abstract_params(tower: TextTower | ImageTower) -> Any:
 
 
 def _layers(tower: TextTower | ImageTower, h: jax.Array, bias: jax.Array | None) -> list[jax.Array]:
-    """Compute the input of the first layer, followed by the output of each layer, all [B, L, D]."""
+    """Return `h`, the input of the first layer, and the output of each layer, all [B, L, D].
+
+    `bias` is added to the attention logits of every layer.
+    """
     states = [h]
     for i in range(tower.num_layers):
         normed = _norm(tower.eps, f"layer_{i}_attention_norm")(h)
@@ -320,7 +332,9 @@ def _projected(tower: TextTower | ImageTower, pooled: jax.Array) -> jax.Array | 
 
 
 def _shared_fields(clip: clip_weights.Clip, name: str, skip: int = 0) -> dict[str, Any]:
-    """Return the fields that TextTower and ImageTower share, without the last `skip` layers.
+    """Return the fields that TextTower and ImageTower have in common, for the tower `name`.
+
+    The last `skip` layers are not counted. If `skip` is not 0, there is no projection.
 
     Raises:
         ValueError: the weights have no tower `name`, or its activation is unknown.
@@ -330,8 +344,8 @@ def _shared_fields(clip: clip_weights.Clip, name: str, skip: int = 0) -> dict[st
     settings = clip.towers[name]
     if settings.activation not in ACTIVATIONS:
         raise ValueError(
-            f"the CLIP's activation {settings.activation!r} is unknown: "
-            f"supported are {', '.join(ACTIVATIONS)}"
+            f"the CLIP weights use the activation {settings.activation!r}, which is not "
+            f"supported: it must be one of {', '.join(ACTIVATIONS)}"
         )
     projection = clip.state.get(f"{clip_weights.PROJECTIONS[name]}.weight")
     return {

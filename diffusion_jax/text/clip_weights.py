@@ -20,13 +20,13 @@ PROJECTIONS = {TEXT: "text_projection", VISION: "visual_projection"}
 
 
 class Tower(NamedTuple):
-    """The settings of a tower that do not follow from the shapes of its arrays."""
+    """Those settings of CLIP's text or image tower that do not follow from its arrays' shapes."""
 
     num_heads: int
     activation: str
     eps: float
     end_id: int | None
-    """As in TextTower; not used for the image tower."""
+    """Id of the end token, as in TextTower. The image tower does not use it."""
 
 
 class Clip(NamedTuple):
@@ -34,6 +34,7 @@ class Clip(NamedTuple):
 
     state: dict[str, np.ndarray]
     towers: dict[str, Tower]
+    """The settings of each tower in the weights, keyed by TEXT and VISION."""
     pads_with_0: bool
     """True if texts are padded with id 0, as in OpenCLIP; False if they are padded with the end
     token."""
@@ -113,10 +114,10 @@ def num_layers(names: Iterable[str], tower: str) -> int:
 
 
 def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """Return the arrays of the tower that `table` converts, without layers that `table` leaves out.
+    """Return the arrays of the tower that `table` converts, up to the last layer in `table`.
 
-    Other arrays of the tower that `table` lacks are included, so that loading reports them as
-    superfluous.
+    Arrays that are not in `table` are included if they belong to these layers or to no layer, so
+    that loading reports them as superfluous.
     """
     names = {e.torch for e in table}
     tower = next(tower for tower in (TEXT, VISION) if any(n.startswith(tower) for n in names))
@@ -131,7 +132,10 @@ def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
 
 
 def to_open_clip(state: StateDict) -> dict[str, np.ndarray]:
-    """Rename a text tower's arrays to OpenCLIP's names, with q, k and v in one array."""
+    """Rename a text tower's arrays from Hugging Face's names to OpenCLIP's names.
+
+    The arrays of q, k and v are joined into one array.
+    """
     arrays, thirds = {}, {}
     for name, array in state.items():
         for open_clip_name, hugging_face_name in _OPEN_CLIP:
@@ -236,7 +240,7 @@ _NO_WEIGHTS = ("logit_scale", "logit_bias", "attn_mask", "input_resolution", "co
 
 
 def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:
-    """Rename OpenCLIP's arrays to Hugging Face's names.
+    """Rename arrays from OpenCLIP's names to Hugging Face's names.
 
     Projections are transposed, and arrays that hold q, k and v together are split.
     """

@@ -1,4 +1,4 @@
-"""The interface of text encoders: tokens on the host, embeddings on the devices."""
+"""Define TextEncoder, which computes tokens on the host and embeddings on the devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,7 +13,7 @@ Batch = dict[str, Any]
 
 @runtime_checkable
 class TextNetwork(Protocol):
-    """The sizes of a text network. `check_fits` compares them with config and tokenizer."""
+    """The sizes of a text network. `check_fits` compares them with the config and the tokenizer."""
 
     width: int
     vocab_size: int
@@ -81,6 +81,6 @@ def check_fits(
 def embed(
     encoder: TextEncoder, texts: Sequence[Any]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """Tokenize texts, and compute their embeddings and mask in one jitted call."""
+    """Tokenize texts, and return their embeddings and mask, computed in one jitted call."""
     frozen = jax.tree.map(jnp.asarray, encoder.frozen)
     return jax.jit(encoder.encode)(frozen, encoder.tokenize(texts))

@@ -1,8 +1,8 @@
 """A text encoder that maps words to fixed random signs. It needs no download and no training.
 
 The vector of a word depends only on the word's hash and position, so every word of every language
-has one. Vectors of different words are nearly orthogonal: the size of their cosine is about
-1 / sqrt(D), where D is the width.
+has a vector. Vectors of different words are nearly orthogonal: the absolute value of their cosine
+is about 1 / sqrt(D), where D is the width.
 """
 
 import functools
@@ -49,7 +49,7 @@ def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
     """Split texts into lower-case words and return {"text_ids", "text_mask"}, both [B, L].
 
     The id of a word is its 32-bit hash, which is the same on every machine. The mask is True at
-    words. Padding has id 0.
+    words. At padding, the id is 0 and the mask is False.
     """
     ids = np.zeros((len(texts), max_tokens), np.uint32)
     mask = np.zeros((len(texts), max_tokens), bool)
@@ -64,7 +64,7 @@ def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
     """Return the part of each text that the encoder ignores.
 
     The ignored part consists of all symbols such as emoji, followed by the text after the first
-    `max_tokens` words.
+    `max_tokens` words. Punctuation between the first words is ignored too, but not returned.
     """
     ignored = []
     for text in texts:
@@ -77,11 +77,11 @@ def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
 def embeddings(
     ids: UInt32[Array, "B L"], mask: Bool[Array, "B L"], width: int
 ) -> Float[Array, "B L D"]:
-    """Compute embeddings from the ids of words. They are +1 or -1 at words, and 0 at padding.
+    """Return the embeddings of words, given their ids. Values are +1 or -1, and 0 at padding.
 
-    The first half of a vector depends on the word alone. The second half is the product of signs of
-    the word and signs of the position. Even the mean over tokens thus distinguishes "dog bites man"
-    from "man bites dog".
+    The first half of an embedding depends on the word alone. The second half is the product of
+    signs of the word and signs of the position. Even the mean over tokens thus distinguishes "dog
+    bites man" from "man bites dog".
     """
     length = ids.shape[1]
     # Positions have a separate key, so that no word's hash coincides with a position.
@@ -99,7 +99,7 @@ def _hashes(text: str) -> tuple[int, ...]:
 
 
 def _signs(key: jax.Array, ids: UInt32[Array, "N"], width: int) -> Float[Array, "N D"]:
-    """Compute a row of random signs, +1 or -1, for each id. A row depends on key and id alone."""
+    """Return a row of random signs, +1 or -1, for each id. A row depends on key and id alone."""
     # Each random 32-bit integer yields 32 signs.
     draw = lambda i: jax.random.bits(jax.random.fold_in(key, i), (-(-width // 32),), jnp.uint32)
     bits = jax.vmap(draw)(ids)  # [N, D/32]

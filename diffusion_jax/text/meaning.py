@@ -1,4 +1,4 @@
-"""Find the phrases of a set whose meaning is nearest to a word, with MiniLM's sentence vectors."""
+"""Find the phrases whose meaning is nearest to that of a word, with MiniLM's sentence vectors."""
 
 import functools
 import importlib.util
@@ -14,19 +14,19 @@ from jaxtyping import Float
 from diffusion_jax.text import bert
 
 LARGEST = 5_000
-"""The largest set of phrases that callers should use: a CPU takes milliseconds per phrase."""
+"""The largest number of phrases that callers should use: a CPU takes milliseconds per phrase."""
 _LOCK = threading.Lock()  # While one thread computes the vectors, the others wait for them.
 _LEAST = 0.45  # If the cosine of two vectors is smaller, their meanings differ too much.
 _BATCH, _WIDTH, _MAX_TOKENS = 32, 384, 8
 
 
 class Meanings(NamedTuple):
-    """Functions that look up words. `nearest` compares a word with a fixed set of phrases."""
+    """Two functions that look up a word. `nearest` compares it with a fixed set of phrases."""
 
     nearest: Callable[[str, int], list[str]]
-    """Maps a word and a number n to the n phrases of nearest meaning.
+    """Maps a word and a number n to the n phrases of nearest meaning, the nearest first.
 
-    It returns fewer than n phrases if the others differ too much in meaning.
+    Phrases that differ too much in meaning are left out, so there may be fewer than n.
     """
     is_word: Callable[[str], bool]
     """Returns whether a word is so frequent in English that MiniLM has a token for it."""
@@ -38,7 +38,7 @@ def available() -> bool:
 
 
 def among(phrases: frozenset[str]) -> Meanings:
-    """Return the Meanings that compare words with these phrases.
+    """Return the functions that look up a word, for a set of phrases to compare words with.
 
     The first call for a set of phrases takes seconds, because it reads MiniLM's weights and
     computes the phrases' vectors.

@@ -1,4 +1,4 @@
-"""A TextEncoder for batches that already contain embeddings, computed before training."""
+"""Make a TextEncoder for batches that contain embeddings, which were computed before training."""
 
 import functools
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from diffusion_jax.text.encoder import Batch, TextEncoder
 def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncoder:
     """Return a TextEncoder whose inputs are embeddings instead of texts.
 
-    The encoder called `name` computed these embeddings before training. Batches hold the embeddings
-    as "text" and their mask as "text_mask", and `encode` returns both unchanged.
+    `name` is the name of the encoder that computed the embeddings before training. Batches hold the
+    embeddings as "text" and their mask as "text_mask", and `encode` returns both unchanged.
     """
 
     def encode(frozen: tuple[()], batch: Batch):
@@ -26,12 +26,12 @@ def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncode
 
 
 def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.ndarray]:
-    """Stack embeddings to a batch. Each is cut, or padded with zeros, to `max_tokens` tokens.
+    """Stack the embeddings of texts to a batch, cut or padded with zeros to `max_tokens` tokens.
 
     Args:
-        texts: one array [tokens, D] per example, from data/embeddings.py.
-        width: D.
-        max_tokens: L.
+        texts: the embeddings of each text, an array [tokens, D] from data/embeddings.py.
+        width: the width D that the embeddings must have.
+        max_tokens: the number of tokens per text in the batch, L.
 
     Returns:
         A dict with "text", float32 [B, L, D], and "text_mask", bool [B, L]. The mask is True at

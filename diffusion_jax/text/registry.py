@@ -1,4 +1,4 @@
-"""The table of text encoders, by their names in configs."""
+"""Make text encoders by the names that they have in configs."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,12 +11,13 @@ from diffusion_jax.text.encoder import TextEncoder
 
 
 class Kind(NamedTuple):
-    """A kind of text encoder. The function `encoder` of a module in this package builds it."""
+    """A kind of text encoder, which the function `encoder` of a module in this package builds."""
 
     module: str
+    """The name of the module."""
     fields: tuple[str, ...]
-    """The fields of the config group `text` that are passed to the function `encoder`. The output
-    depends only on these fields, on `options` and on the weights."""
+    """The fields of the config group `text` that are passed to the function `encoder`. Embeddings
+    depend only on these fields, on `options` and on the weights."""
     options: Mapping[str, str] = MappingProxyType({})
     """Further arguments of the function `encoder`."""
     packaged: bool = False
@@ -24,7 +25,7 @@ class Kind(NamedTuple):
 
     @property
     def pretrained(self) -> bool:
-        """True if the encoder has weights. Its output can then be computed before training."""
+        """True if the encoder has pretrained weights."""
         return "weights" in self.fields
 
 
@@ -54,10 +55,10 @@ def check(text: Text) -> None:
 
 
 def make_encoder(text: Text) -> TextEncoder:
-    """Build the text encoder that a config names.
+    """Build the text encoder that a config's text group names.
 
-    This imports the encoder's module and opens its weights. The arrays are read later, when they
-    are placed on devices.
+    This imports the encoder's module and opens the encoder's weights. The arrays are read later,
+    when they are placed on devices.
     """
     kind = ENCODERS[text.encoder]
     module = importlib.import_module(f"diffusion_jax.text.{kind.module}")

@@ -1,9 +1,9 @@
-"""T5's encoder (Raffel et al. 2020): v1.0 with ReLU, v1.1 with a gated GELU.
+"""T5's encoder (Raffel et al. 2020), in version 1.0 with ReLU and version 1.1 with a gated GELU.
 
 Blocks are pre-norm with RMS norms and without biases. Attention logits are not scaled. A learned
 bias for each head and distance bucket is added to the logits; all layers share it.
 
-Letters: B batch, L tokens, D width, N heads, K head width.
+Letters in shapes: B batch, L tokens, D width, N heads, K head width.
 """
 
 import functools
@@ -46,7 +46,7 @@ class T5Encoder(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     def __call__(self, ids: Int[Array, "B L"], mask: Array) -> Float[Array, "B L D"]:
-        """Return the last layer after the final norm, in float32.
+        """Return the output of the last layer after the final norm, in float32.
 
         `mask` [B, L] is nonzero at valid tokens. Tokens with mask 0 do not affect valid tokens.
         """
@@ -54,9 +54,9 @@ class T5Encoder(nn.Module):
 
     @nn.compact
     def hidden_states(self, ids: Int[Array, "B L"], mask: Array) -> list[Float[Array, "B L D"]]:
-        """Compute the token embeddings, followed by the output of each layer.
+        """Return a list: the token embeddings, followed by the output of each layer.
 
-        The output of the last layer is taken after the final norm.
+        The output of the last layer is taken after the final norm. `mask` is that of `__call__`.
         """
         length = ids.shape[1]
         init = nn.initializers.normal(1.0)
@@ -93,14 +93,14 @@ def encoder(
     read_tokens: int = 512,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
-    """Open a T5 text encoder that works as in NeMo's Imagen.
+    """Open T5's weights and tokenizer, and return a text encoder that works as in NeMo's Imagen.
 
     Texts are cut or padded to `read_tokens` tokens and encoded. Only the first `max_tokens`
     embeddings are returned, with 0 at padding. If a text has more than `max_tokens` tokens, the
     returned embeddings thus depend on later tokens too.
 
     Args:
-        weights: a folder or a Hub name.
+        weights: a folder or a Hugging Face name.
         width: the embedding width, which must match the weights.
         max_tokens: number of embeddings returned per text.
         read_tokens: number of tokens encoded per text, at least `max_tokens`.
@@ -108,7 +108,8 @@ def encoder(
 
     Raises:
         FileNotFoundError: the folder lacks weights, config or tokenizer.
-        ValueError: weights, config, tokenizer and arguments disagree.
+        ValueError: the weights do not match config.json or `width`, the tokenizer has more tokens
+            than the weights, or `read_tokens` is less than `max_tokens`.
     """
     folder = pretrained.locate(weights)
     state = pretrained.open_weights(folder)
@@ -143,10 +144,10 @@ def encoder(
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[T5Encoder, list[Entry]]:
-    """Return the network for a Hugging Face state dict, and the conversion table of its weights.
+    """Return the network for a Hugging Face state dict, and the table that converts its weights.
 
-    Sizes are read from the arrays' shapes. The config supplies the activation, the largest distance
-    of the buckets, and epsilon.
+    Sizes are read from the arrays' shapes. `config` (config.json) supplies the activation, the
+    largest distance of the buckets, and epsilon. `dtype` is the type of matrix products.
 
     Raises:
         ValueError: the weights are not T5's, or disagree with the config.
@@ -198,7 +199,10 @@ def t5_table(model: T5Encoder) -> list[Entry]:
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the arrays of T5's encoder. The embedding is always named "shared.weight"."""
+    """Return the encoder's arrays from a Hugging Face state dict of T5.
+
+    The token embedding, which has two names in state dicts, is always named "shared.weight".
+    """
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):
         if name in state:
@@ -207,7 +211,7 @@ def used(state: StateDict) -> dict[str, np.ndarray]:
 
 
 def abstract_params(model: T5Encoder) -> Any:
-    """Return the parameters' shapes and types without allocating them."""
+    """Return the shapes and types of the model's parameters, without allocating the parameters."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(lambda t: model.init(jax.random.key(0), t, t), tokens)
 
@@ -297,9 +301,9 @@ def _mlp_in(i: int, name: str) -> str:
 
 
 def _activation(config: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the activation's name, and whether the feed-forward layer is gated.
+    """Return the activation's name, and whether the feed-forward layer is gated, from config.json.
 
-    The name "gated-gelu" means GELU's tanh approximation.
+    In config.json, the name "gated-gelu" means GELU's tanh approximation.
     """
     name = config.get("feed_forward_proj", "relu")
     gated, act = name.startswith("gated-"), name.removeprefix("gated-")

@@ -1,4 +1,4 @@
-"""Map texts to token ids with the tokenizers of transformers, read from local files.
+"""Map texts to token ids with the tokenizers of the library transformers, read from local files.
 
 This module pads and truncates the ids itself. In transformers, padding and truncation are mutable
 state of the tokenizer, which the threads of the input pipeline cannot share safely.
@@ -21,9 +21,10 @@ _IN_CONTROL = Regex(r"(?<=</s|<pad|<unk)>")
 
 
 class Tokenize:
-    """A callable (texts, length) -> {"text_ids": int32, "text_mask": bool}, both [B, length].
+    """A tokenizer, called as (texts, length) -> {"text_ids": int32, "text_mask": bool}.
 
-    Texts that are too long are truncated and still end with the token `end`. Calls are thread-safe.
+    Both arrays have the shape [B, length]. Texts that are too long are truncated and still end with
+    the token `end`. Calls are thread-safe.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Tokenize:
 
         Args:
             tokenizer: the tokenizer.
-            begin: id prepended to each text, or None.
-            end: id appended to each text.
-            pad: id of padding.
+            begin: id of a token to put before each text; None for no token.
+            end: id of a token to put after each text.
+            pad: id of the padding after shorter texts.
             clean: function applied to each text before it is tokenized.
             lower: whether to convert texts to lower case.
             unknown: name of the token for unknown symbols, if there is one.
@@ -56,12 +57,12 @@ class Tokenize:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that a text can get."""
+        """One more than the largest token id that a text can contain."""
         ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
         return max(*ids, self.end, self.pad, self.begin or 0) + 1
 
     def __call__(self, texts: Sequence[Any], length: int) -> dict[str, np.ndarray]:
-        """Tokenize texts. The mask is False at padding, and True at all other tokens.
+        """Return the ids and the mask of texts. The mask is False at padding and True elsewhere.
 
         Raises:
             ValueError: an element of `texts` is not a string.
@@ -76,9 +77,10 @@ class Tokenize:
         return {"text_ids": ids, "text_mask": mask}
 
     def cut_off(self, texts: Sequence[Any], length: int) -> list[str]:
-        """Return the part of each text that is ignored.
+        """Return the part of each text that is ignored if texts are cut to `length` tokens.
 
-        The ignored part consists of all unknown symbols, followed by the truncated end.
+        The ignored part consists of the unknown symbols before the cut, followed by the text after
+        the cut.
         """
         room, ignored = length - 1 - (self.begin is not None), []
         for text, encoding in self._encode(texts):
@@ -130,8 +132,8 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
 
     Args:
         path: the folder.
-        open_clip: if True, clean texts with ftfy and pad with id 0, as open_clip does. If False,
-            pad with the end token, as transformers' CLIPTokenizer does.
+        open_clip: if True, clean texts with ftfy and pad with id 0, as in OpenCLIP. If False, pad
+            with the end token, as in transformers' CLIPTokenizer.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer.
@@ -201,7 +203,10 @@ def _read_json(path: pathlib.Path) -> Tokenizer:
 
 
 def _read_pieces(path: pathlib.Path) -> Tokenizer:
-    """Read a sentencepiece model whose control tokens, if a text names them, are plain text."""
+    """Return the tokenizer of a sentencepiece model.
+
+    It reads the names of control tokens in a text, such as "</s>", as plain text.
+    """
     options = {"extra_ids": 0, "split_special_tokens": True, "local_files_only": True}
     try:
         t5 = _transformers().T5Tokenizer.from_pretrained(str(path), **options)
@@ -216,7 +221,10 @@ def _read_pieces(path: pathlib.Path) -> Tokenizer:
 def _byte_pairs(
     folder: pathlib.Path, vocab: dict[str, int], merges: list[tuple[str, str]], open_clip: bool
 ) -> Tokenizer:
-    """Build CLIP's tokenizer. With `open_clip`, control tokens in a caption are plain text."""
+    """Build CLIP's tokenizer from token ids and merges. `folder` is named in error messages.
+
+    With `open_clip`, the names of control tokens in a text are read as plain text.
+    """
     if "<|startoftext|>" not in vocab:  # transformers would add it.
         raise ValueError(f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|>")
     options = {"vocab": vocab, "merges": merges, "split_special_tokens": open_clip}
@@ -224,10 +232,11 @@ def _byte_pairs(
 
 
 def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return the 49,408 tokens defined by OpenAI's list of merges, with their ids, and the merges.
+    """Read OpenAI's list of merges, and return (ids, merges).
 
-    The tokens are the 256 bytes, the 256 bytes with a mark for the end of a word, one token per
-    merge, and two control tokens.
+    `merges` is the list, and `ids` maps each of the 49,408 tokens to its id. The tokens are the 256
+    bytes, the 256 bytes with a mark for the end of a word, one token per merge, and two control
+    tokens.
     """
     _transformers()
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -241,7 +250,10 @@ def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, s
 
 
 def _mend(text: str) -> str:
-    """Fix wrong decodings, curly quotes, HTML entities and repeated spaces, as OpenCLIP does."""
+    """Return a text without wrong decodings, curly quotes, HTML entities and repeated spaces.
+
+    OpenCLIP cleans texts in the same way.
+    """
     import ftfy  # Only OpenCLIP needs it.
 
     # For texts like "&amp;amp;...", ftfy takes quadratic time in the length of the pieces it fixes.

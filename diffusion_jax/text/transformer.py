@@ -1,4 +1,4 @@
-"""A linear layer and attention for the frozen networks of text encoders.
+"""Define a linear layer and attention for the frozen networks of text encoders.
 
 The residual stream, norms and softmax are float32 for every compute type, and bf16 matrix products
 accumulate in float32. This is necessary because T5's residual stream has values of tens of
@@ -65,9 +65,9 @@ def attend(
 
 
 def mask_bias(mask: Array) -> Float[Array, "..."]:
-    """Return 0 where the mask is nonzero, and the smallest float32 elsewhere.
+    """Return a bias for attention logits: 0 where the mask is nonzero, else the lowest float32.
 
-    With -inf, the softmax of a fully masked row would be NaN. With the smallest float32, attention
-    averages over all keys of such a row, as in torch.
+    With -inf, the softmax of a fully masked row would be NaN. With the lowest finite float32,
+    attention averages over all keys of such a row, as in torch.
     """
     return jnp.where(mask != 0, 0.0, jnp.finfo(jnp.float32).min)

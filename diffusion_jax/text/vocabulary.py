@@ -30,7 +30,7 @@ _ARTICLE = re.compile(r"^(an?|the) ")
 _FUNCTION_WORDS = frozenset(
     ("a", "an", "the", "and", "or", "of", "on", "in", "at", "to", "from", "with", "by", "for", "as")
 )
-"""Words that name nothing to draw, so that a warning about them would not help."""
+"""Words that name nothing to draw. A warning about them would not help."""
 
 
 class Vocabulary(NamedTuple):
@@ -39,13 +39,13 @@ class Vocabulary(NamedTuple):
     num_captions: int
     """The number of captions that were read."""
     words: frozenset[str]
-    """The 50,000 most frequent words, or all, in lower case. Captions are split as by the encoder
-    "hashed"."""
+    """The 50,000 most frequent words in lower case, or all words if there are fewer. Captions are
+    split into words as by the encoder "hashed"."""
     examples: tuple[str, ...]
-    """Captions with different beginnings. A beginning ends at the first comma."""
+    """At most 1,000 captions with different beginnings. A beginning ends at the first comma."""
 
     def unknown(self, text: str) -> dict[str, list[str]]:
-        """Return the words of a text that are not in `words`, each with similar phrases.
+        """Return the words of a text that are not in `words`, each with similar known phrases.
 
         The result maps each such word to at most three phrases. The first ones are words of the
         vocabulary with a similar spelling. If the package with MiniLM's weights is installed (the
@@ -142,13 +142,13 @@ def read(workdir: files.Path) -> Vocabulary | None:
 
 
 def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -> str:
-    """Return one line that lists the words of prompts that a vocabulary lacks; "" without any.
+    """Return one line that lists the words in prompts that a vocabulary lacks, or "" if none.
 
     Args:
-        vocabulary: The vocabulary of the model; None gives "".
+        vocabulary: The vocabulary of the model. If it is None, the result is "".
         texts: The prompts.
-        encoder: The name of the model's text encoder. New words mean nothing to "hashed", so the
-            line says this. The other encoders know the meaning of most words.
+        encoder: The name of the model's text encoder. With "hashed", the line adds that the model
+            does not know these words. The other encoders know the meaning of most words.
     """
     new: dict[str, list[str]] = {}
     for text in texts:

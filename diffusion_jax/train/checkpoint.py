@@ -1,12 +1,12 @@
 """Save the checkpoints of a training run in the background, and restore them into any sharding.
 
-Each step has a folder. The folder holds one item for each part that can be read alone: `params`, an
-`ema_<decay>` for each average, `optimizer` (with the step and the count of skipped steps), `data`
-(the position of the data iterator, one file per process) and `metadata` (JSON values from the
-caller). The folder also holds checksums of all files, which are written before the folder gets its
-final name. After each save, the files are read back and compared with the checksums. A run starts
-from the newest checkpoint whose files match. Snapshots are folders of the same format that hold
-only the power-function averages.
+Each saved step has a folder. The folder holds one item for each part that can be read alone:
+`params`, an `ema_<name>` for each average, `optimizer` (with the step and the count of skipped
+steps), `data` (the position of the data iterator, one file per process) and `metadata` (JSON values
+from the caller). The folder also holds checksums of all files, which are written before the folder
+gets its final name. After each save, the files are read back and compared with the checksums. A run
+continues from the newest checkpoint whose files match their checksums. Snapshots are folders of the
+same format that hold only the power-function averages.
 """
 
 import asyncio
@@ -70,9 +70,9 @@ class Checkpointer:
     ) -> None:
         """Create `directory` if it does not exist, and remove incomplete saves.
 
-        Damaged checkpoints that are newer than the newest undamaged one are moved into the folder
-        `damaged`, because training will save their steps again. Raises restore.Damaged if every
-        checkpoint is damaged.
+        Damaged checkpoints that are newer than the newest undamaged one are moved into the
+        subfolder `damaged`, because training will save their steps again. Raises restore.Damaged
+        if every checkpoint is damaged.
         """
         last = checkpoint_managers.LatestN(keep_last)
         every = [checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []
@@ -123,7 +123,7 @@ class Checkpointer:
                 comparison of a previous save also stops, so that the process can end sooner. The
                 next start then compares the files.
 
-        Raises NotSaved if the previous save failed.
+        Raises NotSaved if the previous save failed, or if this one cannot start.
         """
         data = _BytesSave(data_iterator.get_state())
         others = {"data": data, "metadata": ocp.args.JsonSave(dict(metadata or {}))}
@@ -137,9 +137,9 @@ class Checkpointer:
         *,
         read_back: bool = True,
     ) -> None:
-        """Save each tree as one item of a checkpoint, together with the items in `others`.
+        """Save a checkpoint of `step` with the items in `trees` and `others`, keyed by item name.
 
-        Like `save`, it first waits for the previous save, and raises NotSaved if that failed.
+        The method waits, returns and raises as `save` does. `save` explains `read_back`.
         """
         if not read_back:
             self._hurried.set()
@@ -158,9 +158,9 @@ class Checkpointer:
             self._checking = self._checker.submit(self._finish, step)
 
     def snapshots(self) -> "Snapshots":
-        """Open and return the run's snapshots, in a folder next to its checkpoints.
+        """Open the run's snapshots, whose folder is next to that of its checkpoints. Return them.
 
-        The method `close` also closes the snapshots.
+        The method `close` also closes these snapshots.
         """
         folder = self._directory.parent / restore.SNAPSHOTS
         self._snapshots = Snapshots(folder, self.latest_step() or 0)
@@ -169,15 +169,15 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None if there is none.
 
-        A checkpoint that is still being written does not count. At the start of a run, damaged
-        checkpoints do not count either.
+        A checkpoint that is still being written does not count. Neither do damaged checkpoints
+        that were found when this object was created, because they were set aside then.
         """
         return max(restore.steps(self._directory), default=None)
 
     def restore(
         self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
     ) -> TrainState:
-        """Wait for the last save, then call `restore_state` with this folder and these arguments.
+        """Wait for the last save, and return the saved state of `step` as `restore_state` does.
 
         Raises NotSaved if the last save failed.
         """
@@ -207,20 +207,20 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn any error of Orbax into NotSaved."""
+        """Turn every error raised in this context into NotSaved."""
         try:
             yield
         except Exception as error:
             self._limit.stop()
             reason = f"{error}".partition("\n")[0]
             raise NotSaved(
-                f"a checkpoint under {self._directory} could not be written: {reason[:400]}. "
-                f"{self._last_whole()}; {advice(reason)}"
+                f"a checkpoint under {self._directory} could not be written: {reason[:400]} "
+                f"({advice(reason)}). {self._last_whole()}"
             ) from error
 
     def _last_whole(self) -> str:
-        has_none, last = self._last is None, f"The newest complete one is of step {self._last}"
-        return "There is no other checkpoint" if has_none else last
+        step, none = self._last, "There is no complete checkpoint."
+        return none if step is None else f"The newest complete checkpoint is from step {step}."
 
     def _write_checksums(self) -> None:
         """Write the checksum file of the step that is being saved."""
@@ -230,7 +230,7 @@ class Checkpointer:
             checksums.write(folder)
 
     def _finish(self, step: int) -> None:
-        """Wait until a step is written, then read its files back."""
+        """Wait until a step is written, then compare its files with their checksums."""
         self._manager.wait_until_finished()  # `wait` reports an error of this save.
         self._limit.stop()
         if step in restore.steps(self._directory):
@@ -266,7 +266,7 @@ class Checkpointer:
 
 
 def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath.Path]:
-    """Move the folders of these steps into the folder `name`. Return their new paths."""
+    """Move the folders of these steps into the folder directory/name. Return their new paths."""
     places = [directory / name / str(step) for step in steps]
     for place in places:
         if name == _DELETED and files.remote(directory):  # A move would copy every file.
@@ -299,11 +299,11 @@ class Snapshots:
     """Snapshots of a run's power-function averages, one folder per step. All are kept.
 
     Training waits until a snapshot is complete. So when a run continues from a checkpoint, all
-    snapshots before the checkpoint exist. Snapshots after it are deleted and written again.
+    snapshots of earlier steps exist. Snapshots of later steps are deleted and written again.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int) -> None:
-        """Open the snapshots of a run that continues from `step`. Delete those of later steps."""
+        """Open the snapshots of a run that continues from `step`. Delete snapshots after it."""
         cast = lambda x: x.astype(SNAPSHOT_DTYPE) if jnp.issubdtype(x.dtype, jnp.floating) else x
         self._cast = jax.jit(lambda tree: jax.tree.map(cast, tree))
         folder = restore.absolute(directory)
@@ -332,8 +332,8 @@ def restore_state(
 
     If `step` is None, the newest checkpoint is read. `abstract_state` holds a jax.ShapeDtypeStruct
     with a sharding for each leaf. The saved state may have had other shardings. Nothing is written.
-    Raises ValueError if the saved parameters have other names or shapes, and FileNotFoundError if
-    there is no checkpoint.
+    Raises ValueError if the saved arrays differ in names or shapes from `abstract_state`, and
+    FileNotFoundError if there is no such checkpoint.
     """
     root = restore.absolute(directory)
     restore.check_exists(root, step)
@@ -352,7 +352,7 @@ def powers(state: TrainState) -> dict[str, Params]:
 
 
 def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:
-    """Raise ValueError unless a checkpoint has the same array names and shapes as `state`."""
+    """Raise ValueError if the checkpoint of `step` and `state` differ in array names or shapes."""
     root = restore.absolute(directory) / str(step)
     restore.check_averages(root, list(state.ema))
     restore.check_items(root, _items(state))

@@ -49,7 +49,8 @@ def command(
 
     Args:
         read: Converts a config to settings, which include `run`, `optimizer` and `mesh`.
-        prepare: (settings, mesh) -> a loop.Inputs. It opens the task, the data and the examples.
+        prepare: Maps (settings, mesh) to the loop.Inputs of a run: it opens the task, the data and
+            the examples.
     """
     config = cli.define_config()
     workdir_flag = flags.DEFINE_string(
@@ -128,9 +129,10 @@ def command(
 
 
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
-    """Open the scoring that the config's `evaluation` group describes.
+    """Return the scoring that the config's `evaluation` group describes, or None for no scoring.
 
-    Returns None if `evaluation.every` is 0, or if the system does not draw from prompts.
+    `s` holds the settings of the run. The result is None if s.evaluation.every is 0, or if
+    `open_prompts` is None because the system does not draw from prompts.
     """
     if open_prompts is None or not s.evaluation.every:
         return None
@@ -143,7 +145,8 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
 def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
     """Write the words of the training captions into the workdir of a new run.
 
-    Nothing is written if the run starts from given weights, or if the workdir has the file already.
+    Nothing is written if the run starts from given weights, if the system does not draw from
+    prompts, or if the workdir has the file already.
     At most _CAPTIONS captions are read, evenly spread over the data, for at most _SECONDS seconds.
     """
     exists = (workdir / vocabulary.FILE).exists()

@@ -52,13 +52,13 @@ from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
 OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
-"""Takes all prompts of an evaluation. Returns a function that tokenizes a batch of prompts."""
+"""Maps all prompts of an evaluation to a function that tokenizes a batch of these prompts."""
 
 
 class Examples(NamedTuple):
     """The prompts of the example pictures that training draws, always from the same seeds.
 
-    `batch` holds the tokenized prompts, and `captions` their texts.
+    `batch` holds the tokenized prompts, `captions` their texts, and `guidance` the guidance scale.
     """
 
     batch: Texts
@@ -75,8 +75,8 @@ class Scoring(NamedTuple):
     every: int
     score: Callable[[Draw, Params], Mapping[str, float]]
     rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
-    """Draws one batch and computes the features that the scores need. In a rehearsal, which calls
-    this function, the programs for both are only traced."""
+    """Draws one batch and computes the features that the scores need. A rehearsal calls this
+    function, but only traces the programs that draw and that compute features."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
         """Return whether this step reached or passed a multiple of `every` images."""
@@ -108,7 +108,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Program(NamedTuple):
-    """The compiled training step."""
+    """A compiled training step, for batches of one shape."""
 
     step: Any
     """The compiled function (state, frozen, batch, key) -> (state, metrics), a jax.stages.Compiled.
@@ -257,7 +257,7 @@ def train(
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether an event is due: at every multiple of `every` (0: never) and at the end."""
+    """Return whether an event is due: at multiples of `every` and at the end; never if it is 0."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -266,7 +266,7 @@ def make_step(
 ):
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
-    The step donates its state. `layout` holds the sharding of each leaf of the state.
+    The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings.
     """
     step = make_train_step(
         task.loss,
@@ -316,7 +316,7 @@ def compiled_all(
 ) -> dict[Shapes, Program]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
-    Returns the programs, keyed by the result of `shapes_of` for a batch.
+    Returns the compiled steps, keyed by the shapes of their batch (see `shapes_of`).
     """
     programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key))}
     examples = batches.examples()
@@ -333,12 +333,12 @@ def compiled_all(
 
 
 def shapes_of(batch: Mapping[str, Any]) -> Shapes:
-    """Return the shapes of a batch's arrays. The compiled steps are keyed by these shapes."""
+    """Return the shapes of a batch's arrays, the key of the compiled step for such batches."""
     return tuple(x.shape for x in batch.values())
 
 
 def compiled(step: Any, arguments: tuple[Any, ...]) -> Program:
-    """Compile a training step for the arguments (state, frozen, batch, key), and log the time.
+    """Return the step compiled for the arguments (state, frozen, batch, key). Log the times.
 
     All processes wait until each of them has compiled the step.
     """

@@ -108,9 +108,10 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:
-    """Return the peak of a step's temporary bytes on a device, for `samples` samples per pass.
+    """Estimate the largest number of bytes that a step's temporary arrays take on a device.
 
-    `arrays` is the result of `lifetimes`.
+    `arrays` is the result of `lifetimes`. `samples` is the number of samples per device in one
+    micro batch.
     """
     return int(_COPIES * traced_memory.peak(arrays, samples))
 
@@ -133,7 +134,7 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
 
 
 def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
-    """Return which of the program's inputs are sharded over a mesh axis, as variable numbers.
+    """Return the variable numbers of those inputs of a program that are sharded over a mesh axis.
 
     `places` holds the shardings of the program's first inputs, in order. Other inputs are ignored.
     """
@@ -143,7 +144,7 @@ def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
 
 
 def bytes_on_device(task: Task, tree: Any, mesh: Mesh | AbstractMesh) -> int:
-    """Return the bytes on one device of a tree that is sharded as task.rules say."""
+    """Return the bytes that a tree, sharded by the rules of the task, takes on one device."""
     layout = sharding.shardings(tree, mesh, task.rules)
     return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, tree, layout)))
 

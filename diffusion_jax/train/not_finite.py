@@ -1,9 +1,9 @@
 """Find the module that produced a non-finite loss or gradient, by running the batch again.
 
 The loss and its gradient are a list of operations (a jaxpr), and each operation is labelled with
-its module. All operations run again inside one jit, those of the forward and of the backward pass.
-Whenever the next operation belongs to another module, the outputs of the last operation are
-checked. This works for any network.
+its module. A jitted function runs all operations of the forward and the backward pass again.
+Whenever an operation belongs to another module than the one before it, the function checks the
+outputs of the one before it. This works for any network.
 """
 
 import json
@@ -44,8 +44,8 @@ class Lookout:
         """Create a detector for a run at step `step` that has skipped `skipped` steps so far.
 
         A step is checked `lag` steps later, so that the host does not wait for it. `failed` raises
-        NothingLearned after `most` skipped steps in a row. If no step was finite so far, it raises
-        the error after min(most, 10) skipped steps.
+        NothingLearned after `most` skipped steps in a row, or after min(most, 10) if no step has
+        been finite yet.
         """
         self._skipped, self._lag, self._most = skipped, lag, most
         self._learned = skipped < step
@@ -119,8 +119,8 @@ def investigate(
 
     Every process must call this function with the same arguments. `params` holds the parameters
     after step `now`. `keys` holds a key for each micro batch of `step`. `everywhere` is the
-    replicated sharding. If the batch cannot run again, usually for lack of memory, no report is
-    written, and a warning is logged.
+    replicated sharding. `names` gives the names of the pictures in the batch. If the batch cannot
+    run again, usually for lack of memory, no report is written, and a warning is logged.
     """
     logging.warning(
         "the loss or gradient of step %d is not finite: running its batch again to find the module "

@@ -26,7 +26,10 @@ class ScheduleState(NamedTuple):
 
 
 def warmup_constant(lr: float, warmup: int) -> Schedule:
-    """Return step -> lr (step + 1) / (warmup + 1) until `warmup`, then lr (NeMo's WarmupPolicy)."""
+    """Return a schedule: lr (step + 1) / (warmup + 1) until step `warmup`, then lr.
+
+    This is NeMo's WarmupPolicy.
+    """
 
     def schedule(step):
         return lr * jnp.minimum((jnp.asarray(step, jnp.float32) + 1) / (warmup + 1), 1.0)
@@ -35,7 +38,10 @@ def warmup_constant(lr: float, warmup: int) -> Schedule:
 
 
 def warmup_ldm(lr: float, warmup: int) -> Schedule:
-    """Return step -> lr (1e-6 + (1 - 1e-6) step / warmup) until `warmup`, then lr (LDM, MLPerf)."""
+    """Return a schedule: lr (1e-6 + (1 - 1e-6) step / warmup) until step `warmup`, then lr.
+
+    LDM and MLPerf use this schedule.
+    """
 
     def schedule(step):
         share = jnp.asarray(step, jnp.float32) / max(1, warmup)
@@ -45,7 +51,7 @@ def warmup_ldm(lr: float, warmup: int) -> Schedule:
 
 
 def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
-    """Return a schedule: NeMo's warm-up, then half a cosine from lr at `warmup` to 0 at `steps`.
+    """Return a schedule: `warmup_constant` to step `warmup`, then half a cosine to 0 at `steps`.
 
     Raises ValueError unless `steps` is larger than `warmup`.
     """
@@ -64,7 +70,7 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
 
 
 def warmup_stable_decay(lr: float, warmup: int, steps: int) -> Schedule:
-    """Return a schedule: NeMo's warm-up, then lr, then a fall to 0 over the last fifth of `steps`.
+    """Return a schedule: `warmup_constant`, with a fall to 0 over the last fifth of `steps`.
 
     After a share s of the last fifth, the rate is lr (1 - sqrt(s)) (Hägele et al. 2024, arXiv
     2405.18392). To train for longer, continue from a checkpoint before the fall. Raises ValueError
@@ -86,9 +92,10 @@ def warmup_stable_decay(lr: float, warmup: int, steps: int) -> Schedule:
 
 
 def inverse_sqrt(lr: float, warmup: int, decay_from: int) -> Schedule:
-    """Return a schedule: NeMo's warm-up, divided by sqrt(max(step / decay_from, 1)) (EDM2).
+    """Return a schedule: `warmup_constant`, divided by sqrt(max(step / decay_from, 1)).
 
-    See Karras et al. 2024, Analyzing and Improving the Training Dynamics of Diffusion Models.
+    EDM2 uses this schedule (Karras et al. 2024, "Analyzing and Improving the Training Dynamics of
+    Diffusion Models").
     """
     warm = warmup_constant(lr, warmup)
 
@@ -110,8 +117,8 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
     """Return the AdamW optimizer of a config, for a run of `steps` steps.
 
-    `settings.schedule` is a key of SCHEDULES. Raises ValueError if the schedule does not fit into
-    `steps`.
+    `settings.schedule` is a key of SCHEDULES. Raises ValueError if `steps` is too small for this
+    schedule.
     """
     return adamw(
         SCHEDULES[settings.schedule](settings, steps),
@@ -124,7 +131,11 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 
 
 def check(settings: Optimizer, steps: int) -> None:
-    """Raise ValueError if settings conflict, or if the schedule does not fit into `steps`."""
+    """Check the config's optimizer settings, for a run of `steps` steps.
+
+    Raises ValueError if the schedule is unknown, if `steps` is too small for it, or if both
+    `micro_batch` and `accumulate` are set.
+    """
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
     if settings.micro_batch and settings.accumulate > 1:
         raise ValueError(
@@ -135,7 +146,9 @@ def check(settings: Optimizer, steps: int) -> None:
 
 
 def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) -> Optimizer:
-    """Return the settings, with `accumulate` computed from `micro_batch` if `micro_batch` is set.
+    """Return the settings with the number of micro batches per step in `accumulate`.
+
+    If `micro_batch` is set, it determines this number. Otherwise, `accumulate` stays as it is.
 
     Raises ValueError if the batch cannot be divided into equal micro batches over the devices.
     """
@@ -159,7 +172,7 @@ def check_decays(ema_decays: Sequence[float]) -> None:
     """Raise ValueError unless every EMA decay is in [0, 1)."""
     for decay in ema_decays:
         if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay {decay} is not in [0, 1): write 0.9999, not 9999")
+            raise ValueError(f"EMA decay {decay} must be at least 0 and below 1, such as 0.9999")
 
 
 def adamw(
@@ -173,10 +186,10 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """Return Adam with decoupled weight decay (Loshchilov & Hutter 2019) on every parameter.
 
-    Biases decay too, as in NeMo's Imagen. The first moment is stored in `moment_dtype`. The state
-    holds the learning rate of the last update, which `learning_rate` reads. `update` takes a bool
-    `finite`, True by default. If it is False, the state does not change, and the caller must not
-    apply the updates.
+    Biases decay too, as in NeMo's Imagen. The first moment is stored in `moment_dtype`. The
+    optimizer's state holds the learning rate of the last update, which the function `learning_rate`
+    reads. The optimizer's `update` takes a bool `finite`, True by default. If it is False, the
+    state does not change, and the caller must not apply the updates.
     """
     return optax.chain(
         _scale_by_adam(b1, b2, eps, moment_dtype),

@@ -38,7 +38,8 @@ def explained(
         held: Trees of jax.Arrays on the device, keyed by their names in the message.
         samples: The number of samples per device in one micro batch.
 
-    Yields a dict with the bytes of each tree on one device. The caller may add entries to it.
+    Yields a dict with the bytes of each tree on one device. The caller may add entries; the message
+    names the largest.
     """
     sizes = {name: on_a_device(tree) for name, tree in held.items()}
     del held  # Otherwise this frame would keep the first batch on the devices.

@@ -28,9 +28,9 @@ def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyAr
 
 @functools.cache
 def _implementation(parts: int, whole: Hashable) -> Any:
-    """Return a variant of the random generator `whole` whose keys also hold a part's index.
+    """Return a variant of the random generator `whole` for `parts` micro batches.
 
-    A part is one of `parts` micro batches.
+    Its keys also hold the index of a micro batch.
     """
     size = jax.random.key_data(jax.random.key(0, impl=whole)).size
 

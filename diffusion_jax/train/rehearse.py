@@ -48,7 +48,7 @@ def rehearse(
     """Trace everything that a run will compute, and return a report on the run.
 
     Args:
-        inputs: The opened run.
+        inputs: The inputs of the run, as for training.
         run: The run's steps, batch size and intervals.
         settings: The optimizer. `accumulate` is the number of micro batches per step.
         mesh: The devices of the run.
@@ -161,7 +161,7 @@ def _count(tree: Any) -> int:
 
 
 def _shapes_of(example: dict[str, np.ndarray]) -> str:
-    """Describe the shapes of a batch's rows, and the range of text lengths in tokens."""
+    """Return a text with the shapes of a batch's rows, and the range of text lengths in tokens."""
     shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}" for k, x in example.items()]
     masks = [x for name, x in example.items() if name.endswith("mask")]
     lengths = [int(n) for mask in masks for n in mask.sum(1)]
@@ -172,9 +172,9 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
 
 
 def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
-    """Describe the memory that a step needs, and warn if it may not fit into a device's memory.
+    """Return a text with the memory that a step needs. Log a warning if it may not fit on a device.
 
-    Raises ValueError if it certainly does not fit, unless `ignore` is True.
+    Raises ValueError if the step certainly does not fit, unless `ignore` is True.
     """
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
     line = f"{need.total / 1e9:.2f} of {limit / 1e9:.1f} GB per device, estimated: {parts}"
@@ -201,8 +201,9 @@ def _workdir(
 ) -> Rows:
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
-    `usage` is the disk space of the finished run. Raises ValueError if the run cannot use the
-    workdir.
+    `usage` is the disk space of the finished run. `alone` has the same meaning as for `rehearse`.
+    Raises ValueError if the run cannot write to the workdir, or cannot continue from its
+    checkpoints.
     """
     if jax.process_index() == 0 or not files.remote(workdir):
         files.check_writable(workdir, "--workdir")

@@ -86,7 +86,7 @@ def replay(
     If a line of metrics.jsonl covers the step, all steps of that line are replayed.
 
     Args:
-        inputs: The opened run.
+        inputs: The inputs of the run, as the system's `prepare` returns them.
         run: The run's steps, batch size and seed.
         settings: The run's optimizer. `accumulate` is the number of micro batches per step.
         mesh: The devices of the replay.
@@ -96,7 +96,7 @@ def replay(
             the result has no pictures for such a batch.
 
     Raises:
-        ValueError: The step is out of range, or the data differ from the checkpoint's data.
+        ValueError: The step is out of range, or the checkpoint was trained on other data.
         restore.Damaged: All checkpoints before the step are damaged.
     """
     if not 1 <= step <= run.steps:
@@ -177,7 +177,11 @@ def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
 
 
 def _nearest(folder: pathlib.Path, step: int) -> int | None:
-    """Return the step of the newest undamaged checkpoint up to `step`; None if there is none."""
+    """Return the step of the newest undamaged checkpoint up to `step`.
+
+    Return None if there is no checkpoint up to `step`. Raises restore.Damaged if all of these
+    checkpoints are damaged.
+    """
     if not any(saved <= step for saved in restore.steps(folder)):
         return None
     return restore.newest_sound(folder, until=step)
@@ -186,7 +190,8 @@ def _nearest(folder: pathlib.Path, step: int) -> int | None:
 def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, decode):
     """Return the gradient norm of each module, the labels of each example, and the pictures.
 
-    The labels are arrays [B], keyed by "sigma" and "loss". The pictures are None or uint8
+    They describe a step that starts from `state`, takes `batch`, and draws noise from the run's key
+    `key`. The labels are arrays [B], keyed by "sigma" and "loss". The pictures are None or uint8
     [B, H, W, 3].
     """
     everywhere = sharding.replicated(mesh)

@@ -34,8 +34,8 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
 
     Args:
         package: The package of the systems whose runs the command replays.
-        decoder: Takes the settings of a run. It returns a function that converts batches without
-            pictures, such as batches of latents, to pictures, or None if all batches have pictures.
+        decoder: Maps the settings of a run to a function that converts batches without pictures,
+            such as batches of latents, to pictures. It returns None if all batches have pictures.
     """
     workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)
@@ -63,7 +63,7 @@ def run(
     workdir: pathlib.Path, step: int, package: str,
     decoder: Callable[[Any], Decode | None], base: str | None = None,
 ) -> tuple[Replayed, str]:  # fmt: skip
-    """Open the run in `workdir` and replay a step. Return the result and the text of `changes`.
+    """Replay a step of the run in `workdir`. Return the result and the text that `changes` returns.
 
     `package` and `decoder` are the same as for `command`. `base` is the value of --unet_weights.
     Raises ValueError or OSError if the step cannot be rebuilt.
@@ -117,7 +117,10 @@ def report(workdir: pathlib.Path, result: Replayed, different: str) -> list[tupl
 
 
 def write(folder: pathlib.Path, result: Replayed) -> None:
-    """Write all numbers to `folder` as JSON, and the pictures with the largest losses as a PNG."""
+    """Write the numbers in `result` to `folder` as JSON, and pictures, if any, as one PNG.
+
+    The PNG shows the pictures with the largest losses.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     values = {**result._asdict(), "compared": [line._asdict() for line in result.compared]}
     del values["pictures"]

@@ -33,16 +33,19 @@ class SaveLimit:
         threading.Thread(target=self._watch, name="save limit", daemon=True).start()
 
     def start(self, size: int, name: str, last: str) -> None:
-        """Start the clock of a save of `size` bytes.
+        """Start the clock of a save.
 
-        If the save takes longer than its limit, the process prints an error and ends. The error
-        names the checkpoint `name`. It includes `last`, a sentence about the newest complete
-        checkpoint.
+        If the save takes longer than its limit, the process prints an error and ends.
+
+        Args:
+            size: The number of bytes to write, which sets the limit of the first save.
+            name: What is saved, for the error, such as "the checkpoint of step 1000".
+            last: A sentence about the newest complete checkpoint, for the error.
         """
         self.seconds = FLOOR + (_TIMES * self._longest or size / _RATE)
         self._message = (
-            f"error: {name} was not written within {self.seconds:.0f} s, so this process ends. "
-            f"{last}; is there enough memory, and does the disk answer?\n"
+            f"error: {name} was not written within {self.seconds:.0f} s (is there enough memory, "
+            f"and does the disk answer?), so this process ends. {last}\n"
         ).encode()
         self._started = time.monotonic()
         self._due = self._started + self.seconds
@@ -65,13 +68,13 @@ class SaveLimit:
 
 
 def advice(reason: str) -> str:
-    """Return a question that names the likely cause of a failed save.
+    """Return a question that names the likely cause of a failed save, such as "is the disk full?".
 
     `reason` is the error message of the save.
     """
     if "Too many open files" in reason:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"are {allowed} open files enough (ulimit -n)?"
+        return f"is the limit of {allowed} open files too low? raise it with ulimit -n"
     if re.search("memory|new thread", reason, re.IGNORECASE):
         return "is there enough memory?"
     return "is the disk full?"

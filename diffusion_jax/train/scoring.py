@@ -1,4 +1,4 @@
-"""Compute the scores of the evaluation command during training, and add them to the metrics."""
+"""Draw and score pictures during training, with the same metrics as the evaluation command."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from diffusion_jax.train.loop import OpenPrompts, Scoring
 def open_scoring(
     evaluation: Evaluation, source: str, size: int, open_prompts: OpenPrompts
 ) -> Scoring:
-    """Open the prompts and the metrics that a config's `evaluation` group names.
+    """Open the prompts and metrics that a config's `evaluation` group names, and return a Scoring.
 
     Args:
         evaluation: The config group.

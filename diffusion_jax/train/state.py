@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
 
 
 def ema_name(decay: float) -> str:
-    """Return the key of an average in TrainState.ema: 0.9999 -> "0.9999"."""
+    """Return the key in TrainState.ema of the average with this decay: 0.9999 -> "0.9999"."""
     return str(float(decay))
 
 
@@ -43,7 +43,7 @@ def averaged(state: TrainState) -> Params:
 
 
 def constant_decay(decay: float, step: Int[Array, ""]) -> float:
-    """Return `decay`, whatever the step, as NeMo does."""
+    """Return `decay` at every step, as NeMo does."""
     del step
     return decay
 
@@ -101,7 +101,7 @@ def make_train_step(
 
     Args:
         loss_fn: (params, frozen, batch, key) -> (loss, metrics).
-        tx: An `optimizer.adamw`.
+        tx: The optimizer, a result of `optimizer.adamw`.
         ema_decays: The decays of the exponential averages.
         ema_widths: The relative widths of the power-function averages (Karras et al. 2024).
         accumulate: The number of micro batches. It must divide the batch size.
@@ -148,9 +148,10 @@ def make_train_step(
 
 
 def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
-    """Return value_and_grad of the mean loss over micro batches, each with its own random key.
+    """Return a function (params, frozen, batch, key) -> ((loss, metrics), gradients).
 
-    The returned function maps (params, frozen, batch, key) to ((loss, metrics), gradients).
+    It splits the batch into `accumulate` micro batches, each with its own random key. All results
+    are means over the micro batches.
     """
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -179,7 +180,7 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
 def micro_key(
     key: PRNGKeyArray, index: ArrayLike, accumulate: int, one_noise: bool
 ) -> PRNGKeyArray:
-    """Return the key of a micro batch, given the key of its step.
+    """Return the key of micro batch `index` out of `accumulate`, given the key of the step.
 
     If `one_noise` is True, the noise drawn from the returned key equals the micro batch's rows of
     the noise for the whole batch.
@@ -220,7 +221,7 @@ def split(batch: Batch, accumulate: int) -> Batch:
 
 
 def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
-    """Scale the gradients by min(1, clip / (norm + 1e-6)), as Megatron and NeMo do."""
+    """Scale gradients of the norm `norm` by min(1, clip / (norm + 1e-6)), as Megatron does."""
     scale = jnp.minimum(1.0, clip / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale, grads)
 

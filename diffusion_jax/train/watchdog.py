@@ -11,7 +11,7 @@ _STDERR = 2
 
 
 class Watchdog:
-    """A timer that ends this process with code 1 if `beat` is not called for `seconds`.
+    """A timer that ends this process with code 1 if `beat` is not called for `seconds` seconds.
 
     The timer runs outside of Python, so it also fires while a library call holds the interpreter
     lock. It prints the stacks of all threads. If Python can run, it prints an error line up to two

@@ -1,7 +1,7 @@
-"""Describe a model for the page: prompts to try, training captions, its card, and why it waits.
+"""Describe a model for the page: prompts, captions, its README.md, and why it cannot draw yet.
 
-Prompts, captions and card come from the workdir of the model's first stage. A diffusers directory
-has no prompts and no captions.
+All of this comes from the workdir of the model's first stage. A diffusers directory has no prompts
+and no captions.
 """
 
 import re
@@ -17,10 +17,10 @@ _CARD = "README.md"
 
 
 def describe(model: Loaded) -> dict[str, Any]:
-    """Return {"prompts", "examples", "card"}.
+    """Return a dict of texts about a model for the page.
 
-    These are the prompts of the config, examples of training captions, and the first paragraph of
-    the card.
+    "prompts" lists the prompts of the config. "examples" lists examples of training captions.
+    "card" is the first paragraph of the model's README.md, or "".
     """
     workdir = model.stages[0].workdir
     examples = model.vocabulary.examples if model.vocabulary else ()
@@ -30,9 +30,9 @@ def describe(model: Loaded) -> dict[str, Any]:
 def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
     """Find the words of the prompts that the vocabulary of the training captions lacks.
 
-    Return {"words", "meaningless"}. "words" maps each such word to words and phrases of the
-    captions with a similar spelling or meaning. "meaningless" is True if there is such a word and
-    the model's text encoder is "hashed", for which a new word has no meaning.
+    Return a dict. "words" maps each such word to words and phrases of the captions with a similar
+    spelling or meaning. "meaningless" is True if there is such a word and the model's text encoder
+    is "hashed", for which words that are not in the training captions have no meaning.
     """
     new: dict[str, list[str]] = {}
     for prompt in prompts:
@@ -42,7 +42,10 @@ def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
 
 
 def needs_prompt(model: Loaded) -> bool:
-    """Return whether a model needs a prompt, because training never dropped the captions."""
+    """Return whether a model cannot draw with an empty prompt.
+
+    This is the case if its training never dropped the captions.
+    """
     text = getattr(model.stages[0].settings, "text", None)
     return text is not None and not text.drop_prob
 
@@ -53,7 +56,10 @@ def untrained(workdirs: Sequence[str]) -> list[str]:
 
 
 def waiting(workdirs: Sequence[str]) -> str:
-    """Return the reason why a model cannot draw yet, or "" if it can."""
+    """Return the reason why a model cannot draw yet, or "" if it can.
+
+    `workdirs` holds the workdirs of the model's stages.
+    """
     missing = untrained(workdirs)
     if not missing:
         return ""

@@ -43,10 +43,11 @@ def with_headers(application: Any) -> Any:
 
 
 def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
-    """Return a handler that refuses forbidden requests and reports errors as one line of JSON.
+    """Return a handler that passes permitted requests to `answer` and refuses others.
 
-    Requests from other sites are forbidden. If `hosts` is not empty, only requests for these host
-    names are allowed. If `token` is not empty, requests must carry it as a cookie or in the URL.
+    Refusals and errors become a response with one line of JSON. Requests from pages of other sites
+    are refused. If `hosts` is not empty, only requests for these host names are permitted. If
+    `token` is not empty, requests must carry it as a cookie or in the URL.
     """
 
     async def checked(request: Request) -> Response:

@@ -21,16 +21,16 @@ _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 def command(
     package: str, load: Callable[[Sequence[str], Values], Loaded], options: Options
 ) -> None:
-    """Run the command `python -m PACKAGE.web`: define its flags, load models, serve the page.
+    """Run the command `python -m PACKAGE.web`: define flags, load models and serve the page.
 
     --help prints the docstring of the main module, which calls this function.
 
     Args:
         package: The system's package, such as "sd_jax". For each picture, the page shows the
             command `python -m PACKAGE.sample ...` that draws the picture again.
-        load: Opens the stages of a model with the given option values. A ValueError or OSError from
-            it becomes a one-line message and exit code 2.
-        options: The drawing options that users may choose, by name.
+        load: Maps (workdirs of a model's stages, option values) to the loaded model. If it raises
+            ValueError or OSError, the command prints a one-line message and exits with code 2.
+        options: The drawing options that users may set by flags, keyed by name.
     """
     workdir = flags.DEFINE_multi_string(
         "workdir", None, "The workdir of a run; commas separate the stages of a cascade. Repeat "
@@ -88,5 +88,5 @@ def is_local(host: str) -> bool:
 
 
 def _is_no_cancellation(record: LogRecord) -> bool:
-    """Return False for the log record that JAX writes if a drawing is cancelled, else True."""
+    """Return False for the record that JAX logs when a drawing is cancelled, else True."""
     return "callback failed" not in str(record.msg)

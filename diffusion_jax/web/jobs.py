@@ -52,7 +52,7 @@ class Job:
 
     pictures: Sequence[Picture]
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
-    """A random name, which is part of the job's URLs."""
+    """A random name that identifies the job in URLs."""
     state: str = "waiting"
     """One of "waiting", "drawing", "done", "cancelled" and "failed"."""
     drawn: int = 0
@@ -63,7 +63,7 @@ class Job:
     """The noise level of the previews."""
     error: str = ""
     version: int = 0
-    """The number of changes to the job. After each change, the server sends a report to tabs."""
+    """The number of changes to the job. The server reports each change to the watching tabs."""
     cancelled: bool = False
     watchers: int = 0
     left: float = dataclasses.field(default_factory=time.monotonic)
@@ -110,7 +110,7 @@ class Queue:
         threading.Thread(target=self._work, daemon=True).start()
 
     def add(self, pictures: Sequence[Picture]) -> Job:
-        """Append a job that draws these pictures. Raise Full if too many jobs are waiting."""
+        """Append a job that draws these pictures. Raises Full if too many jobs are waiting."""
         job = Job(pictures)
         with self._lock:
             if len(self._waiting()) >= WAITING:
@@ -190,7 +190,7 @@ class Queue:
         """Draw pictures that share model, settings and edit, unless they are in memory already.
 
         `rows` holds (index in the job, picture) pairs, `name` is the model's name, and `arguments`
-        are the keyword arguments of Loaded.draw. Raise Cancelled if the job is unwanted.
+        are the keyword arguments of Loaded.draw. Raises Cancelled if the job is unwanted.
         """
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
         if job.unwanted:

@@ -27,9 +27,10 @@ _METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]]]] = {}
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return {unique name: workdirs of the stages} for models, each given by its stages' workdirs.
+    """Name models after their folders, and return {unique name: workdirs of the model's stages}.
 
-    The name of a cascade joins the folder names of its stages, such as "base + enlarger".
+    Each item of `workdirs` holds the workdirs of one model's stages. The name of a cascade joins
+    the folder names of its stages, such as "base + enlarger".
     """
     models: dict[str, list[str]] = {}
     for stages in workdirs:

@@ -62,7 +62,8 @@ class Site:
         """Start the queue of jobs.
 
         Args:
-            package: The system's package, whose command `sample` draws the same pictures.
+            package: The system's package, such as imagen_jax. The page shows commands of the form
+                `python -m PACKAGE.sample`, which reproduce its pictures.
             models: The loaded models, keyed by name.
             workdirs: The workdirs of the stages of each model, keyed by the model's name.
             load: Loads a model that is not in `models`, given its name.
@@ -74,13 +75,13 @@ class Site:
         """Paths of pictures, keyed by the name under which the page may request them."""
 
     def show(self, picture: pathlib.Path) -> str:
-        """Let the page request a picture file of a run, and return its URL."""
+        """Allow the page to request a picture file of a run, and return the picture's URL."""
         name = hashlib.blake2b(str(picture).encode(), digest_size=12).hexdigest()
         self.shown[name] = picture
         return f"/api/shown/{name}.png"
 
     def open_waiting(self) -> list[dict[str, Any]]:
-        """Load models with new checkpoints. Return [{"name", "why"}, ...] for the others."""
+        """Load models that now have checkpoints. Return [{"name", "why"}, ...] for the others."""
         load, still = self._load, []
         if load is None:
             return []
@@ -97,7 +98,7 @@ class Site:
         return sorted(still, key=lambda one: one["name"])
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return what the page shows about a model: checkpoints, averages, settings, examples."""
+        """Return the data that the page needs for a model, such as its checkpoints and settings."""
         model = self.models[name]
         last = model.stages[-1]
         folder = files.path(last.workdir) / runs.CHECKPOINTS
@@ -122,9 +123,9 @@ class Site:
         }
 
     def picture(self, request: Any) -> Picture:
-        """Check a browser's request for one picture, and return it as a Picture.
+        """Return a browser's request for one picture as a Picture.
 
-        Raise ValueError if the request is invalid.
+        Raises ValueError if the request is invalid.
         """
         if not isinstance(request, dict):
             raise ValueError("a picture must be a JSON object with model, prompt, seed and choices")
@@ -180,15 +181,14 @@ class Site:
 
 
 def settings(model: Loaded) -> Options:
-    """Return the options that can change the settings of a loaded model."""
+    """Return the drawing options, keyed by name, that can change a loaded model's settings."""
     return {n: option for n, option in model.options.items() if option.field and not option.at_load}
 
 
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
-    """Return the web application.
+    """Return the web application. For `hosts` and `token`, see access.guarded.
 
-    If `hosts` is not empty, requests for any other host name are refused. If `token` is not empty,
-    requests without it are refused. A browser that opens /?token=... stores the token as a cookie.
+    A browser that opens /?token=... stores the token as a cookie.
     """
     files = [Route(path, _file(name)) for path, name in _FILES.items()]
     routes = [Route(r.path, guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
@@ -376,7 +376,7 @@ def _short(value: Any) -> str:
 def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of a request, with checked types.
 
-    A list, which holds one value per stage, becomes a tuple. Raise ValueError for a name, type or
+    A list, which holds one value per stage, becomes a tuple. Raises ValueError for a name, type or
     value that is not allowed.
     """
     weights = {name: model.options[name] for name in ("ema", "checkpoint")}

@@ -19,14 +19,14 @@ class Edit(NamedTuple):
     """How a drawing uses an uploaded picture and a mask.
 
     `image` and `mask` are names of uploads, or "" for none. `strength` is the share of the
-    sampler's steps that are run on the picture.
+    sampler's steps that are run when the picture is drawn over.
     """
 
     image: str = ""
     mask: str = ""
     strength: float = 0.8
     enlarge: bool = False
-    """Whether the picture is enlarged. By default, it is drawn over."""
+    """Whether a cascade's later stages enlarge the picture. By default, it is drawn over."""
 
 
 class Uploads:
@@ -39,7 +39,7 @@ class Uploads:
     def add(self, request: Any) -> dict[str, Any]:
         """Keep the picture of a request {"png": BASE64}, which holds a PNG, JPEG or WebP file.
 
-        Return {"picture": name of the upload, "width": pixels, "height": pixels}. Raise ValueError
+        Return {"picture": name of the upload, "width": pixels, "height": pixels}. Raises ValueError
         if the file cannot be read, or if a side is larger than MAX_SIDE.
         """
         text = request.get("png") if isinstance(request, dict) else None
@@ -63,7 +63,7 @@ class Uploads:
         return {"picture": name, "width": image.width, "height": image.height}
 
     def file(self, name: str) -> bytes:
-        """Return the bytes of an uploaded file. Raise ValueError if it is no longer in memory."""
+        """Return the bytes of an uploaded file. Raises ValueError if it is no longer in memory."""
         if name not in self._files:
             raise ValueError("the server has dropped the uploaded picture: choose the file again")
         self._files.move_to_end(name)
@@ -72,7 +72,7 @@ class Uploads:
     def edit(self, request: Any) -> Edit:
         """Check `request`, the field "edit" of a drawing request, and return it as an Edit.
 
-        Raise ValueError if the field is invalid.
+        Raises ValueError if the field is invalid.
         """
         if not isinstance(request, dict):
             raise ValueError("edit must be a JSON object with image, mask, strength and enlarge")

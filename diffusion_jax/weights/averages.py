@@ -46,7 +46,7 @@ def canonical(name: str, stored: Sequence[str]) -> str:
 
 
 def order(name: str) -> tuple[bool, float]:
-    """Return a key that sorts averages by name: power functions by width, then EMAs by decay."""
+    """Return the sort key of an average's name: power functions by width, then EMAs by decay."""
     return not name.startswith(POWER), float(name.removeprefix(POWER))
 
 
@@ -95,7 +95,10 @@ def combination(
 
 
 def _products(times_a, gammas_a, times_b, gammas_b) -> Float[np.ndarray, "A B"]:
-    """Return the inner products of profiles a and b (Karras et al. 2024, equation 151)."""
+    """Return the inner product of each profile a with each profile b.
+
+    A profile has a step (times) and an exponent (gammas). See Karras et al. 2024, equation 151.
+    """
     a, b = gammas_a[:, None], gammas_b[None]
     ratio, later = times_a[:, None] / times_b, np.maximum(times_a[:, None], times_b)
     power = ratio ** np.where(ratio < 1, b, -a)

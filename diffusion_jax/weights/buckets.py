@@ -18,7 +18,7 @@ _SCHEMES = tuple(f"{scheme}://" for scheme in remote.SCHEMES)
 
 
 def absolute(url: str) -> epath.Path:
-    """Return the path of a bucket's folder for Orbax, and prepare Orbax for buckets."""
+    """Return a folder in a bucket as a path for Orbax, and prepare Orbax for buckets."""
     remote.system(url.partition("://")[0])  # Raises an error if the store's package is missing.
     _prepare()
     return epath.Path(url)

@@ -1,4 +1,7 @@
-"""The names of UNet blocks in OpenAI's guided-diffusion, which LDM and NeMo use too."""
+"""Map this project's names of UNet layers to torch names in OpenAI's guided-diffusion.
+
+LDM and NeMo use the same torch names.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +9,7 @@ from diffusion_jax.weights.torch_weights import Rules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
-    """Map the name of each of our UNet blocks to its torch name: down_0_0_res to input_blocks.1.0.
+    """Return the torch name of each UNet block, keyed by our name: down_0_0_res: input_blocks.1.0.
 
     Args:
         num_blocks: The number of blocks per level.

@@ -205,10 +205,10 @@ def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if a model's config does not have the sizes of its weights.
+    """Raise ValueError if the sizes in a model's config differ from the sizes of its weights.
 
-    `sizes` maps the names of config fields to the sizes of the weights. Fields that `config` omits
-    are not checked.
+    `sizes` maps the names of config fields to sizes of the weights. Fields that `config` omits are
+    not checked.
     """
     for name, size in sizes.items():
         if config.get(name, size) != size:
@@ -235,7 +235,8 @@ def digest(params: Any) -> str:
 def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
     """Return a row for each file that holds or indexes weights, the preferred files first.
 
-    A row is (variant, is pickle, is no index, file name, path). The rows are sorted by it.
+    A row is (variant, is pickle, is no index, file name, path). The rows are sorted by these
+    values.
     """
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
@@ -246,7 +247,7 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.P
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    """Return whether the file is an index whose shards are all missing."""
+    """Return whether a file of weights is an index of shards that are all missing."""
     shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
     return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
 

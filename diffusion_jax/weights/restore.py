@@ -1,7 +1,8 @@
 """Read the checkpoints of a run: list them, and load parameters without the optimizer.
 
 A folder next to the checkpoints holds snapshots of power-function averages, in the same layout. In
-a packed workdir, a .safetensors file of weights (packed.py) replaces each folder written by Orbax.
+a packed workdir, a checkpoint is a .safetensors file of weights (packed.py) instead of the folders
+that Orbax writes.
 """
 
 import contextlib
@@ -56,15 +57,16 @@ def load_params(
         average: "raw" loads the raw parameters. The name of an average, such as "0.9999", loads
             that average. "ema" loads the EMA with the largest decay; without EMAs, it loads the
             power-function average with the largest width, or else the raw parameters. Any other
-            number between 0 and 0.288 is the relative width of a power-function average, which is
-            computed from the snapshots.
+            number above 0 and up to 0.28 is the relative width of a power-function average, which
+            is computed from the snapshots.
         step: The step of the checkpoint. For power-function averages it may also be the step of a
             snapshot. None loads the newest undamaged checkpoint.
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
         Damaged: The checkpoint is damaged.
-        ValueError: There is no such average, or its names or shapes differ from abstract_params.
+        ValueError: There is no such average, or the names or shapes of its arrays differ from
+            those in `abstract_params`.
     """
     return load_params_and_step(directory, abstract_params, average, step)[0]
 
@@ -304,7 +306,8 @@ def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         Damaged: An item cannot be read.
-        ValueError: An item has other names or shapes.
+        ValueError: The array names or shapes of an item differ from `abstract`, or the checkpoint
+            was packed without the optimizer.
     """
     check_items(root, abstract)
     placed = jax.tree.map(_placed, abstract)
@@ -329,7 +332,11 @@ def _item_path(root: epath.Path, item: str) -> Any:
 
 
 def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
-    """Raise ValueError if a step's folder lacks an item, or if its array names or shapes differ."""
+    """Raise ValueError if a step's folder lacks an item of `abstract`, or holds other arrays in it.
+
+    `abstract` maps the name of each item to a tree of shapes. The folder's arrays must have the
+    same names and shapes.
+    """
     if (root / packed.FILE).exists() and packed.FILE not in abstract:
         raise ValueError(
             f"{root} was packed without the optimizer, so training cannot continue from it: train "
@@ -353,7 +360,10 @@ def _readable(root: epath.Path) -> Iterator[None]:
 
 
 def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract: Any) -> None:
-    """Raise ValueError, which lists the first differences, if names or shapes of arrays differ."""
+    """Raise ValueError if the shapes `saved`, keyed by array name, differ from those in `abstract`.
+
+    The message lists the first differences. It names `item`, the path of the saved arrays.
+    """
     expected = _shapes(abstract)
     differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:

@@ -61,7 +61,9 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def map_state_dict(path: str | os.PathLike[str], check: bool = False) -> dict[str, np.ndarray]:
-    """Map the arrays of a torch checkpoint into memory, so that each is read when it is used.
+    """Map the arrays of a torch checkpoint into memory, and return them, keyed by name.
+
+    An array is read from the disk when it is used.
 
     Args:
         path: The file.
@@ -184,7 +186,10 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
 
 
 def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) -> np.ndarray:
-    """Return the bytes of member `name` of a zip. `data` is the memory-mapped zip file."""
+    """Return the bytes of member `name` of a zip. `data` is the memory-mapped zip file.
+
+    If `check` is True, raise ValueError unless the bytes match their checksum.
+    """
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED:  # torch does not compress.
         return np.frombuffer(archive.read(name), np.uint8)
@@ -252,13 +257,16 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
 def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
     """Return a tensor as an array that is a view of `content`, the bytes of its storage.
 
-    Raises ValueError if the tensor exceeds the storage.
+    Raises ValueError if the tensor does not fit in the storage.
     """
     storage, offset, shape, strides = tensor
     size = storage.dtype.itemsize
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if min((offset, *shape, *strides)) < 0 or (0 not in shape and (last + 1) * size > len(content)):
-        raise ValueError(f"an array of shape {shape} exceeds its storage {storage.name}")
+        raise ValueError(
+            f"the file is damaged: an array of shape {shape} does not fit in its storage "
+            f"{storage.name}; download the file again"
+        )
     byte_strides = [stride * size for stride in strides]
     return np.ndarray(shape, storage.dtype, content, offset * size, byte_strides)
 

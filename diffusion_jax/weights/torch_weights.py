@@ -91,7 +91,8 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
     """Convert a state dict to float32 params with the structure of `abstract_params`.
 
     Raises:
-        ValueError: Keys are missing or superfluous, or shapes differ.
+        ValueError: The state dict has other keys than `table`, or other shapes than
+            `abstract_params`.
     """
     arrange = lambda array: np.asarray(array, np.float32)
     return _arranged(state, table, abstract_params, arrange)
@@ -102,10 +103,12 @@ def to_stored(
 ) -> Any:
     """Convert a state dict to params with leaves of type `Stored`: the arrays stay in their file.
 
-    `dtype` is the type to which parts of an array are converted when they are read.
+    The structure is that of `abstract_params`. `dtype` is the type to which parts of an array are
+    converted when they are read.
 
     Raises:
-        ValueError: Keys are missing or superfluous, or shapes differ.
+        ValueError: The state dict has other keys than `table`, or other shapes than
+            `abstract_params`.
     """
     return _arranged(state, table, abstract_params, lambda array: Stored(array, dtype))
 
@@ -198,7 +201,10 @@ def write(
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """Return a text such as "a, b and 3 more", which lists up to `most` names in order."""
+    """Return a text that lists up to `most` names in alphabetical order, such as "a, b and 3 more".
+
+    If there are no names, return "none".
+    """
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "none"
@@ -228,7 +234,10 @@ def _arranged(
     abstract_params: Any,
     convert: Callable[[np.ndarray], Any],
 ) -> Any:
-    """Check the table, keys and shapes; then transpose and convert each array."""
+    """Return params with the arrays of `state`, each transposed and then passed to `convert`.
+
+    Raises ValueError if `table` does not fit the params, or if `state` has other keys or shapes.
+    """
     shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
     _check_table(table, shapes)
     _check_keys(state, table)
@@ -238,7 +247,7 @@ def _arranged(
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
-    """Raise ValueError unless the table has each parameter once and no torch key twice."""
+    """Raise ValueError unless the table has each of `paths` once, no others, and no key twice."""
     paths = set(paths)
     twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
              for n, count in e.items() if count > 1]  # fmt: skip
@@ -264,7 +273,11 @@ def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
 def _check_shapes(
     state: StateDict, table: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare shapes in torch's layout, because the conversion to our layout may drop axes."""
+    """Raise ValueError if an array of `state` differs in shape from the array of params.
+
+    `shapes` holds the shapes of the params, keyed by path. The shapes are compared in torch's
+    layout, because the conversion to our layout may drop axes.
+    """
     expected = {
         e.torch: e.layout.to_torch(np.broadcast_to(np.float32(0), shapes[e.path])).shape
         for e in table

@@ -1,4 +1,4 @@
-"""Conversion of NeMo checkpoints to workdirs, and of workdirs to files with NeMo's names."""
+"""Convert NeMo checkpoints to workdirs, and the weights of workdirs to files with NeMo's names."""
 
 import functools
 import os
@@ -36,8 +36,8 @@ def to_workdir(
     NAME.ckpt, the averages are read from it. Otherwise all averages equal the weights. At the end,
     `check_written` reads the workdir back and compares it with the converted weights.
 
-    Raises ValueError if the file and the config do not match, or if the workdir already has
-    checkpoints.
+    Raises ValueError if the file does not hold the network that the config describes, if the config
+    sets up a LoRA, if the workdir already has checkpoints, or if `check_written` fails.
     """
     source, workdir = files.path(source), files.path(workdir)
     s = read_settings(config.to_dict())
@@ -81,8 +81,8 @@ def to_workdir(
 def _first_state(params: Params, average: Params, s: Settings) -> TrainState:
     """Return the training state at step 0, in which equal arrays share memory.
 
-    All averages are `average`. All arrays of the optimizer's state are zeros (tests check this), so
-    those of one shape are the same array.
+    Every average in the state is `average`. All arrays of the optimizer's state are zeros (tests
+    check this), so arrays of the same shape and type share one array.
     """
     tx, o = optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer
     shapes = jax.eval_shape(lambda p: init_state(p, tx, o.ema_decays, o.ema_widths), params)
@@ -95,7 +95,7 @@ def _first_state(params: Params, average: Params, s: Settings) -> TrainState:
 def check_written(
     workdir: str | os.PathLike[str], s: Settings, weights: Mapping[str, Params]
 ) -> None:
-    """Raise ValueError unless a workdir holds exactly the given weights.
+    """Raise ValueError unless the checkpoint in a workdir holds exactly the given weights.
 
     The keys of `weights` are "raw" and the names of the averages, such as "0.9999". For random
     inputs, the network must also compute the same finite outputs with the weights in the workdir as
@@ -157,7 +157,8 @@ def from_workdir(
 
     Raises:
         FileNotFoundError: If there is no such run or checkpoint.
-        ValueError: If there is no such average, or NeMo has no such network.
+        ValueError: If the run has no such average, NeMo has no network of this kind, or the name of
+            the file does not end in .safetensors or .npz.
     """
     path = files.path(path)
     if path.suffix not in FORMATS:
@@ -176,10 +177,11 @@ def from_workdir(
 
 
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
-    """Raise ValueError if NeMo's config contradicts the settings.
+    """Raise ValueError if NeMo's config contradicts the settings `s`.
 
     Only the number and width of attention heads, the scaling of shortcuts and the preconditioner
-    are compared, because the weights do not show them.
+    are compared. A wrong value of these would not be noticed otherwise, because the shapes of the
+    weights do not depend on them.
     """
     nemo_unet = nemo.unet_from_config(config)
     pairs = [

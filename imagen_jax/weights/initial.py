@@ -16,9 +16,10 @@ from imagen_jax.weights.nemo import Network
 def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
     """Return the parameters for `unet` that are stored at `path`, as float32 arrays on the host.
 
-    `path` is a NeMo checkpoint, or WORKDIR or WORKDIR@STEP for a run. Of a run, the average with
-    the largest decay is returned. Raises FileNotFoundError if `path` does not exist, and ValueError
-    if the parameters belong to another network.
+    `path` is a NeMo checkpoint, or WORKDIR or WORKDIR@STEP for a run. For a run, the parameters are
+    its average with the largest decay. `text_width` is the width of the text embeddings. Raises
+    FileNotFoundError if `path` does not exist, and ValueError if the parameters do not have the
+    names or shapes of those of `unet`.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():
@@ -52,7 +53,7 @@ def of_run(
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """Return the parameters of a run's UNet, with LoRA factors merged into the weights they adapt.
+    """Return the parameters of a run's UNet. LoRA factors are merged into the weights they adapt.
 
     Args:
         workdir: The workdir of the run.
@@ -60,8 +61,8 @@ def of_run(
         text_width: The width of the run's text embeddings.
         which: "raw", the name of an average such as "0.9999", or "ema" for the average with the
             largest decay.
-        step: The step of the checkpoint; None for the newest.
-        base: The path of the weights that a LoRA run adapts; None for the path in its config.
+        step: The step of the checkpoint; by default, the newest one.
+        base: The path of the weights that a LoRA run adapts; by default, the path in its config.
 
     Raises:
         FileNotFoundError: If there is no such run or checkpoint.
@@ -85,7 +86,9 @@ def settings_of(workdir: str | os.PathLike[str]) -> Settings:
 def read_nemo(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
     """Return the parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names.
 
-    Raises FileNotFoundError if there is no such file, and ValueError if it holds another network.
+    `unet` is the network of the parameters, and `text_width` the width of the text embeddings.
+    Raises FileNotFoundError if there is no such file, and ValueError if the file does not hold the
+    parameters of `unet`, or NeMo has no network of this kind.
     """
     try:
         state = torch_files.read_state_dict(path)

@@ -35,7 +35,10 @@ PREFIX = "model.model.unet."
 
 
 def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
-    """Return NeMo's name and layout of every parameter. Leaves of `params` may be shapes."""
+    """Return an entry with NeMo's name and layout for every array of `params`.
+
+    Only the paths and shapes in `params` matter, so its leaves may be abstract.
+    """
     return torch_weights.table(params, _name_of(unet), _layouts(unet))
 
 
@@ -60,9 +63,9 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
 
 
 def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
-    """Convert params to a NeMo state dict, whose names have no prefixes.
+    """Convert the parameters of `unet` to a NeMo state dict, with names without prefixes.
 
-    The first layer of a UNet occurs twice, because NeMo has two names for it.
+    The first layer of a UNet occurs twice in the state dict, because NeMo has two names for it.
     """
     state = torch_weights.to_state_dict(params, table(params, unet))
     if isinstance(unet, UNet):
@@ -72,7 +75,7 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
 
 
 def require_nemo(unet: Network) -> UNet | EfficientUNet:
-    """Return `unet`. Raise ValueError if NeMo has no such network."""
+    """Return `unet` if NeMo has networks of its kind. Raises ValueError otherwise."""
     if isinstance(unet, MagnitudeUNet | Transformer):
         raise ValueError(
             f"NeMo has no {type(unet).__name__}: only models whose unet.kind is 'unet' or "
@@ -82,7 +85,10 @@ def require_nemo(unet: Network) -> UNet | EfficientUNet:
 
 
 def abstract_params(unet: Network, text_width: int) -> Any:
-    """Return the shapes of a network's parameters, without computing the parameters."""
+    """Return the parameters of a network as shapes and types, without computing them.
+
+    `text_width` is the width of the text embeddings.
+    """
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
 
 
@@ -193,7 +199,7 @@ def _common_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(unet: UNet | EfficientUNet) -> Callable[[str], str]:
-    """Return a function that maps a layer's path in params to NeMo's name."""
+    """Return a function that maps a layer's path in the parameters of `unet` to NeMo's name."""
     if isinstance(unet, EfficientUNet):
         rules = (*_EFFICIENT_ENDS, *_CONDITIONING)
         return lambda path: _efficient_name(path, (*_EFFICIENT_INSIDE, *_INSIDE), rules)
@@ -276,7 +282,10 @@ def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
 
 
 def _without_prefixes(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the arrays under names without the prefixes of NeMo's wrappers and torch.compile."""
+    """Return the arrays under names without the prefixes of NeMo's wrappers and torch.compile.
+
+    Raises ValueError if two arrays have the same name without these prefixes.
+    """
     arrays = {
         name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array)
         for name, array in state.items()

@@ -43,7 +43,7 @@ class Audit(NamedTuple):
 
 
 def audit(compiled: compiling.Program) -> Audit:
-    """Count a compiled program's matrix products, copies, padding and collectives."""
+    """Return the number of matrix products, copies and so on in a compiled program, as an Audit."""
     program = hlo.read(compiled.text)
     products = copies = copied = written = padded = 0
     gathers: collections.Counter[str] = collections.Counter()

@@ -168,7 +168,7 @@ def make_evaluate(
 
 
 def _card(s: Settings, judge: Judge) -> dict[str, Any]:
-    """Return the settings on which saved features depend. They also depend on the weights."""
+    """Return the settings on which saved features depend, besides the weights of the UNet."""
     return {
         "prompts": prompt_files.fingerprint(judge.captions),
         "images": len(judge.captions),

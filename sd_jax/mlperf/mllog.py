@@ -104,7 +104,7 @@ def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
-    """Return the end time of each training block, keyed by the number of training images then.
+    """Return each training block's end time, keyed by the number of training images until then.
 
     Times are in milliseconds since the Unix epoch.
     """

@@ -189,7 +189,7 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
 def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
     """Run a training step and an evaluation of one batch, to compile them before the clock starts.
 
-    Returns the compiled training step. Without `evaluate`, only that is compiled.
+    Returns the compiled training step. If `evaluate` is None, no evaluation is run.
     """
     s, (_, row) = run.s, example(run.s, run.encoder)
     rows = (
@@ -264,6 +264,8 @@ def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> 
 
 def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
     """Return a Scoring that makes the training loop log when a block ends and the next one starts.
+
+    A block is the training between two evaluations.
 
     Args:
         run: The benchmark run.

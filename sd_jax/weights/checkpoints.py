@@ -126,7 +126,7 @@ def save_diffusers(
             scheduler to copy, DDIM is written.
 
     Raises:
-        ValueError: `folder` is not empty, or diffusers has no such network.
+        ValueError: `folder` is not empty, or diffusers cannot express one of the networks.
     """
     folder = files.path(folder)
     if folder.exists() and any(folder.iterdir()):

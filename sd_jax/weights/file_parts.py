@@ -77,7 +77,7 @@ def _averaged(raw: StateDict, averages: StateDict) -> dict[str, np.ndarray]:
     """Return the averages under the names of the raw weights.
 
     In CompVis's files, the name of an average is that of its raw weight without dots. Raises
-    ValueError if the names do not match.
+    ValueError unless each raw weight has an average and each average has a raw weight.
     """
     names_of = {f"diffusion_model{name.replace('.', '')}": name for name in raw}
     if names_of.keys() != averages.keys():

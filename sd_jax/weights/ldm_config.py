@@ -76,7 +76,8 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
 def read(config: Config, norm_groups: int | None = None) -> Facts:
     """Convert an LDM or NeMo config to Facts. Raises ValueError for unsupported models.
 
-    `norm_groups` overrides the number of groups in the UNet's residual blocks.
+    `norm_groups` overrides the number of groups in the norms of the UNet's residual blocks; None
+    keeps the config's number.
     """
     model = _fields(config.get("model", config))
     formats.check_only(model, _ONLY)

@@ -54,9 +54,9 @@ class Layer(NamedTuple):
     """
 
     down: np.ndarray
-    """[rank, in, ...]"""
+    """The factor that is applied first, [rank, in, ...]."""
     up: np.ndarray
-    """[out, rank, ...]"""
+    """The factor that is applied second, [out, rank, ...]."""
     scale: float
     name: str
     """The layer's name in the file."""
@@ -274,6 +274,7 @@ def _merged(
 ) -> Params:
     """Return the parameters with strength * scale * up @ down added to each changed layer.
 
+    `layers` holds the changes by layer name, and `table` locates each layer (see `_tables`).
     Raises ValueError if the model lacks a layer of the file `path`.
     """
     unknown = [layer.name for key, layer in layers.items() if key not in table]

@@ -117,9 +117,9 @@ _VAE = {
 
 
 def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
-    """Return the name and layout of each UNet parameter in a dialect: "ldm", "nemo" or "diffusers".
+    """Return an Entry for each UNet parameter: its name in a dialect, its path and its layout.
 
-    The leaves of `params` may be arrays or shapes.
+    `dialect` is "ldm", "nemo" or "diffusers". The leaves of `params` may be arrays or shapes.
     """
     projection = LINEAR if unet.linear_projections else CONV2D_1
     layouts = [(".*/skip", CONV2D_1), (".*_attn/(in|out)", projection)]
@@ -133,9 +133,9 @@ def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
 
 
 def vae_table(params: Any, vae: VAE, dialect: str) -> list[Entry]:
-    """Return the name and layout of each VAE parameter in a dialect: "ldm", "nemo" or "diffusers".
+    """Return an Entry for each VAE parameter: its name in a dialect, its path and its layout.
 
-    The leaves of `params` may be arrays or shapes.
+    `dialect` is "ldm", "nemo" or "diffusers". The leaves of `params` may be arrays or shapes.
     """
     layouts = [(".*/(skip|quant|post_quant)", CONV2D_1)]
     if dialect == "diffusers":
@@ -161,7 +161,7 @@ def _reversed_up(path: str, levels: Sequence[int]) -> str:
 def unet_dialect(state: StateDict) -> str:
     """Return the dialect of a UNet's array names: "ldm", "nemo" or "diffusers".
 
-    Raises ValueError for other names.
+    Raises ValueError if the names belong to none of these dialects.
     """
     marks = {"diffusers": "conv_norm_out.weight", "nemo": "out.1.weight", "ldm": "out.2.weight"}
     return _dialect(state, marks, "a Stable Diffusion UNet")
@@ -170,7 +170,7 @@ def unet_dialect(state: StateDict) -> str:
 def vae_dialect(state: StateDict) -> str:
     """Return the dialect of a VAE's array names: "ldm" or "diffusers".
 
-    Raises ValueError for other names.
+    Raises ValueError if the names belong to neither dialect.
     """
     marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
     return _dialect(state, marks, "an autoencoder")
@@ -207,7 +207,10 @@ def vae_to_torch(params: Any, vae: VAE, dialect: str) -> dict[str, np.ndarray]:
 
 
 def activations(unet: UNet) -> dict[str, str]:
-    """Map LDM's name of each UNet block to this project's name of the block's last layer."""
+    """Map each UNet block's name in LDM to the layer here that computes the block's output.
+
+    The values are names of layers. With them, the activations of both networks can be compared.
+    """
     outputs = {"time_embed": "time_dense2", "input_blocks.0": "init_conv"}
     for path, torch in _ldm_places(unet).items():
         outputs[torch.rpartition(".")[0]] = path  # The last layer of a block overwrites the others.
@@ -220,7 +223,7 @@ def text_width(state: StateDict) -> int:
 
 
 def abstract_unet(unet: UNet, text_width: int) -> Any:
-    """Return the shapes of a UNet's parameters. Raises ValueError if its fields are invalid."""
+    """Return the shapes of a UNet's parameters. Raises ValueError if the UNet is invalid."""
     unet_module.check(unet)
     size = 2 ** (len(unet.channel_mult) - 1)
     x, time, text = (
@@ -231,7 +234,7 @@ def abstract_unet(unet: UNet, text_width: int) -> Any:
 
 
 def abstract_vae(vae: VAE) -> Any:
-    """Return the shapes of a VAE's parameters. Raises ValueError if its fields are invalid."""
+    """Return the shapes of a VAE's parameters. Raises ValueError if the VAE is invalid."""
     vae_module.check(vae)
     size = vae_module.factor(vae)
     images = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)

@@ -173,10 +173,10 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
 def _sampler(
     path: pathlib.Path, scheduler: Mapping[str, Any] | None, overrides: Overrides
 ) -> Sampler:
-    """Return the sampler settings of a diffusers scheduler with overrides.
+    """Return the sampler settings of a diffusers scheduler, changed by the overrides.
 
-    DEFAULTS takes the place of the scheduler if there is none, if it is not supported, or if the
-    overrides name another sampler.
+    DEFAULTS takes the place of the scheduler's settings if there is no scheduler, if it is not
+    supported, or if the overrides name another sampler.
     """
     chosen = {
         field.removeprefix("sampler."): value

@@ -19,7 +19,7 @@ _TABLE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_lin
 
 
 class Scheduler(NamedTuple):
-    """How this project takes the steps of a scheduler class of diffusers."""
+    """How this project reproduces the sampling steps of a scheduler class of diffusers."""
 
     sampler: str
     """Name of this project's sampler that takes the same steps."""

@@ -43,7 +43,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: If there is no such run, checkpoint or guide.
-        ValueError: If the arguments do not fit the run.
+        ValueError: If an override is invalid, the checkpoint is damaged or has no such average, or
+            the run `guide` cannot guide this one.
     """
     s = read_run(workdir, overrides)
     if not s.vae_weights:
@@ -84,9 +85,9 @@ def load_model(
 
 
 def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
-    """Return a run's settings with overrides.
+    """Return the settings of a run, changed by the overrides.
 
-    Raises FileNotFoundError if there is no run, and ValueError if the overrides do not fit it.
+    Raises FileNotFoundError if there is no run, and ValueError if an override is invalid.
     """
     return model.read_run(workdir, overrides, "sd_jax")
 
@@ -94,7 +95,7 @@ def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {})
 def to_checkpoint(
     workdir: str | os.PathLike[str], ema: str = "ema", base: str | None = None
 ) -> Checkpoint:
-    """Return a run's UNet, with the VAE and the CLIP text encoder of the run's config.
+    """Return a run's UNet, and the VAE and CLIP text encoder that the run's config names.
 
     The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
     default, from the path in the run's config. `ema` is "raw", the name of an average such as

@@ -344,7 +344,7 @@ def test_a_tensor_that_sees_beyond_its_storage_is_refused(bounded, tmp_path):
         archive.writestr("archive/data.pkl", pickled.replace(shape, b"J\xff\xff\xff\x7f"))
         archive.writestr("archive/data/0", bytes(64))
     said = bounded(5, ValueError, torch_files.read_state_dict, tmp_path / "b.ckpt")
-    assert "exceeds its storage" in said
+    assert "does not fit in its storage" in said
 
 
 def test_names_and_captions_cannot_rule_the_terminal(capsys):

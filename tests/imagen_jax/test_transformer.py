@@ -218,7 +218,11 @@ def test_bfloat16_is_close_and_its_output_float32():
     [
         (dict(image_size=18), "unet.image_size 18 does not divide into patches of 4: choose"),
         (dict(head_dim=5), "unet.head_dim 5 does not divide the width 32"),
-        (dict(embed_dim=36, head_dim=4), "unet.embed_dim is 36: it must be a multiple of 8"),
+        (
+            dict(embed_dim=36, head_dim=4),
+            "unet.embed_dim is 36: it must be a multiple of 8, because the time is embedded in "
+            "embed_dim / 4 channels, in pairs of a cosine and a sine",
+        ),
         (dict(noise_aug=True), "unet.noise_aug is True, but unet.low_res is False"),
         (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit unet.dtype and heads"),
         (dict(attention_impl="fast"), "unet.attention_impl is 'fast'"),

@@ -28,7 +28,9 @@ _ATTEMPTS = 4
 
 
 def expand(urls: Sequence[str], schemes: Sequence[str] = SCHEMES) -> list[str]:
-    """Expand braces in URLs as a shell does, such as "part-{00000..00031}.parquet".
+    """Return all URLs that patterns such as "https://host/part-{00000..00031}.parquet" stand for.
+
+    Braces are expanded as in a shell.
 
     Raises:
         ValueError: A URL is malformed or its scheme is not in `schemes`, or two URLs have the same
@@ -148,9 +150,10 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
 
 
 def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
-    """Download the missing end of a file to `part`.
+    """Complete the download of the file at `url`: append the missing end to the file `part`.
 
-    Downloads all of it if the server sends no ranges, or if `part` is longer than the file.
+    If the server does not send ranges, or if `part` is longer than the file at `url`, the whole
+    file is downloaded again.
     """
     done = part.stat().st_size if part.exists() else 0
     if not re.match("(https?|ftp|file):", url):  # fsspec reads gs://, s3:// and others.

@@ -21,12 +21,12 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     Args:
         path: The tars; see tars.find.
         text: The value of data.text in the config that reads the tars.
-        threads: The number of tars to index at once, per worker.
+        threads: The number of tars that each worker indexes at once.
         engine: Distributes the work.
 
     Returns:
-        The numbers of "tars", "records", "files" and "truncated" tars. Tars that already had an
-        index are counted too.
+        The numbers of all "tars", of the "records" and "files" in the tars, and of "truncated"
+        tars. Tars that already had an index are included.
 
     Raises:
         FileNotFoundError: A tar is missing.

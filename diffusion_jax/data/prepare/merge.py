@@ -191,7 +191,10 @@ def _raw(name: str) -> bytes:
 def _open_list(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], None]:
-    """Return a function write(i) that writes the table of the embeddings in tar number i."""
+    """Return a function write(i) that writes the table of the embeddings in tar number i.
+
+    The arguments are those of `_open_join`. Of these, `images`, `out` and `key` are not used.
+    """
     tars = tar_files.find(embeddings)
 
     def write(number: int) -> None:
@@ -222,7 +225,8 @@ def _open_join(
 ) -> Callable[[int], collections.Counter[str]]:
     """Return a function write(i) that merges tar number i of the images with its embeddings.
 
-    write(i) returns counts of "merged" and "no_embedding" records.
+    write(i) returns the numbers of "merged" and "no_embedding" records. `places` locates the
+    embeddings. The other arguments are those of `merge`.
     """
     tars, stored = tar_files.find(images), tar_files.find(embeddings)
 
@@ -243,9 +247,14 @@ def _joined(
     key: str,
     counts: collections.Counter[str],
 ) -> Iterator[dict[str, bytes]]:
-    """Yield the records of a tar that have an embedding, and the embedding with each.
+    """Yield the files of each record that has an embedding, together with the embedding.
 
-    The numbers of "merged" and "no_embedding" records are added to `counts`.
+    Args:
+        tar: The tar of images.
+        find: Maps an embedding's name to its row in the table, or to None.
+        stored: The tars of embeddings.
+        key: The path of the array in pickles, as in `merge`.
+        counts: The numbers of "merged" and "no_embedding" records are added here.
     """
     path = pathlib.PurePath(tar)
     with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:

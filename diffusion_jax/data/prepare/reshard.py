@@ -48,7 +48,7 @@ def reshard(
     size: int = 0,
     pad: bool = False,
 ) -> collections.Counter[str]:
-    """Write the shards of this process that do not exist yet.
+    """Write this process's shards of a source, except existing ones, and return counts of records.
 
     Args:
         records: The source.
@@ -58,15 +58,17 @@ def reshard(
         identity: JSON values that identify the source. They are saved in `out` and compared when
             the command runs again.
         process: The index of this process, from 0.
-        processes: The number of processes that share the work.
+        processes: The number of processes that share the work. Each writes every `processes`-th
+            shard.
         engine: Distributes the shards of this process.
         size: The largest length of an image's shorter side in pixels. Larger images are shrunk (see
             transforms.shrink). 0 copies all images unchanged.
         pad: Whether to pad the images to squares. If so, `size` limits the longer side.
 
     Returns:
-        The number of records written, keyed by "written", and the numbers of dropped records, keyed
-        by reason. Existing shards are not counted.
+        The number of records that this call wrote, keyed by "written", and the numbers of records
+        that it dropped or the source left out, keyed by reason. Shards that existed before are not
+        counted.
 
     Raises:
         ValueError: If `out` holds shards of another source or with other settings, or an argument
@@ -129,7 +131,10 @@ def _encoded(
 
 
 def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, bytes] | str:
-    """Return the files of record number `row`, keyed by suffix, or a reason to drop the record."""
+    """Return the files of a record, keyed by suffix, or the reason why the record is dropped.
+
+    `row` is the record's index in the source. `size` and `pad` are those of `reshard`.
+    """
     if isinstance(record.text, Unusable):
         return record.text.reason
     kind = image_kind(record.image)

@@ -30,7 +30,7 @@ _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 class _Facts(NamedTuple):
-    """Size, text and format of one record; `reason` is empty for usable records."""
+    """Facts about one record. `reason` says why it is unusable; "" means that it is usable."""
 
     reason: str
     name: str
@@ -43,7 +43,7 @@ class _Facts(NamedTuple):
     words: tuple[str, ...] = ()
     """The words of a caption in lower case."""
     hashes: tuple[bytes, ...] = ()
-    """Hashes of the image file and of the words, or of the embeddings."""
+    """Two hashes: of the image file, and of the text (the caption's words, or the embeddings)."""
 
 
 def validate(
@@ -54,7 +54,7 @@ def validate(
     folder: pathlib.Path | None = None,
     engine: Engine = ALONE,
 ) -> dict[str, Any]:
-    """Decode the records of a data set, and return a report of JSON values.
+    """Decode the records of a data set, and return a report as a dictionary of JSON values.
 
     In the report, "usable" and the counts in "unusable", keyed by reason, add up to "read".
     "unusable_first" names the first unusable records. Sides of images are in pixels, and
@@ -65,8 +65,8 @@ def validate(
 
     Args:
         records: The data set.
-        num: The number of records to draw at random; 0 for all.
-        threads: The number of records to decode at once.
+        num: The number of records to draw at random and decode; 0 for all.
+        threads: The number of threads that decode records.
         seed: Seed of the random choice.
         folder: An empty folder for intermediate files, which save memory. All Beam workers must be
             able to reach it. None uses a temporary folder.
@@ -94,7 +94,7 @@ def validate(
 
 
 class _Parts(NamedTuple):
-    """The records to read, split into parts, and the intermediate files of each part."""
+    """The records to validate, split into parts, and the intermediate files of each part."""
 
     folder: pathlib.Path
     total: int
@@ -123,7 +123,10 @@ class _Parts(NamedTuple):
 
 
 def _write_part(records: Records, parts: _Parts, number: int) -> None:
-    """Read the records of a part; write counts, and the hashes of usable images and texts."""
+    """Read the records of part `number`, and write the files of this part.
+
+    One file holds counts. Two files hold the hashes of usable images and of their texts.
+    """
     rows = parts.rows(number)
     chunks = [rows[i : i + _CHUNK] for i in range(0, len(rows), _CHUNK)]
     look = lambda chunk: [_look(record) for record in records.read(chunk)]
@@ -151,7 +154,8 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
 def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
     """Count the distinct images or texts in one range of hashes; write and return the count.
 
-    The first half of the numbers stands for the ranges of images, the second half for texts.
+    In the first half of all numbers, `number` selects a range of hashes of images; in the second
+    half, it selects a range of hashes of texts.
     """
     which, part = divmod(number, ranges := tables.num_ranges(parts.total))
     paths = (parts.hashes(_HASHED[which], i) for i in parts.numbers)
@@ -163,7 +167,13 @@ def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
 def _report(
     sums: Mapping[str, collections.Counter], first: list[str], different: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the report, computed from the counts summed over all parts."""
+    """Return the report.
+
+    Args:
+        sums: The counts of all parts, summed.
+        first: Names of the first unusable records, with the reasons.
+        different: The numbers of distinct "images" and "texts".
+    """
     smaller, aspect = collections.Counter(), collections.Counter()
     for size, count in sums["sizes"].items():
         low, high = sorted(map(int, size.split("x")))
@@ -236,9 +246,10 @@ def _look(record: Record) -> _Facts:
 
 
 def _quantiles(counts: Mapping[Any, int]) -> dict[str, float]:
-    """Return the _QUANTILES of a sample, given as {value: count}, interpolated like np.quantile.
+    """Return the quantiles of a sample, interpolated as by np.quantile.
 
-    The result is keyed by name, such as "median", and is {} for an empty sample.
+    `counts` maps each value to the number of its occurrences in the sample. The result is keyed by
+    the names in _QUANTILES, such as "median". It is {} for an empty sample.
     """
     if not counts:
         return {}

@@ -95,7 +95,8 @@ def named(name: str) -> Data:
     "::TEXT" is optional. Damaged and uncaptioned records are left out.
 
     Raises:
-        ValueError: the source is unknown, or is a module that cannot be used.
+        ValueError: the source is unknown, or is a module that cannot be imported or defines no
+            `open_source`.
     """
     source, _, location = name.partition(":")
     if own_module(source) is None:
@@ -170,7 +171,7 @@ def _opener(source: str) -> Callable[[Data, Shapes], Records | Pictures]:
 def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
     """Return a mixture that draws equally often from `pictures` and from the folder data.prior.
 
-    The pictures in data.prior have the loss weight data.prior_weight, all others 1.
+    The pictures in data.prior have the loss weight data.prior_weight. All others have weight 1.
     """
     if data.source == "mixture" or shapes.embeddings or shapes.moments:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""ArrayRecord files of tf.train.Examples, the random-access format of Grain and TFDS.
+"""Read and write ArrayRecord files, the random-access format of Grain and TFDS.
 
-An Example holds an encoded image and one or more texts as named features. The image feature is
-called "image", or by a suffix such as "jpg". A text feature may have any name. If the name ends in
-npy, npz or safetensors, the feature holds embeddings, otherwise a caption. The optional feature
-"__key__" holds the record's name.
+Each record is a tf.train.Example, which holds an encoded image and texts as named features. The
+image feature is called "image", or by a suffix such as "jpg". A text feature may have any name. If
+the name ends in npy, npz or safetensors, the feature holds embeddings, otherwise a caption. The
+optional feature "__key__" holds the record's name.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _IMAGES = (*records.IMAGE_SUFFIXES, "image")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the ArrayRecord files at a config's data.path."""
+    """Open the ArrayRecord files at a config's data.path as a list of records."""
     return ArrayRecords(records.path_of(data), data.text)
 
 
@@ -94,9 +94,9 @@ class ArrayRecords(Records):
         return Record(image, read_feature(features, self._text), name)
 
     def _check_features(self) -> None:
-        """Raise ValueError if the first record is no Example, or lacks an image or a text.
+        """Raise ValueError if the first record is no Example, or lacks the image or the text.
 
-        A damaged first record passes the check, because `read` reports it as unusable.
+        A first record that cannot be read passes the check, because `read` reports it as unusable.
         """
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features = decode(first)
@@ -112,9 +112,9 @@ class ArrayRecords(Records):
 
 
 def read_feature(features: Mapping[str, bytes], text: str):
-    """Return the caption or embeddings in the feature named `text`.
+    """Return the caption or embeddings in the feature named `text`, one of an Example's features.
 
-    The result is Unusable if the feature is missing or damaged.
+    The result is an Unusable error if the feature is missing or damaged.
     """
     if text not in features:
         return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
@@ -131,7 +131,9 @@ def encode(features: Mapping[str, bytes]) -> bytes:
 
 
 def decode(message: bytes) -> dict[str, bytes]:
-    """Return the first value of each byte-string feature of a serialized tf.train.Example.
+    """Return the byte-string features of a serialized tf.train.Example, keyed by name.
+
+    If a feature has several values, the first one is returned.
 
     Raises:
         ValueError: the bytes are not an Example.
@@ -145,7 +147,7 @@ def decode(message: bytes) -> dict[str, bytes]:
 
 
 def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:
-    """Write Examples to an ArrayRecord file atomically. The file's folder must exist.
+    """Write records to an ArrayRecord file atomically. The file's folder must exist.
 
     Records are compressed individually, so that each can be read alone.
 

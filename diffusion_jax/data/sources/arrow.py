@@ -1,6 +1,6 @@
-"""Hugging Face data sets: memory-mapped Arrow tables with random access.
+"""Read Hugging Face data sets from Arrow tables, which are memory-mapped for random access.
 
-The package `datasets` converts parquet and other formats to such tables once, in its cache.
+The package `datasets` converts parquet and other formats to Arrow tables once, in its cache.
 """
 
 import functools
@@ -19,7 +19,7 @@ SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes be
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the folder at a config's data.path, which Hugging Face's `save_to_disk` wrote."""
+    """Open a config's data.path, a folder that Hugging Face's `save_to_disk` wrote."""
     return Arrow(records.path_of(data), data.text, data.uncaptioned)
 
 
@@ -52,20 +52,29 @@ class Rows(Records):
             name: the table's name, for messages.
             text: the caption column.
             root: if the table stores paths of image files, the folder that they are relative to.
-            uncaptioned: "empty" gives all rows the text "" if there is no column `text`.
+            uncaptioned: "empty" gives all rows the text "" if there is no column `text`. With any
+                other value, a missing column is an error.
 
         Raises:
-            FileNotFoundError: the table stores paths of images that do not exist.
-            ValueError: the table has no rows or lacks a column.
+            FileNotFoundError: the image of the first row is a path that does not exist.
+            ValueError: the table has no rows, no image column, or no column `text`, unless
+                `uncaptioned` is "empty".
         """
         self._name, self._root = name, pathlib.Path(root)
         images = [field.name for field in table.schema if _is_image(field.type)]
         captioned = text in table.column_names
-        if not images or not len(table) or not (captioned or uncaptioned == "empty"):
+        columns = ", ".join(table.column_names)
+        if not len(table):
+            raise ValueError(f"{name} has no rows: choose another data set or split")
+        if not images:
             raise ValueError(
-                f"{name} has {len(table)} rows with the columns {', '.join(table.column_names)} "
-                f"(image columns: {images or 'none'}): choose a table with rows and images, and "
-                "set data.text to the caption column"
+                f"{name} has no image column, but only the columns {columns}: choose a data set "
+                "with images"
+            )
+        if not captioned and uncaptioned != "empty":
+            raise ValueError(
+                f"data.text is {text!r}, but {name} has only the columns {columns}: set data.text "
+                "to the caption column"
             )
         self._images, self._texts = table[images[0]], table[text] if captioned else None
         try:
@@ -110,12 +119,14 @@ class Arrow(Rows):
         Args:
             path: the folder of one split, which holds .arrow files, or "FOLDER@SPLIT".
             text: the caption column.
-            uncaptioned: "empty" gives all rows the text "" if there is no caption column.
+            uncaptioned: "empty" gives all rows the text "" if there is no caption column. With any
+                other value, a missing caption column is an error.
 
         Raises:
-            FileNotFoundError: the folder does not exist.
-            ValueError: there are no .arrow files, no rows, or no image or caption column, or a file
-                is damaged.
+            FileNotFoundError: the folder does not exist, or the image of the first row is a path
+                that does not exist.
+            ValueError: there are no .arrow files, no rows, no image column or no caption column, or
+                a file is damaged.
         """
         import pyarrow  # Slow to import, and needed by few data sets.
 
@@ -139,9 +150,10 @@ class Arrow(Rows):
 
 
 def _open(path: pathlib.Path) -> Any:
-    """Map an .arrow file into memory, and check its offsets, which pyarrow does not check itself.
+    """Map an .arrow file into memory, check its offsets, and return its table.
 
-    Captions that are not UTF-8 are accepted here. When such a caption is read, it is Unusable.
+    By itself, pyarrow does not check the offsets. Captions that are not UTF-8 are accepted here;
+    reading one later gives Unusable instead of a text.
 
     Raises:
         ValueError: the file is damaged.
@@ -196,5 +208,5 @@ def _text(cell: Any) -> str | Unusable:
 
 
 def _is_image(kind: Any) -> bool:
-    """Return whether an Arrow type is the type of datasets.Image: a struct of bytes and path."""
+    """Return whether an Arrow type is that of datasets.Image: a struct of "bytes" and "path"."""
     return "bytes" in {kind.field(i).name for i in range(kind.num_fields)}

@@ -1,7 +1,8 @@
-"""Folders of image files, with texts in files beside them or in tables (.jsonl or .parquet).
+"""Read folders of image files, whose texts are in files beside the images or in tables.
 
-Tables are laid out as in Hugging Face's image folders (metadata.jsonl beside the images) or as in
-the output of img2dataset (00000.parquet beside the folder 00000).
+A table is a .jsonl or .parquet file. Its layout is that of Hugging Face's image folders
+(metadata.jsonl beside the images) or of img2dataset's output (00000.parquet beside the folder
+00000).
 """
 
 import os
@@ -22,7 +23,7 @@ from diffusion_jax.machine import untrusted
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the folder of image files at a config's data.path."""
+    """Open the folder of image files at a config's data.path, with its texts."""
     return Folder(records.path_of(data), data.text, data.uncaptioned)
 
 
@@ -43,7 +44,8 @@ class Folder(Records):
         Raises:
             FileNotFoundError: the folder does not exist.
             ValueError: there are no images, images lack a text and `uncaptioned` is "error", all
-                images lack a text and `uncaptioned` is "drop", or a table is missing or damaged.
+                images lack a text and `uncaptioned` is "drop", or `text` names a table that is
+                missing or damaged.
         """
         self._root, self._text = pathlib.Path(path), text
         records.check_exists([os.fspath(path)], "folder")
@@ -70,7 +72,11 @@ class Folder(Records):
         return len(self._images)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the images with these indices and their texts. Raises OSError for a removed file."""
+        """Return the images with these indices and their texts.
+
+        Raises:
+            OSError: a file has been removed.
+        """
         names = [self._images[index] for index in indices]
         return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
 

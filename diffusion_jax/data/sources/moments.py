@@ -1,4 +1,4 @@
-"""Moments, the means and log variances of an autoencoder's latents, in webdataset tars.
+"""Read VAE moments, the means and log variances of an autoencoder's latents, from webdataset tars.
 
 A member KEY.npy of a tar holds means followed by log variances: float [2 Z, h, w] for Z latent
 channels, or [1, 2 Z, h, w] in MLPerf's files. If this project wrote the folder, it has a manifest
@@ -56,7 +56,7 @@ def read(
         channels: the expected number of channels, 2 Z for Z latent channels.
 
     Raises:
-        ValueError: the moments have another shape.
+        ValueError: the moments have another shape than the expected one.
         Unusable: with reason "broken_moments" if the file is damaged or a value is not finite.
     """
     del place
@@ -109,7 +109,7 @@ def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
-    """Check that VAE moments on disk are complete and were computed with the expected settings.
+    """Check that the VAE moments at `path` are complete and have the settings `expected`.
 
     Moments without a manifest are accepted.
 

@@ -11,7 +11,7 @@ from diffusion_jax.data.pictures import Pictures, Shapes
 
 
 def open_source(_: Data, shapes: Shapes) -> Pictures:
-    """Return a data set of random pictures with the given shapes."""
+    """Return a data set of random pictures and one text, whose shapes are given by `shapes`."""
     return Synthetic(shapes.size, shapes.embeddings)
 
 

@@ -1,9 +1,9 @@
-"""TFDS data sets in ArrayRecord or TFRecord files, read in random order without TensorFlow.
+"""Read TFDS data sets from ArrayRecord or TFRecord files, in random order, without TensorFlow.
 
 TFRecord is TFDS's default format, and TensorFlow only reads it sequentially. For random access, the
-byte ranges of all records are found when the data set is opened. A record in the file consists of
-the length of the contents, a checksum of the length, the contents, and a checksum of the contents.
-TFDS decodes the contents.
+byte ranges of all records in TFRecord files are found when the data set is opened. A record in such
+a file consists of the length of the contents, a checksum of the length, the contents, and a
+checksum of the contents. TFDS decodes the contents.
 """
 
 import mmap
@@ -41,7 +41,8 @@ class Tfds(Records):
                 "captions/text".
 
         Raises:
-            ValueError: the data set is missing, empty or of another format, or lacks a feature.
+            ValueError: `path` names no split, the data set is missing or empty, its file format has
+                no random access, or it has no image feature or no feature `text`.
         """
         name, split = records.split_of(path)
         if not split:
@@ -76,7 +77,7 @@ class Tfds(Records):
         return len(self._rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read the examples with these indices."""
+        """Return the examples with these indices as records."""
         rows = self._rows.__getitems__(list(indices))
         text = lambda row: records.cell_text(_inside(row, self._text))
         return [

@@ -1,4 +1,4 @@
-"""Webdataset tars with random access, through a listing of all records (data/listing.py)."""
+"""Read webdataset tars in random order, with a listing of all records (data/listing.py)."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,8 @@ class WebDataset(Records):
                 "npy" or "t5.npz" for embeddings.
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
             max_broken: largest allowed share of unreadable tars, which are left out.
-            images: suffixes of the image files, or of the moment files if the tars hold moments.
+            images: suffixes of the image files, or of the files of VAE moments if the tars hold
+                moments instead of images.
 
         Raises:
             FileNotFoundError: a tar is missing.
@@ -71,7 +72,10 @@ class WebDataset(Records):
         return len(self._listing.spans)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read records. An image and its text are read together if they are close in the tar."""
+        """Return the records with these indices.
+
+        An image and its text are read together if they are close to each other in the tar.
+        """
         places = [self._place(index) for index in indices]
         parts = [(tar, *part) for tar, spans in places for part in _parts(spans)]
         contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
@@ -94,19 +98,16 @@ class WebDataset(Records):
         return [records.read_text(text, self._text) for text in contents]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return a key for each record: the hash of the tar's file name, plus the record's index.
-
-        The index counts the records within the tar.
-        """
+        """Return a key per record: the hash of its tar's file name, plus its index in the tar."""
         numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
         return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """Return counts of images without a caption, unreadable tars and truncated tars.
+        """Return the numbers of images without a text, unreadable tars and truncated tars.
 
-        Records that are complete in a truncated tar are used.
+        Complete records in a truncated tar are used, although the tar is counted.
         """
         facts = self._listing.facts
         reasons = {"no_caption": "bare", "truncated_tar": "truncated", "broken_tar": "broken"}
@@ -148,9 +149,10 @@ def _parts(spans: Spans) -> list[tuple[int, int]]:
 
 
 def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
-    """Return `size` bytes at `offset` of a tar, cut from one of the ranges that were read.
+    """Return `size` bytes at `offset` of a tar, cut from the range that contains them.
 
-    `ranges` holds (offset of the first byte, contents) of each range.
+    `ranges` holds (offset of the first byte, contents) of each range that was read. If no range
+    contains the bytes, the result is b"".
     """
     for first, contents in ranges:
         if first <= offset <= first + len(contents) and offset + size <= first + len(contents):

@@ -1,4 +1,4 @@
-"""Read the FID and CLIP scores of the MLPerf reference runs, as a band behind the curves."""
+"""Read the FID and CLIP scores of MLPerf's reference runs, for a band in plots of FID over CLIP."""
 
 import csv
 import pathlib

@@ -36,9 +36,9 @@ class Judge:
         return [digits.Prompt(int(n), i, p) for n, i, p in zip(numbers, inks, papers, strict=True)]
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B 16"]:
-        """Return 16 features: the classifier's score of each digit, and mean ink and paper colours.
+        """Return 16 features of each picture: ten scores, and the mean ink and paper colours.
 
-        The colours are RGB in [0, 1].
+        The scores are those of the digit classifier, one per digit. The colours are RGB in [0, 1].
         """
         _, _, mix = _read_colours(images)
         scores = self._svc.decision_function(_glyphs(mix))  # [B, 10]
@@ -84,7 +84,7 @@ def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
 
 
 def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N size size 3"]:
-    """Draw a picture for each prompt, with a test glyph of this digit, chosen with a fixed seed."""
+    """Draw a picture for each prompt, with a random test glyph of its digit and a fixed seed."""
     glyphs = digits.load("test")
     draw = np.random.RandomState(0)
     pictures = []

@@ -1,5 +1,4 @@
-"""The scorer of the coloured digits. It computes the share of correct pictures and a Fréchet
-distance."""
+"""Score pictures of coloured digits: the share of correct pictures, and a Fréchet distance."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Captioned emoji: 325 subjects in several styles, skin tones and background colours.
 
-An example of a prompt is "a firefighter with dark skin, noto style, on a blue background". One in
-ten compositions (subject, tone, background), chosen by a hash, is held out of training. The emoji
-come from other projects. The data set's file card.json names their authors and licences.
+An example of a prompt is "a firefighter with dark skin, noto style, on a blue background". About
+one in ten compositions (subject, tone, background), chosen by a hash, is held out of training. The
+emoji come from other projects. The data set's file card.json names their authors and licences.
 """
 
 import contextlib
@@ -161,7 +161,7 @@ def prepare(
 
     Args:
         out: The folder of the data set.
-        places: "openmoji", or other styles with the path of the style's pictures, such as
+        places: The styles: "openmoji", or another style with the path of its pictures, such as
             "noto:FILE.tgz".
         size: The side of the pictures in pixels.
         variants: Number of pictures per composition and style. All but the first are shifted at
@@ -353,9 +353,10 @@ def _openmoji() -> Callable[[str], Image.Image]:
 
 
 def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
-    """Open the picture with this code, or with the code without FE0F, as RGBA.
+    """Return the picture of an emoji as RGBA.
 
-    FE0F is the selector of coloured emoji. Raises ValueError if neither picture exists.
+    Try `code` first, and then `code` without FE0F, the selector of coloured emoji. `read` returns
+    the contents of the file for a code. Raises ValueError if there is no picture for either code.
     """
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):

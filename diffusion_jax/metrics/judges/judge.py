@@ -31,7 +31,9 @@ from diffusion_jax.text import hashed
 WIDTH = 128
 """The dimension of image and text vectors."""
 GRID = 16
-"""The side of the feature map after the first convolution. It is the same for all image sizes."""
+"""The side in pixels of the feature map after ImageTower's first convolution.
+
+It is the same for all image sizes, because the convolution's stride is the image side / GRID."""
 _CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
     "judge.json",
     "judge.safetensors",
@@ -94,7 +96,7 @@ Read = Callable[
 
 
 class Pair(NamedTuple):
-    """Real images in 0..255 with their captions."""
+    """A set of real images in 0..255, with their captions."""
 
     images: UInt8[np.ndarray, "N S S 3"]
     captions: list[str]
@@ -172,7 +174,7 @@ def save(judge: Judge, out: str | os.PathLike[str]) -> None:
 def load(folder: str | os.PathLike[str]) -> Judge:
     """Load a judge from a folder written by `metrics train_judge`.
 
-    Raise FileNotFoundError if the folder has no card. Raise ValueError if its files are damaged.
+    Raises FileNotFoundError if the folder has no card. Raises ValueError if its files are damaged.
     """
     folder = files.local(folder)
     if not (folder / _CARD).is_file():
@@ -262,11 +264,11 @@ def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray
 def real_pictures(
     judge: Judge, size: int
 ) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
-    """Return a function show(prompts) that finds held-out images for prompts.
+    """Return a function show(prompts) that finds a held-out image for each prompt.
 
-    `show` returns one image per prompt, and the captions of these images. If no held-out image has
-    a prompt as its caption, that prompt gets an image with another caption. Images whose sides are
-    longer than `size` pixels are shrunk.
+    `show` returns the images, and the captions of these images. For a prompt that is the caption of
+    a held-out image, it returns such an image; for other prompts, an image with another caption.
+    Images whose sides are longer than `size` pixels are shrunk to this size.
     """
     pairs = [judge.reference, judge.test]
     images = np.concatenate([pair.images for pair in pairs])

@@ -61,8 +61,9 @@ def train(
         other: A data set with the same captions in another style, used as one more test.
 
     Raises:
-        ValueError: If `size` is invalid, or a data set is unreadable or too small.
-        OSError: If a data set is missing.
+        ValueError: `size` is not a multiple of 16 or is less than 32, or a data set is unreadable
+            or too small, or no caption of `other` matches that of a test image.
+        OSError: a data set is missing.
     """
     if size % judge.GRID or size < 2 * judge.GRID:
         raise ValueError(
@@ -88,8 +89,8 @@ def train(
 def split(pictures: Pictures) -> Split:
     """Split the images by a hash of their captions, so that no caption is in two sets.
 
-    A data set with more than MAX_RECORDS images is reduced to MAX_RECORDS evenly spaced ones. Raise
-    ValueError if a set has too few images.
+    A data set with more than MAX_RECORDS images is reduced to MAX_RECORDS evenly spaced ones.
+    Raises ValueError if a set has too few images.
     """
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)
     texts = [str(text) for text in pictures.texts(rows)]
@@ -114,7 +115,10 @@ def split(pictures: Pictures) -> Split:
 
 
 def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
-    """Train both towers on about `seen` images, and return {"image": params, "text": params}."""
+    """Train both towers, and return their parameters as {"image": params, "text": params}.
+
+    For `size`, `seen` and `seed`, see `train`. Captions are cut or padded to `max_tokens` tokens.
+    """
     steps = max(1, seen // _BATCH)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
     tx = optax.chain(
@@ -192,9 +196,10 @@ def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float
 
 
 def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
-    """Return {table column: value} of fd_judge and r1_judge for captioned images, to 4 decimals.
+    """Compute fd_judge and r1_judge of the captioned images `pair`.
 
-    `read` is a function from judge.reader. `real` is the reference set of fd_judge.
+    Return {table column: value}, with the scores and the ends of their intervals, rounded to 4
+    decimals. `read` is a function from judge.reader. `real` is the reference set of fd_judge.
     """
     vectors, right = read(*pair)
     both = {"fd_judge": frechet.score(vectors, real), "r1_judge": accuracy.all_right(right)}
@@ -217,7 +222,7 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     """Find images of another data set whose captions match those of the test images.
 
     Return these images with the matching test captions. Words that all captions of a data set
-    share, such as the name of its style, are ignored. Raise ValueError if no caption matches.
+    share, such as the name of its style, are ignored. Raises ValueError if no caption matches.
     """
     pictures = sources.open_pictures(sources.named(other), trained.card["size"])
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)  # Those of `split`.
@@ -245,7 +250,7 @@ def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str,
 
 
 def _read(pictures: Pictures, rows: Int[np.ndarray, "N"]) -> Pair:
-    """Read the usable images among `rows`, with their captions."""
+    """Return the usable images at the indices `rows`, with their captions."""
     _, images, texts = pictures.usable(rows)
     return Pair(images, [str(text) for text in texts])
 

@@ -111,7 +111,10 @@ def test_other_weights_are_refused(tmp_path):
     [
         ({"num_hidden_layers": 12}, "num_hidden_layers is 12 in the config, but 2 in the weights"),
         ({"num_attention_heads": 5}, "the text_model's 5 attention heads do not divide its width"),
-        ({"hidden_act": "tanh"}, "the CLIP's activation 'tanh' is unknown: supported are relu"),
+        (
+            {"hidden_act": "tanh"},
+            "the activation 'tanh', which is not supported: it must be one of relu",
+        ),
     ],
 )
 def test_a_config_of_another_model_is_refused(change, message):

@@ -196,7 +196,10 @@ def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_on
     checkpointer.save(2, large, Position())
     (tmp_path / "2").touch()  # In the way of the last act of the save, a rename.
     assert checkpointer.latest_step() == 1  # Step 2 is under way.
-    message = r"could not be written: .* The newest complete one is of step 1; is the disk full\?"
+    message = (
+        r"could not be written: .* \(is the disk full\?\)\. "
+        r"The newest complete checkpoint is from step 1\."
+    )
     with pytest.raises(RuntimeError, match=message):
         checkpointer.save(3, random_state(3), Position())
     assert checkpointer.latest_step() == 1

@@ -44,14 +44,16 @@ def fail(error, checkpointer):
 @pytest.mark.parametrize(
     ("before_second", "message"),
     [
-        (hang, "the checkpoint of step 2 under RUN was not written within 0 s, so this process "
-               "ends. The newest complete one is of step 1; is there enough memory"),
+        (hang, "the checkpoint of step 2 under RUN was not written within 0 s (is there enough "
+               "memory, and does the disk answer?), so this process ends. The newest complete "
+               "checkpoint is from step 1."),
         (functools.partial(fail, OSError(24, "Too many open files")),
-         "a checkpoint under RUN could not be written: [Errno 24] Too many open files. The "
-         "newest complete one is of step 1; are FILES open files enough (ulimit -n)?"),
+         "a checkpoint under RUN could not be written: [Errno 24] Too many open files (is the "
+         "limit of FILES open files too low? raise it with ulimit -n). The newest complete "
+         "checkpoint is from step 1."),
         (functools.partial(fail, RuntimeError("can't start new thread")),
-         "could not be written: can't start new thread. The newest complete one is of step 1; is "
-         "there enough memory?"),
+         "could not be written: can't start new thread (is there enough memory?). The newest "
+         "complete checkpoint is from step 1."),
     ],
 )  # fmt: skip
 def test_a_save_that_fails_is_one_line(tmp_path, before_second, message):

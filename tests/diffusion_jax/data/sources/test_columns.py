@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from diffusion_jax.data.sources import arrayrecord, arrow
-from diffusion_jax.data.sources.arrow import Arrow
+from diffusion_jax.data.sources.arrow import Arrow, Rows
 from diffusion_jax.data.sources.tfds import Tfds
 from diffusion_jax.data.transforms import Unusable
 
@@ -36,9 +36,17 @@ def test_arrow_files_of_save_to_disk(tmp_path):
     assert second.image == b"second"
     assert isinstance(second.text, Unusable) and second.text.reason == "no_caption"
     with pytest.raises(
-        ValueError, match=r"3 rows with the columns image, text \(image columns: .* data.text"
+        ValueError, match=r"data\.text is 'caption', but .* has only the columns image, text: set"
     ):
         Arrow(tmp_path, "caption")
+
+
+def test_a_table_without_rows_or_images_is_refused():
+    table = pyarrow.table({"text": ["a"]})
+    with pytest.raises(ValueError, match=r"t has no image column, but only the columns text: "):
+        Rows(table, "t", "text")
+    with pytest.raises(ValueError, match=r"t has no rows: choose another data set or split"):
+        Rows(table[:0], "t", "text")
 
 
 def test_a_folder_of_splits_names_them(tmp_path):

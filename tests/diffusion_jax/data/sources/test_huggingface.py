@@ -101,7 +101,7 @@ def test_captions_of_a_data_set_are_prompts(written):
             "huggingface",
             "clone@train",
             "caption",
-            r"7 rows with the columns text, image \(.*data\.text",
+            r"data\.text is 'caption', but .*clone@train has only the columns text, image: set",
         ),
         (
             "huggingface",
