@@ -22,7 +22,7 @@ NOTES = {
     "uses logit-normal times.",
     "weighting": "Each row weights the loss by another function of the noise level. The network "
     "predicts x0.",
-    "network": "All networks have the same size. *UNet* is the network of the quick start. "
+    "network": "All networks have the same widths. *UNet* is the network of the quick start. "
     "*magnitude* is EDM2's magnitude-preserving UNet (config G) with EDM2's optimizer. Both "
     "predict x0. *magnitude, EDM* also uses EDM2's objective: EDM with a learned uncertainty.",
     "guidance": "Each row is a guidance method and its guidance scale. *interval* guides only at "

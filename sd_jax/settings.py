@@ -130,8 +130,8 @@ class Sampler(NamedTuple):
     """Where the last step ends: without noise ("zero"), or at the smallest noise level
     ("sigma_min"); "" for a default that depends on noise and sampler."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The timestep at which the last step of the grid "leading" starts, if diffusion.noise is a
-    table of levels. Other grids ignore it."""
+    """The number of timesteps that the grid "leading" adds to all of its times, if diffusion.noise
+    is a table of levels. Other grids ignore it."""
     sigma_min: _Level = 0.0
     """The smallest noise level above 0 of the grids "karras" and "exponential"; 0 for the smallest
     level of the training noise. Other grids ignore it."""
