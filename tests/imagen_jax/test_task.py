@@ -373,5 +373,5 @@ def test_the_data_say_whether_embeddings_lie_beside_the_images(data, embedded):
 
 
 def test_embeddings_come_from_one_place():
-    with pytest.raises(ValueError, match=r"text\.store is 'a', but data.text is 'npy', so"):
+    with pytest.raises(ValueError, match=r"text\.store is 'a', but data.text is 'npy', which"):
         settings(text__encoder="t5", text__store="a", data__source="folder", data__text="npy")

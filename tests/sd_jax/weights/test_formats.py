@@ -85,7 +85,7 @@ def test_weights_alone_tell_the_rest(change):
             "norm_groups 32 does not divide",
         ),
         (formats.unet_from_ldm, SD1 | {"channel_mult": [1, 2.5]}, "is [1, 2.5]: it must hold int"),
-        (formats.unet_from_ldm, {}, "config lacks model_channels, attention_resolutions, and hol"),
+        (formats.unet_from_ldm, {}, "config lacks model_channels, attention_resolutions: it has"),
         (
             formats.unet_from_ldm,
             SD1 | {"num_res_blocks": [1]},
