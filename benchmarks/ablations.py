@@ -13,7 +13,7 @@ not depend on the machine's load. The command also measures the CPU time per ste
 
 The command prints a line of JSON per variant and seed. It stores runs and results in --workdir. So
 the same command continues after an interruption, and commands with other seeds or variants add
-results. --page writes a page with all results in --workdir.
+results. With --page=FILE, it also writes a page to FILE that shows all results stored in --workdir.
 """
 
 import bisect
@@ -63,7 +63,7 @@ ROWS = 24
 LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Noise levels (sigma) of the held-out v-loss, which has the same meaning for all objectives."""
 GUIDE = "the run itself, at a third of its steps"
-"""Placeholder for a guide in Variant.drawn. `drawn` replaces it by a checkpoint of the run."""
+"""Placeholder for a guide in Variant.drawn. The function `drawn` replaces it by a checkpoint."""
 
 
 class Size(NamedTuple):

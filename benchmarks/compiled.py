@@ -195,7 +195,7 @@ def _check(saved: Mapping[str, Any]) -> int:
     Returns the exit code: 1 if a number is more than 5 % above the saved one, otherwise 0.
     """
     if saved["versions"] != _versions():
-        print(f"nothing compared: estimates saved with {saved['versions']}, not {_versions()}")
+        print(f"nothing compared: saved with {saved['versions']}, but installed are {_versions()}")
         return 0
     grown = 0
     for name, figures in _reduced().items():

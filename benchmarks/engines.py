@@ -100,7 +100,7 @@ def _measure(
 ) -> tuple[float, int]:
     """Run `work` in a new process; return the seconds, and the peak bytes of the largest process.
 
-    The new process and its descendants count. Raises SystemExit if the new process fails.
+    The peak covers the new process and its descendants. Raises SystemExit if the new process fails.
     """
     process = multiprocessing.get_context("spawn").Process(target=work, args=(data, out, workers))
     start = time.perf_counter()

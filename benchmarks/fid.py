@@ -5,8 +5,8 @@
 
 Both networks have the same random weights and get the same random 299x299 images. They run in
 alternation. The command prints one line of JSON: the median images/s of both networks, the speed of
-this project's network divided by that of pytorch-fid's ("ratio"), the lowest and highest ratio of a
-round, and the largest difference between features, relative to the largest feature.
+this project's network divided by that of pytorch-fid's ("ratio"), the lowest and highest ratio
+among the rounds, and the largest difference between features, relative to the largest feature.
 """
 
 import statistics

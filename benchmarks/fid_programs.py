@@ -9,8 +9,9 @@ weights in the file --weights or, without this flag, the same random weights. No
 and ADM download their networks in other formats. Here, clean-fid gets pytorch-fid's network as its
 custom_feat_extractor, and ADM gets a TensorFlow graph with the tensor names of the public graph.
 
-The command prints one line of JSON per program and score, with the relative difference from this
-project's score in the corresponding mode. The last line gives the FID of each program and, as
+The command prints one line of JSON per program and score. Each line has the program's score, this
+project's score and their relative difference. This project's score is computed with the
+preprocessing of the program ("mode"). The last line gives the FID of each program and, as
 "largest_over_smallest_less_1", by what fraction the largest FID exceeds the smallest.
 """
 
@@ -202,7 +203,7 @@ def _network(torch: Any, state: Mapping[str, np.ndarray]) -> Any:
 def _graph(tf: Any, params: inception.Params) -> bytes:
     """Return Inception with these parameters as a serialized TensorFlow graph.
 
-    Its tensors have the names in the public graph, by which ADM finds them.
+    The tensors have the same names as in the public graph, because ADM finds them by name.
     """
 
     def conv(x: Any, block: str, *names: str, stride: int = 1, name: str | None = None) -> Any:

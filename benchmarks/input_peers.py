@@ -19,7 +19,10 @@ BATCH = 32
 
 
 def tar_loop(tars: str, size: int, workers: int = 0) -> int:
-    """Read the tars of a folder with tarfile, in order of their names. `workers` must be 0."""
+    """Read the tars of a folder in order of their names, with the module tarfile.
+
+    `workers` must be 0.
+    """
     assert not workers
     batch, done = [], 0
     for image, caption in _tar_records(tars):

@@ -96,8 +96,9 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
 
 
 def _updates() -> dict[str, float]:
-    """Time an AdamW update with a parameter average, compiled as two programs and as one.
+    """Time updates of the parameters (with AdamW) and of an average of the parameters.
 
+    One variant compiles the two updates as two programs, the other compiles both as one program.
     Returns the median seconds by variant. The parameters are 64 kernels of 256 x 256.
     """
     params = {str(i): jnp.full((256, 256), 1.0 + i) for i in range(64)}
@@ -138,8 +139,8 @@ def _check(name: str, variant: str, out: tuple, reference: tuple) -> None:
         error, largest = np.abs(ours - theirs).max(), np.abs(theirs).max()
         if error > (0.05 if _DTYPE.value == "bfloat16" else 1e-3) * largest:
             raise AssertionError(
-                f"{name}: {variant} differs from the first form by {error} "
-                f"(largest value {largest})"
+                f"{name}: the results of {variant!r} differ from those of the first form by up to "
+                f"{error}, which is too much for values of up to {largest}"
             )
 
 

@@ -45,8 +45,8 @@ def rounds(work: Callable[[], object], count: int, warmup: int = 1) -> list[floa
 def say(result: Mapping[str, Any] | str) -> None:
     """Print a line of text, or a mapping as JSON.
 
-    If --workdir is set, also write all lines printed so far to a file in this folder, which has the
-    name of the benchmark and ends with .txt. Only process 0 prints and writes.
+    If --workdir is set, also write all lines printed so far to the file BENCHMARK.txt in this
+    folder, where BENCHMARK is the name of the running benchmark. Only process 0 prints and writes.
     """
     if jax.process_index():
         return

@@ -91,7 +91,8 @@ def main(argv: list[str]) -> None:
         error = _difference(pair)
         if not error < 1e-4:
             raise AssertionError(
-                f"{name}: the relative difference of outputs is {error}, not below 1e-4"
+                f"{name}: the outputs of both networks differ by {error} of the largest output, "
+                "but this must be below 1e-4"
             )
         for work in _WORK.value:
             ours, theirs = _WORKS[work](pair)
@@ -162,7 +163,8 @@ def _gradient(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
 def _step(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return a train step of this project and one of torch.
 
-    Both clip the gradient to norm 1, and update the parameters with AdamW and their average.
+    Both clip the gradient to norm 1, update the parameters with AdamW, and then update the moving
+    average of the parameters.
     """
     torch = measure.library("torch")
 

@@ -47,7 +47,8 @@ def main(argv: list[str]) -> None:
         known_words = vocabulary.read(_MODEL.value)
         if known_words is None:
             raise ValueError(
-                f"--model={_MODEL.value} has no {vocabulary.FILE}: choose a complete workdir"
+                f"--model={_MODEL.value} has no {vocabulary.FILE}, the list of words in the "
+                "training captions: choose a workdir with this file"
             )
     out.mkdir(parents=True, exist_ok=True)
     prompts, captions = map(list, zip(*pairs(), strict=True))

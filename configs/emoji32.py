@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
 
 
 def with_emoji(c: ConfigDict) -> ConfigDict:
-    """Make a config train on the emoji and draw emoji prompts: change it in place and return it."""
+    """Change a config in place so that it trains on emoji and draws emoji prompts; return it."""
     # Captions in several phrasings, with and without the style and the background.
     c.data.update(source="webdataset", path="data/emoji/train", text="json:phrasing")
     c.prompts = (

@@ -39,11 +39,11 @@ flags.disclaim_key_flags()  # The flags are defined below, only if this module r
 
 
 def describe(workdir: str, step: int | None = None) -> str:
-    """Return a text that lists a run's stored averages and the accuracy of other widths.
+    """Return a text that lists a run's stored averages, and the errors of averages of other widths.
 
-    The accuracy is that of averages at `step`, the step of a checkpoint or snapshot. None selects
-    the newest one. Raises ValueError if there is no such step, or if the run stores no
-    power-function averages.
+    The errors hold for averages at `step`, which must be the step of a checkpoint or snapshot.
+    None selects the newest such step. Raises ValueError if there is no such step, or if the run
+    stores no power-function averages.
     """
     root, sources = _sources(workdir, step)
     at = sources[-1][0]
@@ -62,7 +62,7 @@ def describe(workdir: str, step: int | None = None) -> str:
 
 
 def write(workdir: str, which: str, step: int | None, out: str) -> int:
-    """Create a run at `out` whose only weights are the average `which`. Return its step.
+    """Write one average of a run as the only weights of a new run. Return the average's step.
 
     Args:
         workdir: The workdir of the run with the stored averages.
@@ -90,8 +90,9 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
     """Create a run at `out` with the config and vocabulary of `workdir`, but no checkpoint yet.
 
-    The new config names no averages to keep. This context manager yields the folder for the
-    checkpoints, and holds the lock of `out`. Raises ValueError if `out` already holds checkpoints.
+    In the new config, ema_decays and ema_widths are empty. This context manager yields the folder
+    for the checkpoints, and holds the lock of `out`. Raises ValueError if `out` already holds
+    checkpoints.
     """
     config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
     words = vocabulary.read(workdir)
@@ -113,8 +114,8 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
     """Return the folder of a run's checkpoints, and a Trace of each average stored up to `step`.
 
-    The averages are power-function averages. If `step` is None, it is the step of the newest
-    checkpoint or snapshot. Raises ValueError if the run has no such step or no such averages.
+    The averages are power-function averages. None selects the step of the newest checkpoint or
+    snapshot. Raises ValueError if the run has no such step or no such averages.
     """
     runs.load(workdir)
     root = restore.absolute(workdir) / runs.CHECKPOINTS
@@ -128,7 +129,7 @@ def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.T
     if not (sources := restore.traces(root, at)):
         raise ValueError(
             f"{workdir} holds no power-function averages: train with "
-            "--config.optimizer.ema_widths=(0.05,0.1), which writes snapshots of them"
+            "--config.optimizer.ema_widths=(0.05,0.1), so that a run stores such averages"
         )
     return root, sources
 

@@ -39,7 +39,8 @@ class Check(NamedTuple):
     run: Run
     shapes: Sequence[tuple[int, ...]]
     plain: str = ""
-    """The name of the check whose time this one is compared with; "" for no comparison."""
+    """The name of the check that measures the plain implementation. The times of the two checks are
+    compared. "" for no comparison."""
 
 
 def on(device: Any) -> list[dict[str, Any]]:
@@ -208,7 +209,7 @@ def rates(device: Any) -> dict[str, Any]:
 
     Return a dict with the keys "dtype", "matmul", "conv" and "peak". The last three are TFLOP/s.
     "peak" is the peak that the manufacturer states, or None if it is unknown. If it is known, the
-    dict also holds a "verdict".
+    dict also holds a "verdict": "right", or "slow: ..." with the names of the slow operations.
     """
     large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
     dtype = jnp.bfloat16 if large else jnp.float32

@@ -54,9 +54,10 @@ class _CompleteConfig(flags.ArgumentParser):
 
 
 def _read(files: flags.ArgumentParser, argument: str) -> Any:
-    """Run the config file that the flag's value, FILE or FILE:ARGUMENT, names. Return its config.
+    """Run the config file that `argument`, FILE or FILE:ARGUMENT, names. Return its config.
 
-    Raises ValueError if the file does not exist or fails. The message names the file and the line.
+    Raises ValueError if the file does not exist or raises an error. The message names the file, and
+    the line of the error.
     """
     path = pathlib.Path(argument.partition(":")[0])
     if not path.is_file():
@@ -183,7 +184,7 @@ def _check_platform() -> None:
     except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.
         raise ValueError(
             f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, but JAX finds no such "
-            "device: install its plugin (see README), or unset the variable"
+            "device: install the plugin for this device (see README), or unset JAX_PLATFORMS"
         ) from error
 
 

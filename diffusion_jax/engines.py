@@ -57,7 +57,7 @@ class Share(NamedTuple):
         size: Callable[[int], int] = lambda item: 1,
         read: Callable[[int], Any] | None = None,
     ) -> collections.Counter[str]:
-        """Call `write(i)` for each item i whose file is missing. Return the sums of the counts.
+        """Call `write(i)` for each item i whose file is missing. Return the sums of all counts.
 
         Args:
             items: The indices of the stage's files.
@@ -161,7 +161,10 @@ class Beam(NamedTuple):
                     raise OSError(
                         f"Beam did not finish {len(remaining)} of {len(items)} {noun}: {reason}"
                     ) from error
-                logging.warning("Beam stopped (%s): %d %s are left", reason, len(remaining), noun)
+                logging.warning(
+                    "Beam stopped (%s): running it again for the remaining %d %s",
+                    reason, len(remaining), noun,
+                )  # fmt: skip
 
     def _run(self, items: Sequence[int], run: Callable[[int], None]) -> None:
         # An optional and large dependency.
@@ -212,9 +215,9 @@ _P = TypeVar("_P", bound=Portable)
 
 
 def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
-    """Record that the call make(*args) created a value, and return the value.
+    """Record that the call make(*args) created a value, so that the value can be pickled.
 
-    `make` must be a module-level function.
+    Returns the value. `make` must be a module-level function.
     """
     module = sys.modules[make.__module__]
     spec = getattr(module, "__spec__", None)  # The real name of a module that runs as __main__.
@@ -224,7 +227,10 @@ def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
 
 
 def define_flags() -> None:
-    """Define the flags that divide a command's work among workers, and --dry_run or --rehearse."""
+    """Define the flags that divide a command's work among workers.
+
+    Also define --dry_run and its alias --rehearse.
+    """
     flags.DEFINE_integer("worker", None, "Index of this worker, from 0.", lower_bound=0)
     flags.DEFINE_integer("workers", None, "The number of workers.", lower_bound=1)
     flags.DEFINE_enum("engine", NAMES[0], NAMES, _ENGINE)
@@ -258,8 +264,8 @@ def of(args: Any) -> Engine:
         return beam(args.beam_options)
     if args.beam_options:
         raise ValueError(
-            f"--beam_options={args.beam_options} is for --engine=beam: add this flag, or remove "
-            "--beam_options"
+            f"--beam_options={args.beam_options} is for --engine=beam: add --engine=beam, or "
+            "remove --beam_options"
         )
     return share(*numbers) if hasattr(args, "worker") else Share()
 

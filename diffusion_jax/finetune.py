@@ -1,4 +1,4 @@
-"""Prepare fine-tuning: runs that start from given weights and train all of them, or a LoRA.
+"""Prepare fine-tuning: start a run from given weights, and train either all weights or a LoRA.
 
 lora.py defines LoRA. A LoRA run does not store the weights that it adapts. Its config holds the
 path of these weights, and base.json holds their fingerprint (pretrained.digest). To draw images,
@@ -7,7 +7,7 @@ the weights are read from the path, and their fingerprint must match base.json.
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from diffusion_jax import lora, runs
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.diffusion import objective
-from diffusion_jax.machine import files, sharding, untrusted
+from diffusion_jax.machine import files, sharding
 from diffusion_jax.task import Params, Task
 from diffusion_jax.weights import pretrained, restore
 
@@ -36,7 +36,7 @@ class Start(NamedTuple):
 
 
 def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
-    """Return the task and the initial parameters of a run. If s.rank > 0, it trains only a LoRA.
+    """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
 
     Args:
         task: The task that trains all parameters.
@@ -67,7 +67,7 @@ def check_base(workdir: Path, base: str) -> None:
     path = files.path(workdir) / BASE
     if not path.is_file():
         return
-    saved: Mapping[str, Any] = untrusted.parse_json(path.read_text())
+    saved = pretrained.read_json(path)
     if saved.get("fingerprint") != base:
         raise ValueError(
             f"the LoRA in {workdir} adapts weights that differ from those in unet.weights: name "
@@ -81,7 +81,7 @@ def check_wanted(base: str | None, s: Lora) -> None:
     if base and not s.rank:
         raise ValueError(
             f"--unet_weights={base} names the weights that a LoRA run adapts, but this run trains "
-            "all weights: leave the flag out"
+            "all weights: remove --unet_weights"
         )
 
 
@@ -105,7 +105,7 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
     if not path.is_file():
         return {}
     scale = runs.load(workdir)["lora"]["scale"] if scale is None else scale
-    return {"lora_scale": scale, "base": untrusted.parse_json(path.read_text())["fingerprint"]}
+    return {"lora_scale": scale, "base": pretrained.read_json(path)["fingerprint"]}
 
 
 def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
@@ -134,7 +134,8 @@ def network(
         s: The settings of the run.
         abstract: The shapes of the network's parameters.
         read: Reads the weights that a LoRA run adapts.
-        which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
+        which: "raw", the name of an average such as "0.9999", or "ema" for the average
+            with the largest decay.
         step: The step of the checkpoint; None: the newest undamaged one.
 
     Raises ValueError or FileNotFoundError if the run has no such weights or checkpoint.

@@ -163,7 +163,8 @@ def measure_run(
         share: The share of the data to measure on; None: config.data.heldout.
         records: The largest number of records; None: config.heldout.records.
         sigmas: The noise levels; (): the levels in config.heldout.
-        base: The new path of the weights that a LoRA run adapts; None: the path in its config.
+        base: The new path of the weights that a LoRA run adapts; None: the path in the
+            run's config.
 
     Raises ValueError or FileNotFoundError if the run, its data or the weights cannot be read.
     """

@@ -114,7 +114,9 @@ def layers(params: Params, s: Lora) -> dict[str, Shape]:
         if path.endswith(f"/{_KERNEL}")
     }
     if not kernels:
-        raise ValueError("this network has no layers that LoRA can adapt: set lora.rank=0")
+        raise ValueError(
+            "this network has no layers that LoRA can adapt: train all weights with lora.rank=0"
+        )
     try:
         chosen = {path: shape for path, shape in kernels.items() if re.search(s.targets, path)}
     except re.error as error:
@@ -125,14 +127,14 @@ def layers(params: Params, s: Lora) -> dict[str, Shape]:
         near = difflib.get_close_matches(s.targets, kernels, n=3, cutoff=0) or list(kernels)[:3]
         raise ValueError(
             f"lora.targets is {s.targets!r}, which matches none of the {len(kernels)} layers: "
-            f"choose from paths such as {', '.join(near)}"
+            f"the expression must match paths such as {', '.join(near)}"
         )
     for path, shape in chosen.items():
         if s.rank > min(math.prod(shape[:-1]), shape[-1]):
             raise ValueError(
-                f"lora.rank is {s.rank}, but the kernel of {path}, {shape}, has rank "
-                f"{min(math.prod(shape[:-1]), shape[-1])} at most: lower lora.rank, or exclude "
-                "this layer with lora.targets"
+                f"lora.rank is {s.rank}, but the kernel of {path} has shape {shape}, "
+                f"so its rank is {min(math.prod(shape[:-1]), shape[-1])} at most: lower lora.rank, "
+                "or exclude this layer with lora.targets"
             )
     return chosen
 

@@ -34,7 +34,8 @@ def pack(
 
     Args:
         workdir: The workdir of the run.
-        which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
+        which: "raw", the name of an average such as "0.9999", or "ema" for the average
+            with the largest decay.
         step: The step of the checkpoint; None for the newest undamaged one.
         out: The new workdir.
         captions: A file or data source with the training captions (see data.prompts.read), from

@@ -35,13 +35,13 @@ _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_
 def claim(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True
 ) -> None:
-    """Write the config into a workdir. If the workdir has one already, first compare the two.
+    """Write the config into a workdir, after checking it against the config that is there, if any.
 
     Fields that do not affect what the model learns may differ, such as the number of steps or the
-    mesh. If `write` is False, nothing is written.
+    mesh. If `write` is False, the configs are only compared.
 
     Raises:
-        ValueError: If the workdir has another config, or is not a folder.
+        ValueError: If another field differs, or the workdir is not a folder.
     """
     _check_folder(workdir)
     path = files.path(workdir) / CONFIG
@@ -122,7 +122,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
     path = files.path(workdir) / CONFIG
     if not path.exists():
         raise FileNotFoundError(
-            f"{workdir} holds no {CONFIG}: it is not the workdir of a run. Train one with\n"
+            f"{workdir} holds no {CONFIG}: it is not the workdir of a run. Train a run with\n"
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
     try:

@@ -18,8 +18,8 @@ class System(NamedTuple):
 
     settings: type
     """A NamedTuple class with the field `run` and one field per config group. The type of each
-    group is a NamedTuple or a network. The field `unet_weights` holds the value `weights` of the
-    group `unet`."""
+    group is a NamedTuple or a network. The field `unet_weights`, if any, holds the value of the
+    config field unet.weights."""
     check: Callable[[Any], None]
     """Raises ValueError if settings contradict each other. Value ranges are checked earlier."""
     command: str
@@ -32,7 +32,7 @@ class System(NamedTuple):
     def groups(self) -> dict[str, Any]:
         """The type of each config group, keyed by group.
 
-        For a group with a field `kind`, it is the entry of `networks` instead.
+        A group with a field `kind` is mapped to its entry in `networks` instead.
         """
         types = {k: v for k, v in self.settings.__annotations__.items() if k != "run"}
         return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}

@@ -78,13 +78,13 @@ def to_range(
 def normal_like(key: PRNGKeyArray, x: Images) -> Images:
     """Draw standard normal noise of the shape of x.
 
-    It is drawn in two dimensions, because drawing it in four compiles slower on CPUs.
+    The noise is drawn as an array with two axes, because four axes compile slower on CPUs.
     """
     return jax.random.normal(key, (len(x), x[0].size)).reshape(x.shape)
 
 
 def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
-    """Draw a mask: False, with probability `drop_prob`, for a text to drop, otherwise True."""
+    """Draw a mask of texts: False (drop this text) with probability `drop_prob`, else True."""
     return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
 
 

@@ -343,4 +343,6 @@ def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
             "enlarge as low_res"
         )
     if size != (s.input_size, s.input_size):
-        raise ValueError(f"{enlarges}, not of {size[0]}x{size[1]}: resize the images to enlarge")
+        raise ValueError(
+            f"{enlarges}, but low_res has an image of {size[1]}x{size[0]}: resize this image"
+        )

@@ -94,12 +94,12 @@ def with_low_res(
 
 
 def required(value: Array | None, name: str, field: str) -> Array:
-    """Return `value`, the argument `name` of a UNet. Raises ValueError if it is None.
+    """Return `value`, the argument `name` of a UNet. Raises ValueError if `value` is None.
 
-    The message says that the argument is needed because the UNet's field `field` is True.
+    The message says that a UNet whose field `field` is True needs this argument.
     """
     if value is None:
-        raise ValueError(f"a UNet with {field}=True needs {name}: pass it to the UNet")
+        raise ValueError(f"a UNet with {field}=True must be called with the argument {name}")
     return value
 
 

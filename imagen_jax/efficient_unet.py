@@ -170,7 +170,7 @@ def check_layers(unet: EfficientUNet) -> None:
     for mult in unet.channel_mult:
         check_width(f"embed_dim * {mult}", unet.embed_dim * mult)
     if unet.init_kernel % 2 == 0:
-        raise ValueError(f"unet.init_kernel {unet.init_kernel} must be odd")
+        raise ValueError(f"unet.init_kernel is {unet.init_kernel}: it must be odd")
     widths = attention_widths(unet)
     if unet.num_heads:
         _check_num_heads(widths, unet.num_heads)

@@ -73,7 +73,7 @@ def open_subject(
     if len(weights) > len(workdirs):
         raise ValueError(
             f"--ema or --checkpoint is given {len(weights)} times for {len(workdirs)} stages: give "
-            "it once per stage, with commas between several values"
+            "each flag at most once per stage, with commas between the values to compare"
         )
     weights = [*weights, *([Weights()] for _ in workdirs[len(weights) :])]
     choices = [

@@ -154,7 +154,8 @@ def check_resolutions(unet: Any) -> None:
     if unet.image_size % unit(unet):
         raise ValueError(
             f"unet.image_size is {unet.image_size}, but with unet.patch={unet.patch} and {levels} "
-            f"levels it must be a multiple of {unit(unet)}: change it, or use fewer levels"
+            f"levels it must be a multiple of {unit(unet)}: choose such a size, or fewer levels in "
+            "unet.channel_mult"
         )
     resolutions = [unet.image_size // unet.patch >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:

@@ -216,7 +216,7 @@ def check(s: Settings) -> None:
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)
         if not high > low:
-            raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below}, {low}")
+            raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below} ({low})")
     guidance_module.check(s.sampler)
     samplers.check_method(s.diffusion, s.sampler)
     if isinstance(s.unet, UNet):
@@ -251,12 +251,16 @@ def _check_sizes(s: Settings) -> None:
     if resize and (resize < size or resize % factor):
         raise ValueError(
             f"data.resize is {resize}: set it to 0, or to a multiple of {factor} that is at least "
-            f"unet.image_size {size}, the size of the crops"
+            f"unet.image_size, which is {size}"
         )
 
 
 def _check_output_shape(s: Settings) -> None:
-    """Raise ValueError if a base model cannot draw or score images of its height and width."""
+    """Raise ValueError if a base model cannot draw or score images of the configured size.
+
+    The fields sampler.height and sampler.width set this size. Scoring during training, which
+    evaluation.every turns on, needs square images.
+    """
     _, unit = s.crop_sides
     shape = s.output_shape
     for name, side in zip(("height", "width"), shape, strict=True):

@@ -199,4 +199,4 @@ def check_layers(unet: UNet) -> None:
     attending = [width for level, width in enumerate(widths) if attends(unet, level)]
     check_heads({*attending, widths[-1]}, unet.head_dim)  # The middle always has attention.
     if unet.init_kernel % 2 == 0:
-        raise ValueError(f"unet.init_kernel {unet.init_kernel} must be odd")
+        raise ValueError(f"unet.init_kernel is {unet.init_kernel}: it must be odd")

@@ -8,7 +8,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _MULTILINE = ("job.slurm.setup", "job.gke.patch")
 _KUBERNETES = (
     r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?)?",
-    "use lower-case letters, digits, - and . , with a letter or digit at both ends",
+    "use lower-case letters, digits, dashes and dots, and start and end with a letter or digit",
 )
 _FORMS = {
     "job.name": (
@@ -32,8 +32,8 @@ def check(value: Any, field: str = "job") -> None:
 
     `field` is the name of the field or group, such as "job.gke". Every string must be one line
     without control characters, except in job.slurm.setup (shell commands) and job.gke.patch (YAML).
-    Some names, such as job.name, must also match a pattern. Other strings could change parts of the
-    script or manifest that belong to other fields.
+    Some names, such as job.name, must also match a pattern. Strings that break these rules could
+    change parts of the script or manifest that belong to other fields.
 
     Raises:
         ValueError: A string breaks these rules.

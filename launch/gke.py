@@ -67,7 +67,9 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),
-        submit=lambda sets: jobs.pipe(apply, "".join(sets), "install it, or use --dry_run"),
+        submit=lambda sets: jobs.pipe(
+            apply, "".join(sets), "install it, or only print the manifests with --dry_run"
+        ),
         folder=lambda workdir: folder(job, workdir),
     )
 
@@ -76,14 +78,13 @@ def check(job: Job) -> None:
     """Raise ValueError unless the job has a container image and a workdir in a gs:// bucket."""
     if not job.image:
         raise ValueError(
-            "job.image is empty: build one with launch/Dockerfile, push it, and name it with "
+            "job.image is empty: build an image with launch/Dockerfile, push it, and name it with "
             "--job.image=REGISTRY/NAME:TAG"
         )
     if not job.workdir.startswith("gs://"):
         raise ValueError(
-            f"job.workdir is {job.workdir!r}, but other hosts cannot read a folder on a machine's "
-            "disk, and the disk is deleted with the machine: choose a folder in a bucket, such as "
-            "gs://BUCKET/runs/NAME"
+            f"job.workdir is {job.workdir!r}: choose a folder in a bucket of Google Cloud Storage, "
+            "such as gs://BUCKET/runs/NAME, which all hosts can access and which outlasts them"
         )
 
 
@@ -116,8 +117,9 @@ def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
 def merged(manifest: Any, patch: Any) -> Any:
     """Return a Kubernetes manifest with a patch merged into it.
 
-    Mappings are merged key by key. Lists whose items all have a "name" are merged name by name. Any
-    other value in the patch replaces the manifest's value.
+    Mappings are merged key by key. If all items of two lists have a "name", items with equal names
+    are merged, and all other items are kept. Any other value in the patch replaces the manifest's
+    value.
     """
     if isinstance(manifest, dict) and isinstance(patch, dict):
         return manifest | {k: merged(manifest.get(k), value) for k, value in patch.items()}

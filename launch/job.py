@@ -283,13 +283,13 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
     command's message if the command rejects its inputs.
     """
     if job.command.rpartition(".")[2] not in _REHEARSED:
-        return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
+        return f"{run.name} is not rehearsed: {job.command} has no flag --rehearse"
     disk = "/".join(folder.split("/")[:2])  # The top-level folder, such as /shared or /gcs.
     missing = [path for path in (*folders(job, run), disk) if path and not os.path.exists(path)]
     if "://" in folder:
         missing = [path for path in missing if path != disk] + [folder] * (not _is_writable(folder))
     if missing:
-        return f"{run.name} is not rehearsed: this machine lacks {', '.join(missing)}"
+        return f"{run.name} is not rehearsed: this machine cannot access {', '.join(missing)}"
     devices = f"--xla_force_host_platform_device_count={target.devices}"
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
     unet = (config_of(run) or {}).get("unet", {})
@@ -303,12 +303,13 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
             argv, env=environ, capture_output=True, text=True, timeout=600, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"{run.name} is not rehearsed: it takes more than ten minutes on this machine"
+        return f"{run.name} is not rehearsed: a rehearsal takes over ten minutes on this machine"
     last = (process.stderr.strip().splitlines() or ["no message"])[-1]
     if process.returncode == 2:
         raise ValueError(f"the rehearsal of {run.name} fails: {last}")
     if process.returncode:
-        return f"{run.name} is not rehearsed: it ended with code {process.returncode}, {last}"
+        code = process.returncode
+        return f"{run.name} is not rehearsed: the rehearsal ended with exit code {code}: {last}"
     warnings = re.findall(r"^W\d{4} .*?\] (.*)$", process.stderr, re.MULTILINE)
     return "\n".join([run.name, process.stdout, *(f"warning: {text}" for text in warnings)])
 

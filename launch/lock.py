@@ -44,8 +44,8 @@ def requirements(lock: Mapping[str, Any]) -> Iterator[str]:
         if not best and "sdist" not in package:
             release = f"{package['name']} {package['version']}"
             raise ValueError(
-                f"{release} has no wheel for Python 3.12 on Linux: choose another version in "
-                "launch/constraints.txt"
+                f"{release} has neither a wheel for Python 3.12 on Linux nor a source archive: "
+                "choose another version in launch/constraints.txt"
             )
         digest = best[min(best)] if best else package["sdist"]["hashes"]["sha256"]
         yield f"{package['name']}=={package['version']} --hash=sha256:{digest}"

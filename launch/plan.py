@@ -87,8 +87,8 @@ def main(argv: list[str]) -> None:
     compiled, notes = None, list(model.notes)
     if lacks_kernel:
         notes.append(
-            "the plan replaces the attention kernel by blockwise attention, which needs about the "
-            "same memory, because this machine cannot compile the kernel"
+            "this machine cannot compile the attention kernel, so the plan uses blockwise "
+            "attention, which needs about the same memory"
         )
     if not _FAST.value:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
@@ -148,8 +148,8 @@ def table(target: str, f: dict[str, Any]) -> str:
         ("memory per device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
              f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {source})"),
-        ("batch", f"{f['batch']:,} samples per step, on each device {f['accumulate']} times "
-                  f"{f['micro_batch']:,}; the "
+        ("batch", f"{f['batch']:,} samples per step; each device processes "
+                  f"{f['accumulate']} times {f['micro_batch']:,}; the "
                   f"largest micro batch that fits: {f['largest_micro_batch']:,}, and the largest "
                   f"batch without accumulation: {f['largest_batch']:,}"),
         ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP per training sample"),
@@ -161,7 +161,7 @@ def table(target: str, f: dict[str, Any]) -> str:
         ("samples/s", f"{rate['hidden']:,.0f} with communication hidden, "
                       f"{rate['exposed']:,.0f} with none hidden"),
         ("whole run", f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "
-                      f"{f['device_hours']:,.0f} device-hours (none hidden)"),
+                      f"{f['device_hours']:,.0f} device-hours (no communication hidden)"),
         ("disk", f"{disk['checkpoints_kept']} checkpoints of {disk['checkpoint'] / 1e9:,.1f} GB: "
                  f"{disk['checkpoints'] / 1e9:,.0f} GB; "
                  + (f"{disk['snapshots_kept']} snapshots of {disk['snapshot'] / 1e9:,.2f} GB; "
@@ -233,7 +233,7 @@ def _advice(
         " --config.optimizer.accumulate=1" * (config["optimizer"]["accumulate"] > 1)
     )
     if figures["fits"]:
-        advice = ["--config.unet.remat=False may fit too, and saves a fourth of the work"] * remat
+        advice = ["--config.unet.remat=False: saves a fourth of the work, if it fits"] * remat
         if best > figures["micro_batch"]:
             advice.append(f"{micro}: {share // best} passes per step are enough")
         return advice
@@ -244,7 +244,8 @@ def _advice(
         limit = figures["bytes_per_device"]["limit"]
         batch = estimate.largest_batch(traced, mesh, limit)
         advice.append(
-            f"--config.unet.remat=True: batches up to {batch:,} fit, for a third more arithmetic"
+            f"--config.unet.remat=True: global batches of up to {batch:,} samples fit, but a step "
+            "takes a third more arithmetic"
         )
     if best:
         advice.append(f"{micro}: {share // best} passes of {best:,} samples per device")

@@ -32,12 +32,12 @@ class Section(NamedTuple):
     rows: list[tuple[int, str, list[str]]]
     """Rows of the table: (devices, samples per device, cells for each kind of accelerator)."""
     ends: str
-    """Text that gives, for each kind of accelerator, the largest number of devices with at least
-    90 % of one device's samples/s per device."""
+    """Text that gives, for each kind of accelerator, the largest number of devices on which each
+    device reaches at least 90 % of the samples/s of a single device."""
 
 
 def main(argv: list[str]) -> None:
-    """Trace the train step of each model once and print the page."""
+    """Print docs/scaling.md. The train step of each model is traced only once."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     compiling.prepare(1)
@@ -109,7 +109,10 @@ def _cells(point: Choice, one: Choice, devices: int) -> str:
 
 
 def _linear_up_to(points: list[Choice]) -> int:
-    """Return the largest device count with at least 90 % of one device's samples/s per device."""
+    """Return the largest number of devices that scales linearly to within 10 %.
+
+    On this number, each device reaches at least 90 % of the samples/s of a single device.
+    """
     return max(devices for devices in DEVICES if _efficiency(points, 1, devices) >= 0.9)
 
 

@@ -15,10 +15,10 @@ data (exit code 2) is not requeued. A training run whose workdir is a folder is 
 if it started three times in a row without saving a new checkpoint.
 
 If job.image is set, commands run in this container image (with Pyxis). The workdir and all folders
-in the config, the flags and job.mounts are mounted. Otherwise commands run in the environment that
-job.slurm.setup activates. job.env lists environment variables with values (NAME=VALUE). job.secrets
-lists names of variables that must be set in the shell that submits the job. job.slurm.options lists
-additional sbatch options, such as "--reservation=NAME".
+in the config, the flags and job.mounts are mounted. If job.image is empty, commands run in the
+environment that job.slurm.setup activates. job.env lists environment variables with values
+(NAME=VALUE). job.secrets lists names of variables that must be set in the shell that submits the
+job. job.slurm.options lists additional sbatch options, such as "--reservation=NAME".
 """
 
 import math
@@ -40,13 +40,15 @@ _TIMES = {
     r"(\d+)-(\d+):(\d+)": (86400, 3600, 60),
     r"(\d+)-(\d+):(\d+):(\d+)": (86400, 3600, 60, 1),
 }
-"""Forms of sbatch's time limit: a regular expression, and the seconds in each number's unit."""
+"""Forms of sbatch's time limit. Keys: regular expressions. Values: the seconds in the unit of each
+number that the expression matches."""
 _OPTIONS = {
     r"-a|--arr": "all tasks would share one workdir; use job.sweep, which gives each run its own",
     r"-t|--time(?!-)": "set job.slurm.time instead",
     r"--sig": "set job.slurm.grace instead",
 }
-"""Options that job.slurm.options must not hold: a regular expression, and advice for the error."""
+"""Options that job.slurm.options must not hold. Keys: regular expressions. Values: advice for the
+error message."""
 
 
 class Slurm(NamedTuple):
@@ -73,7 +75,8 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 
     def submit(scripts: list[str]) -> None:
         for script in scripts:
-            jobs.pipe(["sbatch"], script, "run it on a login node")
+            advice = "run this command on a login node, or print the scripts with --dry_run"
+            jobs.pipe(["sbatch"], script, advice)
 
     note = reading(slurm.time)
     return Launcher(lambda run: render(job, slurm, target, run), submit, note=note)
@@ -96,7 +99,7 @@ def check(job: Job, slurm: Slurm, target: Target) -> None:
         raise ValueError(
             f"{reading(slurm.time)}, which is not longer than job.slurm.grace={slurm.grace} s: the "
             "run would be requeued before its first step; write hours as 5:00:00, or choose a "
-            "smaller grace"
+            "smaller job.slurm.grace"
         )
     if target.is_tpu:
         raise ValueError(

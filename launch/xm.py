@@ -49,12 +49,15 @@ def check(job: Job, target: Target, executor: str) -> None:
     """Raise ValueError if XManager cannot start the job; `executor` is "local" or "vertex"."""
     if job.secrets:
         raise ValueError(
-            "job.secrets is not supported by XManager: remove it, and set these variables in the "
-            "environment of the runs"
+            "job.secrets is not supported by XManager: remove it and set its variables with "
+            "job.env, readable for everyone who can see the job, or use launch.gke or launch.slurm"
         )
     if executor == "local":
         if "://" in job.workdir:
-            raise ValueError(f"job.workdir is {job.workdir!r}: choose a folder on this machine")
+            raise ValueError(
+                f"job.workdir is {job.workdir!r}, but --executor=local needs a folder on this "
+                "machine: set --job.workdir=FOLDER, or use --executor=vertex for a bucket (gs://)"
+            )
         return
     if target.name != "a100" or target.hosts > 1:
         raise ValueError(
@@ -65,7 +68,7 @@ def check(job: Job, target: Target, executor: str) -> None:
         if "$(" in text:
             raise ValueError(
                 f"{text!r} (in job.overrides, job.flags, job.sweep or job.env) holds '$(', which "
-                "Vertex replaces: use launch.gke"
+                "Vertex expands as a variable: use launch.gke"
             )
     if not job.image:
         raise ValueError(

@@ -102,7 +102,7 @@ def draw(
     images: UInt8[np.ndarray, "N H W 3"] | None = None,
     masks: Bool[np.ndarray, "N H W"] | None = None,
 ) -> UInt8[np.ndarray, "N H W 3"]:
-    """Draw one image for each prompt, with the seed at the same position.
+    """Draw one image for each prompt. Image n uses prompt n and seed n.
 
     Args:
         model: The model.

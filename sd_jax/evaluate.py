@@ -147,7 +147,8 @@ if __name__ == "__main__":
             )
         if len(weights) > 1:
             raise ValueError(
-                "--ema or --checkpoint is repeated: give each flag once, with commas between values"
+                "--ema or --checkpoint is repeated, as for a cascade with several stages: give "
+                "each flag once, with commas between values"
             )
         points = [values for (values,) in option_flags.points(drawing.OPTIONS, _OPTIONS, 1)]
         ema = "raw" if all(one.ema == "raw" for one in weights[0]) else "ema"

@@ -67,8 +67,8 @@ def _laion(options: argparse.Namespace) -> None:
     write = functools.partial(laion.filter_table, source, out, names)
     counts = engine.fill(range(len(names)), path, write, noun="tables")
     print(
-        f"kept {counts['kept']:,} of {counts['read']:,} rows, whose LICENSE is not {laion.NONE!r}; "
-        f"{len(tables)} tables are in {out}"
+        f"kept {counts['kept']:,} of {counts['read']:,} rows, those whose LICENSE is not "
+        f"{laion.NONE!r}; {len(tables)} tables are in {out}"
     )
 
 

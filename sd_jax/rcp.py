@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
 
 
 def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None) -> None:
-    """Write a submission from the logs of benchmark runs, and print what it still lacks.
+    """Write a submission from the logs of benchmark runs, and print what is missing in it.
 
     Args:
         out: The folder to write to.

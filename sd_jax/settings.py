@@ -226,7 +226,7 @@ class Settings(NamedTuple):
         height, width = self.pipeline.output_shape
         if height != width:
             raise ValueError(
-                f"sampler.height {height} is not sampler.width {width}: evaluation needs squares"
+                f"sampler.height {height} and sampler.width {width} must be equal for an evaluation"
             )
         return height
 

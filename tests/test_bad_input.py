@@ -145,14 +145,14 @@ evaluate --name= | --name=: give the name of a folder
 evaluate --guidance=x | --guidance is 'x': it must be a number
 evaluate --guidance=-3 | --guidance is -3.0: it must be from 0 to 1000
 evaluate --checkpoint=x | --checkpoint is 'x': it must be a whole number
-evaluate --reference=D/none.npz | --reference needs a file of prompts
+evaluate --reference=D/none.npz | --reference has no effect without a file of prompts
 evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
 precache --workers=2 --worker=2 | --worker=2 of --workers=2: the index must be from 0 to 1
 precache --captions=D/none | D/none
 precache --captions=D/binary.txt | --captions=D/binary.txt is not UTF-8 text
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
-prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: 0 is not above 0
+prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: give 1 or more
 prepare validate --source=folder --path=/nowhere --out=D/v | /nowhere
 digits --size=7 | --size=7: the side must be a multiple of 8
 digits --num=0 | --num=0: write at least 1 picture
@@ -199,7 +199,7 @@ text convert D/none D/out2 | D/none
 text --nosuch | Unknown command line flag 'nosuch'
 weights | D/file
 start --data=/nowhere | no data at /nowhere: check the path
-start --data= | --data is empty: name a folder
+start --data= | --data is empty: give the path of your pictures
 start --data=D/empty | no images in D/empty: looked for jpg
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text

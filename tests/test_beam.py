@@ -141,5 +141,5 @@ def test_laions_tables_are_the_same(start, tmp_path):
     line = "sd_jax.prepare", "laion", f"--metadata={tmp_path}/in"
     said = [end(start(*line, f"--out={tmp_path}/{name}", *more), tmp_path).replace(name, "OUT")
             for name, more in (("alone", ()), ("beam", BEAM))]  # fmt: skip
-    assert said[0] == said[1] and "of 2,006 rows, whose LICENSE is not" in said[0]
+    assert said[0] == said[1] and "of 2,006 rows, those whose LICENSE is not" in said[0]
     assert contents(tmp_path / "beam") == contents(tmp_path / "alone")

@@ -101,9 +101,10 @@ def kind_of(hint: Any) -> Any:
 
 
 def read_value(field: str, value: Any, hint: Any) -> Any:
-    """Convert `value` as `typed` does, check the result, and return it.
+    """Convert a value to the type of its field's annotation `hint`, check it, and return it.
 
-    Raises ValueError if the value has another type or is out of range.
+    `field` is the name of the field. Raises ValueError if the value has another type or is out of
+    range.
     """
     value = typed(value, hint)
     check_value(field, value, hint)

@@ -35,8 +35,8 @@ class Run(NamedTuple):
     """
 
     steps: Count
-    """The step at which training ends. To train a finished run for longer, raise it and start the
-    same command again."""
+    """The step at which training ends. To train a finished run for longer, raise this number and
+    run the same command again."""
     batch_size: Count
     """The number of training images in a step, over all devices together."""
     seed: Annotated[int, "[0, 4294967295]"] = 0
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     keep_last: Count = 5
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: Amount = 0
-    """Also keep the checkpoints of steps that are multiples of this number; 0 keeps no others."""
+    """Also keep the checkpoints of steps that are multiples of this number; 0 for none."""
     step_timeout: Count = 1_800
     """The longest time in seconds that a step and its checkpoint may take. If they take longer, the
     process prints the stacks of its threads and ends, so that a launcher can start it again."""
@@ -142,8 +142,8 @@ class Optimizer(NamedTuple):
     averages soon forget the initial weights. Short runs need this limit."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
     """Relative widths of power-function averages of the weights (EDM2), such as (0.05, 0.10). After
-    training, `python -m diffusion_jax.averages` computes averages of other widths from their
-    snapshots."""
+    training, `python -m diffusion_jax.averages` computes averages of other widths from
+    snapshots of these averages."""
     snapshot_every: Amount = 0
     """Number of steps between two snapshots of the power-function averages; 0 for 1/32 of `steps`.
     """
@@ -368,7 +368,8 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
         raise ValueError(f"unknown config field {dot}{unknown[0]}: {listed}")
     missing = [f for f in sorted(fields) if fields[f] is dataclasses.MISSING and f not in group]
     if missing:
-        raise ValueError(f"the config lacks {', '.join(dot + field for field in missing)}")
+        lacks = ", ".join(dot + field for field in missing)
+        raise ValueError(f"the config lacks {lacks}: set every field that has no default")
     values = {**fields, **group}
     for field, value in group.items():  # A config file can hold 0 instead of 0.0.
         if isinstance(fields[field], float) and type(value) is int:

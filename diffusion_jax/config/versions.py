@@ -76,8 +76,8 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
         value = place.pop(field)
         if change.learned and value not in change.learned:
             raise ValueError(
-                f"{change.field} is {value!r}, which this code no longer supports: use a version "
-                f"of this project from before config version {change.version}"
+                f"{change.field} is {value!r}, which this code no longer supports: use an older "
+                f"version of this project, which writes config versions below {change.version}"
             )
         if change.renamed:
             group, _, field = change.renamed.rpartition(".")

@@ -42,8 +42,9 @@ class Buckets(NamedTuple):
 def sort(pictures: Pictures, buckets: Sequence[Shape]) -> Buckets:
     """Assign each picture to the bucket with the nearest aspect ratio, and return the buckets.
 
-    This reads the header of every picture. Empty buckets are left out. Afterwards, `pictures`
-    replaces an unusable picture only by pictures of the same bucket.
+    This reads the header of every picture. `buckets` lists the height and width of each bucket in
+    pixels; empty buckets are left out of the result. Afterwards, `pictures` replaces an unusable
+    picture only by pictures of the same bucket.
     """
     sizes = read_sizes(pictures)
     bucket = nearest(sizes, buckets)
@@ -97,7 +98,7 @@ def described(buckets: Buckets, sizes: Int[np.ndarray, "N 2"]) -> str:
     """Return a log line with the share of pictures in each bucket.
 
     The line also shows which share of a picture's area cropping removes on average, with these
-    buckets and with square crops.
+    buckets and with square crops. `sizes` holds the height and width of each picture.
     """
     shares = [count / max(len(sizes), 1) for count in buckets.counts]
     shapes = ", ".join(

@@ -46,8 +46,8 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 def check_suffix(text: str) -> None:
     """Check that files with the suffix `text` can be read as captions or embeddings.
 
-    The suffix of captions is "txt". That of embeddings is "npy", "npz" or "safetensors". A suffix
-    may have several parts, such as "t5.npy".
+    Files of captions have the suffix "txt", and files of embeddings have "npy", "npz" or
+    "safetensors". Only the part after the last dot counts, such as "npy" in "t5.npy".
 
     Raises:
         ValueError: the suffix is unknown, or belongs to pickles.
@@ -62,7 +62,7 @@ def check_suffix(text: str) -> None:
     if last != "txt" and last not in EMBEDDINGS:
         raise ValueError(
             f"the suffix of text files is {text!r}: it must end in txt (captions) or "
-            f"{', '.join(EMBEDDINGS)} (precomputed embeddings)"
+            f"{', '.join(EMBEDDINGS)} (precomputed embeddings); set data.text to such a suffix"
         )
 
 

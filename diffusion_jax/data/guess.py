@@ -48,7 +48,7 @@ def guess(path: str, text: str = "") -> Data:
 
 
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
-    """Infer the data settings for a folder.
+    """Infer the data settings for the folder `root`, which is `path` without "@SPLIT".
 
     If there are no image files, the settings are for the tars, ArrayRecord files or parquet tables
     in the folder.
@@ -80,7 +80,7 @@ def _of_tars(path: str, text: str) -> Data:
     """Infer the data settings of webdataset tars from the first tar.
 
     Raises:
-        ValueError: the first tar has no texts, which training on tars requires.
+        ValueError: `text` is "" and the first tar holds no captions. Tars must hold captions.
     """
     first = tars.find(path)[0]
     index = tars.load_index(first)
@@ -94,7 +94,7 @@ def _of_tars(path: str, text: str) -> Data:
         suffixes = ", ".join(sorted(set(index.suffix.tolist())))
         raise ValueError(
             f"no captions in {first} (suffixes of its files: {suffixes or 'none'}): set --text to "
-            "the captions' suffix, or unpack the tar into a folder, where pictures need no captions"
+            "the captions' suffix, or unpack the tar into a folder: there, captions are optional"
         )
     return _data("webdataset", path, text)
 
@@ -102,17 +102,19 @@ def _of_tars(path: str, text: str) -> Data:
 def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
     """Infer the data settings for Hugging Face tables of images (.parquet or .arrow).
 
+    `root` is `path` without "@SPLIT".
+
     Raises:
-        ValueError: there is no such table.
+        ValueError: there is no .parquet or .arrow file at `path`.
     """
     saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
     files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
     if saved and not files:
-        raise ValueError(f"no .arrow files in {root}: write it again with dataset.save_to_disk")
+        raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
     if not files or files[0].suffix != suffix:
         raise ValueError(
-            f"{path} is not a folder, .tar, .jsonl or .parquet: name its source with "
+            f"{path} is not a folder, .tar, .jsonl or .parquet: set its data source with "
             f"--data=SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
         )
     training = [

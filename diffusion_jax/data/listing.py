@@ -234,5 +234,5 @@ def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N
 def _compact(spans: Int[np.ndarray, "N 2 2"], tar: str) -> UInt32[np.ndarray, "N 4"]:
     rows = spans.reshape(-1, 4) // [tars.BLOCK, 1, tars.BLOCK, 1]
     if (rows >= 2**32).any():
-        raise ValueError(f"{tar} holds an image or text of 4 GiB or more: remove it")
+        raise ValueError(f"{tar} holds an image or text of 4 GiB or more: remove this file")
     return rows.astype("<u4")

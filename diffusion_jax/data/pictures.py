@@ -34,7 +34,7 @@ class Pictures(Portable, abc.ABC):
     def __len__(self) -> int: ...
 
     def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
-        """From now on, never replace an unusable picture by one at these sorted indices.
+        """From now on, never replace an unusable picture by a picture at these sorted indices.
 
         The base class does nothing, because it replaces no pictures.
         """
@@ -74,7 +74,10 @@ class Pictures(Portable, abc.ABC):
 
     def _no_sizes(self) -> ValueError:
         name = type(self).__name__
-        return ValueError(f"{name} has no pictures of different sizes: set data.aspect_buckets=()")
+        return ValueError(
+            f"all pictures of {name} have one size, so aspect buckets have no use: set "
+            "data.aspect_buckets=()"
+        )
 
     @abc.abstractmethod
     def read(
@@ -95,7 +98,7 @@ class Pictures(Portable, abc.ABC):
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         """Return the text of each picture, or "" if the text is damaged.
 
-        Unusable pictures with a valid text are not replaced.
+        If a picture is unusable but its text is valid, this text is returned.
         """
         return self.read(indices)[1]
 
@@ -288,7 +291,7 @@ class Decoded(Pictures):
         tries = "" if len(self._unusable) == len(self) else f"in {_MAX_SUBSTITUTES} tries "
         raise ValueError(
             f"no usable record was found {tries}among {len(self)} records: {self.skipped()}. Check "
-            f"the files named above, and the filters in the config's data group: {filters}"
+            f"the files named in the log, and the filters in the config's data group: {filters}"
         )
 
     def _replacement(self, draw: np.random.Generator, original: int) -> int:

@@ -36,11 +36,14 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: save the prompts in UTF-8") from error
     if not prompts:
-        raise ValueError(f"{path} holds no prompts")
+        raise ValueError(f"{path} holds no prompts: add some, or choose another file")
     if number is None:
         return prompts
     if number > len(prompts):
-        raise ValueError(f"{path} holds {len(prompts)} prompts, fewer than the requested {number}")
+        raise ValueError(
+            f"{path} holds {len(prompts)} prompts, fewer than the requested {number}: request "
+            "fewer, or add prompts"
+        )
     chosen = np.random.RandomState(seed).permutation(len(prompts))[:number]
     return [prompts[i] for i in sorted(chosen)]
 
@@ -79,7 +82,8 @@ def _table(path: pathlib.Path) -> list[str]:
         rows = list(csv.DictReader(file, delimiter="\t"))
     if rows and "caption" not in rows[0]:
         raise ValueError(
-            f"{path} has no column 'caption', but {', '.join(rows[0])}: rename the prompts' column"
+            f"{path} has no column 'caption', but {', '.join(rows[0])}: rename the column with the "
+            "prompts to 'caption'"
         )
     return [row["caption"] for row in rows]
 

@@ -51,7 +51,7 @@ class Records(Portable, abc.ABC):
         return [record.text for record in self.read(indices)]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
-        """Return at least the first HEAD bytes of each image file; all of it if it is shorter.
+        """Return at least the first HEAD bytes of each image file, or all bytes of a shorter file.
 
         These bytes usually contain the image's height and width. The base class returns complete
         files.
@@ -255,7 +255,11 @@ def check_captions(
 
 def _field(values: Any, field: str) -> str | Unusable:
     value = values.get(field) if isinstance(values, dict) else None
-    return _caption(value) if isinstance(value, str) else Unusable("no_caption", f"no {field!r}")
+    return (
+        _caption(value)
+        if isinstance(value, str)
+        else Unusable("no_caption", f"the JSON file has no text in the field {field!r}")
+    )
 
 
 def _caption(text: str) -> str | Unusable:

@@ -1,4 +1,4 @@
-"""Splits data sets into training and held-out pictures.
+"""Split data sets into training and held-out pictures.
 
 A loss that is higher on held-out pictures than on training pictures reveals memorisation.
 """

@@ -132,7 +132,7 @@ def download(url: str, path: pathlib.Path) -> None:
 
 
 def upload(path: pathlib.Path, url: str) -> None:
-    """Copy a local file to an object store. Raises OSError if it cannot be written."""
+    """Copy a local file to an object store. Raises OSError if the URL cannot be written to."""
     try:
         _system(url).put_file(str(path), url)
     except Exception as error:  # Each store raises its own types.
@@ -140,7 +140,7 @@ def upload(path: pathlib.Path, url: str) -> None:
 
 
 def write_whole(path: str, content: bytes) -> None:
-    """Write a local file or URL atomically. Raises OSError if it cannot be written.
+    """Write `content` to a local file or URL atomically. Raises OSError if this fails.
 
     Object stores need no temporary file: an object becomes visible once its upload is complete.
     """

@@ -141,7 +141,7 @@ def expand(pattern: str) -> list[str]:
     """
     if (count := math.prod(map(_count, re.findall(_BRACES, pattern)))) > _MAX_NAMES:
         raise ValueError(
-            f"{pattern} stands for {count:,} files: at most {_MAX_NAMES:,} are allowed"
+            f"{pattern} stands for {count:,} files: write a pattern for at most {_MAX_NAMES:,}"
         )
     match = re.search(_BRACES, pattern)
     if match is None:
@@ -217,10 +217,11 @@ def _wdinfo(path: str) -> list[str]:
         names = [str(name) for name in info["tar_files"]]
     except Exception as error:  # A damaged pickle can raise anything.
         raise ValueError(
-            f"cannot read {path} as NeMo's list of tars (wdinfo.pkl): {error}"
+            f"cannot read {path} as NeMo's list of tars (wdinfo.pkl): {error}; name the tars by a "
+            "folder or a pattern"
         ) from error
     if not names:
-        raise ValueError(f"{path} lists no tar files")
+        raise ValueError(f"{path} lists no tar files: name the tars by a folder or a pattern")
     folder = path.rpartition("/")[0]
     absolute = lambda name: name.startswith("/") or storage.is_url(name)
     return [name if absolute(name) or not folder else f"{folder}/{name}" for name in names]
@@ -256,8 +257,8 @@ def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
         except OSError:
             continue  # The folder is read-only.
     logging.warning(
-        "the index of a tar cannot be saved to any of %s, so every start reads all headers of the "
-        "tar: make one of these folders writable",
+        "the index of a tar cannot be saved to any of the paths %s, so every start reads all "
+        "headers of the tar: make the folder of one of these paths writable",
         paths,
     )
 

@@ -51,14 +51,16 @@ def crop(
     """
     image, smallest = _open(data), (resize, resize) if resize else shape
     if min(image.size) < min_size:
-        raise Unusable("too_small", f"{image.width}x{image.height}, min_size is {min_size}")
+        raise Unusable("too_small", f"{image.width}x{image.height}, data.min_size is {min_size}")
     if max_aspect and max(image.size) > max_aspect * min(image.size):
-        raise Unusable("too_elongated", f"{image.width}x{image.height}, max_aspect is {max_aspect}")
+        raise Unusable(
+            "too_elongated", f"{image.width}x{image.height}, data.max_aspect is {max_aspect}"
+        )
     return np.asarray(_resize(_decode(image, max(smallest)), smallest, shape, place))
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Return height and width in pixels from an image's header, or (0, 0) if it is damaged.
+    """Return height and width in pixels from an image's header; (0, 0) for a damaged image.
 
     The EXIF orientation tag is applied, as in `crop`.
     """
@@ -103,7 +105,7 @@ def check_caption(text: str, min_chars: int) -> None:
     """Raise Unusable ("short_caption") if the text has fewer than `min_chars` characters."""
     if len(text) < min_chars:
         raise Unusable(
-            "short_caption", f"{text!r} has {len(text)} characters, min_chars is {min_chars}"
+            "short_caption", f"{text!r} has {len(text)} characters, data.min_chars is {min_chars}"
         )
 
 

@@ -4,8 +4,8 @@ A grid of n = sampler.steps steps has n + 1 levels: the level at which each step
 of the last step, which is 0 or the smallest level. Grids spaced in time (BY_TIMES) choose n times
 of the model's noise schedule, so they need a noise that defines times. Grids spaced by level
 ("karras", "exponential") place levels between sigma_max and sigma_min, so they work with every
-noise. The names leading, trailing and linspace are from Lin et al. 2024, Table 2. These grids round
-the times of discrete schedules as diffusers does.
+noise. The names leading, trailing and linspace are from Lin et al. 2024, Table 2. These three grids
+round the times of discrete schedules as diffusers does.
 """
 
 from collections.abc import Callable
@@ -104,8 +104,9 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
 def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at n evenly spaced times, from one spacing below the largest time to 0.
 
-    On a discrete schedule, s.offset is added to each time. If the end of the grid counts as a time
-    (see `_has_end`), n + 1 times are spaced instead, and the steps start at the first n of them.
+    Each step starts at one of these times. On a discrete schedule, s.offset is added to each time.
+    If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
+    spaced times instead of n, and the steps start at the first n of them.
     """
     points = s.steps + _has_end(noise, placement)
     if not noise.steps:
@@ -123,8 +124,9 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
 def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at n evenly spaced times, from the largest time to 0, where steps start.
 
-    If the end of the grid counts as a time (see `_has_end`), n + 1 times are spaced instead. The
-    steps start at the first n of them, and the last step ends at time 0.
+    If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
+    spaced times instead of n. The steps start at the first n of them, and the last step ends at
+    time 0.
     """
     last = noise.steps - 1 if noise.steps else 1
     times = np.linspace(0, last, s.steps + _has_end(noise, placement))[::-1]
@@ -136,8 +138,9 @@ def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas
 
     `noise.bounds` limits sigma_max and sigma_min.
 
-    With `end` "zero", n steps start at n levels, and the last level before 0 is sigma_min. With
-    "sigma_min", there are n + 1 levels, and the last step ends at sigma_min.
+    With `end` "zero", there are n levels, and the last step goes from sigma_min to the 0 that
+    `make_grid` appends. With "sigma_min", there are n + 1 levels, and the last step ends at
+    sigma_min.
     """
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
     sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
@@ -149,8 +152,7 @@ def exponential(
 ) -> tuple[Sigmas, Times | None]:
     """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced.
 
-    With `end` "zero", there are n levels, and `make_grid` appends the 0. With "sigma_min", there
-    are n + 1 levels, as in `karras`.
+    The levels are evenly spaced in ln sigma. Their number depends on `end`, as in `karras`.
     """
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
@@ -221,15 +223,18 @@ def _level(noise: Noise) -> Callable[[Any], Sigmas]:
 
 
 def _has_end(noise: Noise, placement: Placement) -> bool:
-    """Return whether n + 1 times are spaced, the last of which is the end of the grid."""
+    """Return whether `leading` and `linspace` place n + 1 times instead of n.
+
+    The last of n + 1 times is the end of the grid.
+    """
     return placement.includes_end or (not noise.steps and noise.end == "zero")
 
 
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:
     """Return the levels at the first s.steps of `times`, and these times (see Spacing).
 
-    On a continuous schedule, None replaces the times. On a discrete schedule, levels above
-    s.sigma_max are lowered to s.sigma_max, unless s.sigma_max is 0.
+    On a continuous schedule, the second result is None instead. On a discrete schedule, levels
+    above s.sigma_max are lowered to s.sigma_max, unless s.sigma_max is 0.
     """
     times = times[: s.steps].astype(np.float32)
     sigmas = _level(noise)(jnp.asarray(times))

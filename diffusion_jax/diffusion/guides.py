@@ -207,7 +207,8 @@ def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
     if guide.other != NEGATIVE:
         raise ValueError(
             "sampler.guiding has perp_neg, which needs the negative text, but --guide replaces "
-            "the negative text by a second model: remove one of the two"
+            "this text by a second model: remove perp_neg from sampler.guiding, or leave out "
+            "--guide"
         )
 
     def combine(d: Mapping[str, Images], x, sigma, guidance):

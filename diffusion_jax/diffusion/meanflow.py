@@ -62,15 +62,17 @@ def make(
 ) -> MeanFlow:
     """Train a network that draws in one step (Geng et al. 2025), with guidance built in.
 
+    Configs name this function in diffusion.method. It returns the options of the method.
+
     Args:
         omega: Weight of the velocity v in the target. The learned guidance scale is
             omega / (1 - kappa) (section 4.2).
         kappa: Weight, in the target, of the network's own prediction with the text.
         low: The smallest time t at which the velocity is guided.
         high: The largest time t at which the velocity is guided.
-        every: Of every `every` images in a micro-batch, one trains the mean velocity over an
-            interval, and the others train the velocity at a single time.
-        norm_p: The exponent of the adaptive weight; 0 weights all images equally.
+        every: In each group of `every` images of a micro-batch, one image trains the mean velocity
+            over an interval, and the others train the velocity at a single time.
+        norm_p: The exponent of the adaptive weight (see norm_eps); 0 weights all images equally.
         norm_eps: The squared error e of an image is divided by (e + norm_eps)^norm_p (equation 22).
     """
     return MeanFlow(omega, kappa, low, high, every, norm_p, norm_eps)
@@ -80,7 +82,7 @@ def losses(
     velocity: Velocity, frozen: Velocity, x0: Images, eps: Images, t: Times, r: Times, kept: Kept,
     s: MeanFlow,
 ) -> tuple[Times, Times]:  # fmt: skip
-    """Compute the weighted loss of each image, which training minimises, and its |u - v|^2.
+    """Compute each image's weighted loss, which training minimises, and each image's |u - v|^2.
 
     Args:
         velocity: The function u, with the network's weights and texts bound.

@@ -54,8 +54,9 @@ class Noise(NamedTuple):
         """Return the smallest and the largest noise level for sampling.
 
         On a discrete schedule, these are sigma_min and sigma_max, limited to the range of the
-        schedule's table; 0 selects an end of this range. Otherwise, they are returned unchanged,
-        and 0 selects EDM's values, 0.002 and 80.
+        schedule's table. There, a sigma_min of 0 selects the lower end of the range, and a
+        sigma_max of 0 the upper end. Otherwise, both are returned unchanged, except that 0 is
+        replaced by EDM's value: 0.002 for sigma_min, 80 for sigma_max.
         """
         if not self.steps or self.level is None:
             return sigma_min or 0.002, sigma_max or 80.0

@@ -28,7 +28,7 @@ class Weighting(NamedTuple):
     """Maps (the task's parameters, sigma, c_out, losses) to the weighted losses. `losses` holds the
     loss of the network F for each image."""
     init: Callable[[], Any] | None = None
-    """Returns the initial parameters of a learned weighting. None: the weighting is fixed."""
+    """Returns the initial parameters of a learned weighting. If None, the weighting is fixed."""
 
 
 class Objective(NamedTuple):
@@ -43,8 +43,8 @@ class Objective(NamedTuple):
     offset: float
     """The strength of offset noise (see `shifted`)."""
     mean_flow: meanflow.MeanFlow | None = None
-    """Options of MeanFlow, whose loss is `mean_flow_loss`. None: a denoiser is trained with `loss`.
-    """
+    """Options of MeanFlow, whose loss is `mean_flow_loss`. If None, a denoiser is trained with
+    `loss`."""
 
     @property
     def scalings(self) -> Precond:
@@ -124,8 +124,8 @@ class Objective(NamedTuple):
         """Compute each image's unweighted loss and its v-loss |D - x0|^2 (1 + sigma^2) / sigma^2.
 
         D is the denoiser of `network`. Its v-loss has the same meaning whether the network predicts
-        eps, x0, v or flow. So runs whose networks predict different quantities can be compared by
-        it.
+        eps, x0, v or flow. So it can be compared between runs whose networks predict different
+        quantities.
         """
         residual = precond.residual(network, self.scalings, x0, eps, sigma)
         mean = lambda each: jnp.mean(each, axis=(1, 2, 3))
@@ -165,14 +165,15 @@ def check(d: Any) -> None:
     name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
     if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
         raise ValueError(
-            f"diffusion.noise is {d.noise!r}, which ends without signal, but diffusion.{predicts} "
-            "is 'eps', a prediction that is undefined at zero terminal SNR: choose v or flow"
+            f"diffusion.noise is {d.noise!r}, whose last noise level has no signal, and there the "
+            f"prediction 'eps' of diffusion.{predicts} is undefined (zero terminal SNR): set "
+            f"diffusion.{predicts} to v or flow"
         )
     weighted = d.distance != "l2" or d.weight != "min_snr" or d.min_snr
     if name("method") == "meanflow" and weighted:
         raise ValueError(
-            f"diffusion.method is {d.method!r}, which has its own loss and weights: set "
-            "diffusion.distance=l2, diffusion.weight=min_snr and diffusion.min_snr=0, the defaults"
+            f"diffusion.method is {d.method!r}, whose own loss ignores diffusion.distance, "
+            "diffusion.weight and diffusion.min_snr: set them to l2, min_snr and 0, their defaults"
         )
 
 
@@ -263,7 +264,10 @@ WeightName = Annotated[str, named.checked(WEIGHTINGS)]
 
 
 def denoise() -> None:
-    """Train a denoiser, whose sampling takes several steps."""
+    """Train a denoiser, whose sampling takes several steps.
+
+    Configs name this function in diffusion.method. It returns None, because there are no options.
+    """
 
 
 METHODS: dict[str, Callable[..., meanflow.MeanFlow | None] | str] = {

@@ -63,7 +63,7 @@ class Start(NamedTuple):
     finish: Callable[[Images], Images]
     """Converts the sampler's result to images."""
     wrap: Callable[[Sampler], Sampler] = lambda sampler: sampler
-    """Returns a sampler for image-to-image or inpainting. By default, the sampler is unchanged."""
+    """Adapts the sampler to image-to-image or inpainting. By default, returns it unchanged."""
 
 
 Begin = Callable[..., Start]  # Takes the arguments of a Task's `sample`.
@@ -94,9 +94,9 @@ def make(s: Any) -> Sampler:
 def bound(field: str, text: str, group: Any = None) -> Callable[..., Any]:
     """Return the sampler that `text` names, such as "heun(churn=40)", with its parameters bound.
 
-    Parameters that `text` omits take the values of the fields in `group`, if it has them. `field`
-    is the name of the config field, for error messages. Raises ValueError if the name or a
-    parameter is unknown.
+    A parameter that `text` omits takes the value of the field of the same name in `group`, if there
+    is one, else its default. `field` is the name of the config field, for error messages. Raises
+    ValueError if the name or a parameter is unknown.
     """
     functions = {name: method.sampler for name, method in SAMPLERS.items()}
     return named.bound(field, text, functions, group)
@@ -118,8 +118,8 @@ def check_method(d: Any, s: Any) -> None:
     samplers that evaluate D once per step, add no noise and use no D of earlier steps.
 
     Args:
-        d: A config's `diffusion` group.
-        s: Its `sampler` group.
+        d: The config's `diffusion` group.
+        s: The config's `sampler` group.
     """
     (method,) = named.calls("diffusion.method", d.method)
     sampler: Any = make(s)
@@ -127,7 +127,8 @@ def check_method(d: Any, s: Any) -> None:
     if method.name == "meanflow" and not straight:
         raise ValueError(
             f"sampler.name is {s.name!r}, but a model trained with diffusion.method={d.method} "
-            "steps straight from level to level: choose ddim with eta 0, or euler"
+            "needs a sampler that goes straight from level to level: set sampler.name to euler, or "
+            "to ddim with sampler.eta 0"
         )
 
 

@@ -27,9 +27,9 @@ def brownian(noise: Draws) -> Callable[[Level], Images]:
     """Return a function W(sigma): for each image, a Brownian path whose time is log2 sigma.
 
     The path is computed from the draws noise(i), and does not depend on the levels at which it is
-    evaluated. Its main piece spans 2^-12 to
-    2^20. A piece of the same length continues it on either side, because the cosine schedule
-    starts at 2^24.4. Each evaluation takes 17 draws.
+    evaluated. Its main piece spans sigma from 2^-12 to 2^20. A piece of the same length continues
+    the path on either side, because the cosine schedule starts at 2^24.4. Each evaluation takes 17
+    draws.
     """
 
     def at(sigma):

@@ -244,7 +244,7 @@ class Loaded:
         return {side: getattr(image, side) for side in ("height", "width") if side not in chosen}
 
     def _strengths(self, strength: float | Sequence[float]) -> list[float | None]:
-        """Return the strength of each stage. If there is a single value, later stages get 1.
+        """Return the strength of each stage. A single value is for the first stage; others get 1.
 
         Raises:
             ValueError: A value is not in [0, 1], or a list does not have one value per stage.

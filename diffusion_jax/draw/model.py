@@ -130,7 +130,10 @@ def load_guide(
             "same values"
         )
     if settings.lora.rank:
-        raise ValueError(f"--guide={guide} is a LoRA: a guide must be a complete model")
+        raise ValueError(
+            f"--guide={guide} is a LoRA, but a guide must be a complete model: name a run with "
+            "lora.rank 0"
+        )
     shapes = _placed_shapes(init_of(settings), mesh, rules)
     folder = files.path(workdir) / runs.CHECKPOINTS
     return GuidingModel(settings, restore.load_params(folder, shapes, "ema", step))
@@ -162,7 +165,7 @@ def load_model(
         lora_scale: The strength of a LoRA run, for the metadata of pictures.
 
     Raises:
-        FileNotFoundError: The run has no such checkpoint.
+        FileNotFoundError: The run does not have the checkpoint that `weights` names.
         ValueError: The checkpoint is damaged, or does not hold the average that `weights` names.
     """
     placed = _placed_shapes(task.init, mesh, task.rules)
@@ -228,7 +231,7 @@ def _placed_shapes(init: Callable[..., Params], mesh: Mesh, rules: Any) -> Param
 def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
     """Return, for each array, the sum of its values modulo 2^32, with their bits read as integers.
 
-    The sharding of the arrays does not matter. Every device gets the sums.
+    The sums do not depend on how the arrays are sharded. Every device gets the sums.
     """
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = [

@@ -111,12 +111,17 @@ def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> l
     if num_stages == 1 and not option.at_load and not option.is_text:
         return _split(texts) or [None]
     if option.at_load and len(texts) > 1:
-        raise ValueError(f"--{name} is given {len(texts)} times, but it cannot vary: give it once")
+        raise ValueError(
+            f"--{name} is given {len(texts)} times, but it cannot vary in a sweep: give it once"
+        )
     return [_one_or_more(option, [text]) for text in texts] or [None]
 
 
 def _one_or_more(option: Option, texts: Sequence[str]) -> Any:
-    """Return None if the texts hold no value, the only value, or a list of several values."""
+    """Return the values in `texts` as a list.
+
+    If there is only one value, return the value itself. If there is none, return None.
+    """
     parts = list(texts) if option.is_text else _split(texts)
     return parts if len(parts) > 1 else next(iter(parts), None)
 

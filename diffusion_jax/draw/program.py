@@ -40,7 +40,7 @@ class Programs(NamedTuple):
     draw: Callable[..., Draw]
     """A function (settings, preview=None, strength=None) -> the Draw for these settings.
 
-    The Draw is compiled at first use.
+    `preview` and `strength` are as in `model.with_overrides`. The Draw is compiled at first use.
     """
     begin: Callable[[Any], tuple[Begin, Any]]
     """A function settings -> (the task's `begin` for these settings, the task's frozen weights)."""
@@ -158,7 +158,8 @@ def check_fits(height: int, width: int, channels: int, num_images: int = 1) -> N
     if need > limit:
         raise ValueError(
             f"{num_images} images of {width}x{height} need more than {need / 1e9:,.0f} GB of "
-            f"memory per device, which has {limit / 1e9:.1f} GB: choose a smaller size or batch"
+            f"memory per device, but a device has {limit / 1e9:.1f} GB: choose a smaller size or "
+            "batch"
         )
 
 

@@ -215,13 +215,13 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     compute = lambda guidance: loop.drawing(scorer, point.draw, guidance, most, size=plan.size)
     with programs.rehearsal():
         *_, features = [compute(guidance)(np.arange(most)) for guidance in kinds]
-    judged = [f"{k} of {v.shape[1]}" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
+    judged = [f"{k} ({v.shape[1]})" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
     images = len(subject.points) * len(plan.guidance) * total
     rows = [
-        ("model", f"{subject.workdir}, by {point.card['sampler']}"),
+        ("model", f"{subject.workdir}, with sampler {point.card['sampler']}"),
         ("draws", f"{images:,} images of {subject.size}x{subject.size}, {most} at once"),
         ("prompts", f"{total:,}, at guidance {', '.join(f'{g:g}' for g in plan.guidance)}"),
-        ("features", ", ".join(judged)),
+        ("features", f"{', '.join(judged)} (number per image)"),
         ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
     ]
     return progress.block(rows)

@@ -185,10 +185,10 @@ def write(
         rows.append(training.describe(key, nearest))
         sheets.write_png(out / f"copies_{key}_{sheet}", training.sheet(nearest, draw))
         logging.info(
-            "copies, by %s features: a share of %.3g of the drawn pictures is as close to a "
-            "training picture as the closest share of %g of the unseen pictures (confidence "
-            "interval of the first share: %.3g to %.3g)",
-            key, rows[-1]["close"], CLOSE, rows[-1]["close_low"], rows[-1]["close_high"],
+            "copies, by %s features: a share of %.3g of the drawn pictures (confidence interval: "
+            "%.3g to %.3g) is closer to a training picture than %g %% of the unseen pictures are",
+            key, *(rows[-1][name] for name in ("close", "close_low", "close_high")),
+            100 * (1 - CLOSE),
         )  # fmt: skip
         if rows[-1]["median_distance_of_unseen"] == 0:
             logging.warning(

@@ -184,7 +184,7 @@ class Scorer:
         if metric.features not in self._owners or metric.group not in self.groups:
             raise LookupError(
                 f"{name} needs the features {metric.features}, but only {', '.join(self._owners)} "
-                "are available: set the weights that compute them, or remove the metric"
+                f"are available: set the weights that compute {metric.features}, or remove {name}"
             )
         if len(self.prompts) < metric.least:
             raise LookupError(
@@ -253,8 +253,8 @@ def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
     for name in _OF_PROMPTS:
         if settings[name]:
             raise ValueError(
-                f"{prefix}{name} needs a file of prompts, since the run's data source otherwise "
-                f"uses its own prompts and judge: also set {prefix}prompts=FILE, or remove "
+                f"{prefix}{name} has no effect without a file of prompts: the run's data source "
+                f"then uses its own prompts and judge. Set {prefix}prompts=FILE, or remove "
                 f"{prefix}{name}"
             )
 

@@ -160,7 +160,7 @@ def _is_score(column: str, value: Any) -> bool:
 def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) -> None:
     """Write scores and their cards as JSON files that `metrics compare` reads.
 
-    `scored` is keyed by judge. Each judge has a file NAME_JUDGE.json.
+    `scored` is keyed by judge. The file of each judge is NAME_JUDGE.json, where NAME is `name`.
     """
     folder.mkdir(exist_ok=True)
     for extractor, scores in scored.items():

@@ -104,8 +104,9 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
     """Return a list of weights per stage, made from the values of --ema and --checkpoint.
 
     A stage's list combines each of the stage's averages with each of its checkpoints. By default,
-    the average is "ema" and the checkpoint is None, the newest. Stages after the first for which
-    neither flag has a value have no list. Raises ValueError if a checkpoint is not a whole number.
+    the average is "ema" and the checkpoint is None, the newest. The result has one list for each
+    stage for which --ema or --checkpoint is given, and always one for the first stage. Raises
+    ValueError if a checkpoint is not a whole number.
     """
     names = [text.split(",") for text in emas] or [["ema"]]
     steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]

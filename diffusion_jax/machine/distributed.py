@@ -83,7 +83,9 @@ def join() -> None:
     counts = gather_text(str(identity.get("num_processes", jax.process_count())))
     if len(set(counts)) > 1:
         each = ", ".join(f"{count} in process {process}" for process, count in enumerate(counts))
-        raise ValueError(f"num_processes is {each}: start all with the same --num_processes")
+        raise ValueError(
+            f"num_processes is {each}: start all processes with the same --num_processes"
+        )
     if jax.process_count() > 1:
         _Farewell.last_words = LastWords(_farewell(_ABRUPTLY))
         exit_at_abort()
@@ -295,12 +297,12 @@ def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
         names = ", ".join(flag.get(name, f"--{name}") for name in missing)
         raise ValueError(
             f"{names} is missing: set all of --coordinator=HOST:PORT, --num_processes and "
-            "--process_id, or of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            "--process_id, or all of JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"
         )
     if identity["process_id"] >= identity["num_processes"]:
         raise ValueError(
-            f"process_id is {identity['process_id']} of {identity['num_processes']} processes: it "
-            f"must be from 0 to {identity['num_processes'] - 1}"
+            f"process_id is {identity['process_id']}, but with {identity['num_processes']} "
+            f"processes it must be from 0 to {identity['num_processes'] - 1}"
         )
     if not re.fullmatch(r".+:\d+", identity["coordinator_address"]):
         raise ValueError(

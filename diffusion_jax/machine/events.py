@@ -51,9 +51,9 @@ def _as_os_errors(tf: Any) -> Iterator[None]:
 def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
     """Yield a clu.metric_writers.MetricWriter for event files in `folder`, and close it at the end.
 
-    Existing files in `folder` lose the events of steps after `after` first; with after=0, they lose
-    all events. Only process 0 writes. If TensorFlow is not installed, a warning is logged
-    and nothing is written.
+    First, the events of steps after `after` are removed from existing files in `folder`; with
+    after=0, all events are removed. Only process 0 writes. If TensorFlow is not installed, a
+    warning is logged and nothing is written.
     """
     writer = _Nothing() if jax.process_index() else _open(folder, after)
     try:

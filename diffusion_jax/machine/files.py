@@ -104,8 +104,8 @@ def is_full(error: BaseException) -> bool:
 def named(path: Path, hidden: Path = "") -> Iterator[None]:
     """Make OSErrors in this context name the file `path`.
 
-    Errors that already name another file do not change, except if it is the temporary file
-    `hidden`.
+    An error that already names another file does not change, unless that file is the temporary
+    file `hidden`.
     """
     try:
         yield

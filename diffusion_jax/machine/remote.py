@@ -240,7 +240,7 @@ class Remote(pathlib.PosixPath):
 
     @property
     def _start(self) -> int:
-        """The number of characters to cut from fsspec's names to get paths relative to this one."""
+        """The number of characters to cut from fsspec's names for paths relative to this path."""
         return len(str(self).partition("://")[2]) + 1
 
     def _find(self) -> dict[str, dict[str, Any]]:
@@ -255,7 +255,8 @@ class Remote(pathlib.PosixPath):
     def _get_all(self, files: dict[str, pathlib.Path]) -> None:
         """Copy objects into local files, several at a time.
 
-        `files` maps each object's path below this one to a local file.
+        `files` maps the path of each object, relative to this path, to a local file. The path "" is
+        this object itself.
         """
         for file in files.values():
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def make_mesh(
     if used < len(devices) and jax.process_count() > 1:
         raise ValueError(
             f"mesh {_describe(sizes)} uses {used} of {len(devices)} devices, but "
-            f"{jax.process_count()} processes must use all: set one size to -1"
+            f"{jax.process_count()} processes must use all devices: set one size to -1"
         )
     # Auto, not the default Explicit: the compiler propagates shardings through the UNet.
     auto = (AxisType.Auto,) * 3
@@ -185,14 +185,14 @@ def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
 def check_batch(
     batch_size: int, accumulate: int, mesh: Mesh | AbstractMesh, name: str = "accumulate"
 ) -> None:
-    """Raise ValueError if a micro batch cannot be split evenly over the devices.
+    """Raise ValueError unless `batch_size` is divisible by `accumulate` * batch_ways(mesh).
 
     Args:
-        batch_size: Samples in the global batch.
-        accumulate: Number of micro batches per batch. With name="optimizer.micro_batch", it is the
-            number of samples per device in a micro batch, for which the condition is the same.
+        batch_size: The number of samples in the global batch.
+        accumulate: The number of micro batches per batch, or the number of samples per device in a
+            micro batch. The check is the same for both. The number must be at least 1.
         mesh: The mesh.
-        name: The name of the setting `accumulate` in the error message.
+        name: The config field that holds `accumulate`, as named in the error message.
     """
     if accumulate < 1:
         raise ValueError(f"{name} is {accumulate}: it must be at least 1")
@@ -252,7 +252,10 @@ def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None)
 def _checked(spec: P | str, name: str, shape: tuple[int, ...], mesh: Any) -> P:
     """Return the spec if it fits the shape. Raises ValueError otherwise."""
     if isinstance(spec, str) or len(spec) > len(shape):
-        raise ValueError(f"sharding rule {spec!r} does not fit {name!r} of shape {shape}")
+        raise ValueError(
+            f"sharding rule {spec!r} does not fit {name!r} of shape {shape}: use FSDP, OUTPUTS, "
+            f"INPUTS or a PartitionSpec of at most {len(shape)} axes"
+        )
     for axis, names in enumerate(spec):
         names = (names,) if isinstance(names, str) else names or ()
         ways = math.prod(mesh.shape[n] for n in names)

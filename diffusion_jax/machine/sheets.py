@@ -52,7 +52,10 @@ def contact_sheet(
 
 
 def _wrapped(caption: str, font: Any, width: int) -> list[str]:
-    """Wrap a caption to `width` pixels, but at least 8 letters, and return three lines at most."""
+    """Wrap a caption to lines of at most `width` pixels, and return the first three.
+
+    A line may have 8 letters even if these are wider than `width`.
+    """
     lines: list[str] = []
     for letters in range(max(8, len(caption)), 7, -1):
         lines = textwrap.wrap(caption, letters)[:3]

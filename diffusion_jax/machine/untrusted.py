@@ -32,7 +32,7 @@ def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
 
     Raises:
         ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
-        OSError: The file is not such an image.
+        OSError: The file is not a JPEG, PNG or WebP image.
     """
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:

@@ -121,7 +121,7 @@ class Writer:
                 if missing == 2:  # Not at once: this process may be releasing the folder.
                     self._end(
                         f"{_path(self._folder, self._number)} is gone: another process took over "
-                        "because this process had no heartbeat, and that process has ended"
+                        "while this process had no heartbeat, and then released the lock"
                     )
                 if missing:
                     pause = soon

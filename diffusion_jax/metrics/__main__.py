@@ -73,7 +73,7 @@ from diffusion_jax.metrics.judges import train as train_judge
 from diffusion_jax.metrics.table import METRICS
 
 _IMAGES = flags.DEFINE_string(
-    "images", None, "stats: a folder of images, tars, or SOURCE:PATH::TEXT."
+    "images", None, "stats: the images, as a folder, tars or SOURCE:PATH::TEXT."
 )
 _OUT = flags.DEFINE_string("out", None, "Output file, or folder for train_judge.")
 _WEIGHTS = flags.DEFINE_string(
@@ -81,7 +81,7 @@ _WEIGHTS = flags.DEFINE_string(
 )
 _MODE = flags.DEFINE_enum(
     "mode", None, [*preprocess.INCEPTION], "Preprocessing for Inception; pytorch by default. fid "
-    "needs it if a file was written by another program.",
+    "needs this flag for a statistics file that another program wrote.",
 )  # fmt: skip
 _DIMS = flags.DEFINE_enum(
     "dims", "2048", [*inception.LEVELS], "Level of Inception's features; 2048 is FID's."
@@ -98,7 +98,7 @@ _SPATIAL = flags.DEFINE_bool(
     "spatial", False, "stats: also save mu_s and sigma_s. fid: print sFID."
 )
 _KEEP = flags.DEFINE_bool("keep_features", False, "stats: also save the features.")
-_ALL = flags.DEFINE_bool("all", False, "fid: print all scores. fid, clip: add intervals.")
+_ALL = flags.DEFINE_bool("all", False, "fid: print all scores. fid and clip: add intervals.")
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", lower_bound=2)
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of KID's subsets, of the intervals and of train_judge.", lower_bound=0
@@ -110,13 +110,13 @@ _CLIP_MODE = flags.DEFINE_enum(
 )
 _DINOV2 = flags.DEFINE_string("dinov2", None, "fid, stats: DINOv2's weights, for FD-DINOv2.")
 _REFERENCE = flags.DEFINE_string("reference", None, "clip: a folder of real images, for CMMD.")
-_ALLOW = flags.DEFINE_list("allow", [], "compare: fields of the card that may differ.")
+_ALLOW = flags.DEFINE_list("allow", [], "compare: card fields that may differ.")
 _DATA = flags.DEFINE_string("data", None, "train_judge: captioned data set, SOURCE:PATH::TEXT.")
 _SEEN = flags.DEFINE_integer(
     "seen", 150_000, "train_judge: number of training pictures, with repetition.", lower_bound=1
 )
-_OTHER = flags.DEFINE_string("other", "", "train_judge: pictures with the same captions in another "
-                             "style, as one more test.")  # fmt: skip
+_OTHER = flags.DEFINE_string("other", "", "train_judge: a data set with the same captions in "
+                             "another style, for one more test.")  # fmt: skip
 _SHARD = flags.DEFINE_integer(
     "shard_images", reference.Work().shard, "stats: images per shard. An interruption loses at "
     "most the work on one shard.", lower_bound=1,
@@ -142,8 +142,8 @@ def main(argv: list[str]) -> None:
                 raise ValueError(f"`{argv[1]}` does not read --{name}: remove the flag")
         if _SPATIAL.value and (_CLIP.value or _DINOV2.value or _DIMS.value != "2048"):
             raise ValueError(
-                "--spatial works only with Inception's default features: remove --clip, --dinov2 "
-                "and --dims"
+                "--spatial works only with Inception's default features: remove --spatial, or "
+                "remove --clip, --dinov2 and --dims"
             )
         match argv[1:]:
             case ["stats"] if _IMAGES.value and _OUT.value:
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> None:
             case ["convert", path, out]:
                 converted = weights.convert(path, out)
                 origin = "the" if converted.official else "not the"
-                print(f"{out}: hash {converted.digest}, {origin} weights of the public file")
+                print(f"{out}: {origin} weights of the public file; hash {converted.digest}")
             case ["train_judge"] if _DATA.value and _OUT.value:
                 cli.start()
                 _train_judge(_DATA.value, _OUT.value)
@@ -187,7 +187,7 @@ def _stats(path: str, out: str) -> None:
     if flags.FLAGS.dry_run:
         shards = reference.shards_of(opened, out, work)
         finished = sum(shards.path(shard).exists() for shard in shards.numbers)
-        print(f"{len(opened)} images in {len(shards.numbers)} shards, {finished} of them finished")
+        print(f"{len(opened)} images in {len(shards.numbers)} shards; finished shards: {finished}")
         return
     with cli.bad_input(usual=(OSError,), code=1):
         reference.take(opened, out, work, engine)
@@ -261,7 +261,7 @@ def _scores(
     real: stats_files.Stats | None,
     column: Callable[[str], str],
 ) -> dict[str, float]:
-    """Compute the named metrics and return their table columns, with intervals if --all is set.
+    """Compute the metrics `names`; return their table columns, with intervals if --all is set.
 
     `rows` holds the features of the generated images, keyed by kind (Metric.features). `real` holds
     the statistics of the real images. `column` maps a metric's name to its column's name.
@@ -320,7 +320,8 @@ def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     )
     card = opened.card(stream.n, skipped)
     if card["skipped"]:
-        logging.warning("skipped some of %d images in %s: %s", len(opened), path, card["skipped"])
+        details = len(opened), path, card["skipped"]
+        logging.warning("skipped some of the %d images in %s; numbers by reason: %s", *details)
     if not extractor.parts:
         return stats_files.Stats(stream.gaussian(), stream.features(), card)
     parts = extractors.split(extractor, stream.features())
@@ -334,14 +335,20 @@ def _card_of(
     real: stats_files.Stats,
     generated: stats_files.Stats,
 ) -> cards.Card:
-    """Return the card of the generated images, completed with the name of the reference set."""
+    """Return the card of the generated images, completed with the name of the reference set.
+
+    `real` holds the statistics of the reference set, which were read from `path`.
+    """
     counts = [side.gaussian.n for side in (real, generated)]
     empty = cards.make_card(extractor, image_size=(0, 0), n=counts[1] or 0) | {"image_size": None}
     card = generated.card or empty
     size = (real.card or {}).get("image_size")
     if size is not None and card["image_size"] not in (None, size):
         sizes = card["image_size"], size
-        logging.warning("the generated images are %s pixels, but the real images are %s", *sizes)
+        logging.warning(
+            "the generated images have the height and width %s, but the real images have %s: this "
+            "difference affects the distance", *sizes,
+        )  # fmt: skip
     few = [n for n in counts if n is not None and n < _FEW * extractor.width]
     if few:
         logging.warning(

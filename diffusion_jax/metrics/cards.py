@@ -101,7 +101,10 @@ def read_scored(path: str | os.PathLike[str]) -> Scored:
         content = json.loads(files.path(path).read_text())
         return Scored(dict(content["scores"]), dict(content["card"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no scores with a card: {error!r}") from error
+        raise ValueError(
+            f"{path} holds no scores with a card ({error!r}): name a JSON file of scores that "
+            "`metrics` or `evaluate` wrote"
+        ) from error
 
 
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:

@@ -41,8 +41,8 @@ def load(
 
     Raises:
         FileNotFoundError: the weights, the config or the tokenizer are missing.
-        ValueError: `preprocessing` is unknown, or the weights are not those of both towers with
-            their projections.
+        ValueError: `preprocessing` is unknown, or `weights` does not hold a complete CLIP: two
+            towers, each with its projection.
     """
     if preprocessing not in PREPROCESSING:
         raise ValueError(
@@ -95,7 +95,7 @@ def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 
 def _digest(folder: pathlib.Path) -> str:
-    """Return the SHA-256 of the folder's safetensors files, or of its .bin files if it has none."""
+    """Return the SHA-256 of a folder's safetensors files, or else of its .bin files."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         with path.open("rb") as file:

@@ -137,9 +137,10 @@ def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Ext
 
 
 def split(extractor: Extractor, rows: Rows) -> dict[str, Rows]:
-    """Split the features [N, D] of an extractor into its parts, keyed as in extractor.parts.
+    """Split an extractor's features [N, D] into kinds of features. Return {kind: features}.
 
-    For an extractor without parts, the result has one entry under the extractor's name.
+    The kinds are the keys of extractor.parts. If extractor.parts is empty, the result has a single
+    entry, whose key is the extractor's name.
     """
     if not extractor.parts:
         return {extractor.name: rows}
@@ -156,7 +157,7 @@ def extract(
     keep: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Extracted:
-    """Compute the features of all usable rows of a source.
+    """Compute the features of all usable rows of a source, on the devices of a mesh.
 
     Every process receives all features, in the order of the rows. With keep=False, the result has
     no features, only the sums that determine their mean and covariance. `progress` is called with
@@ -171,10 +172,10 @@ def make_extract(
 ) -> Callable[..., Extracted]:
     """Return a function extract(source, rows, progress) that computes the features of some rows.
 
-    `rows` is a range of row indices of the source. For the result and `progress`, see `extract`.
-    The programs are compiled only once, even if the returned function is called several times. Each
-    process reads only the rows that its local devices need. It reads the next batch while the
-    devices compute.
+    `rows` is a range of row indices of the source. For the result, `keep` and `progress`, see
+    `extract`. The programs are compiled only once, even if the returned function is called several
+    times. Each process reads only the rows that its local devices need. It reads the next batch
+    while the devices compute.
     """
     run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
     rows_sharding = batch_sharding(mesh)

@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 
 
 def no_sums(width: int) -> Sums:
-    """Return the sums for an empty set of features: all zero."""
+    """Return the Sums of an empty set of features, with `width` features per row."""
     return Sums(0, np.zeros(width), np.zeros((width, width)))
 
 
@@ -67,7 +67,10 @@ class Stream:
     """An accumulator of feature batches. It skips and counts rows with NaN or infinity."""
 
     def __init__(self, width: int, *, keep: bool = True):
-        """Start with no rows. With keep=False, store only sums, which take constant memory."""
+        """Start without rows. Each row will have `width` features.
+
+        With keep=False, store only sums, which take constant memory.
+        """
         self._width, self._keep = width, keep
         self._waiting: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
@@ -100,7 +103,10 @@ class Stream:
     def features(self) -> Rows:
         """Return all finite rows [n, D]. Raises ValueError if the stream has keep=False."""
         if not self._keep:
-            raise ValueError("the stream has keep=False, so its features were not stored")
+            raise ValueError(
+                "the stream did not store its features: create it with keep=True instead of "
+                "keep=False"
+            )
         return np.concatenate(self._rows or [np.zeros((0, self._width), np.float32)])
 
     def sums(self) -> Sums:

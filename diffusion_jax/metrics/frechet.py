@@ -51,8 +51,9 @@ def score(sample: Sample, reference: Reference) -> Score:
 def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) -> Score:
     """Return the distance extrapolated to infinitely many images (FID-infinity) as a score.
 
-    The score's extra column "residual" is the root-mean-square residual of the fit; see
-    `extrapolated`. Raises ValueError if `sample` is a Gaussian, because the fit needs features.
+    The score's extra column "residual" is the root-mean-square residual of the fit. For the fit and
+    `seed`, see `extrapolated`. Raises ValueError if `sample` is a Gaussian, because the fit needs
+    features.
     """
     if isinstance(sample, Gaussian):
         raise ValueError(
@@ -126,9 +127,9 @@ def extrapolated(
 ) -> tuple[float, float]:
     """Return FID-infinity (Chong & Forsyth 2020) and the root-mean-square residual of its fit.
 
-    The distance is computed for `points` random subsets, drawn without replacement. The subset
-    sizes n range from a tenth of the images (at least 2) to all images. A line in 1/n is fitted to
-    the distances, and FID-infinity is its value at 1/n = 0.
+    The distance is computed for `points` random subsets, which are drawn without replacement with
+    the random seed `seed`. The subset sizes n range from a tenth of the images (at least 2) to all
+    images. A line in 1/n is fitted to the distances, and FID-infinity is its value at 1/n = 0.
 
     Raises:
         ValueError: there are fewer than 20 images.

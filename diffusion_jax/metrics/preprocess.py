@@ -135,8 +135,8 @@ def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O
 
     The first pass resizes the width, as in all versions of Pillow up to 12. The scores in papers
     were computed with these versions. Pillow 13 resizes the height first where this is cheaper, for
-    example when tall images become square. On images of noise, its pixels differ by up to 23 grey
-    levels.
+    example when tall images become square. On images of noise, its pixels differ from those of
+    earlier versions by up to 23 grey levels.
     """
     h, w = images.shape[1:3]
     along_rows = lambda x, matrix: _resample(x, np.eye(h), matrix)

@@ -108,7 +108,7 @@ class Work(NamedTuple):
 
 
 def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) -> None:
-    """Compute the statistics of images and write them to `out`.
+    """Compute the statistics of the images `opened`, and write them to `out`.
 
     `engine` distributes the shards over workers. Partial results are stored in a temporary folder
     next to `out`. After an interruption, the same call computes only the missing shards. If several
@@ -200,7 +200,7 @@ class Shards(NamedTuple):
         card = self.card(sums.n, **skipped)
         if card["skipped"]:
             details = len(self.images), self.images.path, card["skipped"]
-            logging.warning("skipped some of %d images in %s: %s", *details)
+            logging.warning("skipped some of the %d images in %s; numbers by reason: %s", *details)
         rows = np.concatenate(parts) if self.work.keep else None
         gaussian, parts = sums.gaussian(), self.images.extractor.parts
         if not parts:
@@ -225,10 +225,10 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
 
 
 def _is_of(out: files.Path, card: cards.Card, work: Work, extractor: extractors.Extractor) -> bool:
-    """Return whether `out` holds statistics with this card and all arrays that are needed.
+    """Return whether `out` holds statistics with this card, and all arrays that are needed.
 
-    `work` and `extractor` determine the arrays. The card's fields "n" and "skipped" are not
-    compared.
+    `work` and `extractor` determine which arrays are needed. The card's fields "n" and "skipped"
+    are not compared.
     """
     if not files.path(out).is_file():
         return False

@@ -102,9 +102,9 @@ def check_mode(path: str | os.PathLike[str], stats: Stats, mode: str, setting: s
     """
     if stats.card is None and not mode:
         raise ValueError(
-            f"{path} has no card that names the preprocessing: set {setting} to that of the "
-            "program that wrote it, which is pytorch (pytorch-fid, MLPerf), tf (ADM, "
-            "torch-fidelity), clean (clean-fid) or nemo"
+            f"{path} has no card that names the preprocessing: set {setting} to the preprocessing "
+            "of the program that wrote the file: pytorch (pytorch-fid, MLPerf), tf (ADM, "
+            "torch-fidelity), clean (clean-fid) or nemo (NeMo)"
         )
 
 
@@ -116,7 +116,7 @@ def _moments(
         shapes = ", ".join(f"{name} {array.shape}" for name, array in contents.items())
         raise ValueError(f"{path} must hold {mu} [D] and {sigma} [D, D], but holds {shapes}")
     if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
-        raise ValueError(f"{path} holds values that are not finite")
+        raise ValueError(f"{path} holds values that are not finite: compute the statistics again")
     return Gaussian(mean.astype(np.float64), cov.astype(np.float64), n)
 
 

@@ -41,7 +41,7 @@ outputs of convolutions and linear layers, so that only norms and activations ar
 def with_remat(block: type[nn.Module], remat: bool, keeps: str) -> type[nn.Module]:
     """Return `block`, wrapped in nn.remat if `remat` is True.
 
-    `keeps` is the key in KEEPS of the policy to use.
+    `keeps`, a key of KEEPS, selects the outputs that are stored instead of recomputed.
     """
     return nn.remat(block, policy=KEEPS[keeps]) if remat else block
 

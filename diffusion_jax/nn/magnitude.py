@@ -97,7 +97,7 @@ class MPConv(nn.Module):
 def forced(params: Any) -> Any:
     """Return `params` with all weights of MPConv layers scaled to magnitude 1 (EDM2, equation 66).
 
-    These are the arrays with the name UNIT.
+    These weights are the arrays with the name UNIT.
     """
 
     def force(path, leaf):

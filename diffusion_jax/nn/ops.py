@@ -182,7 +182,10 @@ def conv_transpose_4x4(
 
 
 def platform() -> str:
-    """Return "cpu", "gpu" or "tpu", the platform of the current mesh, or JAX's default platform."""
+    """Return the platform of the current mesh: "cpu", "gpu" or "tpu".
+
+    Without a mesh, return JAX's default platform.
+    """
     device = _abstract_device()
     return jax.default_backend() if device is None else device.platform
 

@@ -69,8 +69,8 @@ def main(argv: list[str]) -> None:
     with cli.bad_input(usual=(OSError,), code=1):  # Usually a full disk.
         manifest = fill.run(job, work)
     logging.info(
-        "done: %s holds %s captions, %.0f bytes each; relative error %.2f %% on average, %.2f %% "
-        "at most; smallest cosine similarity %.6f",
+        "done: %s holds %s captions, %.0f bytes each; relative error of the embeddings %.2f %% on "
+        "average, %.2f %% at most; smallest cosine similarity %.6f",
         path, f"{manifest['captions']:,}", manifest["bytes_per_caption"],
         100 * manifest["mean_relative_error"], 100 * manifest["largest_relative_error"],
         manifest["least_cosine"],

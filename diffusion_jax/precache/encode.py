@@ -59,10 +59,10 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return the function encode(texts) of `make_encode`, for the devices of this process only.
+    """Return a function encode(texts) as `make_encode` does, but for this process's devices only.
 
-    Therefore no process waits for another. `batch_tokens` is the number of tokens per device and
-    batch, and `format` is a key of store.FORMATS.
+    No process waits for another, because each has its own copy of the weights. `batch_tokens` is
+    the number of tokens per device and batch, and `format` is a key of store.FORMATS.
     """
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     frozen = sharding.place_all(encoder.frozen, mesh, [("", sharding.FSDP)])
@@ -128,7 +128,7 @@ def _batches(
 
 
 def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Array]) -> None:
-    """Store each text of an encoded batch as (tokens, arrays without padding) in `rows`.
+    """Store each text of an encoded batch in `rows`, as (number of tokens, unpadded arrays).
 
     `part` holds the positions of the texts in `rows`.
     """

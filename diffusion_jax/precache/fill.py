@@ -80,6 +80,8 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
 def estimate(job: Job, format: str) -> str:
     """Return a line with the number of captions and the estimated size of the store.
 
+    `format` is a key of store.FORMATS.
+
     Raises:
         ValueError: A caption is not a string.
     """
@@ -133,8 +135,8 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
     remaining = plan.open_plan(path, job.source, job.identity, *kind, names)
     p = plan.Plan(remaining, len(job.captions), work.shard_captions)
     if len(names) < len(listed):
-        logging.warning("%d shards are missing or damaged: encoding them again",
-                        len(listed) - len(names))  # fmt: skip
+        logging.warning("%d shards of %s are missing or damaged: encoding them again",
+                        len(listed) - len(names), path)  # fmt: skip
     stages, engine = _Stages(job, work._replace(engine=ALONE), p, before), work.engine
     size = lambda chunk: len(p.numbers(chunk))
     engine.fill(p.chunks, p.keys, stages.write_keys, noun="captions", name="reading", size=size)
@@ -163,6 +165,7 @@ class _Stages(NamedTuple):
     work: Work
     plan: plan.Plan
     held: index.Listed
+    """The shards that the store holds already."""
 
     def write_keys(self, chunk: int) -> None:
         texts = self.job.captions.read(self.plan.numbers(chunk))

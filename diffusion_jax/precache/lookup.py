@@ -57,8 +57,7 @@ def open_online(text: Text) -> TextEncoder:
             f"the embeddings {where} were made by {text.encoder!r}, and new texts need the same "
             f"encoder: give its weights, of width {text.width}, with --text_weights=FOLDER "
             "(sampling and evaluation) or --config.text.weights=FOLDER (training); FOLDER may be "
-            "a Hugging Face name. To convert pickles, run\n  python -m diffusion_jax.text convert "
-            "FOLDER OUT"
+            "a Hugging Face name"
         )
     encoder = registry.make_encoder(text)
     if text.store and (files.path(text.store) / store.MANIFEST).is_file():

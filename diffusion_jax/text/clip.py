@@ -31,8 +31,8 @@ class TextOutputs(NamedTuple):
     last: Float[Array, "B L D"]
     """The output of the last layer after the final norm. Stable Diffusion 1 attends to it."""
     penultimate: Float[Array, "B L D"]
-    """The output of the second-to-last layer after the final norm. Stable Diffusion 2 attends to
-    it."""
+    """The output of the second-to-last layer, normalised by the final norm. Stable Diffusion 2
+    attends to it."""
     pooled: Float[Array, "B D"]
     """`last` at the end token."""
     projected: Float[Array, "B E"] | None

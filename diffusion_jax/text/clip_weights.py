@@ -20,7 +20,7 @@ PROJECTIONS = {TEXT: "text_projection", VISION: "visual_projection"}
 
 
 class Tower(NamedTuple):
-    """Those settings of CLIP's text or image tower that do not follow from its arrays' shapes."""
+    """The settings of CLIP's text or image tower that the shapes of its arrays do not determine."""
 
     num_heads: int
     activation: str
@@ -200,7 +200,7 @@ def _tower(name: str, state: StateDict, config: Mapping[str, Any], from_open_cli
 
 def _need(state: StateDict, name: str) -> str:
     if name not in state:
-        raise ValueError(f"the CLIP weights lack {name}: they are incomplete, or of another model")
+        raise ValueError(f"the CLIP weights lack {name}: use complete weights of a CLIP model")
     return name
 
 

@@ -1,4 +1,4 @@
-"""Make text encoders by the names that they have in configs."""
+"""Build text encoders from their names in configs."""
 
 import importlib
 from collections.abc import Mapping
@@ -48,8 +48,8 @@ def check(text: Text) -> None:
     if text.encoder == "precomputed":
         raise ValueError(
             "text.encoder is 'precomputed': name the encoder that computed the embeddings, such as "
-            "t5. Also set data.text (such as npy) if the embeddings are stored with the "
-            "images, or text.store if they are in a store"
+            "t5. If the embeddings are stored with the images, also set data.text to their field, "
+            "such as npy. If they are in a store, also set text.store to its folder"
         )
     named.one_of("text.encoder", text.encoder, ENCODERS)
 

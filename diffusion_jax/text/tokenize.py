@@ -250,9 +250,10 @@ def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, s
 
 
 def _mend(text: str) -> str:
-    """Return a text without wrong decodings, curly quotes, HTML entities and repeated spaces.
+    """Clean a text as OpenCLIP does.
 
-    OpenCLIP cleans texts in the same way.
+    Repair characters that were decoded wrongly, straighten curly quotes, replace HTML entities by
+    their characters, and merge repeated spaces.
     """
     import ftfy  # Only OpenCLIP needs it.
 

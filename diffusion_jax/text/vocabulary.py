@@ -123,7 +123,7 @@ def read(workdir: files.Path) -> Vocabulary | None:
     """Return the vocabulary of a workdir, or None if it has none.
 
     Raises:
-        ValueError: The file has another format.
+        ValueError: vocabulary.json does not hold a vocabulary.
     """
     path = files.path(workdir) / FILE
     if not path.is_file():
@@ -136,8 +136,9 @@ def read(workdir: files.Path) -> Vocabulary | None:
         return Vocabulary(int(content["captions"]), frozenset(words), tuple(examples))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is not a vocabulary ({error}): delete the file or, if it belongs to a packed "
-            "model, pack the model again with python -m diffusion_jax.pack"
+            f"{path} is not a vocabulary ({error}): delete the file, which is not needed to draw, "
+            "or, if it belongs to a packed model, pack the model again with python -m "
+            "diffusion_jax.pack"
         ) from error
 
 

@@ -303,7 +303,7 @@ class Snapshots:
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int) -> None:
-        """Open the snapshots of a run that continues from `step`. Delete snapshots after it."""
+        """Open the snapshots of a run that continues from `step`. Delete those of later steps."""
         cast = lambda x: x.astype(SNAPSHOT_DTYPE) if jnp.issubdtype(x.dtype, jnp.floating) else x
         self._cast = jax.jit(lambda tree: jax.tree.map(cast, tree))
         folder = restore.absolute(directory)

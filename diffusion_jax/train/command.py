@@ -143,10 +143,10 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
 
 
 def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
-    """Write the words of the training captions into the workdir of a new run.
+    """Write vocabulary.json, the words of the training captions, into the workdir of a new run.
 
     Nothing is written if the run starts from given weights, if the system does not draw from
-    prompts, or if the workdir has the file already.
+    prompts, or if the workdir has this file already.
     At most _CAPTIONS captions are read, evenly spread over the data, for at most _SECONDS seconds.
     """
     exists = (workdir / vocabulary.FILE).exists()
@@ -193,5 +193,7 @@ def how_to_go_on(workdir: pathlib.Path) -> str:
 def exit_if_stopped(state: TrainState, steps: int) -> None:
     """Exit with code 143 if SIGTERM ended the loop before step `steps`."""
     if int(state.step) < steps:
-        logging.info("stopped at step %d by SIGTERM; the same command continues", int(state.step))
+        logging.info(
+            "stopped at step %d by SIGTERM; to continue, run the same command", int(state.step)
+        )
         sys.exit(exits.PREEMPTED)

@@ -257,7 +257,7 @@ def train(
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether an event is due: at multiples of `every` and at the end; never if it is 0."""
+    """Return whether an event is due: at multiples of `every` and at the end; never for 0."""
     return every > 0 and (step % every == 0 or step == steps)
 
 

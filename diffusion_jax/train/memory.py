@@ -84,7 +84,7 @@ def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, pa
 
 
 class Disk(NamedTuple):
-    """The disk space of a run: bytes per checkpoint and snapshot, and how many of each it keeps."""
+    """The disk space of a run: bytes per checkpoint and snapshot, and how many of each are kept."""
 
     checkpoint: int
     checkpoints: int

@@ -2,8 +2,8 @@
 
 The loss and its gradient are a list of operations (a jaxpr), and each operation is labelled with
 its module. A jitted function runs all operations of the forward and the backward pass again.
-Whenever an operation belongs to another module than the one before it, the function checks the
-outputs of the one before it. This works for any network.
+When the next operation belongs to another module, the function checks the outputs of the current
+operation. This works for any network.
 """
 
 import json
@@ -188,9 +188,9 @@ def watch(
     """Run a step's loss and gradient again, and check the output of each module.
 
     The micro batches run in order, up to the first with a non-finite value. The result describes
-    the last one that ran. `keys` holds the key of each micro batch. The function needs about as
-    much memory and compile time as a training step. Every process must call it with the same
-    arguments.
+    the last micro batch that ran. `keys` holds the key of each micro batch. The function needs
+    about as much memory and compile time as a training step. Every process must call it with the
+    same arguments.
     """
     parts = jax.jit(split, static_argnums=1)(batch, len(keys))
     part = lambda index: jax.tree.map(lambda x: x[index], parts)
@@ -270,7 +270,7 @@ class _Walk:
     def rows_of(self, x: Any) -> Any:
         """Return which rows of x are not finite, bool [B].
 
-        If x is not a floating-point array [B, ...], all are False.
+        If x is not a floating-point array [B, ...], the result is False for all rows.
         """
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x.shape[:1] != (self._batch_size,):
             return jnp.zeros(self._batch_size, bool)

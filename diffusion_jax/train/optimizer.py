@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ScheduleState(NamedTuple):
-    """The number of updates so far, and the learning rate of the last update (0 before any)."""
+    """The number of updates so far, and the learning rate of the last update, initially 0."""
 
     updates: Int[Array, ""]
     learning_rate: Float[Array, ""]
@@ -172,7 +172,10 @@ def check_decays(ema_decays: Sequence[float]) -> None:
     """Raise ValueError unless every EMA decay is in [0, 1)."""
     for decay in ema_decays:
         if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay {decay} must be at least 0 and below 1, such as 0.9999")
+            raise ValueError(
+                f"optimizer.ema_decays holds {decay}: each decay must be at least 0 and below 1, "
+                "such as 0.9999"
+            )
 
 
 def adamw(
@@ -199,7 +202,7 @@ def adamw(
 
 
 def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
-    """Return the learning rate of the last update from the state of an `adamw` optimizer."""
+    """Read the learning rate of the last update in `opt_state`, the state of `adamw`."""
     return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
 
 

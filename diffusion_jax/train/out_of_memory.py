@@ -63,6 +63,6 @@ def _message(sizes: Mapping[str, int], samples: int, reason: str) -> str:
     return (
         f"out of memory on a device{of}; the largest parts are: {named}. Each pass processes "
         f"{samples} samples per device: try {fewer}, or shard with --config.mesh.fsdp=-1, or "
-        f"recompute with --config.unet.remat; `python -m launch.plan` shows what fits. {PROFILE} "
-        f"in the workdir lists all arrays. XLA's error: {reason.splitlines()[0][:200]}"
+        f"recompute activations with --config.unet.remat; `python -m launch.plan` shows what fits. "
+        f"{PROFILE} in the workdir lists all arrays. XLA's error: {reason.splitlines()[0][:200]}"
     )

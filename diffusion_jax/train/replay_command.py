@@ -35,7 +35,8 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
     Args:
         package: The package of the systems whose runs the command replays.
         decoder: Maps the settings of a run to a function that converts batches without pictures,
-            such as batches of latents, to pictures. It returns None if all batches have pictures.
+            such as batches of latents, to pictures. `decoder` returns None if all batches have
+            pictures.
     """
     workdir_flag = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     step_flag = flags.DEFINE_integer("step", None, "The step to replay.", required=True)

@@ -150,8 +150,9 @@ def make_train_step(
 def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
     """Return a function (params, frozen, batch, key) -> ((loss, metrics), gradients).
 
-    It splits the batch into `accumulate` micro batches, each with its own random key. All results
-    are means over the micro batches.
+    It splits the batch into `accumulate` micro batches. All results are means over the micro
+    batches. Each micro batch has its own random key; if `one_noise` is True, the keys give each
+    micro batch its rows of the noise for the whole batch (see micro_key).
     """
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 

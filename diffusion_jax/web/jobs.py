@@ -131,7 +131,7 @@ class Queue:
             self._waiting()
 
     def ahead(self, job: Job) -> int:
-        """Return the number of jobs that are drawn before this one."""
+        """Return the number of jobs that are drawn before `job`."""
         with self._lock:
             self._waiting()
             earlier = itertools.takewhile(lambda other: other is not job, self.jobs.values())

@@ -187,7 +187,11 @@ def _card(card: Card) -> dict[str, str]:
 
 
 def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str, Any]:
-    """Return the data that the page shows about one run: progress, curves and sample sheets."""
+    """Return the data that the page shows about one run: progress, curves and sample sheets.
+
+    `show` maps the path of a picture to its URL. The page shows `most` evenly spaced sample sheets
+    at most, and the last sheet. If `most` is None, it shows all sheets.
+    """
     root = files.path(workdir)
     path = root / log.METRICS
     is_there = untrusted.is_plain(path, root)
@@ -228,9 +232,9 @@ def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[flo
 def _seconds_left(
     rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], steps: int
 ) -> float:
-    """Estimate the seconds that `steps` more steps take from the last logged speeds.
+    """Use the last logged speeds to estimate how many seconds `steps` more training steps take.
 
-    Return 0 if no speed was logged.
+    `rows` holds the logged metrics. Return 0 if no speed was logged.
     """
     speeds = [row["images_per_second"] for row in rows[-20:] if row.get("images_per_second")]
     return steps * config.get("batch_size", 0) * len(speeds) / sum(speeds) if speeds else 0.0

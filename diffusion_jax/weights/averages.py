@@ -97,7 +97,8 @@ def combination(
 def _products(times_a, gammas_a, times_b, gammas_b) -> Float[np.ndarray, "A B"]:
     """Return the inner product of each profile a with each profile b.
 
-    A profile has a step (times) and an exponent (gammas). See Karras et al. 2024, equation 151.
+    `times_a` and `times_b` hold the steps of the profiles, `gammas_a` and `gammas_b` the exponents.
+    See Karras et al. 2024, equation 151.
     """
     a, b = gammas_a[:, None], gammas_b[None]
     ratio, later = times_a[:, None] / times_b, np.maximum(times_a[:, None], times_b)

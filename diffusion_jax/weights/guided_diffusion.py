@@ -9,7 +9,9 @@ from diffusion_jax.weights.torch_weights import Rules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
-    """Return the torch name of each UNet block, keyed by our name: down_0_0_res: input_blocks.1.0.
+    """Return the torch name of each UNet block, keyed by this project's name of the block.
+
+    For example, "down_0_0_res" maps to "input_blocks.1.0".
 
     Args:
         num_blocks: The number of blocks per level.

@@ -33,7 +33,7 @@ def write(path: pathlib.Path, params: Params) -> None:
     for name, array in _named(params).items():
         array = np.asarray(array, np.float32)
         if not np.isfinite(array).all():
-            raise ValueError(f"the weights {name} are not finite, so they cannot be packed")
+            raise ValueError(f"the weights {name} are not finite: choose an earlier checkpoint")
         state[name] = array
         if array.ndim > 1:
             state[name], state[name + _SCALES] = _rounded(array)

@@ -83,8 +83,8 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
         reason = str(error).splitlines()[0] if str(error) else "no reason"
         raise FileNotFoundError(
             f"{name!r} is not a local folder, and downloading it from the Hugging Face Hub failed "
-            f"({type(error).__name__}: {reason}): check the name, or download it on another "
-            "machine and name its folder"
+            f"({type(error).__name__}: {reason}): check the name, or download the model on "
+            "another machine, copy it to this one, and give the path of the folder"
         ) from error
 
 
@@ -97,11 +97,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = files.path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: it comes with the weights")
+        raise FileNotFoundError(f"no file {path}: download it together with the weights")
     try:
         value = untrusted.parse_json(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"cannot read {path} as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, but holds {type(value).__name__}")
     return value
@@ -213,8 +213,8 @@ def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if config.get(name, size) != size:
             raise ValueError(
-                f"{name} is {config[name]} in the config, but {size} in the weights: they belong "
-                "to different models, or the weights are incomplete"
+                f"{name} is {config[name]} in the config, but {size} in the weights: the config "
+                "and the weights belong to different models, or the weights are incomplete"
             )
 
 
@@ -291,7 +291,7 @@ def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
     if adapters:
         raise ValueError(
             f"{folder} holds an adapter, {adapters[0]}, without its base model: merge it into the "
-            "base model (merge_and_unload or fuse_lora), and save the result"
+            "base model (merge_and_unload in peft, fuse_lora in diffusers), and save the result"
         )
     safetensors = [path for path in files if path.suffix == ".safetensors"]
     if len(safetensors) == 1:
@@ -336,6 +336,7 @@ def _is_sound(entry: Mapping[str, Any]) -> bool:
 def _view(data: np.ndarray, entry: Mapping[str, Any], name: str) -> np.ndarray:
     if entry["dtype"] not in _DTYPES:
         raise ValueError(
-            f"{name} has the unknown type {entry['dtype']}: supported are {', '.join(_DTYPES)}"
+            f"{name} has the unknown type {entry['dtype']}: convert it to one of "
+            f"{', '.join(_DTYPES)}"
         )
     return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

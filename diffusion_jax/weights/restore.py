@@ -151,7 +151,7 @@ def check_exists(root: epath.Path, step: int | None = None) -> None:
     available = steps(root)
     if not available:
         raise FileNotFoundError(
-            f"no complete checkpoint in {root}: train with this workdir, or choose another"
+            f"no complete checkpoint in {root}: train with this workdir, or choose another workdir"
         )
     if step is not None and step not in available:
         raise FileNotFoundError(f"no checkpoint of step {step} in {root}: choose from {available}")
@@ -162,7 +162,7 @@ def _check_sound(root: epath.Path, step: int, items_of: Callable[[int], Collecti
     if damage := _damage(root, step, items_of(step)):
         raise Damaged(
             f"the checkpoint {root / str(step)} is damaged ({damage}): choose another of "
-            f"{steps(root)}, or name no step to load the newest undamaged one"
+            f"{steps(root)}, or name no step, to load the newest undamaged one"
         )
 
 
@@ -332,15 +332,15 @@ def _item_path(root: epath.Path, item: str) -> Any:
 
 
 def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
-    """Raise ValueError if a step's folder lacks an item of `abstract`, or holds other arrays in it.
+    """Raise ValueError if a step's folder does not hold all items of `abstract`.
 
-    `abstract` maps the name of each item to a tree of shapes. The folder's arrays must have the
-    same names and shapes.
+    `abstract` maps the name of each item to a tree of shapes. The arrays of the item in the folder
+    must have the same names and shapes.
     """
     if (root / packed.FILE).exists() and packed.FILE not in abstract:
         raise ValueError(
             f"{root} was packed without the optimizer, so training cannot continue from it: train "
-            "in another workdir with unet.weights set to this one"
+            "in a new workdir, with unet.weights set to the packed workdir"
         )
     for name, tree in abstract.items():
         _check_shapes(root / name, _shapes(shapes(root, name)), tree)

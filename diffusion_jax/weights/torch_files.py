@@ -208,8 +208,8 @@ _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 def _map_old(file: mmap.mmap, data: np.ndarray) -> dict[str, np.ndarray]:
     """Map a checkpoint from before torch 1.6, and return its arrays, keyed by name.
 
-    The file holds five pickles, followed by the arrays: a magic number, the version, the machine,
-    the content, and the keys of the arrays. `data` is the memory-mapped file.
+    The file holds five pickles: a magic number, the version, the machine, the content, and the keys
+    of the arrays. The arrays follow. `data` is the memory-mapped file.
     """
     try:
         magic = _Unpickler(file).load()
@@ -289,8 +289,8 @@ def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
         content = tar.extractfile(members[0]) if len(members) == 1 else None
         if content is None:
             raise ValueError(
-                f"the .nemo file holds {len(members)} files named {name}, not one: first merge "
-                "models that NeMo split over several devices"
+                f"the .nemo file holds {len(members)} files named {name}, not one: if NeMo "
+                "split the model over several devices, merge the parts first"
             )
         shutil.copyfileobj(content, copy)
         copy.seek(0)

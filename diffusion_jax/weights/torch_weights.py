@@ -247,7 +247,10 @@ def _arranged(
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
-    """Raise ValueError unless the table has each of `paths` once, no others, and no key twice."""
+    """Raise ValueError unless `table` has one entry for each of `paths`, and no other entries.
+
+    Two entries with the same torch name are an error, too.
+    """
     paths = set(paths)
     twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
              for n, count in e.items() if count > 1]  # fmt: skip
@@ -266,7 +269,8 @@ def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
     if missing or extra:
         raise ValueError(
             f"the state dict does not fit the model: {len(missing)} keys are missing: "
-            f"{some(missing)}; {len(extra)} keys are left over: {some(extra)}"
+            f"{some(missing)}; {len(extra)} keys are left over: {some(extra)}. "
+            "Use weights of this model, or the config that these weights were trained with"
         )
 
 

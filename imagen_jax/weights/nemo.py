@@ -115,7 +115,8 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
     missing = [name for name in ("image_size", "embed_dim") if name not in fields]
     if missing:
         raise ValueError(
-            f"the group `unet` of NeMo's config lacks {' and '.join(missing)}: add each to the file"
+            f"the group `unet` of NeMo's config lacks {' and '.join(missing)}: add the missing "
+            "fields to the file"
         )
     if fields.get("channels", 3) != 3:
         raise ValueError(

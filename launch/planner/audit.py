@@ -31,7 +31,7 @@ class Audit(NamedTuple):
     """Number of executed collectives; each loop iteration counts."""
     exposed: Mapping[str, int]
     """Collectives that do not overlap with computation: number of executions by name. They are
-    synchronous, or the program waits for them at once."""
+    synchronous, or the program waits for their end right after their start."""
     copies: int
     """Number of executed copies and transpositions; each loop iteration counts."""
     copied_bytes: int
@@ -115,8 +115,9 @@ def lines(audit: Audit) -> list[str]:
     text = [
         f"{audit.products:,} convolutions and matrix products, compiled from "
         f"{audit.products_written:,}" + (f": {split:,} more, so some are split" * (split > 0)),
-        f"{audit.copies:,} copies and transpositions write {gib(audit.copied_bytes)} of "
-        f"{gib(audit.written_bytes)}; padding to full tiles adds {gib(audit.padding_bytes)}",
+        f"{audit.copies:,} copies and transpositions write {gib(audit.copied_bytes)} of the "
+        f"{gib(audit.written_bytes)} that all instructions write; padding to full tiles adds "
+        f"{gib(audit.padding_bytes)}",
     ]
     if audit.float32_products:
         text.append(f"convolutions and matrix products in float32: {some(audit.float32_products)}")

@@ -116,7 +116,7 @@ def _flags(choice: Choice, traced: TracedModel, remat: bool) -> str:
 def _cost(choice: Choice, target: Target) -> str:
     parts = ", ".join(f"{name} {_ms(s)}" for name, s in choice.step._asdict().items())
     limit = _gib(memory.USABLE * target.kind.memory)
-    room = f"{_gib(choice.bytes)} of {limit} GiB"
+    room = f"{_gib(choice.bytes)} of {limit} GiB of memory"
     return f"{_ms(choice.step.exposed)} per step with no communication hidden ({parts}), {room}"
 
 

@@ -81,7 +81,7 @@ def missing(target: Target) -> str | None:
         "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
     }
     missing = [package for module, package in packages.items() if not _installed(module)]
-    return f"{' and '.join(missing)} (the extra plan-gpu) is not installed" if missing else None
+    return f"this machine lacks {' and '.join(missing)} (extra plan-gpu)" if missing else None
 
 
 def devices(target: Target) -> list[Any]:

@@ -113,7 +113,7 @@ def of_blocks(
 def total(
     rows: Sequence[tuple[Block, Measured]], update: Measured, passes: int, kind: str
 ) -> Profile:
-    """Add up the estimates of all block calls and of the parameter update to a profile of a step.
+    """Add up the estimates of all block calls and of the parameter update; return the profile.
 
     `rows` holds each distinct block with its estimates. `passes` is the number of micro batches per
     step; all blocks run once per micro batch.

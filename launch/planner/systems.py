@@ -73,7 +73,7 @@ def read(config: Mapping[str, Any]) -> Model:
 
 
 def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
-    """Return the bytes per stored picture: of its moments, or of a JPEG before it is cropped."""
+    """Return the bytes per stored picture: the size of its moments, or of the uncropped JPEG."""
     if "moments" in example:
         return example["moments"].nbytes
     return (resize or example["image"].shape[1]) ** 2 * _JPEG

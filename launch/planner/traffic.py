@@ -110,8 +110,8 @@ def seconds(collectives: Sequence[Collective], target: Target) -> float:
 
     In a group of n devices, each device sends size * (n - 1) / n over the links within its node or
     slice. If the group spans m nodes or slices, each of these receives size * (m - 1) / m over the
-    network, shared by the network cards of its devices in the group. An all-reduce sends twice as
-    much. Links and network work at the same time, so the slower of the two determines the time.
+    network, divided among the network cards of its devices in the group. An all-reduce sends twice
+    as much. Links and network work at the same time, so the slower of the two determines the time.
     """
     return sum(max(_times(c, target)) for c in collectives)
 

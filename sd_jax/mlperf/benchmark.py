@@ -49,8 +49,8 @@ class Evaluate(NamedTuple):
     score: Callable[[Params, int], Scores]
     """Maps the UNet's parameters and their training step to {"FID": ..., "CLIP": ...}."""
     warm_up: Callable[[Params], None]
-    """Compiles the evaluation by running it on one batch, whose results are discarded. Its argument
-    is the UNet's parameters."""
+    """Compiles the evaluation by running it on one batch, whose results are discarded. The
+    argument is the UNet's parameters."""
 
 
 class Judge(NamedTuple):
@@ -58,7 +58,7 @@ class Judge(NamedTuple):
 
     captions: list[str]
     real: frechet.Reference
-    """The statistics of Inception's features on real images, with which FID compares."""
+    """Statistics of Inception's features of real images, with which FID compares drawn images."""
     inception: Extractor
     clip: Clip
 

@@ -63,7 +63,7 @@ def choose(captions: Sequence[Caption], number: int = NUMBER) -> list[Caption]:
         of_image.setdefault(captions[i].image_id, captions[i])
     if len(of_image) < number:
         raise ValueError(
-            f"{number} captions of different images are needed, but the file has captions of only "
+            f"{number} captions of different images are needed, but --annotations describes only "
             f"{len(of_image)} images: use COCO's captions_val2014.json, or a smaller --num"
         )
     return sorted(list(of_image.values())[:number], key=lambda row: row.id)

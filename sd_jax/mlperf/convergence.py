@@ -81,7 +81,7 @@ def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
     """Return the paths of the logs of benchmark runs.
 
     Each element of `paths` is a log, or a folder that holds result.txt or result_*.txt. Raises
-    FileNotFoundError if one of them is neither.
+    FileNotFoundError if an element is neither.
     """
     results = []
     for path in map(pathlib.Path, paths):

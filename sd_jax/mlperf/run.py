@@ -286,7 +286,7 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
-    """Score the checkpoint of a step, log the scores, and return them as {"FID", "CLIP"}."""
+    """Score the checkpoint of a step, log the scores, and return {"FID": ..., "CLIP": ...}."""
     run.log.start("eval_start", metadata=run.at(step))
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))

@@ -262,7 +262,7 @@ def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] 
     """Infer the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
     if names.unet_dialect(arrays) == "diffusers":
         raise ValueError("the UNet has diffusers' names, so config.json is also needed: name the "
-                         "directory that holds both files")  # fmt: skip
+                         "directory that holds config.json and the weights")  # fmt: skip
     unet = formats.unet_from_weights(arrays, norm_groups or 32, heads)
     if heads is None and not formats.is_published(unet):
         raise ValueError(

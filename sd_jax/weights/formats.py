@@ -306,7 +306,10 @@ def vae_from_weights(state: StateDict) -> VAE:
 
 
 def check_only(config: Config, options: Config) -> None:
-    """Raise ValueError unless `config` has the values in `options` or lacks these options."""
+    """Raise ValueError if an option in `options` has a different value in `config`.
+
+    Options that `config` lacks are accepted.
+    """
     for name, supported in options.items():
         value = config.get(name, supported)
         if (list(value) if isinstance(value, tuple) else value) != supported:

@@ -24,8 +24,8 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
     """Return a VAE's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
     From a workdir of sd_jax.train_vae, the average with the largest decay is read. Raises
-    FileNotFoundError if `path` does not exist, and ValueError if there is no VAE at `path`, or one
-    whose fields differ from those of `vae`.
+    FileNotFoundError if `path` does not exist, and ValueError if there is no VAE at `path` or its
+    fields differ from those of `vae`.
     """
     if _is_workdir(path):
         return _averaged(path, names.abstract_vae(vae))
@@ -36,10 +36,10 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     """Return a UNet's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
     `path` may also be WORKDIR@STEP, for the checkpoint of that step. From a workdir, the average
-    with the largest decay is read. The number of norm groups of a file is taken from `unet`, and so
-    is the number of attention heads if the file does not state it. Raises FileNotFoundError if
-    `path` does not exist. Raises ValueError if there is no UNet at `path`, or one whose fields or
-    text width differ from the arguments.
+    with the largest decay is read. For a checkpoint file, `unet` gives the number of norm groups,
+    and also the number of attention heads if the file does not state it. Raises FileNotFoundError
+    if `path` does not exist. Raises ValueError if there is no UNet at `path`, if its fields differ
+    from those of `unet`, or if it attends to text of another width than `text_width`.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):

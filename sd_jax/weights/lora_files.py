@@ -19,10 +19,10 @@ import numpy as np
 
 from diffusion_jax import lora
 from diffusion_jax.config.settings import Lora
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.machine import files
 from diffusion_jax.task import Params
 from diffusion_jax.text import clip_weights
-from diffusion_jax.weights import torch_files, torch_weights
+from diffusion_jax.weights import pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry
 from sd_jax.unet import UNet
 from sd_jax.weights import names
@@ -215,7 +215,7 @@ def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Return the content of peft's file adapter_config.json, as {part: {field: value}}.
 
     The file is next to the weights and holds alpha. All parts have the same fields. Raises
-    ValueError if there is no such file.
+    ValueError if there is no such file, or if it holds no JSON object.
     """
     file = path.parent / _CONFIG
     if not file.is_file():
@@ -223,8 +223,7 @@ def _read_config(path: pathlib.Path) -> dict[str, dict[str, Any]]:
             f"{path} has peft's names ({_PEFT}...), so {file}, which holds alpha, is also needed: "
             "copy it from the folder that peft wrote"
         )
-    config = untrusted.parse_json(file.read_text())
-    return dict.fromkeys(("unet", "text"), config)
+    return dict.fromkeys(("unet", "text"), pretrained.read_json(file))
 
 
 def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:

@@ -166,9 +166,10 @@ def _solver(config: Config, sampler: str, predicts: str) -> str:
 def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
     """Return the sampler settings `s` with the grid `grid`, "karras" or "exponential".
 
-    The grid runs from the config's sigma_max to its sigma_min. If the config lacks them,
-    k-diffusion's solvers (`exploding`) use the largest and the smallest level of the grid in `s`,
-    which is spaced by time. Other solvers use the ends of the noise schedule.
+    The grid runs from the config's sigma_max to its sigma_min. If one of them is missing, it is
+    replaced: for k-diffusion's solvers (`exploding`), by the highest level, or the last level
+    before the end, of the time-spaced grid that `s` gives for the noise schedule `noise`; for other
+    solvers, by the end of the noise schedule, or at the top by s.sigma_max if that is not 0.
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:

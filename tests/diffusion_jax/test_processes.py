@@ -177,7 +177,7 @@ def refused(tmp_path, *told, code=exits.REFUSED):
 def test_other_numbers_of_processes_are_refused_in_both(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     for said in refused(tmp_path, (0, 2, address), (1, 3, address)):
-        assert "error: num_processes is 2 in process 0, 3 in process 1: start all with the" in said
+        assert "error: num_processes is 2 in process 0, 3 in process 1: start all processes" in said
 
 
 @pytest.mark.slow

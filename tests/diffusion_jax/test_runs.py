@@ -97,7 +97,7 @@ def test_a_folder_without_a_config_is_no_workdir(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         runs.load(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path} holds no config.json: it is not the workdir of a run. Train one with\n"
+        f"{tmp_path} holds no config.json: it is not the workdir of a run. Train a run with\n"
         f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={tmp_path}"
     )
 

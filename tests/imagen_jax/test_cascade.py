@@ -150,7 +150,7 @@ def test_a_later_stage_starts_from_pictures_on_disk(trained, drawn, enlarger, tm
             "16 pixels to 64: add a ",
         ),
         ("larger", (), "{larger} enlarges images of 16x16: name a model that draws such images"),
-        ("larger", ("--low_res={large}",), "{larger} enlarges images of 16x16, not of 64x64"),
+        ("larger", ("--low_res={large}",), "{larger} enlarges images of 16x16, but low_res has"),
         ("larger", ("--low_res={small}", "--low_res={small}"), "2 pictures for 1 texts"),
         ("base", ("--low_res={small}",), "{base} is a base model, which draws from text alone"),
         ("base larger", ("--steps=1,2,3",), "steps has 3 values for 2 stages"),

@@ -338,8 +338,8 @@ def test_fields_and_groups_that_nobody_reads_are_refused():
         ("hashed", "npy", "data.text is 'npy', but text.encoder is 'hashed', which cannot use "
                           "stored embeddings: set data.text to txt,"),
         ("precomputed", "npy", "text.encoder is 'precomputed': name the encoder that computed the "
-                               "embeddings, such as t5. Also set data.text (such as npy) if the "
-                               "embeddings are stored with the images, or text.store if they are"),
+                               "embeddings, such as t5. If the embeddings are stored with "
+                               "the images, also set data.text to their field, such as npy."),
     ],
 )  # fmt: skip
 def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, message):

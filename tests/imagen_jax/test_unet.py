@@ -292,9 +292,9 @@ def test_patches_enter_and_leave_as_pixels():
 def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
     unet, given = UNet(**SMALL, low_res=True, noise_aug=True), inputs()
     init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0), **given)
-    with pytest.raises(ValueError, match="a UNet with noise_aug=True needs low_res_time: pass it"):
+    with pytest.raises(ValueError, match="must be called with the argument low_res_time"):
         init()
-    with pytest.raises(ValueError, match="a UNet with low_res=True needs low_res: pass it"):
+    with pytest.raises(ValueError, match="low_res=True must be called with the argument"):
         init(low_res_time=given["time"])
 
 
@@ -329,7 +329,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
             "unet.head_dim 64 does not divide the width 96",
         ),
         (dict(learned_time_dim=5), "unet.learned_time_dim is 5: it must be even, or 0 for fix"),
-        (dict(init_kernel=4), "unet.init_kernel 4 must be odd"),
+        (dict(init_kernel=4), "unet.init_kernel is 4: it must be odd"),
         (dict(noise_aug=True), "unet.noise_aug is True, but unet.low_res is False"),
         (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit unet.dtype and heads"),
         (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "the heads have width 4"),

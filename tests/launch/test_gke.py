@@ -240,8 +240,8 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--job.workdir=gs://b/r",), "job.image is empty: build one with launch/Dockerfile"),
-        (("--job.image=i", "--job.workdir=runs/x"), "'runs/x', but other hosts cannot read"),
+        (("--job.workdir=gs://b/r",), "job.image is empty: build an image with launch"),
+        (("--job.image=i", "--job.workdir=runs/x"), "'runs/x': choose a folder in a bucket of"),
         (("--job.image=i",), "job.workdir is empty: give a folder with"),
         ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
         ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),

@@ -67,6 +67,6 @@ def test_the_wheel_for_the_images_is_chosen():
     assert list(lock.requirements({"packages": packages})) == [
         "a==1 --hash=sha256:right", "b==2 --hash=sha256:source"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"c 3 has no wheel for Python 3.12 on Linux"):
+    with pytest.raises(ValueError, match=r"c 3 has neither a wheel for Python 3.12 on Linux"):
         arm = [wheel("c-3-cp312-cp312-manylinux2014_aarch64.whl", "arm")]
         list(lock.requirements({"packages": [{"name": "c", "version": "3", "wheels": arm}]}))

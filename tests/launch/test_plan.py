@@ -147,7 +147,7 @@ def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
     assert ended.code == 0, ended.err
     f = json.loads(ended.out.splitlines()[-1])
     assert f["fits"] and f["micro_batch"] == 128 and f["accumulate"] == 1
-    assert "the plan replaces the attention kernel by blockwise" in f["notes"][-1]
+    assert "so the plan uses blockwise attention" in f["notes"][-1]
     # The state of 8.4 GB would fit on each, but then each would update all of it.
     assert f["advice"][-1].startswith(
         "--config.mesh.replica=1 --config.mesh.fsdp=32 --config.optimizer.micro_batch=128"

@@ -60,4 +60,4 @@ def test_a_run_whose_data_are_elsewhere_is_submitted_unrehearsed(tmp_path):
     given = "--job.sweep=(('data.source=webdataset','data.path=/nowhere/x.tar'),)"
     ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", given)
     assert ended.returncode == 0 and "imagen_jax.train" in taken
-    assert "quickstart-0 is not rehearsed: this machine lacks /nowhere" in ended.stderr
+    assert "quickstart-0 is not rehearsed: this machine cannot access /nowhere" in ended.stderr

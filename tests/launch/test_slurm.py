@@ -161,7 +161,7 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds, reading):
             {"time": "2:00"},
             "job.slurm.time=2:00 means 0 h 2 min 0 s, which is not longer than job.",
         ),
-        ({"time": "5:00"}, "write hours as 5:00:00, or choose a smaller grace"),
+        ({"time": "5:00"}, "write hours as 5:00:00, or choose a smaller job.slurm.grace"),
         ({"time": "1h"}, "job.slurm.time is '1h': write HOURS:MINUTES:SECONDS, such as 24:00:00"),
         ({"options": ("exclusive",)}, "job.slurm.options holds 'exclusive': write --NAME=VALUE"),
         ({"options": ("--array=0-1",)}, "use job.sweep, which gives each run its own"),

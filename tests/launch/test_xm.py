@@ -37,8 +37,8 @@ def test_on_vertex_its_folder_is_in_the_bucket():
         ((*CLOUD, "--job.accelerator=a100:16"), "XManager supports only a100:1 to a100:8;"),
         ((*CLOUD, "--job.accelerator=a100:1", "--job.image="), "job.image is empty"),
         ((*CLOUD, "--job.accelerator=a100:1", "--job.env=('A=$(B)',)"),
-         "job.sweep or job.env) holds '$(', which Vertex replaces: use launch.gke"),
-        (("--job.workdir=gs://bucket/x",), "choose a folder on this machine"),
+         "job.sweep or job.env) holds '$(', which Vertex expands as a variable: use"),
+        (("--job.workdir=gs://bucket/x",), "--executor=local needs a folder on this machine"),
         (("--job.workdir=x", "--job.secrets=('A',)"), "not supported by XManager"),
     ],
 )  # fmt: skip

@@ -4,8 +4,8 @@
 
 A case is a file with a network's config, its weights, inputs and the reference's outputs. The
 command prints one line of JSON per case:
-- the largest errors of outputs and gradients. An error is null if the case has no such output, or
-  if this project's output is not finite.
+- the largest errors of outputs and gradients. An error is null if the case lacks the output to
+  compare with, or if the error is not finite.
 - "parameters": the number of parameters.
 - "file": the path of the case.
 If a case cannot be read, the line has only "error" and "file". The docstrings of imagen.py, sd.py
@@ -52,7 +52,7 @@ def report(path: str) -> int:
         return 2
     infinite = [name for name, e in errors.items() if e is not None and not math.isfinite(e)]
     if infinite:
-        print(f"{path}: not finite: {', '.join(infinite)}", file=sys.stderr)
+        print(f"{path}: these errors are not finite: {', '.join(infinite)}", file=sys.stderr)
     line = {name: None if name in infinite else e for name, e in errors.items()}
     print(json.dumps({**line, "file": path}), flush=True)
     return 0 if compare.within(errors, system.TOLERANCE) else 1

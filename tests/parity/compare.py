@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 Errors = Mapping[str, float | int | None]
-"""Errors by name. An error is None if the case has no such output."""
+"""Errors by name. An error is None if the case lacks the output to compare with."""
 
 
 def within(errors: Errors, tolerance: Mapping[str, float]) -> bool:

@@ -148,7 +148,8 @@ _compiled: dict[UNet, Callable] = {}
 def _loss_and_gradient(unet: UNet) -> Callable:
     """Return a compiled function that computes (loss, gradient).
 
-    The losses for eps and v share it, because they differ only in the values of `scalings`.
+    The losses for eps and v share this function, because they differ only in the values of its
+    argument `scalings`.
     """
 
     def loss(params, x0, eps, sigma, text, scalings):
@@ -248,7 +249,7 @@ def _meta(case: Arrays) -> dict[str, Any]:
         raise ValueError(f"the case lacks __meta__: it holds {_few(case)}")
     meta = json.loads(text.item())
     if not isinstance(meta, dict):
-        raise ValueError(f"the case's __meta__ is a {type(meta).__name__}: it must be an object")
+        raise ValueError(f"the case's __meta__ is a {type(meta).__name__}: write a JSON object")
     return meta if isinstance(meta.get("config"), dict) else {**meta, "config": meta}
 
 

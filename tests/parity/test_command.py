@@ -189,6 +189,6 @@ def test_the_worst_case_decides_over_the_exit_code(good, tmp_path, capsys):
 def test_nothing_to_compare_is_no_success():
     case = {n: a for n, a in tiny_weights.case("clip").items() if n.startswith(("w/", "ids", "__"))}
     with pytest.raises(
-        ValueError, match="the case holds no output that can be compared: known are"
+        ValueError, match="the case holds no output that can be compared: add one of"
     ):
         text_parity.verify(case)

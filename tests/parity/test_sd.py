@@ -115,7 +115,7 @@ def test_a_single_weight_that_is_off_shows():
     [
         ({"t": None}, "the case lacks t: it holds "),
         ({"__meta__": None}, "the case lacks __meta__: it holds ctx, t"),
-        ({"__meta__": np.array("[1]")}, "the case's __meta__ is a list: it must be an object"),
+        ({"__meta__": np.array("[1]")}, "the case's __meta__ is a list: write a JSON object"),
         (
             {"y": np.zeros((2, 4, 4, 8))},
             "the case's y has shape (2, 4, 4, 8), but ours has (2, 4, 4, 4)",

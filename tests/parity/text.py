@@ -50,7 +50,7 @@ def verify(case: Arrays) -> dict[str, float | int]:
     errors = {n: _error(n, known[n], outputs[n]) for n in sorted(known) if n in outputs}
     if not errors:
         raise ValueError(
-            f"the case holds no output that can be compared: known are {', '.join(sorted(known))}"
+            f"the case holds no output that can be compared: add one of {', '.join(sorted(known))}"
         )
     worst = max(errors.values(), key=lambda e: np.inf if np.isnan(e) else e)
     return {**errors, "max_relative_error": worst, "parameters": parameters}

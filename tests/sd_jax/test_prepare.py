@@ -119,7 +119,7 @@ def test_rows_with_a_licence_are_those_that_pandas_keeps(tmp_path, monkeypatch, 
         kept += len(theirs)
     assert (
         kept > 400
-        and f"kept {kept} of 5,100 rows, whose LICENSE is not '?'; 2 tables"
+        and f"kept {kept} of 5,100 rows, those whose LICENSE is not '?'; 2 tables"
         in capsys.readouterr().out
     )
     (tmp_path / "out" / names[1]).unlink()
@@ -148,7 +148,7 @@ def test_bad_input_is_said(tmp_path, capsys):
     )
     annotations(tmp_path / "y.json", 20)
     few = error("captions", f"--annotations={tmp_path}/y.json")
-    assert "30000 captions of different images are needed, but the file has captions of only" in few
+    assert "30000 captions of different images are needed, but --annotations describes only" in few
     (tmp_path / "c.tsv").write_text("id\tcaption\n1\ta\n")
     images = ("images", f"--captions={tmp_path}/c.tsv", f"--images={tmp_path}/in")
     assert "c.tsv has no column image_id" in error(*images)

@@ -114,7 +114,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]
     assert precache.encode(s, tmp_path / "new", Work(SHARD, 1, dry_run=True)) == 0
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ValueError, match=r"incomplete: run the command that computes them"):
+    with pytest.raises(ValueError, match=r"incomplete: run the command that wrote them"):
         moments.check_manifest(tmp_path, identity)
     assert precache.encode(s, tmp_path, Work(SHARD, 1)) == 3
     names = [path.name for path in sorted(stored.glob("*.tar"))]

@@ -1,4 +1,4 @@
-"""Prepare data sets: fetch, download, reshard, index, merge, validate, emoji.
+"""Prepare data sets, with the commands fetch, download, reshard, index, merge, validate and emoji.
 
     python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cli.start(alone=True)
     args, more = _parser().parse_known_args(arguments)
     if more and args.command != "download":
-        _parser().error(f"unknown arguments {' '.join(more)}")
+        _parser().error(f"unknown arguments {' '.join(more)}: see {args.command} --help")
     args.more = more
     with cli.bad_input():
         code = args.run(args)
@@ -153,17 +153,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     arg("--schemes", nargs="+", default=[], metavar="SCHEME",
         help=f"URL schemes to allow besides {', '.join(fetch.SCHEMES)}, such as file")  # fmt: skip
-    arg("--hash", help="the sha1, sha256 or sha512 hash of the file, if there is only one")
+    arg("--hash", help="the sha1, sha256 or sha512 hash of the file, if --url names one file")
     arg("--threads", type=_count, default=4, help="number of simultaneous downloads")
     arg("--verify", action="store_true", help="also check the hashes of existing files")
     arg("--dry_run", action="store_true", help="only print the URLs and hashes")
 
     arg = add("download", _download, "Download the images in tables of URLs into tars, with "
               "img2dataset. Arguments not listed here are passed to img2dataset.")  # fmt: skip
-    arg("--urls", required=True, help="a parquet file, or a folder of parquet files")
+    arg("--urls", required=True, help="a table of URLs: a parquet file, or a folder of them")
     arg("--out", required=True, help="folder for the tars")
-    arg("--url_column", default="URL")
-    arg("--caption_column", default="TEXT")
+    arg("--url_column", default="URL", help="column of the images' URLs")
+    arg("--caption_column", default="TEXT", help="column of the captions")
     arg("--size", type=int, default=0, help="shrink images to this length of the shorter side in "
         "pixels; 0 keeps all images unchanged")  # fmt: skip
     arg("--num", type=int, default=10_000, help="images per tar")
@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     """Parse a whole number above 0. For other numbers, argparse's error names the flag."""
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+        raise argparse.ArgumentTypeError(f"give 1 or more, not {number}")
     return number
 
 

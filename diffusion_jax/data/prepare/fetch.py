@@ -1,7 +1,7 @@
 """Download files. A file gets its final name only once it is complete and its hash is right.
 
-A killed download leaves a hidden `.part` file, from which the next attempt continues. In a bucket,
-the next attempt starts an incomplete file again.
+A killed download leaves a hidden `.part` file, from which the next attempt continues. If the files
+are written to a bucket, the next attempt downloads an incomplete file from its start.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ def expand(urls: Sequence[str], schemes: Sequence[str] = SCHEMES) -> list[str]:
             )
     names = [name(url) for url in every]
     if doubled := {one for one in names if names.count(one) > 1}:
-        raise ValueError(f"several URLs end in {min(doubled)}: fetch them into different folders")
+        raise ValueError(f"several URLs end in {min(doubled)}: fetch each with its own --out")
     return every
 
 
@@ -61,7 +61,8 @@ def read_sums(text: str) -> dict[str, str]:
         match = re.fullmatch(r"([0-9a-fA-F]+) [ *](.+)", line.rstrip())
         if match is None or len(match[1]) not in _ALGORITHMS:
             raise ValueError(
-                f"{line!r} is not in the output format of sha1sum, sha256sum or sha512sum"
+                f"{line!r} is not in the output format of sha1sum, sha256sum or sha512sum: --sums "
+                "needs lines of the form HASH  FILE, and --hash needs one hexadecimal hash"
             )
         sums[match[2].rpartition("/")[2]] = match[1].lower()
     return sums
@@ -136,10 +137,12 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
             _continue(url, part, timeout)
             break
         except HTTPError as error:
-            raise OSError(f"{url}: {error}") from error
+            raise OSError(f"cannot download {url}: {error}") from error
         except OSError as error:
             if attempt == _ATTEMPTS - 1:
-                raise OSError(f"{url}: {_ATTEMPTS} attempts failed: {error}") from error
+                raise OSError(
+                    f"cannot download {url} in {_ATTEMPTS} attempts; the last error is: {error}"
+                ) from error
             time.sleep(2.0**attempt)
     try:
         check(part, digest, url)

@@ -90,7 +90,8 @@ def merge(
         raise ValueError(
             f"no embedding in {embeddings} has the name of a record of {images}: the first "
             "embeddings are "
-            f"{', '.join(itertools.islice((stem for stem, *_ in _members(stored[0])), 3))}"
+            f"{', '.join(itertools.islice((stem for stem, *_ in _members(stored[0])), 3))}. The "
+            "embedding of the record KEY must be named KEY or TAR/KEY"
         )
     return dict(counts)
 
@@ -104,8 +105,8 @@ def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
             "encodings" or, if there is none, the only array.
 
     Raises:
-        ValueError: There is no such array of floats [tokens, width], or the pickle holds anything
-            but arrays and plain values.
+        ValueError: The array is missing or is not floats [tokens, width], or the pickle holds
+            anything but arrays and plain values.
     """
     try:
         tree = _ArrayUnpickler(io.BytesIO(contents)).load()
@@ -116,7 +117,7 @@ def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
     names = names or ([] if key else list(arrays))
     if len(names) != 1:
         raise ValueError(
-            f"the pickle holds {', '.join(arrays) or 'no arrays'}: name one with --key"
+            f"the pickle holds {', '.join(arrays) or 'no arrays'}: choose one array with --key"
         )
     array = arrays[names[0]]
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
@@ -151,18 +152,20 @@ class _Places(NamedTuple):
 
     folder: pathlib.Path
     tars: int
+    """The number of tars of embeddings."""
     ranges: int = 0
+    """The number of ranges of keys, which is set once the tables of all tars are written."""
 
     def listed(self, tar: int) -> pathlib.Path:
-        """Return the path of the table of the embeddings in one tar."""
+        """Return the path of the temporary table that lists the embeddings in tar number `tar`."""
         return self.folder / f"listed-{tar:08}"
 
     def sorted(self, number: int) -> pathlib.Path:
-        """Return the path of the table of one range of keys, joined over all tars."""
+        """Return the path of the temporary table of all embeddings with keys in range `number`."""
         return self.folder / f"sorted-{number:08}"
 
     def sort(self, number: int) -> None:
-        """Write the table of one range of keys, joined over all tars.
+        """Write the table of all embeddings with keys in range `number`.
 
         If several embeddings have the same name, the table holds only the last one.
         """
@@ -191,7 +194,7 @@ def _raw(name: str) -> bytes:
 def _open_list(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], None]:
-    """Return a function write(i) that writes the table of the embeddings in tar number i.
+    """Return a function write(i) that writes the table that lists the embeddings in tar number i.
 
     The arguments are those of `_open_join`. Of these, `images`, `out` and `key` are not used.
     """
@@ -203,7 +206,7 @@ def _open_list(
             if len(_raw(suffix)) > (most := _ROW["suffix"].itemsize):
                 raise ValueError(
                     f"{tars[number]} holds {stem}.{suffix}, whose suffix has more than {most} "
-                    "bytes: rename it"
+                    "bytes: give this file a shorter suffix"
                 )
             rows.append((_hash(stem), number, offset, size, _raw(suffix)))
         tables.write(places.listed(number), np.array(rows, _ROW))

@@ -57,11 +57,12 @@ def validate(
     """Decode the records of a data set, and return a report as a dictionary of JSON values.
 
     In the report, "usable" and the counts in "unusable", keyed by reason, add up to "read".
-    "unusable_first" names the first unusable records. Sides of images are in pixels, and
-    "text_length" is in characters of captions or tokens of embeddings. "duplicates" counts image
-    files that repeat those of earlier records. "words" holds the most frequent words.
-    "different_texts" counts distinct captions, ignoring capitals and punctuation, or distinct
-    embeddings.
+    "unusable_first" names the first unusable records. These entries hold quantiles of the usable
+    records: "smaller_side" in pixels, "aspect" (longer side / shorter side), "bytes" of image
+    files, "text_length" in characters of captions or tokens of embeddings, and "text_words".
+    "duplicates" counts image files that repeat those of earlier records. "words" maps the most
+    frequent words to their counts. "different_texts" counts distinct captions, ignoring capitals
+    and punctuation, or distinct embeddings.
 
     Args:
         records: The data set.
@@ -94,7 +95,10 @@ def validate(
 
 
 class _Parts(NamedTuple):
-    """The records to validate, split into parts, and the intermediate files of each part."""
+    """The records to validate, split into parts, and the intermediate files of each part.
+
+    From a data set of `records` records, `total` are drawn with the seed `seed`.
+    """
 
     folder: pathlib.Path
     total: int
@@ -217,7 +221,10 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
         text = record.text
         captions.append(text if isinstance(text, str) else f"text {np.shape(text)}")
     if not images:
-        raise ValueError(f"none of {num} random records has an image that can be decoded")
+        raise ValueError(
+            f"no sheet of samples can be drawn, because none of {num} random records has a usable "
+            "image and text: see the reasons in report.json"
+        )
     return sheets.contact_sheet(np.stack(images), captions)
 
 

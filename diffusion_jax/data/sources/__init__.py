@@ -73,8 +73,8 @@ def open_records(data: Data) -> Records:
     source = _open(data, Shapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
         raise ValueError(
-            f"the data source {data.source!r} has no image files, which are needed here: choose "
-            "another source"
+            f"the data source {data.source!r} has no image files, but this command reads image "
+            "files: choose another source"
         )
     return engines.made_by(source, open_records, data)
 
@@ -119,7 +119,10 @@ def own_module(source: str) -> ModuleType | None:
     try:
         module = importlib.import_module(source)
     except ModuleNotFoundError as error:
-        raise ValueError(f"data.source is {source!r}, which cannot be imported: {error}") from error
+        raise ValueError(
+            f"data.source is {source!r}, which cannot be imported: {error}; check the name, and "
+            "add the module's folder to PYTHONPATH"
+        ) from error
     if not hasattr(module, "open_source"):
         raise ValueError(
             f"data.source is {source!r}, a module without open_source: define the function "

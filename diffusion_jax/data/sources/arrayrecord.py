@@ -94,14 +94,14 @@ class ArrayRecords(Records):
         return Record(image, read_feature(features, self._text), name)
 
     def _check_features(self) -> None:
-        """Raise ValueError if the first record is no Example, or lacks the image or the text.
+        """Raise ValueError if the first record is not an Example, or lacks the image or the text.
 
         A first record that cannot be read passes the check, because `read` reports it as unusable.
         """
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features = decode(first)
         for kinds, advice in (
-            (_IMAGES, ""),
+            (_IMAGES, ". Rename the image feature accordingly"),
             ((self._text,), ". Set data.text to the caption feature"),
         ):
             if features and not any(kind in features for kind in kinds):

@@ -38,7 +38,8 @@ def open_any(data: Data, _: Shapes) -> Records:
 class Rows(Records):
     """The rows of a Hugging Face table with an image column and a caption column.
 
-    If there are several image columns, or several captions in a row, the first one is used.
+    If there are several image columns, the first one is used. If a cell holds several captions, the
+    first one is used.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Rows(Records):
 
         Raises:
             FileNotFoundError: the image of the first row is a path that does not exist.
-            ValueError: the table has no rows, no image column, or no column `text`, unless
-                `uncaptioned` is "empty".
+            ValueError: the table has no rows or no image column, or it has no column `text` and
+                `uncaptioned` is not "empty".
         """
         self._name, self._root = name, pathlib.Path(root)
         images = [field.name for field in table.schema if _is_image(field.type)]
@@ -109,7 +110,7 @@ class Rows(Records):
 
 
 class Arrow(Rows):
-    """The rows of a data set written by Hugging Face's `save_to_disk`; does not need `datasets`."""
+    """The rows of a data set written by `save_to_disk`, read without the package `datasets`."""
 
     def __init__(
         self, path: str | os.PathLike[str], text: str = "text", uncaptioned: str = "error"
@@ -125,8 +126,8 @@ class Arrow(Rows):
         Raises:
             FileNotFoundError: the folder does not exist, or the image of the first row is a path
                 that does not exist.
-            ValueError: there are no .arrow files, no rows, no image column or no caption column, or
-                a file is damaged.
+            ValueError: there are no .arrow files, no rows or no image column, a file is damaged, or
+                there is no caption column and `uncaptioned` is not "empty".
         """
         import pyarrow  # Slow to import, and needed by few data sets.
 

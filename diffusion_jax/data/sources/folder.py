@@ -147,8 +147,8 @@ def _captions(
     tables = [name for name in names if name.endswith(f".{format}")]
     if not tables:
         raise ValueError(
-            f"no .{format} files in {root}, but data.text={format}:{field} names such a table: set "
-            "data.text to where the captions are"
+            f"no .{format} files in {root}, but data.text={format}:{field} reads the captions from "
+            "such files: set data.text to the format that holds the captions, such as txt"
         )
     stems = {posixpath.splitext(n)[0]: n for n in names if not n.endswith(tuple(_TABLES))}
     images = set(names)
@@ -180,7 +180,7 @@ def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
             try:
                 row = untrusted.parse_json(line) if line.strip() else {}
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+                raise ValueError(f"{path}, line {number}: invalid JSON: {error}") from error
             yield row if isinstance(row, dict) else {}
 
 
@@ -191,7 +191,10 @@ def _read_parquet(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
         columns = file.schema_arrow.names
         name = "file_name" if "file_name" in columns else "key"
         if missing := [column for column in (name, field) if column not in columns]:
-            raise ValueError(f"{path} has no column {missing[0]!r}: it has {', '.join(columns)}")
+            raise ValueError(
+                f"{path} has no column {missing[0]!r}, but only {', '.join(columns)}: it needs the "
+                f"columns {name!r} and {field!r} (the field in data.text)"
+            )
         for batch in file.iter_batches(columns=[name, field]):
             yield from batch.to_pylist()
 

@@ -109,7 +109,9 @@ def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
-    """Check that the VAE moments at `path` are complete and have the settings `expected`.
+    """Check that the VAE moments at `path` are complete, and were computed as `expected` says.
+
+    `expected` maps names of settings to values. Other settings in the manifest are not compared.
 
     Moments without a manifest are accepted.
 
@@ -126,6 +128,6 @@ def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) ->
         )
     if not stored["finished"]:
         raise ValueError(
-            f"the moments in {path} are incomplete: run the command that computes them again, "
-            "which continues where it stopped"
+            f"the moments in {path} are incomplete: run the command that wrote them once more; it "
+            "continues where it stopped"
         )

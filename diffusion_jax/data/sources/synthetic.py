@@ -11,12 +11,16 @@ from diffusion_jax.data.pictures import Pictures, Shapes
 
 
 def open_source(_: Data, shapes: Shapes) -> Pictures:
-    """Return a data set of random pictures and one text, whose shapes are given by `shapes`."""
+    """Return a data set of random pictures that all have the same text.
+
+    `shapes` gives the size of the pictures and, if the text is stored as embeddings, the shape of
+    these embeddings.
+    """
     return Synthetic(shapes.size, shapes.embeddings)
 
 
 class Synthetic(Pictures):
-    """A data set that returns the same batch of random pictures, and one text, for any indices."""
+    """A data set that returns the same random pictures for any indices, all with the same text."""
 
     def __init__(self, size: int, embeddings: tuple[int, int] | None = None):
         """Set the shapes of pictures and texts.
@@ -37,7 +41,7 @@ class Synthetic(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
-        """Return the same random pictures and text for all indices and crop positions."""
+        """Return B random pictures and B equal texts, which do not depend on indices and places."""
         images = self._images
         if len(images) != len(indices):
             shape = (len(indices), *images.shape[1:])

@@ -105,7 +105,7 @@ class WebDataset(Records):
         return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """Return the numbers of images without a text, unreadable tars and truncated tars.
+        """Return the numbers of unreadable tars, truncated tars, and images that lack a text.
 
         Complete records in a truncated tar are used, although the tar is counted.
         """

@@ -22,8 +22,8 @@ def open_scorer(
 ) -> Any:
     """Return the evaluate.scorers.Scorer of the coloured digits.
 
-    `size` is the side of the images in pixels. `num_seen` is the number of images per prompt that
-    training shows, and `num_heldout` the number per held-out prompt. `metrics` are keys of
+    `size` is the side of the images in pixels. `num_seen` images are scored for each training
+    prompt, and `num_heldout` images for each held-out prompt. `metrics` are keys of
     metrics.table.METRICS; () chooses all metrics that the judge supports.
     """
     from diffusion_jax.examples.digits import scorer  # Loads metrics that training does not need.

@@ -59,9 +59,9 @@ def fit_judge() -> Judge:
 
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
-    """Compare the digits and colours that a judge read with the captions `prompts`.
+    """Compare a judge's readings `read` of N pictures with the captions `prompts` of the pictures.
 
-    The columns are digit, ink and paper, with 1 for a match and 0 for a difference.
+    The columns of the result are digit, ink and paper; 1 is a match, and 0 is a difference.
     """
     true = [digits.parse(prompt) for prompt in prompts]
     pairs = zip(read, true, strict=True)

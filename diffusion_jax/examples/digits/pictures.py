@@ -136,8 +136,9 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
     """
     if shapes.embeddings or shapes.moments:
         raise ValueError(
-            f"data.source is {data.source!r}, which has only pictures with captions, but data.text "
-            f"is {data.text!r}, which names embeddings: set data.text=txt"
+            f"data.source is {data.source!r}, which has only pictures with captions, but the "
+            f"config needs text embeddings (data.text={data.text}) or VAE moments: set "
+            "data.text=txt, or choose another data.source"
         )
     return Digits(shapes.size)
 

@@ -22,8 +22,8 @@ def open_scorer(
 
     Args:
         size: The side of the images in pixels.
-        num_seen: Number of images for each prompt that training shows.
-        num_heldout: Number of images for each prompt that is held out of training.
+        num_seen: Number of images for each training prompt.
+        num_heldout: Number of images for each held-out prompt.
         metrics: Keys of metrics.table.METRICS. () chooses all metrics that the judge supports.
     """
     judge, seen_prompts = judges.fit_judge(), digits.seen_prompts() * num_seen

@@ -201,7 +201,7 @@ def prepare(
 def draw(
     picture: Image.Image, background: str, size: int, shift: tuple[float, float] = (0.0, 0.0)
 ) -> UInt8[np.ndarray, "size size 3"]:
-    """Draw a picture with a transparent background on a coloured square of `size` pixels.
+    """Draw a picture with a transparent background on a coloured square of size x size pixels.
 
     `background` is a key of BACKGROUNDS. The picture fills seven eighths of the side. `shift` moves
     it right and down by this many twentieths of the side.
@@ -331,7 +331,9 @@ def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
                 if folder == inside and (contents := tar.extractfile(member)):
                     packed[pathlib.PurePosixPath(name).stem] = contents.read()
     except (tarfile.TarError, zlib.error, EOFError) as error:
-        raise ValueError(f"{path} is not a complete npm package: {error}") from error
+        raise ValueError(
+            f"{path} is not a complete npm package: {error}; run `npm pack` again"
+        ) from error
     return packed
 
 
@@ -361,4 +363,4 @@ def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):
             return untrusted.open_image(read(name)).convert("RGBA")
-    raise ValueError(f"the style has no picture of {code}")
+    raise ValueError(f"the emoji style has no picture of {code}: update the package of the style")

@@ -125,7 +125,7 @@ def of_params(
     params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair],
     card: dict[str, Any],
 ) -> Judge:  # fmt: skip
-    """Return a judge whose towers have the parameters {"image": ..., "text": ...}.
+    """Return a judge. `params` holds the parameters of its towers, {"image": ..., "text": ...}.
 
     The judge resizes images to `size` x `size` pixels. `pairs` holds the reference images and the
     test images. The other arguments are fields of Judge.

@@ -67,7 +67,7 @@ def train(
     """
     if size % judge.GRID or size < 2 * judge.GRID:
         raise ValueError(
-            f"--size={size}: the size of a judge must be a multiple of {judge.GRID}, 32 or more"
+            f"--size={size}: the size must be a multiple of {judge.GRID} and at least 32"
         )
     pictures = sources.open_pictures(sources.named(data), size)
     parts = split(pictures)
@@ -106,8 +106,8 @@ def split(pictures: Pictures) -> Split:
     if few < 2 or len(training) < _BATCH:
         raise ValueError(
             f"{len(pictures)} pictures with {len(share)} different captions are too few to train a "
-            f"judge: give at least {_BATCH} training pictures, besides the tenth that is held out, "
-            "and about 50 captions"
+            "judge: about 50 different captions are needed, a tenth of which are held out of "
+            f"training, and at least {_BATCH} pictures with the other captions"
         )
     return Split(
         training, _spread(reference, _HELD_OUT_IMAGES), _spread(test, _HELD_OUT_IMAGES), list(share)
@@ -157,8 +157,8 @@ def contrast(
 ) -> Float[Array, ""]:
     """Return the InfoNCE loss, averaged over both directions (image to text, and text to image).
 
-    `x` holds images in [-1, 1]. If several images have equal captions, each caption matches all of
-    these images.
+    `x` holds images in [-1, 1], and `ids` their hashed captions. If several images have equal
+    captions, each caption matches all of these images.
     """
     towers: tuple[Any, Any] = (judge.IMAGE, judge.TEXT)
     images = judge.unit(towers[0].apply({"params": params["image"]}, x))

@@ -52,8 +52,12 @@ def test_the_configs_own_values_are_read_without_its_groups():
             "unet",
             "unknown config field unet.qqq: choose from width, sizes",
         ),
-        ({}, "unet", "the config lacks unet.sizes, unet.width"),
-        ({"width": 1}, "", "the config lacks sizes"),
+        (
+            {},
+            "unet",
+            "the config lacks unet.sizes, unet.width: set every field that has no default",
+        ),
+        ({"width": 1}, "", "the config lacks sizes: set every field that has no default"),
     ],
 )
 def test_stray_and_missing_fields_are_named(values, name, message):
@@ -86,7 +90,7 @@ def test_a_network_has_the_defaults_of_its_module():
     }  # fmt: skip
     read = settings.read(Network, {"width": 8, "dtype": "float32"}, "unet")
     assert (read.width, read.depth, read.dtype) == (8, 2, jnp.float32)
-    with pytest.raises(ValueError, match=r"^the config lacks unet\.width$"):
+    with pytest.raises(ValueError, match=r"^the config lacks unet\.width: set every"):
         settings.read(Network, {"depth": 3}, "unet")
 
 

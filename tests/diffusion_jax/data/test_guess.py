@@ -116,7 +116,7 @@ def test_tables_with_the_pictures_in_them(plain, tmp_path, monkeypatch):
 def test_a_saved_folder_without_tables_is_an_error(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(
-        ValueError, match=rf"no \.arrow files in {tmp_path}: write it again with dataset\.save_to_"
+        ValueError, match=rf"no \.arrow files in {tmp_path}: write the folder again with save_to_"
     ):
         guess(str(tmp_path))
 

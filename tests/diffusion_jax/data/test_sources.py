@@ -82,5 +82,5 @@ def test_a_module_that_is_no_source_is_an_error(own_package):
 
 def test_digits_have_no_embeddings():
     data = Data("diffusion_jax.examples.digits", text="npy")
-    with pytest.raises(ValueError, match=r"data\.text is 'npy', which names embeddings: set"):
+    with pytest.raises(ValueError, match=r"embeddings \(data\.text=npy\) or VAE moments: set"):
         open_pictures(data, 16, embeddings=(6, 32))

@@ -81,7 +81,7 @@ def test_decoding_a_jpeg_at_a_reduced_scale_changes_little():
 
 def test_the_smallest_allowed_side_is_min_size():
     assert square(encode(smooth(50, 32)), 16, min_size=32).shape == (16, 16, 3)
-    with pytest.raises(Unusable, match="too_small: 50x31, min_size is 32") as error:
+    with pytest.raises(Unusable, match=r"too_small: 50x31, data\.min_size is 32") as error:
         square(encode(smooth(50, 31)), 16, min_size=32)
     assert error.value.reason == "too_small"
 

@@ -70,7 +70,7 @@ def test_sfid_and_the_inception_score_come_from_one_pass(tmp_path, monkeypatch):
     assert row["sfid_inception"] == pytest.approx(spatial, rel=1e-4)
     assert row["inception_score_inception"] == pytest.approx(1)  # Of a single class.
     stats_files.write(path, stats_files.Stats(parts[0], None, None, parts[1]))
-    with pytest.raises(ValueError, match=r"has no card .*: set inception_mode to that of"):
+    with pytest.raises(ValueError, match=r"has no card .*: set inception_mode to the prep"):
         scorers.of_prompts(8, ["a"] * 6, toy.wanted(path, "weights", metrics=names))
 
 
@@ -134,5 +134,5 @@ def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
 def test_a_file_that_the_digits_are_not_compared_with_is_an_error():
     for name in ("reference", "dinov2", "dinov2_reference", "judge"):
         evaluation = Evaluation(**{name: "s3://bkt/no_such"})
-        with pytest.raises(ValueError, match=rf"evaluation\.{name} needs a file of prompts"):
+        with pytest.raises(ValueError, match=rf"evaluation\.{name} has no effect without a file"):
             scorers.open_scorer("diffusion_jax.examples.digits", 16, [], evaluation)

@@ -99,7 +99,7 @@ def test_pods_of_a_tpu_slice_join(joined, environment):
         ({"coordinator": "host:1", "num_processes": "2"}, "--process_id is missing: set all of"),
         ({"process_id": "1"}, "--coordinator, --num_processes is missing: set all of"),
         ({"coordinator": "host:1", "num_processes": "2", "process_id": "2"},
-         "process_id is 2 of 2 processes: it must be from 0 to 1"),
+         "process_id is 2, but with 2 processes it must be from 0 to 1"),
         ({"coordinator": "host", "num_processes": "2", "process_id": "1"},
          "coordinator is 'host': it must be HOST:PORT"),
     ],

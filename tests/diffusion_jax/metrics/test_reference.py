@@ -100,7 +100,7 @@ def test_workers_that_die_come_late_or_again_write_the_same_file(pictures, tmp_p
 def test_the_command_shares_its_work(run, pictures, tmp_path):
     out = tmp_path / "real.npz"
     given = "stats", f"--images={pictures}", f"--out={out}", "--shard_images=7"
-    assert run(*given, "--dry_run")[1] == "30 images in 5 shards, 0 of them finished\n"
+    assert run(*given, "--dry_run")[1] == "30 images in 5 shards; finished shards: 0\n"
     assert run(*given, "--worker=1", "--workers=2")[0] == 0
     assert stats_files.read(out).gaussian.n == 29
     assert (

@@ -40,7 +40,7 @@ def test_a_file_without_a_card_needs_a_mode():
     stats_files.check_mode("a.npz", stats(), "", "--mode")
     stats_files.check_mode("a.npz", stats(card=None), "tf", "--mode")
     with pytest.raises(
-        ValueError, match=r"a.npz has no card .*: set --mode to that of .* pytorch .*, tf \(AD"
+        ValueError, match=r"a.npz has no card .*: set --mode to the .* pytorch .*, tf \(AD"
     ):
         stats_files.check_mode("a.npz", stats(card=None), "", "--mode")
 

@@ -179,7 +179,7 @@ def test_a_changed_byte_is_found_when_it_is_read(tmp_path, format):
     shard.write_bytes(contents)
     opened = store.Store(tmp_path)
     opened.read(TEXTS[:1])
-    with pytest.raises(ValueError, match=r"is damaged at the embeddings of ''.*\n.*--ver"):
+    with pytest.raises(ValueError, match=r"the embeddings of '' in .* are damaged: .*\n.*--ver"):
         opened.read(TEXTS[1:2])
     assert shards.usable(shard, verify=False)
     assert not shards.usable(shard, verify=True)

@@ -197,9 +197,7 @@ def test_other_weights_and_missing_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"neither spiece\.model nor tokenizer\.json"):
         t5.encoder(folder, width=16, max_tokens=8)
     (folder / "config.json").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"no file .*config.json: it comes with the weights"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no file .*config.json: download it together"):
         t5.encoder(folder, width=16, max_tokens=8)
     clip = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     with pytest.raises(

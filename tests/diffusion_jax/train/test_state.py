@@ -140,7 +140,7 @@ def test_a_state_is_overwritten_without_a_copy_of_any_of_it():
 
 @pytest.mark.parametrize("decay", [1.0, 9999.0, -0.1])
 def test_a_decay_outside_0_to_1_is_an_error(decay):
-    with pytest.raises(ValueError, match=f"EMA decay {decay} must be at least 0 and below 1"):
+    with pytest.raises(ValueError, match=f"ema_decays holds {decay}: each decay must be at"):
         init_state({"w": jnp.zeros(2)}, make_tx(), [decay])
 
 

@@ -130,7 +130,7 @@ def spoil(folder, what):
         ("cut", r"ends after \d+ of \d+ bytes: download it again"),
         ("no safetensors", "is damaged or not a safetensors file"),
         ("no index", "holds 2 safetensors files, but none is called model.safetensors"),
-        ("no json", "is not JSON"),
+        ("no json", "cannot read .* as JSON"),
         ("nothing", "holds no weights: it needs model.safetensors or pytorch_model.bin"),
     ],
 )

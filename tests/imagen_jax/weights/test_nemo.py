@@ -213,7 +213,7 @@ def efficient(**changes):
         (efficient(per_head_channels=-1, num_attn_heads=5), "unet.num_heads 5 does not divide"),
         (efficient(embed_dim="wide"), "config has the wrong type: "),
         (efficient(channels=1), "unet.channels in NeMo's config is 1, but only 3"),
-        ({"unet": {"cond_dim": 64}}, "lacks image_size and embed_dim: add each"),
+        ({"unet": {"cond_dim": 64}}, "lacks image_size and embed_dim: add the"),
         ({"unet": SMALL | {"per_head_channels": -1}}, "unet.head_dim -1 does not divide"),
         ({"unet": SMALL | {"attention_type": "flash"}}, "unet.attention is 'flash'"),
     ],

@@ -94,6 +94,6 @@ def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options
 
 def test_what_lacks_for_a_gpu_is_named(monkeypatch):
     monkeypatch.setattr(gpu, "_installed", lambda module: "nvcc" in module)
-    message = "jax-cuda12-plugin (the extra plan-gpu) is not installed"
+    message = "this machine lacks jax-cuda12-plugin (extra plan-gpu)"
     assert gpu.missing(accelerators.parse("h100:8")) == message
     assert "no description of mi300x" in str(gpu.missing(accelerators.parse("mi300x:8")))

@@ -99,7 +99,7 @@ def test_arrays_in_pickles_are_read(protocol):
     np.testing.assert_array_equal(merge.read_pickle(as_nemo(array, protocol)), array, strict=True)
     several = pickle.dumps({"a": {"x": array}, "b": array * 2}, protocol)
     np.testing.assert_array_equal(merge.read_pickle(several, "a/x"), array)
-    with pytest.raises(ValueError, match="the pickle holds a/x, b: name one with --key"):
+    with pytest.raises(ValueError, match="the pickle holds a/x, b: choose one array with --key"):
         merge.read_pickle(several)
 
 
@@ -137,7 +137,7 @@ def test_names_need_not_be_utf_8_and_long_suffixes_are_refused(tars):
     with tarfile.open(tars / "out/0.tar") as opened:
         assert opened.getnames() == [f"{name}.jpg", f"{name}.\xe9.npy"]
     tar_files.write(tars / "e.tar", [{"__key__": b"0001", f"{'x' * 29}.npy": b""}])
-    with pytest.raises(ValueError, match=r"e.tar holds 0001.x+.npy, whose .* 32 bytes: rename it"):
+    with pytest.raises(ValueError, match=r"e.tar holds 0001.x+.npy, whose .* 32 bytes: give"):
         merge.merge(str(tars / "images/0.tar"), str(tars / "e.tar"), tars / "out")
 
 

@@ -53,7 +53,7 @@ def test_img2datasets_folders_and_parquet(tmp_path):
         "00000/000000002.jpg": "caption 2",
         "00001/000010000.webp": "caption 10000",
     }
-    with pytest.raises(ValueError, match=r"no column 'text': it has key, caption, status"):
+    with pytest.raises(ValueError, match=r"no column 'text', but only key, caption, status"):
         Folder(tmp_path, text="parquet:text")
 
 
