@@ -23,6 +23,7 @@ _LANES = 128  # Vector lanes of a TPU: splash's block sizes are multiples of thi
 _BLOCK = 512  # Maximum number of queries, or of keys, in a block of scores.
 _RESIDENT = 2048  # Maximum number of keys that splash holds in a TPU's vector memory.
 _RESIDENT_LITE = 4096  # The maximum on TPU v5e and v6e, where kernels need less vector memory.
+_WHOLE = 1536  # Maximum number of keys whose scores splash computes at once, in 16 bits.
 _MASKED = -1e30  # Score of a masked key: finite, so that rows without keys have finite gradients.
 _BLOCKWISE_SCORES = 2**14  # From this many scores per head, "blockwise" is faster on a CPU.
 
@@ -159,9 +160,12 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     (_, t, n, _), s = q.shape, k.shape[1]
-    many = "lite" in device_kind() and q.dtype.itemsize == 2 and q.shape[3] <= _LANES
-    rows, keys = _divisor(t, _BLOCK), _divisor(s, _RESIDENT_LITE if many else _RESIDENT)
-    scores = _divisor(keys, _BLOCK if keys <= _RESIDENT else _BLOCK // 2)
+    # The sizes are the fastest that fit into vector memory, by the compiler's bundle counts.
+    small, kind = q.dtype.itemsize == 2 and q.shape[3] <= _LANES, device_kind()
+    keys = _divisor(s, _RESIDENT_LITE if small and "lite" in kind else _RESIDENT)
+    whole = small and keys <= _WHOLE
+    rows = _divisor(t, 2 * _BLOCK if whole or (small and "v6" in kind) else _BLOCK)
+    scores = keys if whole else _divisor(keys, _BLOCK if keys <= _RESIDENT else _BLOCK // 2)
     sizes = splash.BlockSizes(
         block_q=rows, block_kv=keys, block_kv_compute=scores,
         block_q_dkv=rows, block_kv_dkv=keys, block_kv_dkv_compute=scores,
