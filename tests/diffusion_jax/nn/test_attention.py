@@ -1,5 +1,7 @@
 """Attention, by each implementation."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -110,6 +112,32 @@ def test_some_tpus_hold_more_keys(kind, keys, monkeypatch):
     for one, other in zip(gradients("splash")(q, k, v), gradients("xla")(q, k, v), strict=True):
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=1e-2)
     assert {(s.block_kv, s.block_kv_dkv) for s in sizes} == {(keys, keys)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "length", "sizes"),
+    [
+        ("TPU v6 lite", "bfloat16", 4096, (1024, 4096, 256)),
+        ("TPU v5 lite", "bfloat16", 4096, (512, 4096, 256)),
+        ("TPU v5", "bfloat16", 4096, (512, 2048, 512)),
+        ("TPU v5", "bfloat16", 1024, (1024, 1024, 1024)),
+        ("TPU v6 lite", "float32", 4096, (512, 2048, 512)),
+    ],
+)
+def test_blocks_of_splash_fit_into_each_tpus_memory(kind, dtype, length, sizes, monkeypatch):
+    """Queries, keys, and keys per product, of blocks that libtpu compiled for these TPUs."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    seen, make = [], splash.make_splash_mha
+    record = lambda mask, block_sizes, **options: (
+        seen.append(block_sizes) or make(mask, block_sizes=block_sizes, **options)
+    )
+    monkeypatch.setattr(splash, "make_splash_mha", record)
+    monkeypatch.setattr(attention, "device_kind", lambda: kind)
+    x = jax.ShapeDtypeStruct((1, length, 1, 64), dtype)
+    jax.eval_shape(functools.partial(attention.attend, implementation="splash"), x, x, x)
+    assert {(s.block_q, s.block_kv, s.block_kv_compute) for s in seen} == {sizes}
+    assert {(s.block_q_dkv, s.block_kv_dkv, s.block_kv_dkv_compute) for s in seen} == {sizes}
 
 
 def test_the_gradient_of_attention_to_no_token_is_0(implementation):
