@@ -97,7 +97,10 @@ def main(argv: list[str]) -> None:
 
 
 def _compare(places: Mapping[str, tuple[str, str]], size: int) -> None:
-    """Measure all sources and peers at an image size in alternation, and print the results."""
+    """Measure all sources and peers in turn, at one image size, and print the results.
+
+    `places` maps each source of this project to (path, text field) of the data set in its format.
+    """
     ours = {name: functools.partial(_ours, name, *at, size) for name, at in places.items()}
     peers = {
         name: functools.partial(read, places[form][0], size)

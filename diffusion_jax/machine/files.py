@@ -178,7 +178,7 @@ def whole(
 
 
 def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:
-    """Delete the temporary files that killed writers of the files `paths` left behind.
+    """Delete the temporary files of `paths` that remain after a writing process was killed.
 
     No other process may be writing these files. A bucket has no temporary files.
     """

@@ -75,9 +75,9 @@ def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> N
     """Check that the statistics from the file `path` were computed with this extractor.
 
     Raises:
-        ValueError: the statistics have another number of features than the extractor; or their card
-            names another extractor, or other weights or preprocessing. Statistics without a card
-            are only checked for the number of features.
+        ValueError: the number of features differs from the extractor's; or the card names a
+            different extractor, different weights or different preprocessing. For statistics
+            without a card, only the number of features is checked.
     """
     width, own_width = stats.gaussian.mean.size, [*extractor.parts.values(), extractor.width][0]
     if width != own_width:

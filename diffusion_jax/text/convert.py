@@ -29,7 +29,8 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
 
     Raises:
         FileNotFoundError: the folder has no .bin files.
-        ValueError: the folder holds a network of diffusers, or `out` is not empty.
+        ValueError: the folder holds a diffusers model instead of a text encoder, or `out` is not
+            empty.
     """
     folder, out = pathlib.Path(folder), pathlib.Path(out)
     pickles = sorted(folder.glob("*.bin"))

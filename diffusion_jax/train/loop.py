@@ -67,7 +67,7 @@ class Examples(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The scores that training computes after every `every` images and at the end of the run.
+    """The scores that training computes every `every` images and at the end of the run.
 
     `score` maps the drawing function and the parameters to scores, keyed by name.
     """

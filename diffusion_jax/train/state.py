@@ -196,7 +196,8 @@ def micro_keys(
 ) -> list[PRNGKeyArray]:
     """Return the keys of all micro batches of a training step.
 
-    `key` is the run's key. `step` is the value of state.step before the training step.
+    `key` is the run's key. `step` is the value of state.step before the training step. `accumulate`
+    is the number of micro batches. For `one_noise`, see `micro_key`.
     """
     key = jax.random.fold_in(key, step)
     return [micro_key(key, index, accumulate, one_noise) for index in range(accumulate)]

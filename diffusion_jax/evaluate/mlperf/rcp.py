@@ -1,4 +1,4 @@
-"""Read the FID and CLIP scores of MLPerf's reference runs, for a band in plots of FID over CLIP."""
+"""Read the FID and CLIP scores of MLPerf's reference runs, to shade their range in plots."""
 
 import csv
 import pathlib

@@ -363,4 +363,6 @@ def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):
             return untrusted.open_image(read(name)).convert("RGBA")
-    raise ValueError(f"the emoji style has no picture of {code}: update the package of the style")
+    raise ValueError(
+        f"the emoji package has no picture of {code}: install a newer version of the package"
+    )

@@ -106,8 +106,8 @@ def split(pictures: Pictures) -> Split:
     if few < 2 or len(training) < _BATCH:
         raise ValueError(
             f"{len(pictures)} pictures with {len(share)} different captions are too few to train a "
-            "judge: about 50 different captions are needed, a tenth of which are held out of "
-            f"training, and at least {_BATCH} pictures with the other captions"
+            "judge: about 50 different captions are needed, of which a tenth are held out of "
+            f"training, and at least {_BATCH} pictures whose captions are not held out"
         )
     return Split(
         training, _spread(reference, _HELD_OUT_IMAGES), _spread(test, _HELD_OUT_IMAGES), list(share)
