@@ -67,9 +67,11 @@ def main(argv: list[str]) -> None:
 
 
 def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
-    """Return the numbers of nodes to measure: `names` or, if empty, powers of two and all nodes.
+    """Return the node counts to measure, in ascending order.
 
-    `names` is the value of --nodes, and `per_node` the number of devices per node. Raises
+    These are the counts in `names` or, if it is empty, the powers of two up to the total, and the
+    total itself. `names` is the value of --nodes, `devices` the number of all devices, and
+    `per_node` the number of devices per node. Raises
     ValueError if --nodes is invalid, or --devices_per_node does not divide the number of devices.
     """
     max_nodes = devices // per_node

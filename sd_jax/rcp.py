@@ -13,7 +13,7 @@ fid.png and clip.png. The exit code is 1 if the verdict is FAIL.
 
 This command also writes a submission of ten runs, in the layout that MLCommons' package checker
 expects: the logs, the code, and a description of the computer system. The description is read from
-the logs, the manifests and the file --system.
+the logs, manifest.json in the workdirs, and the file given by --system.
 
     python -m sd_jax.rcp runs/*/* --tables
 

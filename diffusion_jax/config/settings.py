@@ -69,7 +69,7 @@ class Text(NamedTuple):
     """The text encoder, and how often training drops the text.
 
     Training either runs the encoder, or reads embeddings from a store or from the training data.
-    Sampling and evaluation always run the encoder.
+    The evaluation commands always run the encoder; so does sampling, unless it is given embeddings.
 
     Read by diffusion_jax/text/registry.py and diffusion_jax/precache/lookup.py.
     """

@@ -1,7 +1,7 @@
 """Makes training batches: orders the data, prefetches in threads, and resumes at a saved position.
 
-The picture that a run draws as sample n (n = step * batch size + row) depends only on the data and
-on (seed, n). Every epoch is a new permutation, and neither the number of processes nor a restart
+The training picture at sample n (n = step * batch size + row) depends only on the data and on
+(seed, n). Every epoch is a new permutation, and neither the number of processes nor a restart
 changes the order. With aspect buckets, the order also depends on the batch size.
 """
 

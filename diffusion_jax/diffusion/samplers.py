@@ -114,8 +114,9 @@ def method_of(s: Any) -> Method:
 def check_method(d: Any, s: Any) -> None:
     """Raise ValueError if the sampler does not suit a model that was trained with MeanFlow.
 
-    The D of such a model leads along a straight line to the next level of the grid. This suits only
-    samplers that evaluate D once per step, add no noise and use no D of earlier steps.
+    D of such a model is defined so that one straight (Euler) step towards D lands on the next level
+    of the grid. This suits only samplers that evaluate D once per step, add no noise and use no
+    earlier step.
 
     Args:
         d: The config's `diffusion` group.

@@ -47,7 +47,10 @@ _SHOWN = 42  # Number of pictures on a sheet.
 
 
 class FeatureJudge(NamedTuple):
-    """A judge: a function that computes features of pictures, and statistics of real pictures."""
+    """A judge: a function that extracts features from pictures.
+
+    It also holds the statistics of real pictures, if its scores need them.
+    """
 
     card: Card
     """A record of everything that the scores depend on, except the scored model."""

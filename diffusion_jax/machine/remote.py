@@ -1,7 +1,7 @@
-"""Define paths into object stores (gs:// and s3://) with pathlib's methods, based on fsspec.
+"""Path objects for object stores (gs:// and s3://), with pathlib's interface, built on fsspec.
 
 A store has no folders, and objects cannot be renamed or appended to. An object appears once all of
-its bytes have arrived. A store can create an object on condition that it does not exist. Files that
+its bytes have arrived. A store can create an object only if none exists under that name. Files that
 grow line by line are written to a local folder (Mirror), which is uploaded at intervals.
 
 etils.epath is not used, because its `exists` returns False when access is denied: a run with wrong

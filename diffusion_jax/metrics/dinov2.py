@@ -204,9 +204,8 @@ def _renamed(state: StateDict) -> dict[str, np.ndarray]:
 def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
     """Interpolate position embeddings to [1, 1 + side^2, D] with torch's bicubic kernels.
 
-    In the authors' code, models with registers use antialiasing. For models without registers, 0.1
-    is added to the grid's size, which shifts the grid by up to a tenth of a patch. This function
-    does the same.
+    As in the authors' code, `antialias` is True for models with registers. Without it, 0.1 is added
+    to the grid's size, also as in their code; this shifts the grid by up to a tenth of a patch.
     """
     grid = np.asarray(positions, np.float32)[:, 1:]
     trained = round(grid.shape[1] ** 0.5)

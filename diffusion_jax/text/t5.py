@@ -201,7 +201,8 @@ def t5_table(model: T5Encoder) -> list[Entry]:
 def used(state: StateDict) -> dict[str, np.ndarray]:
     """Return the encoder's arrays from a Hugging Face state dict of T5.
 
-    The token embedding, which has two names in state dicts, is always named "shared.weight".
+    State dicts may store the token embedding under either of two names; the result always names it
+    "shared.weight".
     """
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):

@@ -124,8 +124,13 @@ def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
 def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...]:
     seeds, texts = list(range(len(examples.captions))), examples.batch
     images = draw(params, texts, seeds, np.full(len(seeds), examples.guidance, np.float32))
-    if draw(params, texts, seeds, None).shape != images.shape or images.shape[3] != 3:
-        raise ValueError(f"the sampler returns arrays of shape {images.shape[1:]}, not pictures")
+    guided, unguided = images.shape[1:], draw(params, texts, seeds, None).shape[1:]
+    if guided != unguided or len(guided) != 3 or guided[2] != 3:
+        raise ValueError(
+            "the sampler must return pictures [height, width, 3] of the same shape with and "
+            f"without guidance, but returned {list(guided)} and {list(unguided)}: check the Task's "
+            "sample function"
+        )
     sheets.contact_sheet(sheets.to_uint8(images), examples.captions)
     return images.shape[1:3]
 

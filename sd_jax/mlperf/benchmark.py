@@ -181,10 +181,11 @@ def _card(s: Settings, judge: Judge) -> dict[str, Any]:
 
 
 def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
-    """Return a jitted function that draws images from texts.
+    """Return a jitted function draw(params, frozen, texts, places, step).
 
-    The function returns the pixels as floats [B, H, W, 3] in [0, 255], the same pixels rounded
-    down, and a bool array [B] that is True for images whose values are all finite.
+    The noise of each image depends on `seed`, `step` and its index in `places`. The function
+    returns the pixels as floats [B, H, W, 3] in [0, 255], the same pixels rounded down, and a bool
+    array [B] that is True for images whose values are all finite.
     """
     split = sharding.batch_sharding(mesh)
 

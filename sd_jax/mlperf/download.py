@@ -103,9 +103,10 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
 def download(
     name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False
 ) -> int:
-    """Download the missing files of a set, and verify all files; return the number of files.
+    """Download a set's missing files, and verify files that have not been verified yet.
 
-    If a download fails, the files that are already complete are kept.
+    Return the number of files in the set. If a download fails, the files that are already complete
+    are kept.
 
     Args:
         name: The name of the set, a key of SETS.

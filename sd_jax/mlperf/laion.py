@@ -18,10 +18,10 @@ _BATCH = 65_536  # Rows to read at once, and the minimum number of rows to write
 
 
 def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, int]:
-    """Copy the rows of a parquet file that have a licence; return (rows kept, rows read).
+    """Copy the rows of a parquet file whose LICENSE is not "?"; return (rows kept, rows read).
 
-    Rows whose LICENSE is "?" are dropped; rows with an empty LICENSE are kept. To save memory, the
-    file is read page by page. `target` appears only when it is complete.
+    As in MLPerf's script, an empty LICENSE counts as a licence. To save memory, the file is read
+    page by page. `target` appears only when it is complete.
 
     Raises:
         ValueError: If `source` is not a parquet file or lacks a column of COLUMNS.

@@ -39,6 +39,7 @@ _PARTS = (
     (r"(?:base_model\.model\.)?unet\.|lora_unet_|base_model\.model\.(?!text)", "unet"),
     (r"(?:base_model\.model\.)?text_encoder\.|lora_te1?_", "text"),
 )
+_PART_NAMES = {"unet": "UNet", "text": "text encoder"}  # For messages.
 _FACTORS = (
     (r"(.+)\.lora_(A|B)(?:\.default)?\.weight", {"A": "down", "B": "up"}),
     (r"(.+)\.lora[_.](down|up)\.weight", {}),
@@ -76,8 +77,8 @@ def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
             part = getattr(opened, part_name)
             if part is None:
                 raise ValueError(
-                    f"{path} changes the {part_name} part, but the model has no such part: choose "
-                    "another model"
+                    f"the LoRA {path} changes the {_PART_NAMES[part_name]}, but the model has "
+                    "none: choose another model"
                 )
             table = _tables(opened)[part_name]
             params = _merged(part.params, table, changes, strength, path)

@@ -94,6 +94,12 @@ def test_what_would_fail_later_fails_at_once_and_says_where(tmp_path, task, erro
     assert raised.value.__notes__[-1] == f"(while rehearsing {note}, before anything was compiled)"
 
 
+def test_an_array_that_is_no_picture_is_refused_with_its_shape(tmp_path):
+    message = r"of the same shape .* returned \[8, 8, 4\] and \[8, 8, 4\]: check the Task's sample"
+    with pytest.raises(ValueError, match=message):
+        told(tmp_path, broken(sample=lambda *_: jnp.ones((3, 8, 8, 4))))
+
+
 def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):
     held, _ = records()
     told(tmp_path, records=held)

@@ -167,7 +167,7 @@ def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
         ),
         (
             {"lora_te_a.lora_down.weight": (2, 4), "lora_te_a.lora_up.weight": (4, 2)},
-            "changes the text part, but the model has no such part",
+            "changes the text encoder, but the model has none: choose another model",
         ),
     ],
 )
