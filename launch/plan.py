@@ -243,10 +243,11 @@ def _advice(
             traced = with_remat()
         limit = figures["bytes_per_device"]["limit"]
         batch = estimate.largest_batch(traced, mesh, limit)
-        advice.append(
-            f"--config.unet.remat=True: global batches of up to {batch:,} samples fit, but a step "
-            "takes a third more arithmetic"
-        )
+        if batch:
+            advice.append(
+                f"--config.unet.remat=True: global batches of up to {batch:,} samples fit, but a "
+                "step takes a third more arithmetic"
+            )
     if best:
         advice.append(f"{micro}: {share // best} passes of {best:,} samples per device")
     elif mesh.shape["replica"] > 1:

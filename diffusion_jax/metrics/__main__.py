@@ -321,7 +321,7 @@ def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     card = opened.card(stream.n, skipped)
     if card["skipped"]:
         details = len(opened), path, card["skipped"]
-        logging.warning("skipped some of the %d images in %s; numbers by reason: %s", *details)
+        logging.warning("skipped some of the %d images in %s, by reason: %s", *details)
     if not extractor.parts:
         return stats_files.Stats(stream.gaussian(), stream.features(), card)
     parts = extractors.split(extractor, stream.features())

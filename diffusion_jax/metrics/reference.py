@@ -200,7 +200,7 @@ class Shards(NamedTuple):
         card = self.card(sums.n, **skipped)
         if card["skipped"]:
             details = len(self.images), self.images.path, card["skipped"]
-            logging.warning("skipped some of the %d images in %s; numbers by reason: %s", *details)
+            logging.warning("skipped some of the %d images in %s, by reason: %s", *details)
         rows = np.concatenate(parts) if self.work.keep else None
         gaussian, parts = sums.gaussian(), self.images.extractor.parts
         if not parts:

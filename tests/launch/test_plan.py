@@ -121,7 +121,7 @@ def test_the_table_says_whether_it_fits_and_what_to_do():
     ended = commands.run("launch.plan", *big, "--fast")
     assert ended.code == 0, ended.err
     assert "DOES NOT FIT" in ended.out
-    assert "--config.unet.remat=True: batches up to" in ended.out
+    assert "--config.unet.remat=True: global batches of up to" in ended.out
     assert "--config.optimizer.micro_batch=" in ended.out
 
 

@@ -139,7 +139,7 @@ def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
 def test_skips_are_reported_and_what_cannot_be_is_one_line(run, tmp_path, sides, caplog):
     (tmp_path / "b" / "x.png").write_bytes(b"no image")
     code, _, _ = run("fid", tmp_path / "a", tmp_path / "b")
-    assert code == 0 and "of 31 images in" in caplog.text and "'broken_image': 1" in caplog.text
+    assert code == 0 and "of the 31 images in" in caplog.text and "'broken_image': 1" in caplog.text
     for path in sorted((tmp_path / "b").iterdir())[1:]:
         path.unlink()
     code, _, err = run("fid", tmp_path / "a", tmp_path / "b")
