@@ -165,7 +165,7 @@ def test_stable_diffusion_draws_along_the_mean_velocity_too():
 def test_weights_that_meanflow_would_ignore_are_refused():
     c = imagen.quickstart.get_config()
     c.diffusion.method = "meanflow"
-    with pytest.raises(ValueError, match="whose own loss ignores .*: set them to l2, min_snr"):
+    with pytest.raises(ValueError, match=r"whose own loss ignores .*: set them to l2, min_snr"):
         read_settings(c.to_dict())
     c.diffusion.update(weight="min_snr", method="meanflow(omega=-1)")
     with pytest.raises(ValueError, match="omega"):
