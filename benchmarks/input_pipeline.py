@@ -44,6 +44,7 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.machine import tuning
 
 flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
@@ -88,6 +89,7 @@ def main(argv: list[str]) -> None:
     """Write the data set in every format, measure each source, and print the results."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
+    tuning.apply()  # As in every command; the peers run in the same process, so it serves them too.
     with tempfile.TemporaryDirectory() as folder:
         for side in (384, 1024):
             sizes = [size for size in _SIZES.value if (size > 512) == (side > 512)]
@@ -108,10 +110,13 @@ def _compare(places: Mapping[str, tuple[str, str]], size: int) -> None:
         if name == "tarfile" or importlib.util.find_spec(name)
     }
     rows = [_Row({}, {}) for _ in range(_ROUNDS.value)]
-    for row in [_Row({}, {}), *rows]:  # The first row is a warm-up and not counted.
-        for name, read in {**ours, **{f"peer {n}": read for n, read in peers.items()}}.items():
-            threads = 0 if name == "peer tarfile" else _THREADS.value
+    everything = {**ours, **{f"peer {name}": read for name, read in peers.items()}}
+    for row in [_Row({}, {}), *rows]:  # The first is a warm-up, not counted.
+        # Without threads first: a thread may finish a batch after its pipeline was closed.
+        for name, read in everything.items():
             row.core[name] = _rate(time.process_time, read, 0)
+        for name, read in everything.items():
+            threads = 0 if name == "peer tarfile" else _THREADS.value
             row.host[name] = _rate(time.perf_counter, read, threads)
     for source in ours:
         measure.say(_result(source, list(peers), size, rows))
