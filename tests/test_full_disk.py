@@ -55,7 +55,7 @@ def test_of_a_store_of_texts(ended, tmp_path):
     weights = tiny_weights.t5_folder(tmp_path / "t5", width=64)
     flags = text_flags(weights, tmp_path / "disk" / "store")
     line = ended(16, "diffusion_jax.precache", *flags)
-    said = r"error: \[Errno 28\] No space left on device: 'DISK/store/[^']+': make room, and give "
+    said = r"error: \[Errno 28\] No space left on device: 'DISK/store/[^']+': make room, and run "
     assert re.fullmatch(said + "the same command again", line), line
 
 
@@ -64,5 +64,5 @@ def test_of_pictures(ended, tmp_path):
         tar.extractall(tmp_path, filter="data")
     run = ("sample", f"--workdir={tmp_path}/imagen_cc541fd", "--prompt=a red seven")
     line = ended(8, *run, "--num_images=8", "--out=DISK/out")
-    said = r"error: \[Errno 28\] No space left on device: 'DISK/out/[^']+': make room, and give "
+    said = r"error: \[Errno 28\] No space left on device: 'DISK/out/[^']+': make room, and run "
     assert re.fullmatch(said + "the same command again", line), line
