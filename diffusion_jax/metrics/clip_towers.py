@@ -50,8 +50,9 @@ def load(
         )
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder)
-    image_tower, image_table = clip.image_tower(opened)
-    text_tower, text_table = clip.text_tower(opened)
+    with pretrained.errors_of(folder):
+        image_tower, image_table = clip.image_tower(opened)
+        text_tower, text_table = clip.text_tower(opened)
     if image_tower.projection is None or text_tower.projection is None:
         raise ValueError(f"{folder} has no projections: a CLIP score needs the complete model")
     tokenizer = tokenize.clip(folder, open_clip=opened.pads_with_0)

@@ -104,7 +104,10 @@ def encoder(
     """
     folder = pretrained.locate(weights) if str(weights) else packaged()
     state = pretrained.open_weights(folder)
-    model, table = from_state(state, pretrained.read_json(folder / "config.json"), dtype)
+    config = pretrained.read_json(folder / "config.json")
+    with pretrained.errors_of(folder):
+        model, table = from_state(state, config, dtype)
+        frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
     tokenizer = tokenize.bert(folder)
     check_fits("BERT", folder, model, tokenizer.vocab_size, width)
     if max_tokens > model.max_tokens:
@@ -112,7 +115,6 @@ def encoder(
             f"text.max_tokens is {max_tokens}, but the BERT in {folder} has only "
             f"{model.max_tokens} positions: set text.max_tokens={model.max_tokens}"
         )
-    frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
 
     def encode(frozen: Any, batch: Batch):
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])

@@ -167,7 +167,10 @@ def encoder(
         raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder)
-    tower, table = text_tower(opened, dtype, skip=int(layer == "penultimate"))
+    with pretrained.errors_of(folder):
+        tower, table = text_tower(opened, dtype, skip=int(layer == "penultimate"))
+        state = clip_weights.tower_state(opened, table)
+        frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)
     tokenizer = open_tokenizer(folder, opened.pads_with_0)
     check_fits("CLIP", folder, tower, tokenizer.vocab_size, width)
     if max_tokens > tower.max_tokens:
@@ -175,8 +178,6 @@ def encoder(
             f"text.max_tokens is {max_tokens}, but the CLIP in {folder} has only "
             f"{tower.max_tokens} positions: set text.max_tokens={tower.max_tokens}"
         )
-    state = clip_weights.tower_state(opened, table)
-    frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)
     return of_tower(tower, frozen, tokenizer, max_tokens)
 
 

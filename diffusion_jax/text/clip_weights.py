@@ -53,7 +53,9 @@ def open_clip(folder: pathlib.Path) -> Clip:
     open_clip_config = folder / "open_clip_config.json"
     has_open_clip_config = is_open_clip(state) and open_clip_config.is_file()
     path = open_clip_config if has_open_clip_config else folder / "config.json"
-    return from_state(state, pretrained.read_json(path))
+    config = pretrained.read_json(path)
+    with pretrained.errors_of(folder):
+        return from_state(state, config)
 
 
 def from_state(state: StateDict, config: Mapping[str, Any]) -> Clip:

@@ -113,7 +113,10 @@ def encoder(
     """
     folder = pretrained.locate(weights)
     state = pretrained.open_weights(folder)
-    model, table = from_state(state, pretrained.read_json(folder / "config.json"), dtype)
+    config = pretrained.read_json(folder / "config.json")
+    with pretrained.errors_of(folder):
+        model, table = from_state(state, config, dtype)
+        frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
     tokenizer = tokenize.t5(folder)
     check_fits("T5", folder, model, tokenizer.vocab_size, width)
     if read_tokens < max_tokens:
@@ -121,7 +124,6 @@ def encoder(
             f"text.read_tokens is {read_tokens}: it must be at least text.max_tokens, which is "
             f"{max_tokens} (NeMo reads 512 tokens and keeps 128)"
         )
-    frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
 
     def encode(frozen: Any, batch: Batch):
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])

@@ -4,6 +4,7 @@ Files are mapped into memory, and arrays stay in their files until they are used
 only the parts that it needs (machine/stored.py), so a host never holds a second copy of a model.
 """
 
+import contextlib
 import hashlib
 import math
 import os
@@ -135,6 +136,15 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         *_, path = layouts[0]
         return _open_shards(path) if path.suffix == ".json" else _map(path)
     return map_safetensors(_only_safetensors(folder))
+
+
+@contextlib.contextmanager
+def errors_of(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Add the name of a model's folder to the ValueErrors that reading its weights raises."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the model in {folder}: {error}") from error
 
 
 def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

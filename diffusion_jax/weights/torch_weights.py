@@ -268,8 +268,8 @@ def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
     missing, extra = keys - set(state), set(state) - keys
     if missing or extra:
         raise ValueError(
-            f"the state dict does not fit the model: {len(missing)} keys are missing: "
-            f"{some(missing)}; {len(extra)} keys are left over: {some(extra)}. "
+            f"the state dict does not fit the model: missing keys ({len(missing)}): "
+            f"{some(missing)}; keys left over ({len(extra)}): {some(extra)}. "
             "Use weights of this model, or the config that these weights were trained with"
         )
 

@@ -243,7 +243,7 @@ def _from_file(
             text_part = text.from_ldm(parts["text"], facts.text)
             report.append(_text_line(parts["text"], text_part))
         except LookupError as error:
-            report.append(f"text: {len(parts['text'])} arrays left out: {error}")
+            report.append(f"text: arrays left out ({len(parts['text'])}): {error}")
     return Checkpoint(
         unet_part, vae_part, report, text_part, facts.predicts, facts.latent_size, facts.scale
     )

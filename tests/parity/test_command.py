@@ -157,8 +157,8 @@ def test_an_output_that_is_not_finite_is_null_and_exits_with_1(report, make, cha
         (
             short_text,
             {"w/encoder.block.1.layer.0.layer_norm.weight": None},
-            "the state dict does not fit the model: 1 keys are missing: "
-            "encoder.block.1.layer.0.layer_norm.weight; 0 keys are left over: none. Use weights "
+            "the state dict does not fit the model: missing keys (1): "
+            "encoder.block.1.layer.0.layer_norm.weight; keys left over (0): none. Use weights "
             "of this model, or the config that these weights were trained with",
         ),
         (short_text, {"in/ids": None}, "the case lacks inputs: it needs ids"),

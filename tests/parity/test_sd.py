@@ -125,7 +125,7 @@ def test_a_single_weight_that_is_off_shows():
             {"w/out.2.weight": None},
             "these weights are not those of a Stable Diffusion UNet",
         ),
-        ({"w/out.3.weight": np.zeros(1)}, "0 keys are missing: none; 1 keys are left over: out.3"),
+        ({"w/out.3.weight": np.zeros(1)}, "missing keys (0): none; keys left over (1): out.3"),
         (
             {"__meta__": np.array(json.dumps({"config": {"model_channels": 32}}))},
             "the LDM UNet's config lacks attention_resolutions: it has only model_channels",

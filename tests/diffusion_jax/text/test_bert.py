@@ -107,7 +107,8 @@ def test_sizes_that_do_not_fit_are_refused(folder, change, message):
     ("damage", "message"),
     [
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
-        (lambda f: _edit(f, num_attention_heads=3, hidden_act="tanh"), "hidden_act is 'tanh'"),
+        (lambda f: _edit(f, num_attention_heads=3, hidden_act="tanh"),
+         r"the model in .*copy: hidden_act is 'tanh'"),
         (lambda f: _edit(f, intermediate_size=99), "intermediate_size"),
         (lambda f: safetensors.numpy.save_file({"w": np.zeros(1)}, f / "model.safetensors"),
          "not a BERT encoder's: .* lack embeddings.word_embeddings.weight"),

@@ -98,7 +98,9 @@ def test_fields_that_do_not_fit_are_refused(tmp_path, fields, message):
 
 
 def test_other_weights_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="the weights are not CLIP's: their 13 arrays"):
+    with pytest.raises(
+        ValueError, match=r"the model in .*t5: the weights are not CLIP's: their 13"
+    ):
         clip.encoder(tiny_weights.t5_folder(tmp_path / "t5"), width=16, max_tokens=8)
     folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     (folder / "merges.txt").unlink()
@@ -138,7 +140,7 @@ def test_an_array_too_many_is_named():
     state = tiny_weights.state(case) | {"text_model.adapter.weight": np.zeros(2)}
     opened = clip_weights.from_state(state, tiny_weights.config(case))
     tower, table = clip.text_tower(opened)
-    with pytest.raises(ValueError, match=r"1 keys are left over: text_model\.adapter\.weight"):
+    with pytest.raises(ValueError, match=r"keys left over \(1\): text_model\.adapter\.weight"):
         torch_weights.to_params(
             clip_weights.tower_state(opened, table), table, clip.abstract_params(tower)
         )

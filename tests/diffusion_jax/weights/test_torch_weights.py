@@ -112,13 +112,13 @@ def test_params_are_float32_whatever_was_saved(dtype):
 def test_keys_that_are_missing_or_left_over_are_named():
     state = state_dict()
     state["extra"] = state.pop("block.1.bias")
-    message = "1 keys are missing: block.1.bias; 1 keys are left over: extra"
+    message = "missing keys (1): block.1.bias; keys left over (1): extra"
     with pytest.raises(ValueError, match=re.escape(message)):
         torch_weights.to_params(state, TABLE, ABSTRACT)
     many = {f"layer.{i}": np.zeros(1) for i in range(7)}
     message = (
-        "6 keys are missing: block.0.bias, block.0.weight, block.1.bias, block.1.weight, "
-        "block.2.bias and 1 more; 7 keys are left over: layer.0, layer.1, layer.2, layer.3, "
+        "missing keys (6): block.0.bias, block.0.weight, block.1.bias, block.1.weight, "
+        "block.2.bias and 1 more; keys left over (7): layer.0, layer.1, layer.2, layer.3, "
         "layer.4 and 2 more"
     )
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -178,7 +178,7 @@ def test_a_text_encoder_of_another_kind_is_left_out(tmp_path):
     (tmp_path / "ldm.yaml").write_text(YAML)
     read = load(tmp_path / "a.npz")
     assert read.text is None
-    assert read.report[2] == "text: 1 arrays left out: they are not CLIP's"
+    assert read.report[2] == "text: arrays left out (1): they are not CLIP's"
 
 
 def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
@@ -263,14 +263,14 @@ def test_names_without_prefixes_are_one_networks(folder, tmp_path):
             "text encoder, so the model is not supported: cond_model.x",
         ),
         ({"model.diffusion_model.stray": np.zeros(1)}, "do not match the weights: missing stray; "),
-        ({"first_stage_model.quant_conv.bias": None}, "1 keys are missing: quant_conv.bias"),
+        ({"first_stage_model.quant_conv.bias": None}, "missing keys (1): quant_conv.bias"),
         (
             {"cond_stage_model.transformer.text_model.final_layer_norm.bias": None},
-            "1 keys are missing: text_model.final_layer_norm.bias",
+            "missing keys (1): text_model.final_layer_norm.bias",
         ),
         (
             {"cond_stage_model.transformer.text_model.stray": np.zeros(1)},
-            "1 keys are left over: text_model.stray",
+            "keys left over (1): text_model.stray",
         ),
         ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; unknown none. Read"),
     ],

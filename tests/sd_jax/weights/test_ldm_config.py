@@ -59,7 +59,7 @@ def test_heads_that_nothing_says_are_refused(file):
     read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
     assert read.unet.network == FOUR and read.text is None
     why = "it is unknown how many attention heads a CLIP of width 24 has"
-    assert read.report[1] == f"text: {len(text())} arrays left out: {why}"
+    assert read.report[1] == f"text: arrays left out ({len(text())}): {why}"
 
 
 @pytest.mark.parametrize(

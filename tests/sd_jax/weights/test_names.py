@@ -110,7 +110,7 @@ def test_weights_of_another_config_are_an_error_that_names_keys():
     with pytest.raises(ValueError, match=re.escape(message)):
         names.unet_from_torch(state, linear, TEXT_WIDTH)
     del state["out.0.bias"]
-    with pytest.raises(ValueError, match=r"1 keys are missing: out\.0\.bias; 1 keys are left over"):
+    with pytest.raises(ValueError, match=r"missing keys \(1\): out\.0\.bias; keys left over \(1\)"):
         names.unet_from_torch(state | {"out.4.bias": state["out.2.bias"]}, unet, TEXT_WIDTH)
     with pytest.raises(ValueError, match="these weights are not those of an autoencoder"):
         names.vae_from_torch(state, ldm_vae(TINY_VAE))
