@@ -7,9 +7,10 @@ set unchanged, blurred, with noise, and with shuffled captions. Optionally, it a
 another data set with the same captions.
 """
 
+import collections
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int, UInt8, UInt32
 from scipy import ndimage
 
-from diffusion_jax.data import pipeline, sources
+from diffusion_jax.data import sources
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.split import Subset
 from diffusion_jax.machine.progress import Meter
@@ -35,6 +36,8 @@ MAX_RECORDS = 200_000  # Largest number of records of a data set that are used.
 _HELD_OUT_IMAGES = 1_000  # Largest number of images in the reference set and in the test set.
 _CANDIDATES = 5_000  # Largest number of captions that are stored as a judge's candidates.
 _BATCH = 128
+_GROUP = 4  # Number of images with similar captions that are put into a batch together.
+_GROUPED = 20_000  # Largest number of captions that are searched for similar ones.
 _MAX_TOKENS = 64
 
 
@@ -140,16 +143,53 @@ def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) ->
         return optax.apply_updates(params, updates), state, loss
 
     state, meter = tx.init(params), Meter("pictures", steps * _BATCH)
-    tokens = functools.partial(hashed.tokenize, max_tokens=max_tokens)
-    batches = pipeline.make_batches(pictures, tokens, batch_size=_BATCH, seed=seed, num_threads=1)
-    with batches:
-        for number in range(1, steps + 1):
-            batch = next(batches)
-            params, state, loss = step(params, state, batch["image"], batch["text_ids"])
-            if number % 100 == 0:
-                logging.info("step %d of %d: loss %.3f", number, steps, float(loss))
-            meter.reach(number * _BATCH)
+    rows_of = batches([str(text) for text in pictures.texts(np.arange(len(pictures)))], seed)
+    for number in range(1, steps + 1):
+        images, texts = pictures.read(next(rows_of))
+        ids = hashed.tokenize(texts, max_tokens)["text_ids"]
+        params, state, loss = step(params, state, images, ids)
+        if number % 100 == 0:
+            logging.info("step %d of %d: loss %.3f", number, steps, float(loss))
+        meter.reach(number * _BATCH)
     return {name: params[name] for name in ("image", "text")}
+
+
+def batches(texts: Sequence[str], seed: int) -> Iterator[Int[np.ndarray, "B"]]:
+    """Yield the indices of the images in each batch, without end. `texts` holds all captions.
+
+    One half of a batch are random images. The other half are groups of images with similar captions
+    (see `similar`), so that the loss compares an image with captions that differ in one word, such
+    as a colour. Without similar captions, the whole batch is random.
+    """
+    random = np.random.RandomState(seed)
+    rows: dict[str, list[int]] = collections.defaultdict(list)
+    for row, text in enumerate(texts):
+        rows[text].append(row)
+    captions = list(rows)
+    groups = similar([captions[i] for i in random.permutation(len(captions))[:_GROUPED]])
+    num_groups = _BATCH // 2 // _GROUP if groups else 0
+    order = np.zeros(0, np.int64)
+    while True:
+        grouped = [
+            random.choice(rows[caption])
+            for i in random.randint(len(groups), size=num_groups)
+            for caption in random.permutation(groups[i])[:_GROUP]
+        ]
+        count = _BATCH - len(grouped)
+        while len(order) < count:
+            order = np.concatenate([order, random.permutation(len(texts))])
+        yield np.array([*grouped, *order[:count]])
+        order = order[count:]
+
+
+def similar(captions: Sequence[str]) -> list[list[str]]:
+    """Return groups of captions that become equal if at most one word of each is removed."""
+    groups = collections.defaultdict(list)
+    for caption in captions:
+        words = caption.split()
+        for key in {caption, *(" ".join(words[:i] + words[i + 1 :]) for i in range(len(words)))}:
+            groups[key].append(caption)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def contrast(

@@ -92,6 +92,19 @@ def test_the_split_is_of_captions_and_stays_when_pictures_are_added():
         train_judge.split(Stripes(32))
 
 
+def test_half_of_a_batch_are_groups_whose_captions_differ_in_one_word():
+    cats = ["a red cat", "a blue cat", "a cat"]
+    assert train_judge.similar([*cats[:2], "a dog", cats[2]]) == [cats, ["a dog", "a cat"]]
+    texts = [*cats, *(f"{i} {i} {i}" for i in range(93))]
+    batches = train_judge.batches(texts, seed=0)
+    grouped, random = np.split(np.concatenate([next(batches)[None] for _ in range(12)]), [48], 1)
+    assert set(grouped.ravel().tolist()) == {0, 1, 2}  # 16 groups of the three cats.
+    assert (np.bincount(random.ravel()[: 96 * 10]) == 10).all()  # Whole epochs.
+    # Without similar captions, all rows are random.
+    batches = train_judge.batches(texts[3:], seed=0)
+    assert np.bincount(next(batches), minlength=93).tolist().count(1) == 2 * 93 - 128
+
+
 def test_what_was_saved_is_read_back_and_damage_is_one_line(untrained, tmp_path):
     judge.save(untrained, tmp_path / "judge")
     again = judge.load(tmp_path / "judge")
