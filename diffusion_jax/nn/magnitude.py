@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from diffusion_jax.machine.sharding import by_batch
 from diffusion_jax.nn.layers import PRODUCT
 
 UNIT = "unit_kernel"
@@ -87,10 +88,11 @@ class MPConv(nn.Module):
         weight = (weight * (gain / (k * k * c) ** 0.5)).astype(self.dtype)
         x = x.astype(self.dtype)
         if k == 1:
-            return checkpoint_name(x @ weight, PRODUCT)
+            return checkpoint_name(by_batch(jnp.matmul)(x, weight), PRODUCT)
         numbers = ("NHWC", "HWIO", "NHWC")
         padding = [(k // 2, k // 2)] * 2
-        out = jax.lax.conv_general_dilated(x, weight, (1, 1), padding, dimension_numbers=numbers)
+        convolve = by_batch(jax.lax.conv_general_dilated)
+        out = convolve(x, weight, (1, 1), padding, dimension_numbers=numbers)
         return checkpoint_name(out, PRODUCT)
 
 

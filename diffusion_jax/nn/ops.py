@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from diffusion_jax.machine.sharding import by_batch
+
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
 _convolve = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=_NUMBERS)
 
@@ -66,6 +68,7 @@ def add_broadcast(x: Float[Array, "*B C"], row: Float[Array, "*_ C"]) -> Float[A
     return (x + row.astype(jnp.promote_types(row.dtype, jnp.float32))).astype(x.dtype)
 
 
+@by_batch
 def tensordot(x: Array, kernel: Array, axes: int = 1) -> Array:
     """Compute jnp.tensordot(x, kernel, axes).
 
@@ -79,6 +82,7 @@ def tensordot(x: Array, kernel: Array, axes: int = 1) -> Array:
     return out.reshape(*x.shape[: x.ndim - axes], *kernel.shape[axes:])
 
 
+@by_batch
 def linear(
     x: Float[Array, "*B C"], kernel: Float[Array, "C D"], bias: Float[Array, "D"] | None = None
 ) -> Float[Array, "*B D"]:
@@ -114,6 +118,7 @@ def _linear_backward(residuals, gradient):
 _linear.defvjp(lambda x, kernel, bias: (_linear(x, kernel, bias), (x, kernel)), _linear_backward)
 
 
+@by_batch
 def convolution(
     x: Float[Array, "B H W C"],
     kernel: Float[Array, "I J C D"],
@@ -135,6 +140,7 @@ def convolution(
     return tensordot(patches, kernel.reshape(-1, d))  # [B, H, W, D]
 
 
+@by_batch
 def conv_4x4_halving(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B H/2 W/2 D"]:
@@ -155,6 +161,7 @@ def conv_4x4_halving(
     return add_broadcast(_convolve(x, patches, (1, 1), "VALID"), bias)  # [B, H/2, W/2, D]
 
 
+@by_batch
 def conv_transpose_4x4(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B 2*H 2*W D"]:

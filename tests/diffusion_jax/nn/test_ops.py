@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffusion_jax.machine import sharding
 from diffusion_jax.nn import ops
+from launch.planner import traffic
 
 
 def normal(*shape, seed=0):
@@ -214,3 +216,23 @@ def test_patches_become_channels_and_pixels_again():
         patches[0, 0], [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
     )
     np.testing.assert_array_equal(ops.depth_to_space(patches, 2), x)
+
+
+def test_with_kernels_larger_than_the_batch_only_kernels_and_their_gradients_are_exchanged():
+    mesh = sharding.make_mesh(1, 8)
+
+    def loss(kernels, x):
+        for wide, narrow in zip(kernels[::2], kernels[1::2], strict=True):
+            x = x + ops.linear(jax.nn.silu(ops.linear(x, wide)), narrow)
+        return jnp.mean(x**2)
+
+    kernels = [normal(128, 512), normal(512, 128)] * 2
+    layout = sharding.shardings({"kernel": kernels}, mesh, [("kernel", "fsdp")])["kernel"]
+    x = sharding.placed(normal(64, 128), sharding.batch_sharding(mesh))
+    step = jax.jit(sharding.ambient(mesh, jax.grad(loss)), out_shardings=layout)
+    program = step.lower(sharding.placed(kernels, layout), x).compile()
+    size = 4 * 128 * 512
+    sizes = {(c.kind, c.size) for c in traffic.of_hlo(program.as_text())}
+    # The kernels' gradients are summed together. Without by_batch, x and the layers' results are
+    # gathered and summed instead: 32,768 bytes.
+    assert sizes == {("all-gather", size), ("all-reduce", 4 * size)}
