@@ -16,12 +16,14 @@ _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collectiv
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8,
           "u64": 8}  # fmt: skip
 
-
-# A transfer to other TPU slices. Its target {1,2}x{0:3} means devices 0 to 3 of slices 1 and 2.
+# A transfer to other TPU slices. The target "{1,2}x{0:3}" means that devices at the same position
+# in slices 1 and 2 communicate. The target {{100000,100001,200000,200001}} means that devices 0 and
+# 1 of slices 1 and 2 all communicate with each other.
 _SEND = re.compile(
-    r"= \((\w+)\[([\d,]*)\].* send\(.*_xla_megascale_target=\"\{([\d,:]+)\}x"
+    r"= \((\w+)\[([\d,]*)\].* send\(.*_xla_megascale_target=(\"\{[^\"]*\"|\{\{.*?\}\})"
     r".*_xla_megascale_transfer_type=\"(\w+)\""
 )
+_SLICE = 100_000  # In such a target, device d of slice s has the number s * _SLICE + d.
 
 
 class Collective(NamedTuple):
@@ -67,15 +69,22 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
 def of_hlo(text: str, per_slice: int = 0) -> list[Collective]:
     """Return the collectives in a compiled program (HLO text); each counts once, even in a loop.
 
+    If the compiler splits a collective into parts that overlap with computation, all these parts
+    have the channel of the collective, which counts once.
+
     `per_slice` is the number of devices in a TPU slice. In a program for several slices, transfers
     between the slices follow a collective: each device sends to the devices at the same position in
     the other slices. These transfers are returned as additional collectives. Raises ValueError if
     the groups of a collective cannot be parsed.
     """
-    collectives = []
+    collectives, channels = [], set()
     pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
     for match in re.finditer(pattern, text):
         kind, arguments = match[2], match[4]
+        if channel := re.search(r"channel_id=\d+", arguments):
+            if (kind, channel[0]) in channels:
+                continue
+            channels.add((kind, channel[0]))
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
         sizes = [_BYTES.get(t, 4) * math.prod(_numbers(dims)) for t, dims in shapes]
         # The shape of an asynchronous start includes its inputs: the larger array is the result.
@@ -86,13 +95,12 @@ def of_hlo(text: str, per_slice: int = 0) -> list[Collective]:
             # The result of a reduce-scatter is a part of the reduced array.
             full_size = size * (members if kind == "reduce-scatter" else 1)
             collectives.append(Collective(kind, full_size, groups))
-    for dtype, dims, slices, transfer in _SEND.findall(text):
-        size, members = _BYTES.get(dtype, 4) * math.prod(_numbers(dims)), len(_range(slices))
-        groups = np.arange(members * per_slice).reshape(members, per_slice).T
+    for dtype, dims, destination, transfer in _SEND.findall(text):
+        groups = _slice_groups(destination, per_slice)
         kind = transfer.lower().replace("_", "-")
-        collectives.append(
-            Collective(kind, size * (members if kind == "all-gather" else 1), groups)
-        )
+        size = _BYTES.get(dtype, 4) * math.prod(_numbers(dims))
+        size *= groups.shape[1] if kind == "all-gather" else 1
+        collectives.append(Collective(kind, size, groups))
     return collectives
 
 
@@ -170,6 +178,16 @@ def _groups(text: str) -> Groups:
     if match := _LIST.search(text):
         return np.array([_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])])
     raise ValueError(f"cannot parse the groups of devices in {text[:200]!r}: use --fast")
+
+
+def _slice_groups(destination: str, per_slice: int) -> Groups:
+    """Return the groups of devices that communicate in a transfer to other slices (see _SEND)."""
+    if destination.startswith("{{"):
+        groups = [_numbers(group) for group in re.findall(r"\d[\d,]*", destination)]
+        slices, devices = np.divmod(np.array(groups), _SLICE)
+        return (slices - 1) * per_slice + devices
+    members = len(_range(destination[2 : destination.index("}")]))
+    return np.arange(members * per_slice).reshape(members, per_slice).T
 
 
 def _iota(grid: list[int], order: list[int]) -> Int[np.ndarray, "..."]:

@@ -50,6 +50,23 @@ def test_what_a_slice_sends_to_others_is_read_from_its_program(transfer, kind, s
     np.testing.assert_array_equal(found.groups, [[0, 4], [1, 5], [2, 6], [3, 7]])
 
 
+def test_an_exchange_of_all_devices_of_two_slices_is_read_from_its_program():
+    line = (
+        "%s = (f32[4,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=8, is_host_transfer=true, "
+        "frontend_attributes={_xla_megascale_target={{100000,100001,200000,200001},"
+        '{100002,100003,200002,200003}},_xla_megascale_transfer_type="ALL_TO_ALL"}'
+    )
+    (found,) = traffic.of_hlo(line, 4)
+    assert (found.kind, found.size) == ("all-to-all", 128)
+    np.testing.assert_array_equal(found.groups, [[0, 1, 4, 5], [2, 3, 6, 7]])
+
+
+def test_the_parts_of_a_collective_count_once():
+    line = "%{} = f32[8] all-gather(%x), channel_id={}, replica_groups={{{{0,1}}}}, x"
+    text = "\n".join(line.format(name, channel) for name, channel in [("a", 1), ("b", 1), ("c", 2)])
+    assert [c.size for c in traffic.of_hlo(text)] == [32, 32]
+
+
 def test_groups_that_cannot_be_read_are_an_error_and_not_left_out():
     with pytest.raises(
         ValueError, match=r"cannot parse the groups of devices .*nobody.*: use --fast"
