@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.machine.stored import Stored
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 AXES = ("replica", "fsdp", "tensor")
 # A rule's spec may be one of three words. FSDP splits an array over the mesh axis "fsdp", along its
 # largest divisible axis. OUTPUTS and INPUTS also split a kernel over the mesh axis "tensor", along
@@ -150,23 +149,6 @@ def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable
     return in_mesh
 
 
-def by_batch(function: Function) -> Function:
-    """Return `function` with its first argument and its result split like a batch.
-
-    Both must be arrays whose first axis is the batch, as in a layer function(x, kernel). If the
-    kernel is larger than x, the compiler would split x and the result along their channels, as the
-    kernel is split over fsdp, and devices would exchange activations between all layers. The
-    function does not change where there is no current mesh (see `ambient`), or where the mesh does
-    not divide the batch.
-    """
-
-    @functools.wraps(function)
-    def by_batch(x, *args, **kwargs):
-        return _split_batch(function(_split_batch(x), *args, **kwargs))
-
-    return by_batch  # pyright: ignore[reportReturnType]
-
-
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of batches, which splits their first axis over replica and fsdp."""
     return NamedSharding(mesh, P(("replica", "fsdp")))
@@ -223,15 +205,6 @@ def check_batch(
             f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "
             f"the nearest valid {nearest}"
         )
-
-
-def _split_batch(x: jax.Array) -> jax.Array:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or batch_ways(mesh) == 1 or len(x) % batch_ways(mesh):
-        return x
-    # The compiler still chooses how to split the other axes, such as channels over tensor.
-    free = [P.UNCONSTRAINED] * (x.ndim - 1)
-    return jax.lax.with_sharding_constraint(x, P(("replica", "fsdp"), *free))
 
 
 def _describe(sizes: tuple[int, ...]) -> str:

@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.machine.sharding import by_batch
 from diffusion_jax.nn.layers import PRODUCT
+from diffusion_jax.nn.ops import by_batch
 
 UNIT = "unit_kernel"
 """Parameter name of weights whose magnitude is 1 for each output channel, the last axis."""

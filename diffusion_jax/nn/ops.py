@@ -2,17 +2,45 @@
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from diffusion_jax.machine.sharding import by_batch
-
+Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
 _convolve = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=_NUMBERS)
+
+
+def by_batch(function: Function) -> Function:
+    """Return `function` with its first argument and its result split like a batch.
+
+    Both must be arrays whose first axis is the batch, as in a layer function(x, kernel). If the
+    kernel is larger than x, the compiler would split x and the result along their channels, as the
+    kernel is split over fsdp, and devices would exchange activations between all layers. The
+    function does not change where there is no current mesh (see sharding.ambient), or where the
+    mesh does not divide the batch.
+    """
+
+    @functools.wraps(function)
+    def by_batch(x, *args, **kwargs):
+        return _split_batch(function(_split_batch(x), *args, **kwargs))
+
+    return by_batch  # pyright: ignore[reportReturnType]
+
+
+def _split_batch(x: jax.Array) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = 1 if mesh.empty else mesh.shape["replica"] * mesh.shape["fsdp"]
+    if ways == 1 or len(x) % ways:
+        return x
+    # The compiler still chooses how to split the other axes, such as channels over tensor.
+    free = [P.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, P(("replica", "fsdp"), *free))
 
 
 def group_norm(

@@ -157,17 +157,6 @@ def test_a_batch_is_split_over_replica_and_fsdp():
     }
 
 
-@pytest.mark.parametrize(("rows", "split"), [(8, True), (6, False)])
-def test_by_batch_splits_the_result_if_the_mesh_divides_the_batch(rows, split):
-    mesh, x = sharding.make_mesh(2, 2, 2), jnp.arange(2.0 * rows).reshape(rows, 2)
-    scale = sharding.by_batch(lambda x, factor: factor * x)
-    whole = sharding.place(x, sharding.replicated(mesh))
-    out = jax.jit(sharding.ambient(mesh, scale))(whole, 2)
-    assert out.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2) is split
-    np.testing.assert_array_equal(out, 2 * x)
-    np.testing.assert_array_equal(scale(x, 2), 2 * x)  # Without a current mesh.
-
-
 def test_check_batch_names_every_value_and_the_nearest_sizes():
     mesh = sharding.make_mesh(2, 2, 2)
     sharding.check_batch(24, accumulate=3, mesh=mesh)

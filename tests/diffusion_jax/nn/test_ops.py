@@ -218,6 +218,17 @@ def test_patches_become_channels_and_pixels_again():
     np.testing.assert_array_equal(ops.depth_to_space(patches, 2), x)
 
 
+@pytest.mark.parametrize(("rows", "split"), [(8, True), (6, False)])
+def test_by_batch_splits_the_result_if_the_mesh_divides_the_batch(rows, split):
+    mesh, x = sharding.make_mesh(2, 2, 2), jnp.arange(2.0 * rows).reshape(rows, 2)
+    scale = ops.by_batch(lambda x, factor: factor * x)
+    whole = sharding.place(x, sharding.replicated(mesh))
+    out = jax.jit(sharding.ambient(mesh, scale))(whole, 2)
+    assert out.sharding.is_equivalent_to(sharding.batch_sharding(mesh), 2) is split
+    np.testing.assert_array_equal(out, 2 * x)
+    np.testing.assert_array_equal(scale(x, 2), 2 * x)  # Without a current mesh.
+
+
 def test_with_kernels_larger_than_the_batch_only_kernels_and_their_gradients_are_exchanged():
     mesh = sharding.make_mesh(1, 8)
 
