@@ -270,8 +270,3 @@ def test_training_loads_metrics_and_judges_only_for_an_evaluation(file):
     assert pathlib.Path("diffusion_jax/train/loop.py") in loaded
     unused = {"evaluate", "examples", "judges", "metrics"}
     assert not [path for path in loaded if unused & {*path.parts}]
-
-
-def test_no_file_is_longer_than_400_lines():
-    for file in FILES:
-        assert len((ROOT / file).read_text().splitlines()) <= 400, f"{file} has two subjects?"
