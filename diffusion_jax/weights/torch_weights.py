@@ -91,11 +91,23 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
     """Convert a state dict to float32 params with the structure of `abstract_params`.
 
     Raises:
-        ValueError: The state dict has other keys than `table`, or other shapes than
-            `abstract_params`.
+        ValueError: The state dict has other keys than `table`, other shapes than
+            `abstract_params`, or values that are not finite.
     """
     arrange = lambda array: np.asarray(array, np.float32)
-    return _arranged(state, table, abstract_params, arrange)
+    params = _arranged(state, table, abstract_params, arrange)
+    check_finite(state)
+    return params
+
+
+def check_finite(state: StateDict) -> None:
+    """Raise ValueError if arrays hold NaN or infinite values. The message names the arrays."""
+    bad = [name for name, array in state.items() if not np.isfinite(array).all()]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of {len(state)} arrays hold NaN or infinite values: {some(bad)}. Use an "
+            "undamaged file, or one of an earlier step of its training"
+        )
 
 
 def to_stored(

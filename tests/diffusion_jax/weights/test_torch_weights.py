@@ -99,6 +99,16 @@ def test_weights_go_to_params_and_back_bit_for_bit():
         assert array.flags.c_contiguous
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_arrays_with_nan_are_named(dtype):
+    state = state_dict(dtype)
+    for name in ("block.1.bias", "block.2.bias"):
+        state[name][1] = np.nan
+    message = r"^2 of 6 arrays hold NaN or infinite values: block\.1\.bias, block\.2\.bias\. Use"
+    with pytest.raises(ValueError, match=message):
+        torch_weights.to_params(state, TABLE, ABSTRACT)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
 def test_params_are_float32_whatever_was_saved(dtype):
     state = state_dict(dtype)
