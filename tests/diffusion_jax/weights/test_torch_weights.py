@@ -19,6 +19,7 @@ from diffusion_jax.weights.torch_weights import (
     VECTOR,
     Entry,
 )
+from tests.diffusion_jax.weights import torch_writer
 
 TABLE = [
     Entry("block.0.weight", "params/dense/kernel", LINEAR),
@@ -186,7 +187,8 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*missing\.npz"):
         torch_weights.read(tmp_path / "missing.npz")
     with pytest.raises(ValueError, match=r"it must be an \.npz or \.safetensors file"):
-        torch_weights.read(tmp_path / "w.ckpt")
+        torch_writer.save(tmp_path / "w.npz", {"a": np.zeros(1, np.float32)})
+        torch_weights.read(tmp_path / "w.npz")
     for file in ("cut.npz", "cut.safetensors"):
         (tmp_path / file).write_bytes(b"PK\x03\x04 no more")
         with pytest.raises(ValueError, match=rf"cannot read .*{file}: "):
