@@ -119,7 +119,17 @@ def test_sinusoids_are_cosines_then_sines():
     np.testing.assert_allclose(ops.sinusoid(t, 8), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_linear_halves_are_the_first_and_second_half_of_the_channels(platform, monkeypatch):
+    monkeypatch.setattr(ops, "platform", lambda: platform)
+    x, kernel, bias = normal(2, 3, 4), normal(4, 10, seed=1), normal(10, seed=2)
+    expected = np.float64(x) @ np.float64(kernel) + np.float64(bias)
+    first, second = ops.linear_halves(x, kernel, bias)
+    np.testing.assert_allclose(first, expected[..., :5], atol=1e-5)
+    np.testing.assert_allclose(second, expected[..., 5:], atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_halving_convolution_sees_4x4_windows_two_pixels_apart(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel, bias = normal(2, 6, 4, 3), normal(4, 4, 3, 5, seed=1), normal(5)
@@ -130,7 +140,7 @@ def test_halving_convolution_sees_4x4_windows_two_pixels_apart(platform, monkeyp
     np.testing.assert_allclose(ops.conv_4x4_halving(x, kernel, bias), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_transposed_convolution_spreads_each_pixel_over_4x4(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel, bias = normal(2, 3, 5, 4), normal(4, 4, 4, 6, seed=1), normal(6)
