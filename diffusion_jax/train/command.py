@@ -84,6 +84,8 @@ def command(
                 values = config.value.to_dict()
                 weights_and_biases.check(values["log"]["wandb"])
                 s, unread = watched(read(values), _WATCHED)
+                trained = "unet" if hasattr(s, "unet") else "vae"
+                optimizer.check_dtype(trained, getattr(s, trained))
                 mesh = sharding.make_mesh(*s.mesh)
                 settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
 

@@ -1,7 +1,7 @@
 """The optimizer: AdamW as in NeMo, and learning-rate schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,18 @@ def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) ->
     sharding.check_batch(batch_size, settings.micro_batch, mesh, "optimizer.micro_batch")
     rows = settings.micro_batch * sharding.batch_ways(mesh)
     return settings._replace(accumulate=batch_size // rows)
+
+
+def check_dtype(name: str, network: Any) -> None:
+    """Raise ValueError if `network`, the config group `name`, would train in float16.
+
+    Small gradients are 0 in float16, because training does not scale the loss.
+    """
+    if network.dtype == jnp.float16:
+        raise ValueError(
+            f"{name}.dtype is float16, in which small gradients become 0: train with "
+            f"--config.{name}.dtype=bfloat16 or float32, and use float16 only to draw"
+        )
 
 
 def snapshot_every(settings: Optimizer, steps: int) -> int:

@@ -136,6 +136,7 @@ def _open(
     """
     s = read_settings(config.to_dict())
     rules.check(s)
+    optimizer.check_dtype("unet", s.unet)
     for departure in rules.departures(s):
         logging.warning("not allowed in the closed division: %s", departure)
     mesh = sharding.make_mesh(*s.mesh)
