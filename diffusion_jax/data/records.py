@@ -66,6 +66,13 @@ class Records(Portable, abc.ABC):
         """
         return indices.astype(np.uint64)
 
+    def files(self) -> list[str]:
+        """Return the paths or URLs of the files that hold the records, in a fixed order.
+
+        They show whether the records have changed. The base class returns none.
+        """
+        return []
+
     def left_out(self) -> dict[str, int]:
         """Return how many images or tars the source left out when it was opened, keyed by reason.
 

@@ -55,6 +55,8 @@ class Folder(Records):
         is_image = lambda name: records.suffix_of(name).rpartition(".")[2] in records.IMAGE_SUFFIXES
         images = [name for name in sorted(names) if is_image(name)]
         records.check_any(len(images), self._root, suffixes)
+        # Images, and files or tables of texts.
+        self._files = sorted(n for n in names if is_image(n) or n.lower().endswith(suffix))
         self._captions: Mapping[str, str | Unusable] = {}
         if suffix in _TABLES:
             self._captions = _captions(self._root, sorted(names), suffix, field)
@@ -93,6 +95,9 @@ class Folder(Records):
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         """Return a hash of each image's path relative to the folder."""
         return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
+
+    def files(self) -> list[str]:
+        return [os.fspath(self._root / name) for name in self._files]
 
     def left_out(self) -> dict[str, int]:
         return self._left_out

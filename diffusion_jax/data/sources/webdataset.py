@@ -104,6 +104,9 @@ class WebDataset(Records):
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
         return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
+    def files(self) -> list[str]:
+        return list(self._listing.tars)
+
     def left_out(self) -> dict[str, int]:
         """Return the numbers of unreadable tars, truncated tars, and images that lack a text.
 
