@@ -254,7 +254,8 @@ class Decoded(Pictures):
         """
         rows = indices.tolist()
         missing = [index for index in rows if index not in self._contents]
-        for index, record in zip(missing, self._fetch(missing), strict=True):
+        read = self._records.read(missing) if missing else ()
+        for index, record in zip(missing, read, strict=True):
             self._contents[index] = record.name, _checksum(record.image, record.text)
         return [self._contents.pop(index) for index in rows]
 
