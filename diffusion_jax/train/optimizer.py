@@ -114,14 +114,29 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
 }
 
 
+def make_schedule(settings: Optimizer, steps: int) -> Schedule:
+    """Return the learning rate schedule of a config, for a run that ends at step `steps`.
+
+    `settings.schedule` is a key of SCHEDULES. The schedule covers the steps from `settings.restart`
+    to `steps`. Raises ValueError if these are too few for this schedule.
+    """
+    first = settings.restart
+    if first >= steps:
+        raise ValueError(
+            f"optimizer.restart is {first}, but the run ends at step {steps}: raise steps, or set "
+            "optimizer.restart=0"
+        )
+    schedule = SCHEDULES[settings.schedule](settings, steps - first)
+    return (lambda step: schedule(jnp.maximum(step - first, 0))) if first else schedule
+
+
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
     """Return the AdamW optimizer of a config, for a run of `steps` steps.
 
-    `settings.schedule` is a key of SCHEDULES. Raises ValueError if `steps` is too small for this
-    schedule.
+    Raises ValueError if `steps` is too small for the schedule; see `make_schedule`.
     """
     return adamw(
-        SCHEDULES[settings.schedule](settings, steps),
+        make_schedule(settings, steps),
         b1=settings.b1,
         b2=settings.b2,
         eps=settings.eps,
