@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh
@@ -121,9 +122,9 @@ def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
         )  # fmt: skip
     if not settings.ema_decays:
         return text
-    decay, step = max(settings.ema_decays), np.arange(run.steps)
+    decay, step = max(settings.ema_decays), jnp.arange(run.steps)
     decays = warmup_decay(decay, step) if settings.ema_warmup else np.full(run.steps, decay)
-    initial = float(np.exp(np.log(np.maximum(decays, 1e-38)).sum()))
+    initial = float(np.exp(np.log(np.maximum(np.asarray(decays), 1e-38)).sum()))
     if initial > 0.1:
         logging.warning(
             "at the last step, %.0f %% of the average that pictures are drawn with are the initial "
