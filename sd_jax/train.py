@@ -80,6 +80,7 @@ def open_batches(
     """
     if not uses_moments(s.data):
         pictures = sources.open_pictures(s.data, s.latents.image_size)
+        lookup.check_captions(s.text, encoder, pictures)
         return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
     for path in [part[2] for part in s.data.mixture] or [s.data.path]:
         moments.check_manifest(path, made_by(s, vae_params))
@@ -88,6 +89,7 @@ def open_batches(
     side = s.latents.image_size // vae_module.factor(s.vae)
     shape = (side, side, 2 * s.vae.latent_channels)
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
+    lookup.check_captions(s.text, encoder, pictures)
     batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
     batches.example()  # If the moments have another shape, raises an error before compiling.
     return batches
