@@ -22,7 +22,7 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import distributed, flops, sheets
+from diffusion_jax.machine import distributed, events, flops, sheets
 from diffusion_jax.machine.log import MetricWriter, write_manifest
 from diffusion_jax.machine.sharding import (
     ambient,
@@ -160,13 +160,12 @@ def train(
         newest = checkpoints.latest_step()
         state = first_state(workdir, newest, create, key, layout, batches, inputs.start)
         first_step = int(state.step)
-        writer = MetricWriter(workdir, config, first_step)
-        stack.callback(writer.close)
         tuned = autotuning.find(workdir, run.deterministic)
         write_manifest(workdir, config, run.seed, first_step, tuned.loaded)
         if first_step >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first_step)
             return state
+        events.import_beside()
 
         # From here on, a lost process ends this one without waiting for a save.
         stack.enter_context(distributed.ending_at_disconnection())
@@ -189,7 +188,9 @@ def train(
             each.step.memory_analysis().temp_size_in_bytes for each in programs.values()
         )
 
-        # Set up reports, drawing, scores and snapshots; their programs compile at first use.
+        # Set up metrics, reports, drawing, scores and snapshots, which compile at first use.
+        writer = MetricWriter(workdir, config, first_step)
+        stack.callback(writer.close)
         stack.callback(trace.close)
         progress = Progress(run, writer, mesh.size, batches)
         skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
