@@ -16,6 +16,7 @@ from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
+from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
@@ -66,7 +67,9 @@ class Folder(Records):
         self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
-        self._left_out = {"no_caption": len(bare)} if bare else {}
+        self._inventory = Inventory()
+        self._inventory.add(PICTURES, self._images)
+        self._inventory.add("no_caption", bare)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -94,8 +97,8 @@ class Folder(Records):
         """Return a hash of each image's path relative to the folder."""
         return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
 
-    def left_out(self) -> dict[str, int]:
-        return self._left_out
+    def inventory(self) -> Inventory:
+        return self._inventory
 
     def _read_text(self, name: str) -> Any:
         if name in self._without:
