@@ -8,6 +8,7 @@ import numpy as np
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records, sources, storage, tars
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.machine import untrusted
 
@@ -54,8 +55,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     in the folder.
     """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
-    files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
-    stems = {f.with_suffix("") for f in files if kind(f) in records.IMAGE_SUFFIXES}
+    files = [pathlib.Path(name) for name in storage.walk(str(root), Inventory())]
+    stems = {f.with_suffix("") for f in files if kind(f) in untrusted.image_suffixes()}
     relevant = lambda file: kind(file) not in ("txt", "json") or file.with_suffix("") in stems
     first = {kind(f): f for f in reversed(files) if relevant(f)}  # The first file of each suffix.
     if not stems:

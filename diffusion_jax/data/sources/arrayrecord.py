@@ -22,11 +22,10 @@ from diffusion_jax.data import records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 
 SUFFIX = ".array_record"
 _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
-_IMAGES = (*records.IMAGE_SUFFIXES, "image")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
@@ -90,7 +89,7 @@ class ArrayRecords(Records):
             return Record(b"", Unusable("broken_record", "not a tf.train.Example"), path)
         key = features.get(tars.KEY, b"").decode(errors="replace")
         name = f"{path} ({key})" if key else path
-        image = next((features[kind] for kind in _IMAGES if kind in features), b"")
+        image = next((features[kind] for kind in _images() if kind in features), b"")
         return Record(image, read_feature(features, self._text), name)
 
     def _check_features(self) -> None:
@@ -100,15 +99,19 @@ class ArrayRecords(Records):
         """
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features = decode(first)
-        for kinds, advice in (
-            (_IMAGES, ". Rename the image feature accordingly"),
-            ((self._text,), ". Set data.text to the caption feature"),
+        for kinds, name, advice in (
+            (_images(), "image or a suffix such as jpg", ". Rename the image feature accordingly"),
+            ((self._text,), self._text, ". Set data.text to the caption feature"),
         ):
             if features and not any(kind in features for kind in kinds):
                 raise ValueError(
-                    f"the first record of {self._paths[0]} has no feature {' or '.join(kinds)}: "
+                    f"the first record of {self._paths[0]} has no feature {name}: "
                     f"it has {', '.join(features)}{advice}"
                 )
+
+
+def _images() -> tuple[str, ...]:
+    return ("image", *untrusted.image_suffixes())
 
 
 def read_feature(features: Mapping[str, bytes], text: str):

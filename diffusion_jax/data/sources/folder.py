@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import records
-from diffusion_jax.data.inventory import PICTURES, Inventory
+from diffusion_jax.data import records, storage
+from diffusion_jax.data.inventory import PICTURES, TEXTS, Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
@@ -51,14 +51,17 @@ class Folder(Records):
         self._root, self._text = pathlib.Path(path), text
         records.check_exists([os.fspath(path)], "folder")
         suffix, field = records.check_text(text, tuple(_TABLES))
-        names = _walk(self._root)
-        suffixes = [records.suffix_of(name) for name in names]
-        is_image = lambda name: records.suffix_of(name).rpartition(".")[2] in records.IMAGE_SUFFIXES
-        images = [name for name in sorted(names) if is_image(name)]
-        records.check_any(len(images), self._root, suffixes)
+        self._inventory = Inventory()
+        prefix = os.path.join(path, "")
+        found = storage.walk(os.fspath(path), self._inventory)
+        names = {name.removeprefix(prefix): records.suffix_of(name) for name in found}
+        suffixes = names.values()
+        is_image = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
+        images = [name for name in names if is_image(name)]
+        records.check_any(len(images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
         self._captions: Mapping[str, str | Unusable] = {}
         if suffix in _TABLES:
-            self._captions = _captions(self._root, sorted(names), suffix, field)
+            self._captions = _captions(self._root, list(names), suffix, field)
             captioned = set(self._captions)
         else:
             captioned = {name for name in images if _text_name(name, suffix) in names}
@@ -67,7 +70,15 @@ class Folder(Records):
         self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
-        self._inventory = Inventory()
+        used = {_text_name(name, suffix) for name in captioned}
+        for name, kind in names.items():
+            if not is_image(name):
+                self._inventory.add(
+                    TEXTS
+                    if name in used
+                    else records.other_kind(kind, "" if suffix in _TABLES else suffix),
+                    [name],
+                )
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
 
@@ -112,16 +123,6 @@ class Folder(Records):
 def _head(path: pathlib.Path) -> bytes:
     with path.open("rb") as file:
         return file.read(records.HEAD)
-
-
-def _walk(root: pathlib.Path) -> set[str]:
-    """Return the relative paths of all files under a folder, except hidden files like ._a.jpg."""
-    return {
-        os.path.relpath(os.path.join(folder, file), root)
-        for folder, _, files in os.walk(root)
-        for file in files
-        if not file.startswith(".")
-    }
 
 
 def _text_name(image: str, text: str) -> str:

@@ -49,7 +49,8 @@ def test_pictures_without_captions_have_empty_ones(bare):
     data = guess(str(bare))
     assert data == Data("folder", str(bare), "txt", uncaptioned="empty")
     opened = sources.open_pictures(data, 16)
-    assert opened.read(np.arange(3))[1] == ("", "", "") and opened.skipped() == {}
+    assert opened.read(np.arange(3))[1] == ("", "", "")
+    assert opened.skipped() == {"no_picture": 1}  # The note beside the pictures.
     (bare / "00001.txt").write_text("one of three")
     assert guess(str(bare)).uncaptioned == "drop"  # One has a caption: the others are left out.
     both = data._replace(uncaptioned="empty")
