@@ -91,8 +91,7 @@ class Folder(Records):
         Raises:
             OSError: a file has been removed.
         """
-        names = [self._images[index] for index in indices]
-        return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
+        return [self._read(self._images[index]) for index in indices]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
         return [_head(self._root / self._images[index]) for index in indices]
@@ -111,13 +110,25 @@ class Folder(Records):
     def inventory(self) -> Inventory:
         return self._inventory
 
+    def _read(self, name: str) -> Record:
+        image, text = self._contents(name), self._read_text(name)
+        return (
+            Record(b"", image, name) if isinstance(image, Unusable) else Record(image, text, name)
+        )
+
     def _read_text(self, name: str) -> Any:
         if name in self._without:
             return ""
         if self._captions:
             return self._captions[name]
-        text_path = self._root / _text_name(name, self._text.partition(":")[0])
-        return records.read_text(text_path.read_bytes(), self._text)
+        text = self._contents(_text_name(name, self._text.partition(":")[0]))
+        return text if isinstance(text, Unusable) else records.read_text(text, self._text)
+
+    def _contents(self, name: str) -> bytes | Unusable:
+        try:
+            return (self._root / name).read_bytes()
+        except PermissionError as error:
+            return Unusable("unreadable", str(error))
 
 
 def _head(path: pathlib.Path) -> bytes:
