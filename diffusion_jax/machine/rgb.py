@@ -72,7 +72,7 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     """
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        space = opened.profile.xcolor_space.strip()
+        space = opened.profile.xcolor_space.strip()  # pyright: ignore[reportAttributeAccessIssue]
         if mode not in _SPACES.get(space, ()):
             raise ValueError(f"it is a profile for {space}")
         source = {"GRAY": "L", "Lab": "LAB"}.get(space, space)
