@@ -20,6 +20,8 @@ INCEPTION_MODES = ("", "pytorch", "tf", "clean", "nemo")
 UNCAPTIONED = ("error", "drop", "empty")
 CAPTIONED = ("arrow", "tfds")
 """Data sources that always yield captions. They ignore data.text."""
+TEXTS = ("txt", "caption")
+"""Suffixes of files that hold a caption."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold text embeddings computed before training, one text per file."""
 SNAPSHOT_DTYPE = "float16"
@@ -324,7 +326,8 @@ class Data(NamedTuple):
         if self.source in CAPTIONED:
             return False
         texts = [part[-1] for part in self.mixture] if self.source == "mixture" else [self.text]
-        return any(text.partition(":")[0].endswith(EMBEDDINGS) for text in texts)
+        places = [place.partition("*")[0] for text in texts for place in text.split(",")]
+        return any(place.partition(":")[0].endswith(EMBEDDINGS) for place in places)
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

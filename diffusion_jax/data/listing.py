@@ -1,12 +1,13 @@
 """Builds and opens listings. A listing is a memory-mapped file with the positions of all records in
 a set of tars.
 
-A listing has 16 bytes per record. It is built once from the indices of the tars (see tars.py) and
-saved as `records-NAME.index` in the folder that holds all tars, or in the user's cache if that
-folder is read-only. NAME is a hash of the suffixes of images and texts, and of each tar's name,
-size and modification time. If a tar changes, a new listing is built, so a listing is never out of
-date. Old listings may be deleted when no run uses them. For tars in an object store, the listing is
-kept in the bucket and copied to each machine.
+A listing has 16 bytes per record, and 8 more for each further place of texts in data.text. It is
+built once from the indices of the tars (see tars.py) and saved as `records-NAME.index` in the
+folder that holds all tars, or in the user's cache if that folder is read-only. NAME is a hash of
+the suffixes of images and texts, and of each tar's name, size and modification time. If a tar
+changes, a new listing is built, so a listing is never out of date. Old listings may be deleted when
+no run uses them. For tars in an object store, the listing is kept in the bucket and copied to each
+machine.
 
 The file holds the fields spans (uint32), firsts (int64) and facts (JSON) of Listing, and then the
 number of bytes of the facts (uint64). All numbers are little-endian. The facts include the CRC-32
@@ -50,16 +51,16 @@ class Listing(NamedTuple):
     """The paths or URLs of the T tars."""
     firsts: Int[np.ndarray, "T+1"]
     """Tar t holds records firsts[t] to firsts[t + 1] - 1."""
-    spans: UInt32[np.ndarray, "N 4"]
-    """Offset and size of the image, offset and size of the text. Offsets are in blocks of
-    tars.BLOCK bytes, sizes in bytes."""
+    spans: UInt32[np.ndarray, "N 2*S"]
+    """Offset and size of the image, then of the text with each of the S - 1 suffixes of texts.
+    Offsets are in blocks of tars.BLOCK bytes, sizes in bytes. A missing text has the offset 0."""
     facts: dict[str, Any]
     """Numbers of "records", "images", "bare" images (without a text), "truncated" tars and "broken"
     (unreadable) tars. "first" holds up to three names of bare images, "error" holds the message
     about the first broken tar, and "suffixes" holds the suffixes of all files in the tars."""
 
 
-def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
+def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> Listing:
     """Return the listing of all records in the tars at `path`, building it if necessary.
 
     Unreadable tars are left out, and counted in the listing's facts.
@@ -67,7 +68,7 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     Args:
         path: the tars; see tars.find.
         images: suffixes of the image files.
-        text: suffix of the text files.
+        texts: suffixes of the text files. A record needs at least one of these files.
 
     Raises:
         FileNotFoundError: a tar is missing.
@@ -77,21 +78,22 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     names, stamps = tars.find_stamped(path)
     home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are not paths.
     home += "/" if home or names[0].startswith("/") else ""
-    digest = hashlib.sha256(json.dumps([_VERSION, images, text]).encode())
+    kinds = texts[0] if len(texts) == 1 else texts
+    digest = hashlib.sha256(json.dumps([_VERSION, images, kinds]).encode())
     for name, stamp in zip(names, stamps, strict=True):
         digest.update(f"\n{name[len(home) :]} {stamp}".encode())
     name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
     for folder in folders:
-        if (listing := _load(folder / name, names)) is not None:
+        if (listing := _load(folder / name, names, len(texts))) is not None:
             return listing
     target = next(filter(_is_writable, folders)) / name
     lock = target.with_name(f".{name}.lock")
     with filelock.FileLock(lock):
-        if _load(target, names) is None:  # Another process may have built it meanwhile.
-            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, text))
+        if _load(target, names, len(texts)) is None:  # Another process may have built it meanwhile.
+            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts))
         lock.unlink(missing_ok=True)
-    listing = _load(target, names)
+    listing = _load(target, names, len(texts))
     assert listing is not None, f"{target} is damaged immediately after writing"
     return listing
 
@@ -124,11 +126,12 @@ def _is_writable(folder: pathlib.Path) -> bool:
     return False
 
 
-def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
+def _load(path: pathlib.Path, names: Sequence[str], num_texts: int) -> Listing | None:
     """Open a listing as memory-mapped arrays. Return None if the file is missing or damaged.
 
-    `names` are the paths of the listed tars.
+    `names` are the paths of the listed tars, and `num_texts` is the number of suffixes of texts.
     """
+    columns = 2 + 2 * num_texts
     try:
         with path.open("rb") as file:
             file.seek(-_LENGTH.size, os.SEEK_END)
@@ -137,24 +140,26 @@ def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
             file.seek(end - length)
             facts = json.loads(file.read(length))
         total, num_firsts = facts["records"], len(names) + 1
-        if end != 16 * total + 8 * num_firsts + length:
+        if end != 4 * columns * total + 8 * num_firsts + length:
             return None
         numbers = np.memmap(path, np.uint8, "r", shape=(end - length,))
         if zlib.crc32(numbers.data) != facts["crc32"]:
             return None
-        firsts = np.fromfile(path, "<i8", num_firsts, offset=16 * total)
+        firsts = np.fromfile(path, "<i8", num_firsts, offset=4 * columns * total)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    spans = np.zeros((0, 4), np.uint32)
+    spans = np.zeros((0, columns), np.uint32)
     if total:  # memmap refuses an empty shape.
-        spans = np.memmap(path, "<u4", "r", shape=(total, 4)).view(np.ndarray)
+        spans = np.memmap(path, "<u4", "r", shape=(total, columns)).view(np.ndarray)
     return Listing(names, firsts, spans, facts)
 
 
-def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib.Path) -> None:
+def _build(
+    names: Sequence[str], images: Sequence[str], texts: Sequence[str], path: pathlib.Path
+) -> None:
     """Write the listing of the tars `names` to `path`.
 
-    `images` and `text` are suffixes, as in `open_listing`. The tars are processed in groups,
+    `images` and `texts` are suffixes, as in `open_listing`. The tars are processed in groups,
     because the indices of all tars together would fill memory.
     """
     facts: dict[str, Any] = {"first": [], "error": ""}
@@ -173,9 +178,9 @@ def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib
                 facts["error"] = facts["error"] or str(index)
                 lengths.append(0)
                 continue
-            spans = _spans(index, images, text)
-            bare = spans[:, 1, 0] < 0
-            for (offset, _), _ in spans[bare][: 3 - len(facts["first"])].tolist():
+            spans = _spans(index, images, texts)
+            bare = (spans[:, 1:, 0] == 0).all(axis=1)
+            for (offset, _), *_ in spans[bare][: 3 - len(facts["first"])].tolist():
                 facts["first"].append(full_name(name, *header(name, offset)))
             counts.update(images=len(bare), bare=int(bare.sum()), truncated=int(index.truncated))
             suffixes.update(index.suffix.tolist())
@@ -217,22 +222,22 @@ def _attempt(name: str) -> Index | ValueError:
         return error
 
 
-def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
-    """Return (offset, size) in bytes of the image and of the text of each record.
+def _spans(index: Index, images: Sequence[str], texts: Sequence[str]) -> Int[np.ndarray, "N S 2"]:
+    """Return (offset, size) in bytes of the image and of each text of each record.
 
-    The text's offset and size are -1 if a record has no text. Records without an image are left
-    out.
+    They are 0 if a record lacks the text, because the first member's content starts after its
+    header. Records without an image are left out.
     """
     num_records = int(index.record.max(initial=-1)) + 1
-    spans = np.full((num_records, 2, 2), -1, np.int64)
-    for column, suffixes in enumerate((images, (text,))):
+    spans = np.zeros((num_records, 1 + len(texts), 2), np.int64)
+    for column, suffixes in enumerate((images, *((text,) for text in texts))):
         rows = np.isin(index.suffix, suffixes)
         spans[index.record[rows], column] = index.span[rows]
-    return spans[spans[:, 0, 0] >= 0]
+    return spans[spans[:, 0, 0] > 0]
 
 
-def _compact(spans: Int[np.ndarray, "N 2 2"], tar: str) -> UInt32[np.ndarray, "N 4"]:
-    rows = spans.reshape(-1, 4) // [tars.BLOCK, 1, tars.BLOCK, 1]
+def _compact(spans: Int[np.ndarray, "N S 2"], tar: str) -> UInt32[np.ndarray, "N 2*S"]:
+    rows = (spans // [tars.BLOCK, 1]).reshape(len(spans), 2 * spans.shape[1])
     if (rows >= 2**32).any():
         raise ValueError(f"{tar} holds an image or text of 4 GiB or more: remove this file")
     return rows.astype("<u4")

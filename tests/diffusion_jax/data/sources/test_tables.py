@@ -35,7 +35,7 @@ def test_jsonl_names_files_beside_itself(tmp_path):
     folder = Folder(tmp_path, text="jsonl:text", uncaptioned="drop")
     assert texts(folder) == {"train/a.png": "one", "train/b/c.jpg": "two"}
     assert folder.texts([1, 0]) == ["two", "one"]
-    assert folder.left_out() == {"no_caption": 1}
+    assert folder.left_out() == {"no_caption": 1, "no_image": 1}
 
 
 def test_img2datasets_folders_and_parquet(tmp_path):
@@ -53,7 +53,10 @@ def test_img2datasets_folders_and_parquet(tmp_path):
         "00000/000000002.jpg": "caption 2",
         "00001/000010000.webp": "caption 10000",
     }
-    with pytest.raises(ValueError, match=r"no column 'text', but only key, caption, status"):
+    with pytest.raises(
+        ValueError,
+        match=r"a 'text'; the columns are caption, key, status",
+    ):
         Folder(tmp_path, text="parquet:text")
 
 
