@@ -1,14 +1,20 @@
-"""Compare the speed and memory of optimized operations with straightforward implementations.
+"""Rank implementations of the models' operations by their speed on the current device.
 
-    python -m benchmarks.kernels --batch=4 --size=32 --width=128
+    python -m benchmarks.kernels --batch=16 --size=64 --width=320 --dtype=bfloat16
 
-For each implementation, the command compiles a program that computes the operation and its
-gradients. It prints the program's median time in milliseconds and its temporary memory in MiB. It
-also checks that all implementations of an operation return the same numbers.
+For each form of an operation, the command compiles a program that computes the operation and its
+gradients, and calls the program many times before it waits for the results. It prints the median
+time of a call in microseconds and the program's temporary memory in MiB. "(ours)" marks the form
+that the models use on this device. The last column is the largest difference from the first form,
+in the output or a gradient, divided by the largest value. A form that fails, for example because a
+kernel does not support the device, gets a row with its error. If a form fails or is wrong, the exit
+code is 1.
 """
 
+import functools
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,71 +25,142 @@ from absl import app, flags
 
 from benchmarks import measure
 from diffusion_jax import cli
-from diffusion_jax.nn import ops
+from diffusion_jax.nn import attention, ops
 from diffusion_jax.train import optimizer
 
 flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 4, "Number of images.", lower_bound=1)
-_SIZE = flags.DEFINE_integer("size", 32, "Side of the images in pixels.", lower_bound=2)
-_WIDTH = flags.DEFINE_integer("width", 128, "Channels, a multiple of 32.", lower_bound=32)
+_SIZE = flags.DEFINE_integer("size", 32, "Side of the images in pixels, even.", lower_bound=2)
+_WIDTH = flags.DEFINE_integer("width", 128, "Channels, a multiple of 64.", lower_bound=64)
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Dtype of images and kernels."
 )
-_REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Timed groups of calls.", lower_bound=1)
+_GROUP_S = flags.DEFINE_float(
+    "group_s", 0.1, "Seconds that a group of calls should take.", lower_bound=0.0
+)
 _NHWC = ("NHWC", "HWIO", "NHWC")
+_HEAD_DIM = 64
+_TEXT_TOKENS = 128  # Tokens of text after the image's, of which a mask hides half.
 
 
 def main(argv: list[str]) -> None:
-    """Measure all implementations of each operation, and print the table."""
+    """Measure all forms of each operation, and print the table."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
-    if _WIDTH.value % 32:
-        raise app.UsageError(f"--width={_WIDTH.value}: it must be a multiple of 32", 2)
+    if _WIDTH.value % 64 or _SIZE.value % 2:
+        raise app.UsageError(
+            f"--width={_WIDTH.value} --size={_SIZE.value}: give a width that is a multiple of 64, "
+            "and an even size", 2,
+        )  # fmt: skip
+    cli.start()
     measure.say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
-    measure.say("| operation | form | ms | temporary MiB |\n|---|---|---|---|")
-    for name, (variants, arguments) in _cases().items():
+    measure.say("| operation | form | us | temporary MiB | difference |\n|---|---|---|---|---|")
+    bad = []
+    for name, (forms, arguments) in _operations().items():
         reference = None
-        for variant, function in variants.items():
-            seconds, memory, out = _measure(function, arguments)
-            measure.say(f"| {name} | {variant} | {1e3 * seconds:.1f} | {memory / 2**20:.1f} |")
-            reference = out if reference is None else reference
-            _check(name, variant, out, reference)
-    for variant, seconds in _updates().items():
-        measure.say(
-            f"| AdamW and one average, 4 M parameters | {variant} | {1e3 * seconds:.1f} | |"
-        )
+        for form, function in forms.items():
+            try:
+                seconds, memory, out = _measure(function, arguments)
+            except Exception as error:  # Of a compiler or a kernel: the other forms still count.
+                row, wrong = f"{type(error).__name__}: {_first_line(error)} | | ", True
+            else:
+                reference = out if reference is None else reference
+                difference, wrong = _difference(out, reference)
+                row = f"{1e6 * seconds:.1f} | {memory / 2**20:.1f} | {difference:.1g}"
+            measure.say(f"| {name} | {form} | {row}{' WRONG' * wrong} |")
+            bad += [f"{name}: {form}"] * wrong
+    for form, seconds in _updates().items():
+        measure.say(f"| AdamW and one average, 4 M parameters | {form} | {1e6 * seconds:.1f} | | |")
+    if bad:
+        sys.exit(f"failed or wrong: {'; '.join(bad)}")
 
 
-def _cases() -> dict[str, tuple[dict[str, Callable], tuple]]:
+def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
+    """Return {operation: ({form: function}, arguments)}. The first form is the reference."""
     b, s, c = int(_BATCH.value), int(_SIZE.value), int(_WIDTH.value)
-    x, up = _normal(b, s, s, c), _normal(4, 4, c, c) / (4 * c**0.5)
+    x, kernel = _normal(b, s, s, c), _normal(4, 4, c, c) / (4 * c**0.5)
     vector, rows = _normal(c), jnp.float32(_normal(b, c))
-    norm = (x, vector, vector, rows, rows)
     few, first, last = _normal(b, s, s, 3), _normal(3, 3, 3, c), _normal(3, 3, c, 3) / c
+    gated = (_normal(b, s * s, c), _normal(c, 8 * c) / c**0.5, jnp.float32(_normal(8 * c)))
+    cpu, gpu = ops.platform() == "cpu", ops.platform() == "gpu"
     return {
+        f"attention over {s * s} pixels": (_attention(None), _heads(s * s)),
+        f"attention over {s * s} pixels and {_TEXT_TOKENS} tokens, half of them masked": (
+            _attention(jnp.arange(_TEXT_TOKENS) < _TEXT_TOKENS // 2),
+            _heads(s * s + _TEXT_TOKENS),
+        ),
+        "convolution 4x4, stride 2": (
+            _ours({"direct": True, "2x2 on patches": False}, _halving, _halving_by_patches),
+            (x, kernel),
+        ),
         "convolution 4x4, stride 2, transposed": (
-            {"lax.conv_transpose": _dilated, "one 2x2": _one, "four 2x2 (ours)": _four},
-            (x, up),
+            _ours({"direct": not cpu, "four 2x2": cpu}, _dilated, ops.transpose_by_phases),
+            (x, kernel),
+        ),
+        "gated MLP, product of C and 8 C channels": (
+            _ours({"one product": not gpu, "two products": gpu}, _one_product, _two_products),
+            gated,
         ),
         "group norm, scale and shift, SiLU": (
-            {"differentiated": _plain_norm, "own gradient (ours)": _own_norm},
-            norm,
+            _ours({"differentiated": False, "own gradient": True}, _plain_norm, _own_norm),
+            (x, vector, vector, rows, rows),
         ),
         "convolution 3x3, 3 to many channels": (
-            {"plain (ours)": _conv, "padded to 8": _padded_input},
+            _ours({"plain": True, "padded to 8": False}, _conv, _padded_input),
             (few, first),
         ),
         "convolution 3x3, many to 3 channels": (
-            {"plain (ours)": _conv, "padded to 8": _padded_output},
+            _ours({"plain": True, "padded to 8": False}, _conv, _padded_output),
             (x, last),
         ),
     }
 
 
+def _ours(names: Mapping[str, bool], *functions: Callable) -> dict[str, Callable]:
+    """Return {name: function}, with " (ours)" after the names whose value is True."""
+    return {
+        name + " (ours)" * ours: function
+        for (name, ours), function in zip(names.items(), functions, strict=True)
+    }
+
+
+def _attention(mask: jax.Array | None) -> dict[str, Callable]:
+    """Return the forms of attention that suit the device. `mask`, [L], covers the last keys.
+
+    cuDNN's kernel without key lengths ignores the mask, so it is a form only without one.
+    """
+    tokens = int(_SIZE.value) ** 2
+    keys = tokens + (0 if mask is None else len(mask))
+    mine = attention.choose(tokens, keys, _HEAD_DIM, _DTYPE.value)
+    other = {"cpu": ["blockwise"], "gpu": ["cudnn"], "tpu": ["splash"]}[ops.platform()]
+
+    def attend(q, k, v, implementation):
+        rows = None if mask is None else jnp.broadcast_to(mask, (len(q), len(mask)))
+        return attention.attend(q, k, v, rows, implementation=implementation)
+
+    forms = {
+        name + " (ours)" * (name == mine): functools.partial(attend, implementation=name)
+        for name in ("xla", *other)
+    }
+    if mask is None and ops.platform() == "gpu":
+        forms["cudnn without key lengths"] = functools.partial(
+            jax.nn.dot_product_attention, implementation="cudnn"
+        )
+    return forms
+
+
+def _heads(keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return q of all pixels, and k and v of `keys` tokens, in heads of 64 channels."""
+    b, heads = int(_BATCH.value), int(_WIDTH.value) // _HEAD_DIM
+    q = _normal(b, int(_SIZE.value) ** 2, heads, _HEAD_DIM)
+    return q, _normal(b, keys, heads, _HEAD_DIM), _normal(b, keys, heads, _HEAD_DIM)
+
+
 def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
     """Compile a function with its gradients, and time the program.
 
-    Returns (median seconds, temporary bytes, (value, gradients)). The value is the sum of the
+    Returns (seconds per call, temporary bytes, (value, gradients)). The value is the sum of the
     function's output times random numbers.
     """
     cotangent = _normal(*jax.eval_shape(function, *arguments).shape)
@@ -99,7 +176,7 @@ def _updates() -> dict[str, float]:
     """Time updates of the parameters (with AdamW) and of an average of the parameters.
 
     One variant compiles the two updates as two programs, the other compiles both as one program.
-    Returns the median seconds by variant. The parameters are 64 kernels of 256 x 256.
+    Returns the seconds per call by variant. The parameters are 64 kernels of 256 x 256.
     """
     params = {str(i): jnp.full((256, 256), 1.0 + i) for i in range(64)}
     tx = optimizer.adamw(optimizer.warmup_constant(1e-4, 1))
@@ -129,24 +206,47 @@ def _updates() -> dict[str, float]:
 
 
 def _seconds(function: Callable, *arguments: Any) -> float:
-    """Return the median seconds of --repeats calls, after one call as warm-up."""
-    return statistics.median(measure.rounds(lambda: function(*arguments), int(_REPEATS.value)))
+    """Return the median seconds of a call, in --repeats groups of calls with one wait each."""
+    measure.timed(lambda: function(*arguments))  # Warm-up.
+    once = measure.timed(lambda: function(*arguments))[1]
+    calls = max(1, int(_GROUP_S.value / once))
+    group = lambda: [function(*arguments) for _ in range(calls)][-1]
+    return statistics.median(measure.rounds(group, int(_REPEATS.value), warmup=0)) / calls
 
 
-def _check(name: str, variant: str, out: tuple, reference: tuple) -> None:
+def _difference(out: tuple, reference: tuple) -> tuple[float, bool]:
+    """Return the largest relative difference of two results, and whether it is too large.
+
+    A difference is relative to the largest value of its array. NaN is too large.
+    """
+    differences = []
     for ours, theirs in zip(jax.tree.leaves(out), jax.tree.leaves(reference), strict=True):
         ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
-        error, largest = np.abs(ours - theirs).max(), np.abs(theirs).max()
-        if error > (0.05 if _DTYPE.value == "bfloat16" else 1e-3) * largest:
-            raise AssertionError(
-                f"{name}: the results of {variant!r} differ from those of the first form by up to "
-                f"{error}, which is too much for values of up to {largest}"
-            )
+        differences.append(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    largest = float(np.max(differences))
+    return largest, not largest <= (0.05 if _DTYPE.value == "bfloat16" else 1e-3)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:100].replace("|", "/")
 
 
 def _normal(*shape: int) -> jax.Array:
     values = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
     return jnp.asarray(values, _DTYPE.value)
+
+
+def _halving(x, kernel):
+    return jax.lax.conv_general_dilated(
+        x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=_NHWC
+    )
+
+
+def _halving_by_patches(x, kernel):
+    c, d = kernel.shape[2:]
+    x = ops.space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4C]
+    patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
+    return jax.lax.conv_general_dilated(x, patches, (1, 1), "VALID", dimension_numbers=_NHWC)
 
 
 def _dilated(x, kernel):
@@ -156,20 +256,14 @@ def _dilated(x, kernel):
     )
 
 
-def _one(x, kernel):
-    (b, h, w, c), d = x.shape, kernel.shape[-1]
-    phases = kernel[::-1, ::-1].reshape(2, 2, 2, 2, c, d)  # [row, i, column, j, C, D]
-    phases = phases.transpose(0, 2, 4, 1, 3, 5).reshape(2, 2, c, 4 * d)
-    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    out = jax.lax.conv_general_dilated(x, phases, (1, 1), "VALID", dimension_numbers=_NHWC)
-    out = out.reshape(b, h + 1, w + 1, 2, 2, d)
-    rows = jnp.stack([out[:, i : i + h, :, i] for i in (0, 1)], axis=2)  # [B, H, 2, W+1, 2, D]
-    out = jnp.stack([rows[:, :, :, j : j + w, j] for j in (0, 1)], axis=4)
-    return out.reshape(b, 2 * h, 2 * w, d)
+def _one_product(x, kernel, bias):
+    value, gate = jnp.split(ops.linear(x, kernel, bias), 2, axis=-1)
+    return value * jax.nn.gelu(gate, approximate=False)
 
 
-def _four(x, kernel):
-    return ops.conv_transpose_4x4(x, kernel, jnp.zeros(kernel.shape[-1], x.dtype))
+def _two_products(x, kernel, bias):
+    value, gate = map(functools.partial(ops.linear, x), jnp.split(kernel, 2, 1), jnp.split(bias, 2))
+    return value * jax.nn.gelu(gate, approximate=False)
 
 
 def _own_norm(x, weight, bias, scale, shift):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from benchmarks import measure
 from diffusion_jax.machine import flops, hardware, sharding
-from diffusion_jax.train import loop, memory, optimizer
+from diffusion_jax.train import autotuning, loop, memory, optimizer
 from diffusion_jax.train.state import init_state
 from launch.planner import systems
 from launch.planner.systems import Model
@@ -92,7 +92,8 @@ def run(model: Model, mesh: Mesh) -> Timing:
     step = loop.make_step(task, settings, tx, layout)
     traced, trace_s = measure.timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = measure.timed(traced.lower)
-    compiled, compile_s = measure.timed(lowered.compile)
+    options = autotuning.deterministic_options(model.run.deterministic)
+    compiled, compile_s = measure.timed(lambda: lowered.compile(compiler_options=options))
     metrics = {}
 
     def train() -> Any:

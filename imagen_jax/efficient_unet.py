@@ -22,7 +22,7 @@ from diffusion_jax.config.ranges import Amount, Count, Counts, Multiples, Width
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, check_width, unit
+from imagen_jax.layers import ConvTranspose, Network, ResBlock, check_width, unit
 
 
 class EfficientUNet(Network):
@@ -106,7 +106,9 @@ class EfficientUNet(Network):
         skips = []  # Each [B, h, w, C], one per level.
         for level, width in enumerate(widths):
             if level < deepest:
-                h = HalvingConv(self.dtype, name=f"down_{level}_resample")(h)  # [B, h/2, w/2, C]
+                # [B, h/2, w/2, C]
+                h = conv(h, h.shape[-1], f"down_{level}_resample", kernel=4, stride=2,
+                         padding=(1, 1), dtype=self.dtype)  # fmt: skip
             h = blocks(h, level, width, "down")  # [B, h, w, width]
             skips.append(h)
 

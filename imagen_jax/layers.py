@@ -88,20 +88,6 @@ class ResBlock(nn.Module):
         return self.skip_scale * x + h
 
 
-class HalvingConv(nn.Module):
-    """4x4 convolution with stride 2, which keeps the number of channels."""
-
-    dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B H W C"]):
-        """Downsample x to [B, H/2, W/2, C]."""
-        c = x.shape[-1]
-        kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
-        bias = self.param("bias", uniform(16 * c), (c,))
-        return ops.conv_4x4_halving(x, kernel.astype(self.dtype), bias)
-
-
 class ConvTranspose(nn.Module):
     """Transposed 4x4 convolution with stride 2, which keeps the number of channels."""
 

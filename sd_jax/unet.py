@@ -28,6 +28,7 @@ from diffusion_jax.nn.layers import (
     blocks_per_level,
     conv,
     dense,
+    dense_halves,
     layer_norm,
     with_remat,
 )
@@ -204,8 +205,8 @@ class Transformer(nn.Module):
             normed = layer_norm(h, f"cross_norm_{i}", dtype=self.dtype)
             h = h + attend(name=f"cross_{i}")(normed, text)  # [B, HW, C]
             normed = layer_norm(h, f"ff_norm_{i}", dtype=self.dtype)
-            gated = dense(normed, 8 * c, f"ff_in_{i}", dtype=self.dtype)  # [B, HW, 8 C]
-            value, gate = jnp.split(gated, 2, -1)  # [B, HW, 4 C] each
+            # Each is [B, HW, 4 C].
+            value, gate = dense_halves(normed, 8 * c, f"ff_in_{i}", dtype=self.dtype)
             gate = nn.gelu(gate, approximate=False)
             h = h + dense(value * gate, c, f"ff_out_{i}", dtype=self.dtype)  # [B, HW, C]
         return x + dense(h.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)  # [B, H, W, C]

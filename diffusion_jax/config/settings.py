@@ -58,6 +58,9 @@ class Run(NamedTuple):
     step_timeout: Count = 1_800
     """The longest time in seconds that a step and its checkpoint may take. If they take longer, the
     process prints the stacks of its threads and ends, so that a launcher can start it again."""
+    deterministic: bool = True
+    """Whether a training step on GPUs uses only kernels that return the same bits in every call.
+    Exact resume needs this. On CPUs and TPUs, the field has no effect."""
     prompts: tuple[str, ...] = ()
     """Prompts of the pictures that are drawn every `sample_every` steps, one picture per prompt.
     Models that cannot draw from prompts alone, such as super-resolution models, use the texts of

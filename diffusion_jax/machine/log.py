@@ -191,24 +191,28 @@ def _metrics(line: Any) -> dict[str, Any]:
 
 
 def write_manifest(
-    workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int
-) -> None:
+    workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int,
+    autotuning: str = "",
+) -> None:  # fmt: skip
     """Append an entry for this start of the run to the list "runs" in manifest.json.
 
     A damaged file is replaced by one with only this entry. For the arguments, see `manifest_entry`.
     """
-    entry = manifest_entry(config, seed, step)
+    entry = manifest_entry(config, seed, step, autotuning)
     if jax.process_index() == 0:
         text = json.dumps({"runs": [*read_manifest(workdir), entry]}, indent=1)
         files.write_whole(files.path(workdir) / MANIFEST, text)
 
 
-def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str, Any]:
+def manifest_entry(
+    config: Mapping[str, Any], seed: int, step: int, autotuning: str = ""
+) -> dict[str, Any]:
     """Return the manifest entry, as JSON values, for this start of a run, after step `step`.
 
     The entry holds the config, the seed, `step` (as "first_step"), the time, the command line,
-    package versions, the git commit (None outside a checkout), the devices, and the environment
-    variables that JAX, XLA and their libraries read.
+    package versions, the git commit (None outside a checkout), the devices, the environment
+    variables that JAX, XLA and their libraries read, and `autotuning`, the name of the file in the
+    workdir from which XLA loads its choices of kernels ("" if it chooses them at this start).
     """
     versions = {package: version(package) for package in _PACKAGES}
     entry = {
@@ -220,6 +224,7 @@ def manifest_entry(config: Mapping[str, Any], seed: int, step: int) -> dict[str,
         "versions": {"python": platform.python_version(), **versions},
         "devices": _devices(),
         "environment": tuning.variables(),
+        "autotuning": autotuning,
         "config": config,
     }
     # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.

@@ -99,6 +99,14 @@ def dense(
     return _Affine((x.shape[-1], width), init, bias, dtype, name=name)(x, ops.linear)
 
 
+def dense_halves(
+    x: Float[Array, "*B C"], width: int, name: str, *, dtype: DTypeLike
+) -> tuple[Float[Array, "*B {width}//2"], Float[Array, "*B {width}//2"]]:
+    """Return both halves of a linear layer's output of `width` channels."""
+    layer = _Affine((x.shape[-1], width), uniform(x.shape[-1]), True, dtype, name=name)
+    return layer(x, ops.linear_halves)
+
+
 class ToHeads(nn.Module):
     """Linear layer that returns `parts` arrays of attention heads, such as q, k and v.
 
@@ -187,7 +195,7 @@ class _Affine(nn.Module):
     dtype: DTypeLike
 
     @nn.compact
-    def __call__(self, x: Array, function: Callable[[Array, Array, Any], Array]) -> Array:
+    def __call__(self, x: Array, function: Callable[[Array, Array, Any], Any]) -> Any:
         """Return function(x, kernel, bias). The bias, None without `use_bias`, stays float32."""
         kernel = self.param("kernel", self.initializer, self.shape).astype(self.dtype)
         bias = self.param("bias", self.initializer, self.shape[-1:]) if self.use_bias else None

@@ -128,6 +128,24 @@ def linear(
     return add_broadcast(tensordot(x, kernel), bias)
 
 
+def linear_halves(
+    x: Float[Array, "*B C"], kernel: Float[Array, "C 2*D"], bias: Float[Array, "2*D"]
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    """Return both halves of linear(x, kernel, bias).
+
+    GPUs compute two products: after one product, the backward pass joins the gradients of the
+    halves in memory. Compiled for an H100, Stable Diffusion's transformer (320 channels at 64x64,
+    16 images) then moves 3,691 MB instead of 4,475, with 14 % more temporary memory. TPUs compute
+    one product, which needs 5 % fewer cycles.
+    """
+    if platform() != "gpu":
+        first, second = jnp.split(linear(x, kernel, bias), 2, axis=-1)
+        return first, second
+    kernels, biases = jnp.split(kernel, 2, axis=1), jnp.split(bias, 2)
+    first, second = (linear(x, k, b) for k, b in zip(kernels, biases, strict=True))
+    return first, second
+
+
 @jax.custom_vjp
 def _linear(x: Array, kernel: Array, bias: Array) -> Array:
     return add_broadcast(tensordot(x, kernel), bias)
@@ -169,33 +187,24 @@ def convolution(
 
 
 @by_batch
-def conv_4x4_halving(
-    x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
-) -> Float[Array, "B H/2 W/2 D"]:
-    """Compute nn.Conv(D, (4, 4), strides=2, padding=1).
-
-    TPUs compute it directly, other devices by a 2x2 convolution, which is faster there.
-
-    Each 4x4 window of the padded image consists of 2x2 whole patches of 2x2 pixels. If each patch
-    becomes one pixel with four times the channels, the same products form a 2x2 convolution without
-    stride. The gradients have this form too.
-    """
-    if platform() == "tpu":  # The direct form.
-        return add_broadcast(_convolve(x, kernel, (2, 2), ((1, 1), (1, 1))), bias)
-    c, d = kernel.shape[2:]
-    x = space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4 C]
-    # [4, 4, C, D] -> [2, 2, 4 C, D], ordered as the channels of space_to_depth
-    patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
-    return add_broadcast(_convolve(x, patches, (1, 1), "VALID"), bias)  # [B, H/2, W/2, D]
-
-
-@by_batch
 def conv_transpose_4x4(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B 2*H 2*W D"]:
     """Compute torch's ConvTranspose2d with kernel 4, stride 2 and padding 1.
 
-    TPUs compute it directly, other devices by four 2x2 convolutions.
+    CPUs use `transpose_by_phases`, which is faster there. TPUs and GPUs compute the convolution
+    directly: a TPU's compiler skips the zeros between dilated pixels, and compiled for an H100, the
+    direct form writes 261 MB instead of 387, in 3 calls of cuDNN instead of 12.
+    """
+    if platform() == "cpu":
+        return add_broadcast(transpose_by_phases(x, kernel), bias)
+    return add_broadcast(_convolve(x, kernel[::-1, ::-1], (1, 1), ((2, 2),) * 2, (2, 2)), bias)
+
+
+def transpose_by_phases(
+    x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"]
+) -> Float[Array, "B 2*H 2*W D"]:
+    """Compute `conv_transpose_4x4` without bias as four 2x2 convolutions.
 
     Output pixels with row parity i and column parity j depend on 2x2 input pixels through every
     other tap of the kernel. So for each (i, j), one 2x2 convolution without stride or dilation
@@ -203,8 +212,6 @@ def conv_transpose_4x4(
     operation, because XLA's CPU backend computes the gradients of padded convolutions 20 times
     slower.
     """
-    if platform() == "tpu":  # The direct form: a TPU's compiler skips zeros between dilated pixels.
-        return add_broadcast(_convolve(x, kernel[::-1, ::-1], (1, 1), ((2, 2),) * 2, (2, 2)), bias)
     b, h, w, _ = x.shape
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # [B, H+2, W+2, C]
 
@@ -213,7 +220,7 @@ def conv_transpose_4x4(
         return _convolve(windows, taps, (1, 1), "VALID")
 
     rows = [jnp.stack([phase(i, 0), phase(i, 1)], axis=3) for i in (0, 1)]  # [B, H, W, 2, D]
-    return add_broadcast(jnp.stack(rows, axis=2).reshape(b, 2 * h, 2 * w, -1), bias)
+    return jnp.stack(rows, axis=2).reshape(b, 2 * h, 2 * w, -1)
 
 
 def platform() -> str:

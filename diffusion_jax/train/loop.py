@@ -35,7 +35,7 @@ from diffusion_jax.machine.sharding import (
     shardings,
 )
 from diffusion_jax.task import Params, Task, Texts
-from diffusion_jax.train import not_finite, out_of_memory
+from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.progress import IN_FLIGHT, Progress
@@ -162,7 +162,8 @@ def train(
         first_step = int(state.step)
         writer = MetricWriter(workdir, config, first_step)
         stack.callback(writer.close)
-        write_manifest(workdir, config, run.seed, first_step)
+        tuned = autotuning.find(workdir, run.deterministic)
+        write_manifest(workdir, config, run.seed, first_step, tuned.loaded)
         if first_step >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first_step)
             return state
@@ -180,7 +181,8 @@ def train(
         sizes = stack.enter_context(explained)
         if program is None:
             train_step = make_step(task, settings, tx, layout)
-            programs = compiled_all(train_step, state, frozen, batch, key, batches)
+            programs = compiled_all(train_step, state, frozen, batch, key, batches, tuned.options)
+            autotuning.keep(workdir, tuned)
         else:
             programs = {shapes_of(batch): program}
         sizes["the step's temporaries"] = max(
@@ -284,17 +286,21 @@ def make_step(
 
 
 def warm_up(
-    task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
-) -> Program:
+    task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray],
+    workdir: pathlib.Path,
+) -> Program:  # fmt: skip
     """Compile the training step, run it once on `batch`, and return the compiled step.
 
     The results of the step are discarded. `batch` holds this process's rows of an artificial batch.
+    On GPUs, XLA's choices of kernels are loaded from the workdir, or written there.
     """
     tx, key, create, layout = plan(task, run, settings, mesh)
     state = jax.jit(create, out_shardings=layout)(key)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
     step = make_step(task, settings, tx, layout)
-    program = compiled(step, (state, frozen, rows, key))
+    tuned = autotuning.find(workdir, run.deterministic)
+    program = compiled(step, (state, frozen, rows, key), tuned.options)
+    autotuning.keep(workdir, tuned)
     jax.block_until_ready(program.step(state, frozen, rows, key))
     return program
 
@@ -312,13 +318,14 @@ def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
 
 def compiled_all(
     step: Any, state: TrainState, frozen: Any, batch: Mapping[str, Any], key: Any,
-    batches: Batches,
+    batches: Batches, options: Mapping[str, Any],
 ) -> dict[Shapes, Program]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
+    `options` are XLA's options for the step (see `autotuning`).
     Returns the compiled steps, keyed by the shapes of their batch (see `shapes_of`).
     """
-    programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key))}
+    programs = {shapes_of(batch): compiled(step, (state, frozen, batch, key), options)}
     examples = batches.examples()
     for number, example in enumerate(examples, 1):
         shape = lambda name, x, rows=example: (len(x), *rows[name].shape[1:])
@@ -328,7 +335,7 @@ def compiled_all(
         }
         if shapes_of(rows) not in programs:
             logging.info("the batch shape of bucket %d of %d:", number, len(examples))
-            programs[shapes_of(rows)] = compiled(step, (state, frozen, rows, key))
+            programs[shapes_of(rows)] = compiled(step, (state, frozen, rows, key), options)
     return programs
 
 
@@ -337,10 +344,11 @@ def shapes_of(batch: Mapping[str, Any]) -> Shapes:
     return tuple(x.shape for x in batch.values())
 
 
-def compiled(step: Any, arguments: tuple[Any, ...]) -> Program:
+def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Program:
     """Return the step compiled for the arguments (state, frozen, batch, key). Log the times.
 
-    All processes wait until each of them has compiled the step.
+    `options` are XLA's options for the step (see `autotuning`). All processes wait until each of
+    them has compiled the step.
     """
     logging.info("compiling the step ...")
     times = [time.time()]
@@ -348,7 +356,7 @@ def compiled(step: Any, arguments: tuple[Any, ...]) -> Program:
     times.append(time.time())
     lowered = traced.lower()
     times.append(time.time())
-    executable = lowered.compile()
+    executable = lowered.compile(compiler_options={**options})
     times.append(time.time())
     logging.info(
         "the train step for %s: traced in %.1f s, lowered in %.1f s, compiled in %.1f s",

@@ -1,10 +1,11 @@
 """Replay a training step: rebuild its state, batch and noise, and compare it with the run's log.
 
 A step depends only on the config, the data and the step number. So training again from a checkpoint
-before a step repeats the step, bit for bit, on the same machine with the same versions. The
-compiled training step computes the metrics. A second program computes the loss of each example and
-the gradient norm of each module, which training does not report. The rounding of the second program
-may differ from that of the training step.
+before a step repeats the step, bit for bit, on the same machine with the same versions. On GPUs,
+the replay uses the kernels of the run (see `autotuning`). The compiled training step computes the
+metrics. A second program computes the loss of each example and the gradient norm of each module,
+which training does not report. The rounding of the second program may differ from that of the
+training step.
 """
 
 import functools
@@ -25,13 +26,13 @@ from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.machine import claims, log, sharding, sheets
 from diffusion_jax.machine.progress import Meter
 from diffusion_jax.task import Batch, Frozen, Params, Task
-from diffusion_jax.train import loop, not_finite, progress
+from diffusion_jax.train import autotuning, loop, not_finite, progress
 from diffusion_jax.train.state import micro_keys, split
 from diffusion_jax.weights import restore
 
 Decode = Callable[[Frozen, Batch], jax.Array]
 """Converts a batch without "image" to pictures in [-1, 1]: (frozen, batch) -> pictures."""
-_CHANGING = ("start", "first_step", "command", "config.steps")
+_CHANGING = ("start", "first_step", "command", "autotuning", "config.steps")
 """Fields of the manifest that `changes` ignores, because each start of a run may change them."""
 
 
@@ -118,6 +119,7 @@ def replay(
     # Train to the end of the window. Examine `step` just before it is taken.
     first, metrics = int(state.step), {}
     train_step = loop.make_step(task, settings, tx, layout)
+    tuned = autotuning.find(workdir, run.deterministic)
     programs: dict[loop.Shapes, loop.Program] = {}
     examine = lambda state, batch: _examine(task, settings, mesh, state, frozen, batch, key, decode)
     modules = labels = pictures = examples = None
@@ -126,7 +128,8 @@ def replay(
         batch = to_global(next(batches), sharding.batch_sharding(mesh))
         shapes = loop.shapes_of(batch)
         if shapes not in programs:
-            programs[shapes] = loop.compiled(train_step, (state, frozen, batch, key))
+            arguments = (state, frozen, batch, key)
+            programs[shapes] = loop.compiled(train_step, arguments, tuned.options)
         if now == step:
             modules, labels, pictures = examine(state, batch)
             examples = _examples(batches, run.batch_size, labels)

@@ -27,7 +27,10 @@ from launch.planner.traffic import Collective
 T = TypeVar("T")
 
 _LIBTPU = {"v7x": "tpu7x"}  # TPUs for which libtpu uses another name than this project.
-COMPILERS = ("libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12")
+COMPILERS = (
+    "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12",
+    "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13",
+)  # fmt: skip
 """Packages whose versions can change a compiled program."""
 
 
@@ -108,7 +111,8 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
         notes.append("kernels: " + ", ".join(f"{n} {name}" for name, n in kernels.items()))
         if not gpu.has_cudnn():
             notes.append(
-                "nvidia-cudnn-cu12 is not installed, so attention_impl=auto uses XLA's attention"
+                f"nvidia-cudnn-cu{gpu.version()} is not installed, so attention_impl=auto uses "
+                "XLA's attention"
             )
     return Compiled(program.temporary, exchanges, program), notes
 

@@ -1,6 +1,7 @@
 """Compilation for NVIDIA GPUs on machines without a GPU.
 
-This needs the packages of the extra `plan-gpu`: jax's CUDA plugin, NVIDIA's assembler and cuDNN.
+This needs the packages of the extra `plan-gpu`: jax's plugin for CUDA 13, NVIDIA's assembler and
+cuDNN. The packages for CUDA 12 work as well.
 XLA then compiles whole programs from a description of the device, without a GPU or its driver. The
 description is XLA's GpuTargetConfigProto (https://github.com/openxla/xla,
 xla/backends/gpu/target_config). Convolutions and attention become calls of cuDNN, and matrix
@@ -68,7 +69,7 @@ _TEXT = """gpu_device_info {{
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
-runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{d.name}"
+runtime_version {{ {runtime} }} device_description_str: "{d.name}"
 """
 
 
@@ -76,12 +77,18 @@ def missing(target: Target) -> str | None:
     """Return why this machine cannot compile for the target's GPUs, or None if it can."""
     if target.name not in DEVICES:
         return f"launch/planner/gpu.py has no description of {target.name}"
-    packages = {
-        "jax_plugins.xla_cuda12": "jax-cuda12-plugin",
-        "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
-    }
+    cuda = version()
+    assembler = ("nvidia.cuda_nvcc", "nvidia-cuda-nvcc-cu12")
+    if cuda == 13:
+        assembler = ("nvidia.cu13.bin", "nvidia-cuda-nvcc")
+    packages = {f"jax_plugins.xla_cuda{cuda}": f"jax-cuda{cuda}-plugin", assembler[0]: assembler[1]}
     missing = [package for module, package in packages.items() if not _installed(module)]
     return f"this machine lacks {' and '.join(missing)} (extra plan-gpu)" if missing else None
+
+
+def version() -> int:
+    """Return the major version of CUDA that jax's installed plugin is for; 13 without a plugin."""
+    return 12 if _installed("jax_plugins.xla_cuda12") else 13
 
 
 def devices(target: Target) -> list[Any]:
@@ -101,7 +108,8 @@ def devices(target: Target) -> list[Any]:
 
 def text(device: Device) -> str:
     """Return the description of a GPU for XLA: a GpuTargetConfigProto in text form."""
-    return _TEXT.format(d=device, optin=device.shared - 1024)
+    runtime = {12: "major: 12 minor: 9 patch: 0", 13: "major: 13 minor: 0 patch: 0"}[version()]
+    return _TEXT.format(d=device, optin=device.shared - 1024, runtime=runtime)
 
 
 def has_cudnn() -> bool:
@@ -134,5 +142,7 @@ def _cudnn() -> pathlib.Path | None:
 
 
 def _installed(module: str) -> bool:
-    parent = module.partition(".")[0]
-    return bool(importlib.util.find_spec(parent) and importlib.util.find_spec(module))
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # A parent package is missing.
+        return False

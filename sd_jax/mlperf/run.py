@@ -198,7 +198,7 @@ def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
     )
     batch = {name: np.repeat(array, rows, axis=0) for name, array in row.items()}
     batch |= run.encoder.tokenize([""] * rows)
-    program = loop.warm_up(run.task, s.run, s.optimizer, run.mesh, batch)
+    program = loop.warm_up(run.task, s.run, s.optimizer, run.mesh, batch, run.workdir)
     if evaluate:
         zeros = lambda x: np.zeros(x.shape, x.dtype)
         params = jax.tree.map(zeros, jax.eval_shape(run.task.init, jax.random.key(0)))

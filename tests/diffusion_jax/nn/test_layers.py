@@ -9,7 +9,7 @@ import pytest
 from diffusion_jax.machine import flops
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense
-from imagen_jax.layers import ConvTranspose, HalvingConv
+from imagen_jax.layers import ConvTranspose
 from imagen_jax.layers import ResBlock as ImagenBlock
 from sd_jax.unet import ResBlock
 
@@ -35,7 +35,6 @@ class Layer(nn.Module):
         (Layer("conv"), 64 * 64),
         (Layer("to heads"), 64 * 64),
         (Layer("from heads"), 64 * 64),
-        (HalvingConv(jnp.bfloat16), 32 * 32),
         (ConvTranspose(jnp.bfloat16), 128 * 128),
     ],
     ids=lambda value: getattr(value, "kind", type(value).__name__),

@@ -119,18 +119,27 @@ def test_sinusoids_are_cosines_then_sines():
     np.testing.assert_allclose(ops.sinusoid(t, 8), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_halving_convolution_sees_4x4_windows_two_pixels_apart(platform, monkeypatch):
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_linear_halves_are_the_first_and_second_half_of_the_channels(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
-    x, kernel, bias = normal(2, 6, 4, 3), normal(4, 4, 3, 5, seed=1), normal(5)
+    x, kernel, bias = normal(2, 3, 4), normal(4, 10, seed=1), normal(10, seed=2)
+    expected = np.float64(x) @ np.float64(kernel) + np.float64(bias)
+    first, second = ops.linear_halves(x, kernel, bias)
+    np.testing.assert_allclose(first, expected[..., :5], atol=1e-5)
+    np.testing.assert_allclose(second, expected[..., 5:], atol=1e-5)
+
+
+def test_convolution_with_stride_2_sees_4x4_windows_two_pixels_apart():
+    x, kernel = normal(2, 6, 4, 3), normal(4, 4, 3, 5, seed=1)
     padded = np.pad(np.float64(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (4, 4), axis=(1, 2))[:, ::2, ::2]
-    expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel)) + np.float64(bias)
+    expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel))
     assert expected.shape == (2, 3, 2, 5)
-    np.testing.assert_allclose(ops.conv_4x4_halving(x, kernel, bias), expected, atol=1e-5)
+    out = ops.convolution(x, kernel, (2, 2), ((1, 1), (1, 1)))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_transposed_convolution_spreads_each_pixel_over_4x4(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel, bias = normal(2, 3, 5, 4), normal(4, 4, 4, 6, seed=1), normal(6)
@@ -142,15 +151,12 @@ def test_transposed_convolution_spreads_each_pixel_over_4x4(platform, monkeypatc
     np.testing.assert_allclose(ops.conv_transpose_4x4(x, kernel, bias), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("convolve", "size"), [(ops.conv_4x4_halving, (2, 3)), (ops.conv_transpose_4x4, (8, 12))]
-)
-def test_strided_convolutions_have_the_same_gradients_on_a_tpu(convolve, size, monkeypatch):
-    arrays, cotangent = (normal(2, 4, 6, 4), normal(4, 4, 4, 6), normal(6)), normal(2, *size, 6)
+def test_transposed_convolution_has_the_same_gradients_on_a_tpu(monkeypatch):
+    arrays, cotangent = (normal(2, 4, 6, 4), normal(4, 4, 4, 6), normal(6)), normal(2, 8, 12, 6)
     gradients = []
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(ops, "platform", lambda name=platform: name)
-        gradients.append(jax.vjp(convolve, *arrays)[1](cotangent))
+        gradients.append(jax.vjp(ops.conv_transpose_4x4, *arrays)[1](cotangent))
     for one, other in zip(*gradients, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-5)
 

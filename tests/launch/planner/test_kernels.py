@@ -62,7 +62,7 @@ def test_attention_is_cudnns_when_it_is_compiled_for_an_h100(implementation):
     if missing := gpu.missing(accelerators.parse("h100:1")):
         pytest.skip(missing)
     if not gpu.has_cudnn():
-        pytest.skip("nvidia-cudnn-cu12 (the extra plan-gpu) is not installed")
+        pytest.skip("cuDNN (the extra plan-gpu) is not installed")
     ended = run("-c", _GPU.format(implementation=implementation))
     assert ended.returncode == 0, ended.stderr
     assert "fmhaSoftmaxBackward" in ended.stdout
@@ -92,8 +92,24 @@ def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options
         compiling.compile_for(lowered, "h100")
 
 
-def test_what_lacks_for_a_gpu_is_named(monkeypatch):
-    monkeypatch.setattr(gpu, "_installed", lambda module: "nvcc" in module)
-    message = "this machine lacks jax-cuda12-plugin (extra plan-gpu)"
+@pytest.mark.parametrize(
+    ("installed", "lacking"),
+    [
+        ((), "jax-cuda13-plugin and nvidia-cuda-nvcc"),
+        (("nvidia.cu13.bin",), "jax-cuda13-plugin"),
+        (("jax_plugins.xla_cuda13",), "nvidia-cuda-nvcc"),
+        (("jax_plugins.xla_cuda12",), "nvidia-cuda-nvcc-cu12"),
+    ],
+)
+def test_packages_missing_for_a_gpu_are_named(installed, lacking, monkeypatch):
+    monkeypatch.setattr(gpu, "_installed", lambda module: module in installed)
+    message = f"this machine lacks {lacking} (extra plan-gpu)"
     assert gpu.missing(accelerators.parse("h100:8")) == message
     assert "no description of mi300x" in str(gpu.missing(accelerators.parse("mi300x:8")))
+
+
+def test_the_description_of_a_gpu_names_the_installed_cuda(monkeypatch):
+    h100 = gpu.DEVICES["h100"]
+    assert "runtime_version { major: 13 minor: 0 patch: 0 }" in gpu.text(h100)
+    monkeypatch.setattr(gpu, "_installed", lambda module: module == "jax_plugins.xla_cuda12")
+    assert "runtime_version { major: 12 minor: 9 patch: 0 }" in gpu.text(h100)
