@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, transforms
+from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.engines import Portable
 
@@ -130,6 +131,15 @@ class Pictures(Portable, abc.ABC):
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures found so far, keyed by reason."""
         return {}
+
+    def inventory(self) -> Inventory:
+        """Return the files that were used and left out when the data set was opened.
+
+        The base class returns the number of pictures.
+        """
+        inventory = Inventory()
+        inventory.add(PICTURES, (), len(self))
+        return inventory
 
 
 class Shapes(NamedTuple):
@@ -274,6 +284,9 @@ class Decoded(Pictures):
         with self._lock:
             unusable = collections.Counter(self._unusable.values())
         return {**unusable, **self._records.left_out()}
+
+    def inventory(self) -> Inventory:
+        return self._records.inventory()
 
     def _usable(self, index: int, place: tuple, records: Mapping[int, Record]) -> tuple:
         draw, original = np.random.default_rng(index), index

@@ -14,6 +14,7 @@ from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
+from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
@@ -71,12 +72,21 @@ class Records(Portable, abc.ABC):
         """
         return indices.astype(np.uint64)
 
+    def inventory(self) -> Inventory:
+        """Return the files that the source used and left out when it was opened.
+
+        The base class returns the number of records.
+        """
+        inventory = Inventory()
+        inventory.add(PICTURES, (), len(self))
+        return inventory
+
     def left_out(self) -> dict[str, int]:
-        """Return how many images or tars the source left out when it was opened, keyed by reason.
+        """Return how many files the source left out when it was opened, keyed by reason.
 
         An example is {"no_caption": 3}.
         """
-        return {}
+        return self.inventory().left_out()
 
 
 def key_of(name: str) -> int:

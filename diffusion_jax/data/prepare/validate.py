@@ -57,8 +57,9 @@ def validate(
     """Decode the records of a data set, and return a report as a dictionary of JSON values.
 
     In the report, "usable" and the counts in "unusable", keyed by reason, add up to "read".
-    "unusable_first" names the first unusable records. These entries hold quantiles of the usable
-    records: "smaller_side" in pixels, "aspect" (longer side / shorter side), "bytes" of image
+    "unusable_first" names the first unusable records, and "left_out_first" the first files that
+    were left out when the data set was opened. These entries hold quantiles of the usable records:
+    "smaller_side" in pixels, "aspect" (longer side / shorter side), "bytes" of image
     files, "text_length" in characters of captions or tokens of embeddings, and "text_words".
     "duplicates" counts image files that repeat those of earlier records. "words" maps the most
     frequent words to their counts. "different_texts" counts distinct captions, ignoring capitals
@@ -90,8 +91,14 @@ def validate(
             first += part.pop("first")
             for name, counts in part.items():
                 sums[name].update(counts)
-    return {"records": len(records), "left_out": records.left_out(),
-            **_report(sums, first[:_NAMED], different)}  # fmt: skip
+    inventory = records.inventory()
+    left_out = inventory.left_out()
+    return {
+        "records": len(records),
+        "left_out": left_out,
+        "left_out_first": {reason: inventory.first[reason] for reason in left_out},
+        **_report(sums, first[:_NAMED], different),
+    }
 
 
 class _Parts(NamedTuple):

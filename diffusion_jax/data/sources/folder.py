@@ -11,6 +11,7 @@ from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records
+from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Alternative, Record, Records
 from diffusion_jax.data.sources import metadata
@@ -50,25 +51,26 @@ class Folder(Records):
         is_image = lambda name: records.suffix_of(name).rpartition(".")[2] in records.IMAGE_SUFFIXES
         images = [name for name in sorted(names) if is_image(name)]
         records.check_any(len(images), self._root, suffixes)
-        self._texts, num_missing = [], 0
+        self._inventory, self._texts = Inventory(), []
         for part in parts:
             if part.suffix in metadata.SUFFIXES:
-                read = metadata.read(self._root, sorted(names), images, part.suffix, part.field)
-                self._texts.append((part, read[0]))
-                num_missing += read[1]
+                place = part.suffix, part.field
+                texts = metadata.read(self._root, sorted(names), images, *place, self._inventory)
             else:
-                self._texts.append((part, _beside(images, names, part.suffix)))
+                texts = _beside(images, names, part.suffix)
+            self._texts.append((part, texts))
         captioned = set[str]().union(*(texts for _, texts in self._texts))
         empty = uncaptioned == "empty"
         self._images = [name for name in images if empty or name in captioned]
         self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
-        self._left_out = {"no_caption": len(bare), "no_image": num_missing}
+        self._inventory.add(PICTURES, self._images)
+        self._inventory.add("no_caption", bare)
         for part, texts in self._texts:
-            if lacking := len(captioned) - len(texts):
-                logging.warning("%d of %d pictures have no %s, only other texts", lacking,
-                                len(captioned), part.text)  # fmt: skip
+            if lacking := [name for name in self._images if name in captioned - texts.keys()]:
+                logging.warning("%d of %d pictures have no %s, only other texts; the first: %s",
+                                len(lacking), len(captioned), part.text, lacking[0])  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._images)
@@ -96,9 +98,8 @@ class Folder(Records):
         """Return a hash of each image's path relative to the folder."""
         return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
 
-    def left_out(self) -> dict[str, int]:
-        """Return the numbers of images without a text, and of table rows without an image."""
-        return {reason: count for reason, count in self._left_out.items() if count}
+    def inventory(self) -> Inventory:
+        return self._inventory
 
     def _read_text(self, name: str) -> Any:
         if name in self._without:

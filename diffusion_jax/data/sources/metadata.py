@@ -14,9 +14,8 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import logging
-
 from diffusion_jax.data import captions, records, rows
+from diffusion_jax.data.inventory import Inventory
 
 SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
@@ -41,11 +40,16 @@ class _Images(NamedTuple):
 
 
 def read(
-    root: pathlib.Path, names: Sequence[str], images: Sequence[str], kind: str, field: str
-) -> tuple[dict[str, Any], int]:
-    """Return the captions in all tables of one kind, and the number of rows without an image.
+    root: pathlib.Path,
+    names: Sequence[str],
+    images: Sequence[str],
+    kind: str,
+    field: str,
+    inventory: Inventory,
+) -> dict[str, Any]:
+    """Return the captions in all tables of one kind, keyed by image.
 
-    The captions are keyed by image. Several rows of one image are several captions
+    Several rows of one image are several captions
     (captions.Captions). A caption that is not UTF-8 is an Unusable error.
 
     Args:
@@ -54,6 +58,7 @@ def read(
         images: the paths among these that are images.
         kind: the kind of tables, a key of SUFFIXES.
         field: the column of captions.
+        inventory: gets the rows without an image, and the tables without names of images.
 
     Raises:
         ValueError: there is no table, a row is malformed, two tables describe one image, or no row
@@ -68,9 +73,9 @@ def read(
     stem = lambda name: posixpath.splitext(name)[0]
     base = lambda name: _folded(posixpath.basename(name))
     opened = _Images(*(_unique(images, of) for of in (str, stem, _folded, base)))
-    found, table_of, columns, num_missing = {}, {}, set[str](), 0
+    found, table_of, columns = {}, {}, set[str]()
     for table in tables:
-        texts, missing = _read_table(root, table, field, opened, columns)
+        texts = _read_table(root, table, field, opened, columns, inventory)
         for image, several in texts.items():
             if image in found:
                 raise ValueError(
@@ -79,25 +84,24 @@ def read(
                 )
             found[image] = captions.join((text, 1.0) for text in several)
             table_of[image] = table
-        if missing:
-            num_missing += len(missing)
-            logging.warning("%d rows of %s name no image in %s; the first: %s", len(missing), table,
-                            root, missing[0])  # fmt: skip
     if not found:
         raise ValueError(
             f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
             f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set data.text to "
             f"{kind}:COLUMN with the caption column"
         )
-    return found, num_missing
+    return found
 
 
 def _read_table(
-    root: pathlib.Path, table: str, field: str, images: _Images, columns: set[str]
-) -> tuple[Mapping[str, list[Any]], list[str]]:
-    """Return the captions of each image in a table, and the places of the rows without an image.
-
-    The table's columns are added to `columns`. A table without names of images is ignored.
+    root: pathlib.Path,
+    table: str,
+    field: str,
+    images: _Images,
+    columns: set[str],
+    inventory: Inventory,
+) -> Mapping[str, list[Any]]:
+    """Return the captions of each image in a table. The table's columns are added to `columns`.
 
     Raises ValueError if a row is malformed.
     """
@@ -109,8 +113,8 @@ def _read_table(
         if not column:
             column = next((name for name in (*_FILES, _KEY) if name in row), "")
         if not column:
-            logging.warning("%s has no column %s: the table is ignored", place, _FILES[0])
-            return {}, []
+            inventory.add("table_without_file_name", [table])
+            return {}
         name, cell = row.get(column), row.get(field)
         if not (isinstance(name, str) and name) and not (column == _KEY and type(name) is int):
             raise ValueError(
@@ -136,7 +140,8 @@ def _read_table(
         later = _assign(texts, later, images.folded, _folded)
         if not texts:
             later = _assign(texts, later, images.base, lambda n: _folded(posixpath.basename(n)))
-    return texts, [f"{place}, {name}" for place, name, _ in later]
+    inventory.add("row_without_image", [f"{place}: {name}" for place, name, _ in later])
+    return texts
 
 
 def _assign(

@@ -9,6 +9,7 @@ from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, listing, records, storage, tars
+from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 
@@ -106,14 +107,17 @@ class WebDataset(Records):
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
         return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
-    def left_out(self) -> dict[str, int]:
-        """Return the numbers of unreadable tars, truncated tars, and images that lack a text.
+    def inventory(self) -> Inventory:
+        """Return the files in the tars.
 
         Complete records in a truncated tar are used, although the tar is counted.
         """
-        facts = self._listing.facts
-        reasons = {"no_caption": "bare", "truncated_tar": "truncated", "broken_tar": "broken"}
-        return {reason: facts[name] for reason, name in reasons.items() if facts[name]}
+        facts, inventory = self._listing.facts, Inventory()
+        inventory.add(PICTURES, (), len(self))
+        inventory.add("no_caption", facts["first"], facts["bare"])
+        inventory.add("truncated_tar", (), facts["truncated"])
+        inventory.add("broken_tar", (), facts["broken"])
+        return inventory
 
     def _place(self, index: int) -> tuple[str, Spans]:
         """Return the tar of a record, and the (offset, size) of its image and of its texts."""

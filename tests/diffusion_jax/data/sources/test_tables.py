@@ -35,7 +35,7 @@ def test_jsonl_names_files_beside_itself(tmp_path):
     folder = Folder(tmp_path, text="jsonl:text", uncaptioned="drop")
     assert texts(folder) == {"train/a.png": "one", "train/b/c.jpg": "two"}
     assert folder.texts([1, 0]) == ["two", "one"]
-    assert folder.left_out() == {"no_caption": 1, "no_image": 1}
+    assert folder.left_out() == {"no_caption": 1, "row_without_image": 1}
 
 
 def test_img2datasets_folders_and_parquet(tmp_path):
