@@ -20,8 +20,8 @@ needs the features of both sets. For folders, it also adds sFID and the Inceptio
     python -m diffusion_jax.metrics clip DIR --prompts=FILE --clip=FOLDER
 
 prints the CLIP score of a folder's images and a file's prompts. The images, sorted by name (numbers
-as numbers: 2.png before 10.png), are paired with the prompts in order. --reference=DIR also prints the CMMD between these images and
-those of another folder.
+as numbers: 2.png before 10.png), are paired with the prompts in order. --reference=DIR also prints
+the CMMD between these images and those of another folder.
 
     python -m diffusion_jax.metrics compare A.json B.json ...
 
@@ -230,7 +230,7 @@ def _score_clip(folder: str) -> None:
         n, broken = generated.gaussian.n, f" and {sum(skipped.values())} others" if skipped else ""
         raise ValueError(
             f"{folder} has {n} usable images{broken}, but --prompts={_PROMPTS.value} has "
-            f"{len(prompts)} prompts: each prompt needs one usable image, so that pairs do not shift"
+            f"{len(prompts)} prompts: each prompt needs one usable image"
         )
     ids, encode, size = clip.tokenize(prompts), extractors.on_host(clip.text), _BATCH.value
     texts = np.concatenate([encode(ids[i : i + size]) for i in range(0, len(ids), size)])

@@ -93,6 +93,11 @@ def read(
     return found
 
 
+def name_column(row: Mapping[str, Any]) -> str:
+    """Return the column of a row that names an image, or "" if there is none."""
+    return next((name for name in (*_FILES, _KEY) if name in row), "")
+
+
 def _read_table(
     root: pathlib.Path,
     table: str,
@@ -110,8 +115,7 @@ def _read_table(
     later: list[tuple[str, str, Any]] = []
     for place, row in rows.read(root / table):
         columns.update(row)
-        if not column:
-            column = next((name for name in (*_FILES, _KEY) if name in row), "")
+        column = column or name_column(row)
         if not column:
             inventory.add("table_without_file_name", [table])
             return {}
