@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, pipeline, sources, tars
+from diffusion_jax.data import captions, pipeline, prompts, sources, tars
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.prepare import reshard
+from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
@@ -164,3 +165,15 @@ def test_captions_and_embeddings_cannot_be_alternatives(folder):
 def test_examples_of_a_batch_have_one_text_each(folder):
     with batches(folder) as opened:
         assert isinstance(opened.example()["texts"][0], str)
+
+
+def test_validate_counts_every_caption(folder):
+    report = validate(Folder(folder, "txt,json:long"))
+    assert (report["usable"], report["different_texts"]) == (8, 8 + 7 * 3)
+    assert report["text_words"] == {"min": 2, "p5": 2, "median": 3, "p95": 3, "max": 3}
+    assert report["words"] | {"short": 8, "long": 21, "a": 7} == report["words"]
+
+
+def test_prompts_of_a_data_source_are_the_first_captions(folder):
+    chosen = prompts.read(f"folder:{folder}::json:long,txt")
+    assert chosen == [*(f"long {number} a" for number in range(7)), "short 7"]
