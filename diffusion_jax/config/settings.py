@@ -213,9 +213,9 @@ class Evaluation(NamedTuple):
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
     """The guidance scales. A picture is drawn and scored for every prompt at each scale."""
     prompts: str = ""
-    """A file of prompts: .txt with one per line, .tsv, or COCO's .json. SOURCE:PATH::TEXT names the
-    captions of a data source instead. "" for the prompts that the training data's source provides.
-    """
+    """A file of prompts: .txt with one per line, a table (.csv, .tsv, .jsonl, .json), COCO's .json,
+    or FILE::COLUMN to choose the column of a table. SOURCE:PATH::TEXT names the captions of a data
+    source instead. "" for the prompts that the training data's source provides."""
     num_prompts: Count = 1_000
     """Number of prompts that are chosen from the file at random, the same ones in every run."""
     reference: str = ""
@@ -284,8 +284,9 @@ class Data(NamedTuple):
     """The location of the data: a folder, tar files, a URL or the name of a data set, depending on
     `source`."""
     text: str = "txt"
-    """Where the captions or text embeddings are, such as txt or npy (files beside the images) or
-    json:caption (the field `caption` of a JSON file beside each image)."""
+    """Where the captions or text embeddings are, such as txt or npy (files beside the images),
+    json:caption (the field `caption` of a JSON file beside each image) or csv:text (the column
+    `text` of tables). Several places give an image several captions: txt,json:long*0.5."""
     uncaptioned: Annotated[str, UNCAPTIONED] = "error"
     """What to do with images without captions: "error" refuses the data, "drop" leaves the images
     out, and "empty" gives them the empty text."""

@@ -32,6 +32,8 @@ def read(path: pathlib.Path) -> Iterator[Row]:
         OSError: the file cannot be read.
     """
     untrusted.refuse_pipe(path)
+    if path.suffix.lower() not in READERS:
+        raise ValueError(f"{path} is not a table: use {', '.join(READERS)}")
     return READERS[path.suffix.lower()](path)
 
 
