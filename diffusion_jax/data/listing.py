@@ -1,12 +1,13 @@
 """Builds and opens listings. A listing is a memory-mapped file with the positions of all records in
 a set of tars.
 
-A listing has 16 bytes per record. It is built once from the indices of the tars (see tars.py) and
-saved as `records-NAME.index` in the folder that holds all tars, or in the user's cache if that
-folder is read-only. NAME is a hash of the suffixes of images and texts, and of each tar's name,
-size and modification time. If a tar changes, a new listing is built, so a listing is never out of
-date. Old listings may be deleted when no run uses them. For tars in an object store, the listing is
-kept in the bucket and copied to each machine.
+A listing has 16 bytes per record, and 8 more for each further place of texts in data.text. It is
+built once from the indices of the tars (see tars.py) and saved as `records-NAME.index` in the
+folder that holds all tars, or in the user's cache if that folder is read-only. NAME is a hash of
+the suffixes of images and texts, and of each tar's name, size and modification time. If a tar
+changes, a new listing is built, so a listing is never out of date. Old listings may be deleted when
+no run uses them. For tars in an object store, the listing is kept in the bucket and copied to each
+machine.
 
 The file holds the fields spans (uint32), firsts (int64) and facts (JSON) of Listing, and then the
 number of bytes of the facts (uint64). All numbers are little-endian. The facts include the CRC-32
@@ -50,9 +51,9 @@ class Listing(NamedTuple):
     """The paths or URLs of the T tars."""
     firsts: Int[np.ndarray, "T+1"]
     """Tar t holds records firsts[t] to firsts[t + 1] - 1."""
-    spans: UInt32[np.ndarray, "N 4"]
-    """Offset and size of the image, offset and size of the text. Offsets are in blocks of
-    tars.BLOCK bytes, sizes in bytes."""
+    spans: UInt32[np.ndarray, "N 2*S"]
+    """Offset and size of the image, then of the text with each of the S - 1 suffixes of texts.
+    Offsets are in blocks of tars.BLOCK bytes, sizes in bytes. A missing text has the offset 0."""
     facts: dict[str, Any]
     """The number of "records", the "suffixes" of all files in the tars, and the "error" message
     about the first unreadable tar."""
@@ -60,7 +61,7 @@ class Listing(NamedTuple):
     """The files in the tars."""
 
 
-def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
+def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> Listing:
     """Return the listing of all records in the tars at `path`, building it if necessary.
 
     Unreadable tars are left out, and counted in the listing's inventory as "broken_tar". The
@@ -69,7 +70,7 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     Args:
         path: the tars; see tars.find.
         images: suffixes of the image files.
-        text: suffix of the text files.
+        texts: suffixes of the text files. A record needs at least one of these files.
 
     Raises:
         FileNotFoundError: a tar is missing.
@@ -81,12 +82,15 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     names, stamps = tars.find_stamped(path, beside)
     home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are not paths.
     home += "/" if home or names[0].startswith("/") else ""
-    digest = hashlib.sha256(json.dumps([_VERSION, images, text]).encode())
+    kinds = texts[0] if len(texts) == 1 else texts
+    digest = hashlib.sha256(json.dumps([_VERSION, images, kinds]).encode())
     for name, stamp in zip(names, stamps, strict=True):
         digest.update(f"\n{name[len(home) :]} {stamp}".encode())
     name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
-    trusted = lambda path: _load(path, names) if tars.is_trusted(path, names[0]) else None
+    trusted = lambda path: (
+        _load(path, names, len(texts)) if tars.is_trusted(path, names[0]) else None
+    )
     for folder in folders:
         if (listing := trusted(folder / name)) is not None:
             listing.inventory.update(beside)
@@ -96,8 +100,8 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     target, lock = folder / name, folder / f".{name}.lock"
     with filelock.FileLock(lock):
         if (listing := trusted(target)) is None:  # Another process may have built it meanwhile.
-            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, text))
-            listing = _load(target, names)
+            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts))
+            listing = _load(target, names, len(texts))
         assert listing is not None, f"{target} is damaged immediately after writing"
         if listing.inventory.damaged():
             target.unlink(missing_ok=True)  # Its numbers stay mapped into memory.
@@ -134,11 +138,12 @@ def _is_writable(folder: pathlib.Path) -> bool:
     return False
 
 
-def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
+def _load(path: pathlib.Path, names: Sequence[str], num_texts: int) -> Listing | None:
     """Open a listing as memory-mapped arrays. Return None if the file is missing or damaged.
 
-    `names` are the paths of the listed tars.
+    `names` are the paths of the listed tars, and `num_texts` is the number of suffixes of texts.
     """
+    columns = 2 + 2 * num_texts
     try:
         with path.open("rb") as file:
             file.seek(-_LENGTH.size, os.SEEK_END)
@@ -147,24 +152,26 @@ def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
             file.seek(end - length)
             facts = json.loads(file.read(length))
         total, num_firsts = facts["records"], len(names) + 1
-        if end != 16 * total + 8 * num_firsts + length:
+        if end != 4 * columns * total + 8 * num_firsts + length:
             return None
         numbers = np.memmap(path, np.uint8, "r", shape=(end - length,))
         if zlib.crc32(numbers.data) != facts["crc32"]:
             return None
-        firsts = np.fromfile(path, "<i8", num_firsts, offset=16 * total)
+        firsts = np.fromfile(path, "<i8", num_firsts, offset=4 * columns * total)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    spans = np.zeros((0, 4), np.uint32)
+    spans = np.zeros((0, columns), np.uint32)
     if total:  # memmap refuses an empty shape.
-        spans = np.memmap(path, "<u4", "r", shape=(total, 4)).view(np.ndarray)
+        spans = np.memmap(path, "<u4", "r", shape=(total, columns)).view(np.ndarray)
     return Listing(names, firsts, spans, facts, Inventory(facts["inventory"]))
 
 
-def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib.Path) -> bool:
+def _build(
+    names: Sequence[str], images: Sequence[str], texts: Sequence[str], path: pathlib.Path
+) -> bool:
     """Write the listing of the tars `names` to `path`, and return whether a tar is damaged.
 
-    `images` and `text` are suffixes, as in `open_listing`. The tars are processed in groups,
+    `images` and `texts` are suffixes, as in `open_listing`. The tars are processed in groups,
     because the indices of all tars together would fill memory.
     """
     inventory, error = Inventory(), ""
@@ -183,7 +190,7 @@ def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib
                 error = error or str(index)
                 lengths.append(0)
                 continue
-            spans, kinds = _sorted(index, images, text)
+            spans, kinds = _sorted(index, images, texts)
             if index.inventory.damaged() and len(spans):  # The text was probably lost.
                 kinds[kinds == "no_caption"] = "broken_record"
             for kind in np.unique(kinds).tolist():
@@ -234,48 +241,51 @@ def _attempt(name: str) -> Index | ValueError:
 
 
 def _sorted(
-    index: Index, images: Sequence[str], text: str
-) -> tuple[Int[np.ndarray, "N 2 2"], np.ndarray]:
+    index: Index, images: Sequence[str], texts: Sequence[str]
+) -> tuple[Int[np.ndarray, "N S 2"], np.ndarray]:
     """Return the records of a tar, and the kind of each of its files.
 
     Returns:
-        (offset, size) in bytes of the image and of the text of each complete record, and an array
-        of strings [M]: the inventory's kind of each file.
+        (offset, size) in bytes of the image and of each text of the records that have an image and
+        a text, where a missing text has the offset 0; and an array of strings [M], the inventory's
+        kind of each file.
     """
     suffixes, number = np.unique(index.suffix, return_inverse=True)
-    kinds = np.array([_kind(suffix, images, text) for suffix in suffixes.tolist()], "U16")[number]
-    files = np.full((len(index.key), 2), -1)  # Numbers of each record's image and text.
-    for column, kind in enumerate((PICTURES, TEXTS)):
-        rows = np.flatnonzero(kinds == kind)
+    kinds = np.array([_kind(suffix, images, texts) for suffix in suffixes.tolist()], "U16")[number]
+    files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of each record's files.
+    for column, rows in enumerate((kinds == PICTURES, *(index.suffix == text for text in texts))):
+        rows = np.flatnonzero(rows)
         files[index.record[rows], column] = rows  # The last one of several images.
         kinds[rows[files[index.record[rows], column] != rows]] = "second_picture"
     # Of several records with one key, it is only certain which files belong together if all
     # records are complete.
-    incomplete = (files < 0).any(1)
+    is_bare, has_no_picture = (files[:, 1:] < 0).all(1), files[:, 0] < 0
+    incomplete = is_bare | has_no_picture
     repeated = np.bincount(index.key, minlength=1)[index.key] > 1
     unclear = repeated & np.isin(index.key, index.key[incomplete])
-    for rows, kind in (
-        (files[incomplete, 0], "no_caption"), (files[incomplete, 1], "no_picture"),
-        (files[unclear].ravel(), "duplicate_key"),
+    for chosen, kind in (
+        (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
     ):  # fmt: skip
+        rows = files[chosen].ravel()
         kinds[rows[rows >= 0]] = kind
-    return index.span[files[~incomplete & ~unclear]], kinds
+    used = files[~incomplete & ~unclear]
+    return np.where(used[..., None] < 0, 0, index.span[used]), kinds
 
 
-def _kind(suffix: str, images: Sequence[str], text: str) -> str:
+def _kind(suffix: str, images: Sequence[str], texts: Sequence[str]) -> str:
     """Return the inventory's kind of a file with this suffix."""
     if suffix in images:
         return PICTURES
-    if suffix == text:
+    if suffix in texts:
         return TEXTS
     last = suffix.rpartition(".")[2]
-    if last in images or last == text:
+    if last in images or last in texts:
         return "dot_in_name"  # The record's key ends at the first dot.
-    return COMPANIONS if last in untrusted.image_suffixes() else records.other_kind(suffix, text)
+    return COMPANIONS if last in untrusted.image_suffixes() else records.other_kind(suffix, texts)
 
 
-def _compact(spans: Int[np.ndarray, "N 2 2"], tar: str) -> UInt32[np.ndarray, "N 4"]:
-    rows = spans.reshape(-1, 4) // [tars.BLOCK, 1, tars.BLOCK, 1]
+def _compact(spans: Int[np.ndarray, "N S 2"], tar: str) -> UInt32[np.ndarray, "N 2*S"]:
+    rows = (spans // [tars.BLOCK, 1]).reshape(len(spans), 2 * spans.shape[1])
     if (rows >= 2**32).any():
         raise ValueError(f"{tar} holds an image or text of 4 GiB or more: remove this file")
     return rows.astype("<u4")

@@ -12,7 +12,7 @@ from absl import logging
 from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import transforms
+from diffusion_jax.data import captions, transforms
 from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.engines import Portable
@@ -325,9 +325,8 @@ class Decoded(Pictures):
     def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any]:
         if isinstance(record.text, transforms.Unusable):
             raise record.text
-        if isinstance(record.text, str):
-            transforms.check_caption(record.text, self._filters["min_chars"])
-        return self._make(record.image, place=place), record.text
+        text = captions.long_enough(record.text, self._filters["min_chars"])
+        return self._make(record.image, place=place), text
 
     def _count(self, index: int, name: str, error: transforms.Unusable) -> None:
         with self._lock:

@@ -98,14 +98,6 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
     return out.getvalue()
 
 
-def check_caption(text: str, min_chars: int) -> None:
-    """Raise Unusable ("short_caption") if the text has fewer than `min_chars` characters."""
-    if len(text) < min_chars:
-        raise Unusable(
-            "short_caption", f"{text!r} has {len(text)} characters, data.min_chars is {min_chars}"
-        )
-
-
 def _open(data: bytes) -> Image.Image:
     """Open an image by reading only its header. Raises Unusable if the header is damaged."""
     try:

@@ -3,6 +3,7 @@
 weights/torch_files.py reads pickles without calling the functions that they name.
 """
 
+import codecs
 import contextlib
 import functools
 import importlib
@@ -33,7 +34,7 @@ _PLUGINS = (
 _UNUSED = ("EPS", "MPEG")
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # An archive may also unpack to this many times its own size.
-_TEXT = 2**26  # The largest size of a text file in bytes.
+_TEXT = 2**26  # The largest number of bytes of text to read from a device.
 _OPERATIONS = 5_000_000  # Limit for a pickle. A pickle of 10,000 arrays has 500,000 operations.
 
 
@@ -83,20 +84,51 @@ def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = 
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+def decode(content: bytes, errors: str = "strict") -> str:
+    """Decode text in UTF-8, or in UTF-16 with a byte order mark. A mark is removed.
+
+    `errors` is that of bytes.decode: "strict", or "surrogateescape" to keep bytes that are not
+    UTF-8. Raises ValueError if the text has another encoding; the message names the first bad byte.
+    """
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if content.startswith(marks) else "utf-8-sig"
+    try:
+        text = content.decode(encoding, errors)
+    except UnicodeDecodeError as error:
+        byte, line = content[error.start], content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"not {encoding.removesuffix('-sig').upper()} text (byte 0x{byte:02x} at offset "
+            f"{error.start}, line {line}): save it in UTF-8"
+        ) from error
+    if "\0" in text:
+        raise ValueError(
+            "not UTF-8 text (it holds NUL characters, as UTF-16 does): save it in UTF-8"
+        )
+    return text
+
+
+def split_lines(text: str) -> list[str]:
+    """Split text at CR, LF and CR LF. Unlike str.splitlines, keep all other separators."""
+    return re.split("\r\n|\r|\n", text)
+
+
 def read_text(path: pathlib.Path) -> str:
-    """Return the content of a UTF-8 text file of at most 64 MiB.
+    """Return the content of a text file; see `decode`.
 
     Raises:
-        ValueError: The file is larger than 64 MiB (a device such as /dev/zero never ends), is a
-            pipe, or is not UTF-8.
+        ValueError: The file is a pipe, a device with more than 64 MiB (/dev/zero never ends), or
+            neither UTF-8 nor marked UTF-16.
         OSError: The file cannot be read.
     """
     refuse_pipe(path)
     with path.open("rb") as file:
-        content = file.read(_TEXT + 1)
-    if len(content) > _TEXT:
+        content = file.read(-1 if path.is_file() else _TEXT + 1)
+    if not path.is_file() and len(content) > _TEXT:
         raise ValueError(f"{path} has more than {_TEXT:,} bytes, the limit for a text file")
-    return content.decode("utf-8")
+    try:
+        return decode(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is {error}") from error
 
 
 def refuse_pipe(path: pathlib.Path) -> None:

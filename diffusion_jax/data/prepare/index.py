@@ -43,7 +43,8 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     size = lambda part: min(_PART, len(names) - part * _PART)
     never = lambda part: home / f".indexed-{part}.tmp"
     counts = engine.fill(parts, never, work, noun="tars", size=size)
-    listing.open_listing(path, untrusted.image_suffixes(), check_text(text)[0])
+    suffixes = [part.suffix for part in check_text(text)]
+    listing.open_listing(path, untrusted.image_suffixes(), suffixes)
     return {name: counts[name] for name in ("tars", "records", "files", "damaged")}
 
 

@@ -7,17 +7,15 @@ continue.
 
 import collections
 import functools
-import io
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
-from diffusion_jax.data import tars, transforms
+from diffusion_jax.data import records, tars, transforms
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.transforms import Unusable
@@ -154,9 +152,4 @@ def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, byte
             kind, image = "png", transforms.shrink(image, size, pad=pad)
         except Unusable as error:
             return error.reason
-    files = {tars.KEY: f"{row:09}".encode(), kind: image}
-    if isinstance(record.text, str):
-        return {**files, "txt": record.text.encode()}
-    array = io.BytesIO()
-    np.save(array, record.text)
-    return {**files, "npy": array.getvalue()}
+    return {tars.KEY: f"{row:09}".encode(), kind: image, **records.write_text(record.text)}

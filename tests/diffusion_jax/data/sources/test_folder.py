@@ -84,7 +84,7 @@ def test_unknown_choices_are_refused(folder):
         ValueError, match=r"data\.text is 'json': add the field's name, such as json:c"
     ):
         Folder(folder, text="json")
-    with pytest.raises(ValueError, match=r"'txt:caption': .* follow json or jsonl or parquet, so"):
+    with pytest.raises(ValueError, match=r"'txt:caption': .* follow json or csv or"):
         Folder(folder, text="txt:caption")
     with pytest.raises(ValueError, match="the suffix of text files is 'doc': it must end in txt"):
         Folder(folder, text="doc")
