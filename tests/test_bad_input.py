@@ -234,7 +234,7 @@ sample --prompt=a --image=D/images/0.png --strength=nan | --strength is nan: it 
 sample --prompt=a --num_images=1000000000 | num_images
 sd_sample --prompt=a --height=100000000 | images of 16x100000000 need more than
 coco captions --annotations=D/deep.json --out=D/x.tsv | D/deep.json does not have the format of
-coco images --captions=D/binary.txt --images=D/images --out=D/x | D/binary.txt is not a table: use .csv
+coco images --captions=D/binary.txt --images=D/images --out=D/x | D/binary.txt is not a table: use
 prepare fetch --url=file:///etc/passwd --out=D/x | file:///etc/passwd is not fetched: its scheme mus
 plan --target=h100:1000000000 | at most 32,768 GPUs
 sd_start --out=D/raises.py | D/raises.py exists already
