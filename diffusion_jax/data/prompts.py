@@ -10,12 +10,19 @@ from absl import logging
 
 from diffusion_jax.data import captions, records, rows, sources
 from diffusion_jax.data.records import Records
+from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import files, untrusted
 
 _CHUNK = 256  # Number of records whose texts are read together.
 
 
-def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 2023) -> list[str]:
+def read(
+    path: str | os.PathLike[str],
+    number: int | None = None,
+    seed: int = 2023,
+    *,
+    every: bool = False,
+) -> list[str]:
     """Return the prompts of a file or data source, or a random sample of the prompts.
 
     The prompts keep their order. White space at their ends is removed. Blank prompts are left out,
@@ -28,6 +35,7 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
             such as tfds:coco_captions@val::captions/text.
         number: size of the sample, drawn without replacement; None returns all prompts.
         seed: seed of the sample.
+        every: whether to return all captions of each record of a data source.
 
     Raises:
         ValueError: the file has no prompts or fewer than `number`, a row is malformed, or the
@@ -35,7 +43,7 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
         OSError: the file cannot be read.
     """
     texts, blank = [], []
-    for place, text in _read(os.fspath(path)):
+    for place, text in _read(os.fspath(path), every):
         (texts if text else blank).append(text or place)
     if not texts:
         raise ValueError(f"{path} holds no prompts: add some, or choose another file")
@@ -57,34 +65,38 @@ def fingerprint(prompts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
 
 
-def _read(name: str) -> Iterator[tuple[str, str]]:
+def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
     """Yield (place, prompt) of each row. The prompt is "" if it is blank."""
     if (named := sources.open_named(name)) is not None:
-        return _captions(named)
-    whole, column = files.local(name), ""
-    if "::" in name and not whole.exists():
+        if left_out := named.left_out():
+            logging.warning("%s: left out: %s", name, left_out)
+        return _captions(named, every)
+    column = ""
+    if "::" in name.rpartition("/")[2] and not os.path.exists(name):
         name, _, column = name.rpartition("::")
-        whole = files.local(name)
-    suffix = whole.suffix.lower()
+    path = files.local(name)
+    suffix = path.suffix.lower()
     if suffix in rows.READERS:
-        return _column(name, rows.read(whole), column)
+        return _column(name, rows.read(path), column)
     if suffix not in ("", ".txt") or column:
         raise ValueError(
             f"{name} is not a table of prompts: use .txt (one prompt per line), "
             f"{', '.join(rows.READERS)}, or a data source such as "
             "tfds:coco_captions@val::captions/text"
         )
-    lines = untrusted.split_lines(untrusted.read_text(whole).rstrip())
+    lines = untrusted.split_lines(untrusted.read_text(path).rstrip())
     return ((f"line {number}", line.strip()) for number, line in enumerate(lines, 1))
 
 
-def _captions(named: Records) -> Iterator[tuple[str, str]]:
+def _captions(named: Records, every: bool) -> Iterator[tuple[str, str]]:
     """Yield the captions of a data source. Embeddings and damaged captions count as blank."""
+    texts_of = captions.every if every else lambda text: [captions.first(text)]
     for first in range(0, len(named), _CHUNK):
         chunk = range(first, min(first + _CHUNK, len(named)))
         for index, text in zip(chunk, named.texts(chunk), strict=True):
-            text = captions.first(text)
-            yield f"record {index}", text if isinstance(text, str) else ""
+            place = f"record {index} ({text})" if isinstance(text, Unusable) else f"record {index}"
+            for each in texts_of(text):
+                yield place, each if isinstance(each, str) else ""
 
 
 def _column(
@@ -101,7 +113,7 @@ def _column(
             if len(likely) != 1:
                 raise ValueError(
                     f"{place} has no column 'caption', but {', '.join(row)}: name the column with "
-                    f"the prompts, as in {name}::{next(iter(row), 'caption')}"
+                    f"the prompts, as in {name}::COLUMN"
                 )
             (column,) = likely
         cell = row.get(column)

@@ -75,9 +75,10 @@ def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
     for number, cells in numbered[1:]:
         place = f"{path}, line {number}"
         if len(cells) != width:
+            advice = "; quote a cell that holds a separator" if len(cells) > width else ""
             raise ValueError(
                 f"{place} has {len(cells)} cells, but the first line names {width} columns: "
-                f"{shown(cells)}; quote a cell that holds a separator"
+                f"{shown(cells)}{advice}"
             )
         yield place, dict(zip(header, cells, strict=True))
 

@@ -212,7 +212,7 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
     by those of this file.
     """
     if file is not None:
-        texts = [*prompts, *prompt_files.read(file)]
+        texts = [*prompts, *prompt_files.read(file, every=True)]
         return plan.Captions(texts, None, 0, 1), {"given": texts}
     opened = sources.open_pictures(data, size=16)  # No image is decoded.
     # The synthetic source has one caption for any number of images.

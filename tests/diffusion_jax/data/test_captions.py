@@ -177,3 +177,13 @@ def test_validate_counts_every_caption(folder):
 def test_prompts_of_a_data_source_are_the_first_captions(folder):
     chosen = prompts.read(f"folder:{folder}::json:long,txt")
     assert chosen == [*(f"long {number} a" for number in range(7)), "short 7"]
+    assert len(prompts.read(f"folder:{folder}::json:long,txt", every=True)) == 7 * 4 + 1
+
+
+def test_damaged_captions_among_prompts_are_counted_and_named(tmp_path, caplog):
+    folder = digits.write_examples(tmp_path, 3, size=8)
+    (folder / "00001.txt").write_bytes(b"caf\xe9")
+    (folder / "00002.txt").unlink()
+    assert len(prompts.read(f"folder:{folder}")) == 1
+    assert "left out: {'no_caption': 1}" in caplog.text
+    assert "left out 1 blank prompts; the first: record 1 (broken_text: the text is" in caplog.text

@@ -99,7 +99,7 @@ def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
         ("p.txt", b"one\ncaf\xe9", r"p.txt is not UTF-8 text \(byte 0xe9 at offset 7, line 2\)"),
         ("p.txt", "one".encode("utf-16-le"), r"p.txt is not UTF-8 text \(it holds NUL characters"),
         ("p.csv", b"caption\ncaf\xe9", "p.csv, line 2: caption cannot be read: .*byte 0xe9"),
-        ("p.tsv", "id\tx\n1\ta\n", "p.tsv, line 2 has no column 'caption', but id, x: .*p.tsv::id"),
+        ("p.tsv", "id\tx\n1\ta\n", "p.tsv, line 2 has no column 'caption', but id, x: .*::COLUMN"),
         ("p.csv", "text,title\na,b\n", "line 2 has no column 'caption', but text, title"),
         ("p.tsv", "id\tcaption\n1\ta\n2\n3\tb\n", r'3 has 1 cells, but .* 2 columns: \["2"\]'),
         ("p.csv", "id,caption\n1,cat, asleep\n", r'2 has 3 cells.*\["1", "cat", "asleep"\]'),
