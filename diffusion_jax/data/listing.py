@@ -42,6 +42,8 @@ _VERSION = 3
 _NAME = 100  # Bytes of the member's name at the start of a tar header.
 _CHUNK = 256  # Number of tars whose indices are held in memory together.
 _LENGTH = struct.Struct("<Q")
+_KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture", "no_caption",
+          "no_picture", "duplicate_key", "broken_record")  # fmt: skip
 
 
 class Listing(NamedTuple):
@@ -192,15 +194,15 @@ def _build(
                 continue
             spans, kinds = _sorted(index, images, texts)
             if index.inventory.damaged() and len(spans):  # The text was probably lost.
-                kinds[kinds == "no_caption"] = "broken_record"
-            for kind in np.unique(kinds).tolist():
-                rows = np.flatnonzero(kinds == kind)
+                kinds[kinds == _KINDS.index("no_caption")] = _KINDS.index("broken_record")
+            for number in np.flatnonzero(np.bincount(kinds)).tolist():
+                kind, rows = _KINDS[number], np.flatnonzero(kinds == number)
                 first = [] if kind in USED else index.span[rows[: inventory.room(kind)], 0].tolist()
                 inventory.add(kind, [full_name(name, *header(name, at)) for at in first], len(rows))
             for kind, first in index.inventory.first.items():
                 number = index.inventory.counts[kind]
                 inventory.add(kind, [f"{name}/{member}" for member in first], number)
-            suffixes.update(index.suffix.tolist())
+            suffixes.update(np.unique(index.suffix).tolist())
             numbers = _compact(spans, name).tobytes()
             crc = zlib.crc32(numbers, crc)
             file.write(numbers)
@@ -247,16 +249,17 @@ def _sorted(
 
     Returns:
         (offset, size) in bytes of the image and of each text of the records that have an image and
-        a text, where a missing text has the offset 0; and an array of strings [M], the inventory's
-        kind of each file.
+        a text, where a missing text has the offset 0; and the inventory's kind of each file, as
+        an array [M] of indices of _KINDS.
     """
     suffixes, number = np.unique(index.suffix, return_inverse=True)
-    kinds = np.array([_kind(suffix, images, texts) for suffix in suffixes.tolist()], "U16")[number]
+    kind_of = lambda suffix: _KINDS.index(_kind(suffix, images, texts))
+    kinds = np.array([kind_of(suffix) for suffix in suffixes.tolist()], np.int64)[number]
     files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of each record's files.
-    for column, rows in enumerate((kinds == PICTURES, *(index.suffix == text for text in texts))):
+    for column, rows in enumerate((kinds == 0, *(index.suffix == text for text in texts))):
         rows = np.flatnonzero(rows)
         files[index.record[rows], column] = rows  # The last one of several images.
-        kinds[rows[files[index.record[rows], column] != rows]] = "second_picture"
+        kinds[rows[files[index.record[rows], column] != rows]] = _KINDS.index("second_picture")
     # Of several records with one key, it is only certain which files belong together if all
     # records are complete.
     is_bare, has_no_picture = (files[:, 1:] < 0).all(1), files[:, 0] < 0
@@ -267,7 +270,7 @@ def _sorted(
         (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
     ):  # fmt: skip
         rows = files[chosen].ravel()
-        kinds[rows[rows >= 0]] = kind
+        kinds[rows[rows >= 0]] = _KINDS.index(kind)
     used = files[~incomplete & ~unclear]
     return np.where(used[..., None] < 0, 0, index.span[used]), kinds
 

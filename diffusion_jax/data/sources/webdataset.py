@@ -74,8 +74,8 @@ class WebDataset(Records):
             if not inventory.damaged():
                 raise
             raise ValueError(
-                f"tars in {path} are damaged: copy or download them again. This may be the cause of "
-                f"this error: {error}"
+                f"tars in {path} are damaged: copy or download them again. This may be the cause: "
+                f"{error}"
             ) from error
 
     def __len__(self) -> int:
