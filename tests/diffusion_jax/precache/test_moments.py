@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.precache import moments
 from diffusion_jax.precache.moments import Work
 
@@ -60,3 +62,14 @@ def test_a_shard_that_another_worker_wrote_meanwhile_is_left_to_it(tmp_path):
 
     assert moments.run(Four(), overtaken, tmp_path, {}, Work(2, 2)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
+
+
+def test_all_captions_and_their_weights_are_stored(tmp_path):
+    class Several(Four):
+        def usable(self, indices):
+            texts = [Captions((f"{i} a", f"{i} b"), (0.75, 0.25)) if i else "0" for i in indices]
+            return *super().usable(indices)[:2], texts
+
+    moments.run(Several(), encode, tmp_path, {}, Work(2, 2))
+    texts = WebDataset(tmp_path, "txt,json:captions", images=("npy",)).texts(range(4))
+    assert texts[::3] == ["0", Captions(("3 a", "3 b"), (0.75, 0.25))]

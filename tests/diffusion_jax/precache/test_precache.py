@@ -240,6 +240,17 @@ def test_captions_may_come_from_a_file(tmp_path, weights):
     store.Store(tmp_path / "store").read(["two", "one"])
 
 
+def test_a_store_holds_all_captions_of_a_picture(tmp_path, weights):
+    pictures = digits.write_examples(tmp_path / "pictures", 3, size=8)
+    for number, picture in enumerate(sorted(pictures.glob("*.png"))):
+        picture.with_suffix(".txt").write_text(f"{number}\none of all\n{number} again")
+    data = {"data__source": "folder", "data__path": str(pictures), "data__text": "txt:lines"}
+    job = fill.open_job(config(tmp_path / "store", weights, prompts=("a prompt",), **data))
+    assert fill.estimate(job, "int8").startswith("10 captions of")
+    assert fill.run(job, WORK)["captions"] == 1 + 3 + 1 + 3  # "one of all" is stored once.
+    store.Store(tmp_path / "store").read(["a prompt", "0", "2", "2 again", "one of all"])
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
