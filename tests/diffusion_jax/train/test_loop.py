@@ -269,6 +269,13 @@ def test_samples_are_of_the_averaged_weights_at_fixed_seeds(tmp_path):
         )
 
 
+def test_no_sheet_is_written_of_pictures_that_are_not_finite(tmp_path, caplog):
+    task = TASK._replace(sample=lambda *arguments: TASK.sample(*arguments).at[1].set(jnp.nan))
+    train(tmp_path, task, steps=2, sample_every=2)
+    assert not (tmp_path / "samples").exists()
+    assert "step 2: pictures are not finite; no sheet is saved" in caplog.text
+
+
 def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):
     def no_data(self):
         raise OSError("the disk is gone")
