@@ -11,6 +11,7 @@ from absl import logging
 
 from diffusion_jax.config.settings import TEXTS, Data
 from diffusion_jax.data import records, rows, sources, storage, tars
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources import metadata
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.data.sources.folder import Folder
@@ -68,8 +69,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     files, the settings are for the tars, ArrayRecord files or parquet tables in the folder.
     """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
-    files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
-    stems = {f.with_suffix("") for f in files if kind(f) in records.IMAGE_SUFFIXES}
+    files = [pathlib.Path(name) for name in storage.walk(str(root), Inventory())]
+    stems = {f.with_suffix("") for f in files if kind(f) in untrusted.image_suffixes()}
     kinds = {kind(f) for f in files}
     if not stems:
         if "tar" in kinds:

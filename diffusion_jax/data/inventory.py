@@ -38,7 +38,11 @@ class Inventory:
         if number:
             self.counts[kind] += number
             first = self.first.setdefault(kind, [])
-            first += names[: _NAMED - len(first)]
+            first += names[: self.room(kind)]
+
+    def room(self, kind: str) -> int:
+        """Return how many more names of this kind are kept."""
+        return _NAMED - len(self.first.get(kind, []))
 
     def update(self, other: "Inventory") -> None:
         """Add all files of another inventory."""
@@ -48,6 +52,14 @@ class Inventory:
     def left_out(self) -> dict[str, int]:
         """Return the number of files that are left out, keyed by reason."""
         return {kind: number for kind, number in self.counts.items() if kind not in USED}
+
+    def damaged(self) -> int:
+        """Return the number of damaged files: those whose reason starts with broken or truncated.
+
+        Of a place in a tar where headers are damaged, the number of files is a lower bound.
+        """
+        counts = self.left_out().items()
+        return sum(n for reason, n in counts if reason.startswith(("broken", "truncated")))
 
     def saved(self) -> dict[str, Any]:
         """Return the inventory as a JSON value."""

@@ -15,7 +15,6 @@ of all bytes before the facts. A damaged listing, which could pair images with w
 again.
 """
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -34,11 +33,12 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, UInt32
 
-from diffusion_jax.data import storage, tars
+from diffusion_jax.data import records, storage, tars
+from diffusion_jax.data.inventory import COMPANIONS, PICTURES, TEXTS, USED, Inventory
 from diffusion_jax.data.tars import Index
-from diffusion_jax.machine import files, progress
+from diffusion_jax.machine import files, progress, untrusted
 
-_VERSION = 2
+_VERSION = 3
 _NAME = 100  # Bytes of the member's name at the start of a tar header.
 _CHUNK = 256  # Number of tars whose indices are held in memory together.
 _LENGTH = struct.Struct("<Q")
@@ -55,15 +55,17 @@ class Listing(NamedTuple):
     """Offset and size of the image, then of the text with each of the S - 1 suffixes of texts.
     Offsets are in blocks of tars.BLOCK bytes, sizes in bytes. A missing text has the offset 0."""
     facts: dict[str, Any]
-    """Numbers of "records", "images", "bare" images (without a text), "truncated" tars and "broken"
-    (unreadable) tars. "first" holds up to three names of bare images, "error" holds the message
-    about the first broken tar, and "suffixes" holds the suffixes of all files in the tars."""
+    """The number of "records", the "suffixes" of all files in the tars, and the "error" message
+    about the first unreadable tar."""
+    inventory: Inventory
+    """The files in the tars."""
 
 
 def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> Listing:
     """Return the listing of all records in the tars at `path`, building it if necessary.
 
-    Unreadable tars are left out, and counted in the listing's facts.
+    Unreadable tars are left out, and counted in the listing's inventory as "broken_tar". The
+    listing of damaged tars is not kept, because reading the tars again may succeed.
 
     Args:
         path: the tars; see tars.find.
@@ -72,10 +74,12 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
 
     Raises:
         FileNotFoundError: a tar is missing.
+        OSError: no folder for the listing can be written.
         ValueError: a folder has no tars, a wdinfo.pkl is damaged, or an image or text has 4 GiB or
             more.
     """
-    names, stamps = tars.find_stamped(path)
+    beside = Inventory()
+    names, stamps = tars.find_stamped(path, beside)
     home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are not paths.
     home += "/" if home or names[0].startswith("/") else ""
     kinds = texts[0] if len(texts) == 1 else texts
@@ -84,17 +88,24 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
         digest.update(f"\n{name[len(home) :]} {stamp}".encode())
     name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
+    load = lambda path: _load(path, names, len(texts))
+    trusted = lambda path: load(path) if tars.is_trusted(path, names[0]) else None
     for folder in folders:
-        if (listing := _load(folder / name, names, len(texts))) is not None:
+        if (listing := trusted(folder / name)) is not None:
+            listing.inventory.update(beside)
             return listing
-    target = next(filter(_is_writable, folders)) / name
-    lock = target.with_name(f".{name}.lock")
+    if (folder := next(filter(_is_writable, folders), None)) is None:
+        raise OSError(f"the list of the tars' records needs a folder: make {folders[0]} writable")
+    target, lock = folder / name, folder / f".{name}.lock"
     with filelock.FileLock(lock):
-        if _load(target, names, len(texts)) is None:  # Another process may have built it meanwhile.
+        if (listing := trusted(target)) is None:  # Another process may have built it meanwhile.
             _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts))
+            listing = load(target)
+        assert listing is not None, f"{target} is damaged immediately after writing"
+        if listing.inventory.damaged():
+            target.unlink(missing_ok=True)  # Its numbers stay mapped into memory.
         lock.unlink(missing_ok=True)
-    listing = _load(target, names, len(texts))
-    assert listing is not None, f"{target} is damaged immediately after writing"
+    listing.inventory.update(beside)
     return listing
 
 
@@ -103,12 +114,12 @@ def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
 
     `shared` is the path or URL that the listing has in the folder of the tars. If it is a URL, a
     new listing is uploaded there, so that other machines can download it. `build(path)` writes a
-    new listing.
+    new listing, and returns whether a tar is damaged.
     """
     if storage.is_url(shared) and storage.exists(shared):
         return storage.download(shared, path)
-    build(path)
-    if storage.is_url(shared):
+    is_damaged = build(path)
+    if storage.is_url(shared) and not is_damaged:
         try:
             storage.upload(path, shared)
         except OSError as error:
@@ -120,7 +131,7 @@ def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
 
 def _is_writable(folder: pathlib.Path) -> bool:
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         return True
     return False
@@ -151,19 +162,19 @@ def _load(path: pathlib.Path, names: Sequence[str], num_texts: int) -> Listing |
     spans = np.zeros((0, columns), np.uint32)
     if total:  # memmap refuses an empty shape.
         spans = np.memmap(path, "<u4", "r", shape=(total, columns)).view(np.ndarray)
-    return Listing(names, firsts, spans, facts)
+    return Listing(names, firsts, spans, facts, Inventory(facts["inventory"]))
 
 
 def _build(
     names: Sequence[str], images: Sequence[str], texts: Sequence[str], path: pathlib.Path
-) -> None:
-    """Write the listing of the tars `names` to `path`.
+) -> bool:
+    """Write the listing of the tars `names` to `path`, and return whether a tar is damaged.
 
     `images` and `texts` are suffixes, as in `open_listing`. The tars are processed in groups,
     because the indices of all tars together would fill memory.
     """
-    facts: dict[str, Any] = {"first": [], "error": ""}
-    counts, suffixes, lengths, crc = collections.Counter[str](), set[str](), [], 0
+    inventory, error = Inventory(), ""
+    suffixes, lengths, crc = set[str](), [], 0
     with (
         files.whole(path) as temporary,
         temporary.open("wb") as file,
@@ -174,27 +185,33 @@ def _build(
         indices = progress.reported(indices, len(names), "tars listed")
         for name, index in zip(names, indices, strict=True):
             if isinstance(index, ValueError):
-                counts["broken"] += 1
-                facts["error"] = facts["error"] or str(index)
+                inventory.add("broken_tar", [name])
+                error = error or str(index)
                 lengths.append(0)
                 continue
-            spans = _spans(index, images, texts)
-            bare = (spans[:, 1:, 0] == 0).all(axis=1)
-            for (offset, _), *_ in spans[bare][: 3 - len(facts["first"])].tolist():
-                facts["first"].append(full_name(name, *header(name, offset)))
-            counts.update(images=len(bare), bare=int(bare.sum()), truncated=int(index.truncated))
+            spans, kinds = _sorted(index, images, texts)
+            if index.inventory.damaged() and len(spans):  # The text was probably lost.
+                kinds[kinds == "no_caption"] = "broken_record"
+            for kind in np.unique(kinds).tolist():
+                rows = np.flatnonzero(kinds == kind)
+                first = [] if kind in USED else index.span[rows[: inventory.room(kind)], 0].tolist()
+                inventory.add(kind, [full_name(name, *header(name, at)) for at in first], len(rows))
+            for kind, first in index.inventory.first.items():
+                number = index.inventory.counts[kind]
+                inventory.add(kind, [f"{name}/{member}" for member in first], number)
             suffixes.update(index.suffix.tolist())
-            numbers = _compact(spans[~bare], name).tobytes()
+            numbers = _compact(spans, name).tobytes()
             crc = zlib.crc32(numbers, crc)
             file.write(numbers)
-            lengths.append(len(bare) - int(bare.sum()))
+            lengths.append(len(spans))
         numbers = np.cumsum([0, *lengths], dtype="<i8").tobytes()
         crc = zlib.crc32(numbers, crc)
         file.write(numbers)
-        facts |= {"records": sum(lengths), "suffixes": sorted(suffixes), "crc32": crc}
-        facts |= {name: counts[name] for name in ("images", "bare", "truncated", "broken")}
+        facts = {"records": sum(lengths), "suffixes": sorted(suffixes), "crc32": crc}
+        facts |= {"inventory": inventory.saved(), "error": error}
         encoded = json.dumps(facts).encode()
         file.write(encoded + _LENGTH.pack(len(encoded)))
+    return inventory.damaged() > 0
 
 
 def header(tar: str, offset: int) -> list[bytes]:
@@ -222,18 +239,47 @@ def _attempt(name: str) -> Index | ValueError:
         return error
 
 
-def _spans(index: Index, images: Sequence[str], texts: Sequence[str]) -> Int[np.ndarray, "N S 2"]:
-    """Return (offset, size) in bytes of the image and of each text of each record.
+def _sorted(
+    index: Index, images: Sequence[str], texts: Sequence[str]
+) -> tuple[Int[np.ndarray, "N S 2"], np.ndarray]:
+    """Return the records of a tar, and the kind of each of its files.
 
-    They are 0 if a record lacks the text, because the first member's content starts after its
-    header. Records without an image are left out.
+    Returns:
+        (offset, size) in bytes of the image and of each text of each complete record, and an array
+        of strings [M]: the inventory's kind of each file. The span of a missing text is (0, 0).
     """
-    num_records = int(index.record.max(initial=-1)) + 1
-    spans = np.zeros((num_records, 1 + len(texts), 2), np.int64)
-    for column, suffixes in enumerate((images, *((text,) for text in texts))):
-        rows = np.isin(index.suffix, suffixes)
-        spans[index.record[rows], column] = index.span[rows]
-    return spans[spans[:, 0, 0] > 0]
+    suffixes, number = np.unique(index.suffix, return_inverse=True)
+    kinds = np.array([_kind(suffix, images, texts) for suffix in suffixes.tolist()], "U16")[number]
+    files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of a record's image and texts.
+    for column, names in enumerate((images, *((text,) for text in texts))):
+        rows = np.flatnonzero(np.isin(index.suffix, names))
+        files[index.record[rows], column] = rows  # The last one of several images.
+        kinds[rows[files[index.record[rows], column] != rows]] = "second_picture"
+    # Of several records with one key, it is only certain which files belong together if all
+    # records are complete.
+    missing = files < 0
+    incomplete = missing[:, 0] | missing[:, 1:].all(1)
+    repeated = np.bincount(index.key, minlength=1)[index.key] > 1
+    unclear = repeated & np.isin(index.key, index.key[incomplete])
+    for rows, kind in (
+        (files[incomplete, 0], "no_caption"), (files[incomplete, 1:].ravel(), "no_picture"),
+        (files[unclear].ravel(), "duplicate_key"),
+    ):  # fmt: skip
+        kinds[rows[rows >= 0]] = kind
+    spans = np.where(missing[:, :, None], 0, index.span[files])
+    return spans[~incomplete & ~unclear], kinds
+
+
+def _kind(suffix: str, images: Sequence[str], texts: Sequence[str]) -> str:
+    """Return the inventory's kind of a file with this suffix."""
+    if suffix in images:
+        return PICTURES
+    if suffix in texts:
+        return TEXTS
+    last = suffix.rpartition(".")[2]
+    if last in images or last in texts:
+        return "dot_in_name"  # The record's key ends at the first dot.
+    return COMPANIONS if last in untrusted.image_suffixes() else records.other_kind(suffix, texts)
 
 
 def _compact(spans: Int[np.ndarray, "N S 2"], tar: str) -> UInt32[np.ndarray, "N 2*S"]:

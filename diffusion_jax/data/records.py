@@ -14,12 +14,15 @@ from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
-from diffusion_jax.data.inventory import PICTURES, Inventory
+from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
+              "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",
+              "log")  # fmt: skip
+"""Suffixes of files that often lie beside images: texts, tables, arrays and notes."""
 _LINES = "lines"  # The field of a text file with one caption per line.
 HEAD = 2**16
 """Number of bytes to read from the start of an image file to find its height and width.
@@ -87,6 +90,16 @@ class Records(Portable, abc.ABC):
         An example is {"no_caption": 3}.
         """
         return self.inventory().left_out()
+
+
+def other_kind(suffix: str, texts: Collection[str]) -> str:
+    """Return the inventory's kind of a file that is neither an image nor the text of an image.
+
+    `suffix` is the file's suffix, and `texts` holds the suffixes of texts.
+    """
+    if suffix in texts:
+        return "no_picture"
+    return COMPANIONS if suffix.rpartition(".")[2] in KNOWN else "format"
 
 
 def key_of(name: str) -> int:
@@ -273,16 +286,14 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     raise FileNotFoundError(message)
 
 
-def check_any(
-    num_images: int, place: Any, suffixes: Iterable[str], images: Sequence[str] = IMAGE_SUFFIXES
-) -> None:
+def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str) -> None:
     """Check that a data source has images.
 
     Args:
         num_images: number of images found.
         place: the path that was searched, for the error message.
         suffixes: the suffixes of all files found, for the error message.
-        images: the suffixes that count as images.
+        images: the kind of files that count as images, for the error message.
 
     Raises:
         ValueError: `num_images` is 0.
@@ -291,8 +302,8 @@ def check_any(
         others = _list(suffixes)
         tars = ", or read the tars with data.source=webdataset" if "tar" in others else ""
         raise ValueError(
-            f"no images in {place}: looked for {', '.join(images)} files "
-            f"and found {others or 'no files at all'}; check the path{tars}"
+            f"no images in {place}: looked for {images} and found {others or 'no files at all'}; "
+            f"check the path{tars}"
         )
 
 

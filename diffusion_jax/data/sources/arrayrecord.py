@@ -22,11 +22,10 @@ from diffusion_jax.data import captions, records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 
 SUFFIX = ".array_record"
 _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
-_IMAGES = (*records.IMAGE_SUFFIXES, "image")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
@@ -91,7 +90,7 @@ class ArrayRecords(Records):
             return Record(b"", Unusable("broken_record", "not a tf.train.Example"), path)
         key = features.get(tars.KEY, [b""])[0].decode(errors="replace")
         name = f"{path} ({key})" if key else path
-        image = next((features[kind][0] for kind in _IMAGES if kind in features), b"")
+        image = next((features[kind][0] for kind in _images() if kind in features), b"")
         texts = [(read_feature(features, place), weight) for place, weight in self._texts]
         return Record(image, captions.join(texts), name)
 
@@ -102,15 +101,19 @@ class ArrayRecords(Records):
         """
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features, texts = decode(first), [text.partition(":")[0] for text, _ in self._texts]
-        for kinds, advice in (
-            (_IMAGES, ". Rename the image feature accordingly"),
-            (texts, ". Set data.text to the caption feature"),
+        for kinds, name, advice in (
+            (_images(), "image or a suffix such as jpg", ". Rename the image feature accordingly"),
+            (texts, " or ".join(texts), ". Set data.text to the caption feature"),
         ):
             if features and not any(kind in features for kind in kinds):
                 raise ValueError(
-                    f"the first record of {self._paths[0]} has no feature {' or '.join(kinds)}: "
+                    f"the first record of {self._paths[0]} has no feature {name}: "
                     f"it has {', '.join(features)}{advice}"
                 )
+
+
+def _images() -> tuple[str, ...]:
+    return ("image", *untrusted.image_suffixes())
 
 
 def read_feature(features: Mapping[str, Sequence[bytes]], text: str) -> Any:

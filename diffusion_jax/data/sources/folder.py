@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,13 @@ from absl import logging
 from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, records
-from diffusion_jax.data.inventory import PICTURES, Inventory
+from diffusion_jax.data import captions, records, storage
+from diffusion_jax.data.inventory import PICTURES, TEXTS, Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Alternative, Record, Records
 from diffusion_jax.data.sources import metadata
+from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.machine import untrusted
 
 
 def open_source(data: Data, _: Shapes) -> Records:
@@ -46,16 +48,18 @@ class Folder(Records):
         self._root = pathlib.Path(path)
         records.check_exists([os.fspath(path)], "folder")
         parts = records.check_text(text, metadata.SUFFIXES)
-        names = _walk(self._root)
-        suffixes = [records.suffix_of(name) for name in names]
-        is_image = lambda name: records.suffix_of(name).rpartition(".")[2] in records.IMAGE_SUFFIXES
-        images = [name for name in sorted(names) if is_image(name)]
-        records.check_any(len(images), self._root, suffixes)
         self._inventory, self._texts = Inventory(), []
+        prefix = os.path.join(path, "")
+        found = storage.walk(os.fspath(path), self._inventory)
+        names = {name.removeprefix(prefix): records.suffix_of(name) for name in found}
+        suffixes = names.values()
+        is_image = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
+        images = [name for name in names if is_image(name)]
+        records.check_any(len(images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
         for part in parts:
             if part.suffix in metadata.SUFFIXES:
                 place = part.suffix, part.field
-                texts = metadata.read(self._root, sorted(names), images, *place, self._inventory)
+                texts = metadata.read(self._root, list(names), images, *place, self._inventory)
             else:
                 texts = _beside(images, names, part.suffix)
             self._texts.append((part, texts))
@@ -65,6 +69,7 @@ class Folder(Records):
         self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
+        self._count_others({name: kind for name, kind in names.items() if not is_image(name)})
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
         for part, texts in self._texts:
@@ -81,8 +86,7 @@ class Folder(Records):
         Raises:
             OSError: a file has been removed.
         """
-        names = [self._images[index] for index in indices]
-        return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
+        return [self._read(self._images[index]) for index in indices]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
         return [_head(self._root / self._images[index]) for index in indices]
@@ -101,6 +105,12 @@ class Folder(Records):
     def inventory(self) -> Inventory:
         return self._inventory
 
+    def _read(self, name: str) -> Record:
+        image, text = self._contents(name), self._read_text(name)
+        return (
+            Record(b"", image, name) if isinstance(image, Unusable) else Record(image, text, name)
+        )
+
     def _read_text(self, name: str) -> Any:
         if name in self._without:
             return ""
@@ -110,22 +120,34 @@ class Folder(Records):
     def _text(self, part: Alternative, text: Any) -> Any:
         if part.suffix in metadata.SUFFIXES:
             return text
-        return records.read_text((self._root / text).read_bytes(), part.text)
+        contents = self._contents(text)
+        return (
+            contents if isinstance(contents, Unusable) else records.read_text(contents, part.text)
+        )
+
+    def _contents(self, name: str) -> bytes | Unusable:
+        try:
+            return (self._root / name).read_bytes()
+        except PermissionError as error:
+            return Unusable("unreadable", str(error))
+
+    def _count_others(self, names: Mapping[str, str]) -> None:
+        """Add all files but the images to the inventory. `names` maps names to suffixes."""
+        beside = {part.suffix: set(texts.values()) for part, texts in self._texts
+                  if part.suffix not in metadata.SUFFIXES}  # fmt: skip
+        used = set[str]().union(*beside.values())
+        counted = tuple(metadata.SUFFIXES[part.suffix] for part, _ in self._texts
+                        if part.suffix in metadata.SUFFIXES)  # fmt: skip
+        for name, suffix in names.items():
+            if name in used:
+                self._inventory.add(TEXTS, [name])
+            elif not name.lower().endswith(counted):  # Tables count themselves.
+                self._inventory.add(records.other_kind(suffix, beside), [name])
 
 
 def _head(path: pathlib.Path) -> bytes:
     with path.open("rb") as file:
         return file.read(records.HEAD)
-
-
-def _walk(root: pathlib.Path) -> set[str]:
-    """Return the relative paths of all files under a folder, except hidden files like ._a.jpg."""
-    return {
-        os.path.relpath(os.path.join(folder, file), root)
-        for folder, _, files in os.walk(root)
-        for file in files
-        if not file.startswith(".")
-    }
 
 
 def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Read webdataset tars in random order, with a listing of all records (data/listing.py)."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +9,10 @@ from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, listing, records, storage, tars
-from diffusion_jax.data.inventory import PICTURES, Inventory
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.machine import untrusted
 
 Spans = Sequence[tuple[int, int]]
 """(offset, size) of an image and of each of its texts in a tar, in bytes. A missing text has the
@@ -33,7 +34,7 @@ class WebDataset(Records):
         text: str = "txt",
         uncaptioned: str = "error",
         max_broken: float = 0.0,
-        images: Sequence[str] = records.IMAGE_SUFFIXES,
+        images: Sequence[str] = (),
     ):
         """Open the listing of records in the tars, or build it from the tars' headers.
 
@@ -44,31 +45,35 @@ class WebDataset(Records):
                 "npy" or "t5.npz" for embeddings. Several places, such as "txt,json:long*0.5", give
                 the images several texts.
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
-            max_broken: largest allowed share of unreadable tars, which are left out.
-            images: suffixes of the image files, or of the files of VAE moments if the tars hold
-                moments instead of images.
+            max_broken: largest allowed share of unreadable tars, and of files that are lost behind
+                damaged headers.
+            images: suffixes of the files of VAE moments, if the tars hold moments; () for images.
 
         Raises:
             FileNotFoundError: a tar is missing.
-            ValueError: too many tars are unreadable, there are no images, no image has a text, or
-                some images lack a text and `uncaptioned` is not "drop".
+            ValueError: too many tars or headers are damaged, there are no images, no image has a
+                text, or some images lack a text and `uncaptioned` is not "drop".
         """
         self._parts = records.check_text(text)
         suffixes = [part.suffix for part in self._parts]
-        self._listing = listing.open_listing(os.fspath(path), images, suffixes)
-        facts = self._listing.facts
-        _check_broken(len(self._listing.tars), facts, max_broken)
+        self._listing = listing.open_listing(
+            os.fspath(path), images or untrusted.image_suffixes(), suffixes
+        )
+        facts, inventory = self._listing.facts, self._listing.inventory
+        self._check_damage(max_broken)
+        num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
+        num_images = len(self) + num_bare
+        kind = f"{', '.join(images)} files" if images else "pictures (jpg, png, webp, ...)"
         try:
-            records.check_any(facts["images"], os.fspath(path), facts["suffixes"], images)
+            records.check_any(num_images, path, facts["suffixes"], kind)
             records.check_captions(
-                facts["bare"], facts["first"], facts["images"], text, uncaptioned, facts["suffixes"]
+                num_bare, first, num_images, text, uncaptioned, facts["suffixes"]
             )
         except ValueError as error:
-            if not facts["truncated"]:
+            if not inventory.damaged():
                 raise
             raise ValueError(
-                f"{facts['truncated']} of {len(self._listing.tars)} tars in {path} are truncated: "
-                f"download them again. They probably cause this error: {error}"
+                f"{error}. Damaged tars, which the log names, may cause this"
             ) from error
 
     def __len__(self) -> int:
@@ -108,16 +113,24 @@ class WebDataset(Records):
         return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
     def inventory(self) -> Inventory:
-        """Return the files in the tars.
+        return self._listing.inventory
 
-        Complete records in a truncated tar are used, although the tar is counted.
-        """
-        facts, inventory = self._listing.facts, Inventory()
-        inventory.add(PICTURES, (), len(self))
-        inventory.add("no_caption", facts["first"], facts["bare"])
-        inventory.add("truncated_tar", (), facts["truncated"])
-        inventory.add("broken_tar", (), facts["broken"])
-        return inventory
+    def _check_damage(self, max_broken: float) -> None:
+        """Raise ValueError if more than the share `max_broken` of tars or records is damaged."""
+        counts, num_tars = self._listing.inventory.counts, len(self._listing.tars)
+        num_broken, lost = counts["broken_tar"], counts["broken_header"]
+        if num_broken and (num_broken > max_broken * num_tars or num_broken == num_tars):
+            raise ValueError(
+                f"{num_broken} of {num_tars} tars cannot be read, and data.max_broken is "
+                f"{max_broken}: replace or remove these tars. The first error is: "
+                f"{self._listing.facts['error']}"
+            )
+        if lost > max_broken * (len(self) + lost):
+            (first, *_) = self._listing.inventory.first["broken_header"]
+            raise ValueError(
+                f"damaged headers in tars, such as {first}, hide {lost} files or more, a larger "
+                f"share than data.max_broken={max_broken}: copy or download these tars again"
+            )
 
     def _place(self, index: int) -> tuple[str, Spans]:
         """Return the tar of a record, and the (offset, size) of its image and of its texts."""
@@ -135,16 +148,6 @@ class WebDataset(Records):
         pairs = zip(self._parts, texts, strict=True)
         read = records.read_text
         return captions.join((read(t, p.text), p.weight) for p, t in pairs if t is not None)
-
-
-def _check_broken(num_tars: int, facts: Mapping[str, Any], max_broken: float) -> None:
-    """Raise ValueError if all tars, or more than the share `max_broken`, are unreadable."""
-    broken = facts["broken"]
-    if broken and (broken > max_broken * num_tars or broken == num_tars):
-        raise ValueError(
-            f"{broken} of {num_tars} tars cannot be read, and data.max_broken is {max_broken}: "
-            f"replace or remove these tars. The first error is: {facts['error']}"
-        )
 
 
 def _parts(spans: Spans) -> list[tuple[int, int]]:

@@ -90,7 +90,7 @@ def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == {"no_caption": 1, "written": 11}
     assert run("index", f"--path={tmp_path}/tars") == 0
     counts = json.loads(capsys.readouterr().out)
-    assert counts == {"tars": 3, "records": 11, "files": 22, "truncated": 0}
+    assert counts == {"tars": 3, "records": 11, "files": 22, "damaged": 0}
     assert len(list((tmp_path / "tars").glob("*.tar.index.npz"))) == 3
 
 
