@@ -84,6 +84,13 @@ class Records(Portable, abc.ABC):
         inventory.add(PICTURES, (), len(self))
         return inventory
 
+    def files(self) -> list[str]:
+        """Return the paths or URLs of the files that hold the records, in a fixed order.
+
+        They show whether the records have changed. The base class returns none.
+        """
+        return []
+
     def left_out(self) -> dict[str, int]:
         """Return how many files the source left out when it was opened, keyed by reason.
 

@@ -64,6 +64,9 @@ class Folder(Records):
                 texts = _beside(images, names, part.suffix)
             self._texts.append((part, texts))
         captioned = set[str]().union(*(texts for _, texts in self._texts))
+        # Images, and files or tables of texts.
+        kinds = tuple(metadata.SUFFIXES.get(part.suffix, part.suffix) for part in parts)
+        self._files = [name for name in names if is_image(name) or name.lower().endswith(kinds)]
         empty = uncaptioned == "empty"
         self._images = [name for name in images if empty or name in captioned]
         self._without = set(self._images) - captioned
@@ -101,6 +104,9 @@ class Folder(Records):
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         """Return a hash of each image's path relative to the folder."""
         return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
+
+    def files(self) -> list[str]:
+        return [os.fspath(self._root / name) for name in self._files]
 
     def inventory(self) -> Inventory:
         return self._inventory

@@ -115,6 +115,9 @@ class WebDataset(Records):
     def inventory(self) -> Inventory:
         return self._listing.inventory
 
+    def files(self) -> list[str]:
+        return list(self._listing.tars)
+
     def _check_damage(self, max_broken: float) -> None:
         """Raise ValueError if more than the share `max_broken` of tars or records is damaged."""
         counts, num_tars = self._listing.inventory.counts, len(self._listing.tars)
