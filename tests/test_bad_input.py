@@ -202,7 +202,7 @@ text --nosuch | Unknown command line flag 'nosuch'
 weights | D/file
 start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: give the path of your pictures
-start --data=D/empty | no images in D/empty: looked for jpg
+start --data=D/empty | no images in D/empty: looked for
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
 start --data=D/table.parquet | D/table.parquet has no image column, but only the columns
