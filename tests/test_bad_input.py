@@ -77,6 +77,8 @@ train --config.unet.patch=0 | unet.patch is 0: it must be above 0
 train --config.unet.dropout=1.5 | unet.dropout is 1.5: it must be from 0 to below 1
 train --config.unet.dtype=bf16 | unet.dtype is 'bf16': did you mean 'bfloat16'?
 train --config.unet.dtype=int8 | unet.dtype is 'int8': choose from float32
+train --config.unet.dtype=float16 | unet.dtype is float16, in which small gradients become 0: train
+vae --config.vae.dtype=float16 | vae.dtype is float16, in which small gradients become 0: train with
 train --config.optimizer.b1=1.0 | optimizer.b1 is 1.0: it must be from 0 to below 1
 train --config.optimizer.eps=-1.0 | optimizer.eps is -1.0: it must be above 0
 train --config.optimizer.warmup=-1 | optimizer.warmup is -1: it must be 0 or more
@@ -200,7 +202,7 @@ text --nosuch | Unknown command line flag 'nosuch'
 weights | D/file
 start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: give the path of your pictures
-start --data=D/empty | no images in D/empty: looked for jpg
+start --data=D/empty | no images in D/empty: looked for
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
 start --data=D/table.parquet | D/table.parquet has no image column, but only the columns

@@ -55,16 +55,15 @@ class WebDataset(Records):
                 text, or some images lack a text and `uncaptioned` is not "drop".
         """
         self._parts = records.check_text(text)
+        suffixes = [part.suffix for part in self._parts]
         self._listing = listing.open_listing(
-            os.fspath(path),
-            images or untrusted.image_suffixes(),
-            [part.suffix for part in self._parts],
+            os.fspath(path), images or untrusted.image_suffixes(), suffixes
         )
         facts, inventory = self._listing.facts, self._listing.inventory
         self._check_damage(max_broken)
         num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
         num_images = len(self) + num_bare
-        kind = f"{', '.join(images)} files" if images else "jpg, png, webp, ... files"
+        kind = f"{', '.join(images)} files" if images else "pictures (jpg, png, webp, ...)"
         try:
             records.check_any(num_images, path, facts["suffixes"], kind)
             records.check_captions(
@@ -74,8 +73,7 @@ class WebDataset(Records):
             if not inventory.damaged():
                 raise
             raise ValueError(
-                f"tars in {path} are damaged: copy or download them again. This may be the cause: "
-                f"{error}"
+                f"{error}. Damaged tars, which the log names, may cause this"
             ) from error
 
     def __len__(self) -> int:
@@ -116,6 +114,9 @@ class WebDataset(Records):
 
     def inventory(self) -> Inventory:
         return self._listing.inventory
+
+    def files(self) -> list[str]:
+        return list(self._listing.tars)
 
     def _check_damage(self, max_broken: float) -> None:
         """Raise ValueError if more than the share `max_broken` of tars or records is damaged."""
