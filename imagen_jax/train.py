@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from diffusion_jax import finetune
-from diffusion_jax.data import sources
+from diffusion_jax.data import captions, sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.machine import sharding
@@ -76,11 +76,12 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
         texts = _open_prompts(s, encoder)(prompts)(prompts)
         return loop.Examples(texts, prompts, s.sampler.guidance, most)
     images, texts = batches.pictures.read(np.arange(min(_SHOWN, len(batches.pictures))))
+    texts = [captions.first(text) for text in texts]
     batch = encoder.tokenize(texts)
     if factor > 1:
         batch["low_res"] = np.asarray(super_resolution.shrink(to_range(images), factor))
-    captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
-    return loop.Examples(batch, tuple(captions), s.sampler.guidance, most)
+    labels = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
+    return loop.Examples(batch, tuple(labels), s.sampler.guidance, most)
 
 
 def _open_prompts(s: Settings, encoder: TextEncoder) -> loop.OpenPrompts:

@@ -20,6 +20,8 @@ INCEPTION_MODES = ("", "pytorch", "tf", "clean", "nemo")
 UNCAPTIONED = ("error", "drop", "empty")
 CAPTIONED = ("arrow", "tfds")
 """Data sources that always yield captions. They ignore data.text."""
+TEXTS = ("txt", "caption")
+"""Suffixes of files that hold a caption."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold text embeddings computed before training, one text per file."""
 SNAPSHOT_DTYPE = "float16"
@@ -40,7 +42,7 @@ class Run(NamedTuple):
     optimizer.restart to the step that the run has reached."""
     batch_size: Count
     """The number of training images in a step, over all devices together."""
-    seed: Annotated[int, "[0, 4294967295]"] = 0
+    seed: Annotated[int, "[0, 18446744073709551616)"] = 0
     """The seed of all random numbers of a run: initial weights, order of the data, and noise."""
     log_every: Count = 100
     """Number of steps between two lines in metrics.jsonl."""
@@ -217,9 +219,9 @@ class Evaluation(NamedTuple):
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
     """The guidance scales. A picture is drawn and scored for every prompt at each scale."""
     prompts: str = ""
-    """A file of prompts: .txt with one per line, .tsv, or COCO's .json. SOURCE:PATH::TEXT names the
-    captions of a data source instead. "" for the prompts that the training data's source provides.
-    """
+    """A file of prompts: .txt with one per line, a table (.csv, .tsv, .jsonl, .json), COCO's .json,
+    or FILE::COLUMN to choose the column of a table. SOURCE:PATH::TEXT names the captions of a data
+    source instead. "" for the prompts that the training data's source provides."""
     num_prompts: Count = 1_000
     """Number of prompts that are chosen from the file at random, the same ones in every run."""
     reference: str = ""
@@ -288,8 +290,9 @@ class Data(NamedTuple):
     """The location of the data: a folder, tar files, a URL or the name of a data set, depending on
     `source`."""
     text: str = "txt"
-    """Where the captions or text embeddings are, such as txt or npy (files beside the images) or
-    json:caption (the field `caption` of a JSON file beside each image)."""
+    """Where the captions or text embeddings are, such as txt or npy (files beside the images),
+    json:caption (the field `caption` of a JSON file beside each image) or csv:text (the column
+    `text` of tables). Several places give an image several captions: txt,json:long*0.5."""
     uncaptioned: Annotated[str, UNCAPTIONED] = "error"
     """What to do with images without captions: "error" refuses the data, "drop" leaves the images
     out, and "empty" gives them the empty text."""
@@ -333,7 +336,8 @@ class Data(NamedTuple):
         if self.source in CAPTIONED:
             return False
         texts = [part[-1] for part in self.mixture] if self.source == "mixture" else [self.text]
-        return any(text.partition(":")[0].endswith(EMBEDDINGS) for text in texts)
+        places = [place.partition("*")[0] for text in texts for place in text.split(",")]
+        return any(place.partition(":")[0].endswith(EMBEDDINGS) for place in places)
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,7 +13,8 @@ from absl import logging
 from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import transforms
+from diffusion_jax.data import captions, transforms
+from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.engines import Portable
 
@@ -149,6 +150,15 @@ class Pictures(Portable, abc.ABC):
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures found so far, keyed by reason."""
         return {}
+
+    def inventory(self) -> Inventory:
+        """Return the files that were used and left out when the data set was opened.
+
+        The base class returns the number of pictures.
+        """
+        inventory = Inventory()
+        inventory.add(PICTURES, (), len(self))
+        return inventory
 
 
 class Shapes(NamedTuple):
@@ -311,6 +321,9 @@ class Decoded(Pictures):
             unusable = collections.Counter(self._unusable.values())
         return {**unusable, **self._records.left_out()}
 
+    def inventory(self) -> Inventory:
+        return self._records.inventory()
+
     def _usable(self, index: int, place: tuple, records: Mapping[int, Record]) -> tuple:
         draw, original = np.random.default_rng(index), index
         for _ in range(_MAX_SUBSTITUTES):
@@ -348,9 +361,8 @@ class Decoded(Pictures):
     def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any]:
         if isinstance(record.text, transforms.Unusable):
             raise record.text
-        if isinstance(record.text, str):
-            transforms.check_caption(record.text, self._filters["min_chars"])
-        return self._make(record.image, place=place), record.text
+        text = captions.long_enough(record.text, self._filters["min_chars"])
+        return self._make(record.image, place=place), text
 
     def _count(self, index: int, name: str, error: transforms.Unusable) -> None:
         with self._lock:

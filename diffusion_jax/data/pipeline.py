@@ -1,8 +1,9 @@
 """Makes training batches: orders the data, prefetches in threads, and resumes at a saved position.
 
-The training picture at sample n (n = step * batch size + row) depends only on the data and on
-(seed, n). Every epoch is a new permutation, and neither the number of processes nor a restart
-changes the order. With aspect buckets, the order also depends on the batch size.
+The training picture at sample n (n = step * batch size + row), and the choice among its captions,
+depend only on the data and on (seed, n). Every epoch is a new permutation, and neither the number
+of processes nor a restart changes the order. With aspect buckets, the order also depends on the
+batch size.
 """
 
 import json
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int, UInt64
 
 from diffusion_jax.config.settings import CROPS, Data, Run
-from diffusion_jax.data import aspect_buckets
+from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Pictures, Rows
@@ -41,11 +42,13 @@ class Apart(NamedTuple):
         """Read up to `count` held-out pictures; return (keys, batch) of those that are usable.
 
         Pictures are chosen by a hash of their keys, so adding records changes the choice little.
+        If a picture has several captions, its key chooses one of them.
         """
         rows = np.arange(len(self.pictures))
         first = np.argsort(hashed(self.pictures.keys(rows)), kind="stable")[:count]
         usable, images, texts = self.pictures.usable(np.sort(first))
-        return self.pictures.keys(usable), self.make(images, texts)
+        keys = self.pictures.keys(usable)
+        return keys, self.make(images, captions.chosen(texts, 0, keys.tolist()))
 
 
 class OtherData(ValueError):
@@ -160,15 +163,24 @@ class Batches:
             rows: row numbers in the complete batch of all processes.
             back: 0 for the batch returned last, 1 for the one before it, and so on.
         """
-        step = self._iterator.get_state()["next_index"] - 1 - back
+        step = self._step(back)
         order = _batch_order(
             self.pictures, self._identity["seed"], self._batch_size, buckets=self._buckets
         )
         return order[step][np.array(rows)]
 
+    def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
+        """Return the texts in the given rows of a recent batch; see `indices`."""
+        _, texts = self.pictures.read(self.indices(rows, back))
+        first = self._step(back) * self._batch_size
+        return captions.chosen(texts, self._identity["seed"], [first + row for row in rows])
+
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
         """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
         return self.pictures.names(self.indices(rows, back))
+
+    def _step(self, back: int) -> Any:
+        return self._iterator.get_state()["next_index"] - 1 - back
 
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures that this process has found so far, by reason."""
@@ -230,7 +242,7 @@ def make_batches(
         tokenize: maps the batch's texts to arrays.
         batch_size: number of rows of all processes together. Process p gets rows p*b to
             (p+1)*b - 1, where b = batch_size / process_count.
-        seed: seed of the order, the random crops and the flips.
+        seed: seed of the order, the random crops, the flips and the choice among captions.
         process_index: p, from 0 to process_count - 1; see local_rows.
         process_count: the number of processes that share a batch; see local_rows.
         num_threads: number of prefetching threads; 0 makes each batch when it is needed.
@@ -259,11 +271,11 @@ def make_batches(
         images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices, places)
         if flip:
             images = _flip(images, seed, samples)
-        return batch_of(images, texts, indices)
+        return batch_of(images, captions.chosen(texts, seed, samples), indices)
 
     def make(indices: Int[np.ndarray, "B"]) -> Batch:
-        view = views[buckets.bucket[indices[0]] if buckets else 0]
-        return batch_of(*view.read(indices), indices)
+        images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices)
+        return batch_of(images, captions.chosen(texts, seed, indices.tolist()), indices)
 
     def batch_of(images: Rows, texts: Any, indices: Int[np.ndarray, "B"]) -> Batch:
         counts = pictures.counts(indices)

@@ -34,7 +34,9 @@ _FORMAT = flags.DEFINE_enum(
     "Number format of the stored embeddings; int8 has a relative error of less than 1 %.",
 )
 _CAPTIONS = flags.DEFINE_string(
-    "captions", None, "A file with one caption per line, which replaces config.data."
+    "captions",
+    None,
+    "A .txt file with one caption per line, a table or FILE::COLUMN, which replaces config.data.",
 )
 _SHARD = flags.DEFINE_integer(
     "shard_captions",

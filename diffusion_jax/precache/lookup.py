@@ -1,11 +1,13 @@
 """Open a config's text encoder, which computes embeddings or looks them up in a store."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from diffusion_jax.config.settings import Text
+from diffusion_jax.data.captions import every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, store
@@ -75,7 +77,7 @@ def check_captions(text: Text, encoder: TextEncoder, pictures: Pictures) -> None
     """
     rows = np.unique(np.linspace(0, len(pictures) - 1, _SAMPLE).astype(np.int64))
     for first in range(0, len(rows) if text.store else 0, _CHECKED):
-        texts = pictures.texts(rows[first : first + _CHECKED])
+        texts = itertools.chain(*map(every, pictures.texts(rows[first : first + _CHECKED])))
         encoder.tokenize([one for one in texts if one])  # "" stands for a damaged caption, too.
 
 

@@ -24,7 +24,7 @@ from jaxtyping import Float, UInt8
 
 from diffusion_jax import engines
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import fingerprints, sources, tars
+from diffusion_jax.data import captions, fingerprints, records, sources, tars
 from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments
@@ -289,10 +289,10 @@ def _encoded(
                 "vae.weights, and try vae.dtype=float32"
             )
         for index, array, text in zip(indices.tolist(), encoded, texts, strict=True):
-            if not isinstance(text, str):
+            if not all(isinstance(each, str) for each in captions.every(text)):
                 raise ValueError(
                     f"the caption of record {index} is {type(text).__name__}, not text: "
                     "set data.text to captions, such as txt"
                 )
             key = f"{index:09}".encode()
-            yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}
+            yield {tars.KEY: key, "npy": moments.write(array), **records.write_text(text)}

@@ -1,6 +1,7 @@
 """The training command, shared by all systems: it reads flags, checks the run and trains."""
 
 import contextlib
+import itertools
 import pathlib
 import shlex
 import sys
@@ -17,6 +18,7 @@ from ml_collections import config_flags
 from diffusion_jax import cli, finetune, heldout, runs, systems
 from diffusion_jax.config.unread import watched
 from diffusion_jax.data import fingerprints
+from diffusion_jax.data.captions import every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
 from diffusion_jax.machine import claims, distributed, exits, files, sharding, weights_and_biases
@@ -183,7 +185,8 @@ def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
     # Each chunk of rows is spread over the whole data, in case the time ends early.
     num_chunks = -(-len(rows) // _CHUNK)
     for first in range(num_chunks):
-        captions += [t for t in pictures.texts(rows[first::num_chunks]) if isinstance(t, str) and t]
+        texts = itertools.chain(*map(every, pictures.texts(rows[first::num_chunks])))
+        captions += [text for text in texts if isinstance(text, str) and text]
         if time.monotonic() - started > _SECONDS:
             break
     if captions:

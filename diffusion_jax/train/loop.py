@@ -22,7 +22,7 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, even_batch_size, in_batches, make_draw
-from diffusion_jax.machine import distributed, files, flops, sheets
+from diffusion_jax.machine import distributed, events, files, flops, sheets
 from diffusion_jax.machine.log import METRICS, MetricWriter, read_sound_metrics, write_manifest
 from diffusion_jax.machine.sharding import (
     ambient,
@@ -34,6 +34,7 @@ from diffusion_jax.machine.sharding import (
     replicated,
     shardings,
 )
+from diffusion_jax.seeds import MOST, halves, keys_of
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
@@ -174,8 +175,6 @@ def train(
         newest = checkpoints.latest_step()
         state = first_state(workdir, newest, create, key, layout, batches, inputs.start)
         first_step = int(state.step)
-        writer = MetricWriter(workdir, config, first_step)
-        stack.callback(writer.close)
         tuned = autotuning.find(workdir, run.deterministic)
         write_manifest(workdir, config, run.seed, first_step, tuned.loaded)
         draw = make_draw(task.sample, frozen, mesh)
@@ -183,13 +182,16 @@ def train(
         heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
         measure = functools.partial(
             _measure, inputs=inputs, run=run, draw=draw, heldout_losses=heldout_losses,
-            writer=writer, workdir=workdir, before=_attempt(workdir),
+            workdir=workdir, before=_attempt(workdir),
         )  # fmt: skip
-        if missing := _missing(first_step, inputs, run, workdir):
-            measure(missing, first_step, state)
+        missing = _missing(first_step, inputs, run, workdir)
         if first_step >= run.steps:
+            if missing:
+                with contextlib.closing(MetricWriter(workdir, config, first_step)) as writer:
+                    measure(missing, first_step, state, writer)
             logging.info("%s is at step %d already: nothing to train", workdir, first_step)
             return state
+        events.import_beside()
 
         # From here on, a lost process ends this one without waiting for a save.
         stack.enter_context(distributed.ending_at_disconnection())
@@ -211,12 +213,17 @@ def train(
             each.step.memory_analysis().temp_size_in_bytes for each in programs.values()
         )
 
-        # Set up reports and snapshots.
+        # Set up metrics, reports and snapshots.
+        writer = MetricWriter(workdir, config, first_step)
+        stack.callback(writer.close)
         stack.callback(trace.close)
         progress = Progress(run, writer, mesh.size, batches)
         skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
         snapshot_steps = snapshot_every(settings, run.steps)
         snapshots = checkpoints.snapshots() if snapshot_steps else None
+        if missing:
+            with progress.paused(), watchdog.paused():
+                measure(missing, first_step, state, writer)
 
         for step in range(first_step + 1, run.steps + 1):
             # Take a step. The host runs up to IN_FLIGHT steps ahead of the devices.
@@ -263,7 +270,7 @@ def train(
             due = _due(step, inputs, run)
             if due and (not stopped or step == run.steps):
                 with progress.paused(), watchdog.paused():
-                    measure(due, step, state)
+                    measure(due, step, state, writer)
             if last:
                 break
 
@@ -316,8 +323,8 @@ def _attempt(workdir: pathlib.Path) -> tuple[int, int]:
 
 
 def _measure(
-    names: Sequence[str], step: int, state: TrainState, inputs: Inputs, run: Run, draw: Draw,
-    heldout_losses: Any, writer: MetricWriter, workdir: pathlib.Path, before: tuple[int, int],
+    names: Sequence[str], step: int, state: TrainState, writer: MetricWriter, inputs: Inputs,
+    run: Run, draw: Draw, heldout_losses: Any, workdir: pathlib.Path, before: tuple[int, int],
 ) -> None:  # fmt: skip
     """Draw the samples, score pictures and measure the held-out loss, as far as `names` says.
 
@@ -338,9 +345,14 @@ def _measure(
     for name in names:
         with _left_out_if_too_large(name, step, writer):
             if name == "samples":
-                sheet = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
-                _write_sheet(_sheet(workdir, step), sheet)
-                writer.write_images(step, {"samples": sheet[None]})
+                images = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
+                if np.isfinite(images).all():
+                    pixels = sheets.to_uint8(images)
+                    sheet = sheets.contact_sheet(pixels, inputs.examples.captions)
+                    _write_sheet(_sheet(workdir, step), sheet)
+                    writer.write_images(step, {"samples": sheet[None]})
+                else:
+                    logging.warning("step %d: pictures are not finite; no sheet is saved", step)
             elif name == "evaluation" and inputs.evaluation:
                 writer.write_scalars(step, inputs.evaluation.score(draw, averaged(state)))
             elif name == "heldout":
@@ -413,7 +425,8 @@ def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
     create(key) returns the state at step 0. `layout` holds the sharding of each leaf of the state.
     """
     tx = make_optimizer(settings, run.steps)
-    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
+    to_key = jax.jit(lambda seeds: keys_of(seeds)[0], out_shardings=replicated(mesh))
+    key = to_key(halves([run.seed]))
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
@@ -494,12 +507,11 @@ def first_state(
 
 
 def _draw_examples(draw, params, examples, seed):
-    """Draw the examples from fixed seeds. Return a contact sheet of them, uint8 [H, W, 3]."""
-    seeds = [seed + i for i in range(len(examples.captions))]
+    """Draw the examples from fixed seeds."""
+    seeds = [(seed + i) % (MOST + 1) for i in range(len(examples.captions))]
     guidance = np.full(len(seeds), examples.guidance, np.float32)
     parts = in_batches(draw, params, examples.batch, seeds, guidance, examples.at_once)
-    images = np.concatenate([sheets.to_uint8(part) for part in parts])
-    return sheets.contact_sheet(images, examples.captions)
+    return np.concatenate(list(parts))
 
 
 def _sheet(workdir, step):

@@ -97,6 +97,7 @@ def rehearse(
         ("device", _devices(mesh)),
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
         ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
+        *inputs.batches.pictures.inventory().rows(),
         *([("buckets", "; ".join(shapes))] if len(shapes) > 1 else []),
         ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
         ("memory", _memory(need, limit, ignore_memory)),

@@ -10,8 +10,10 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
+from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.precache import moments
 from diffusion_jax.precache.moments import Work
 
@@ -236,3 +238,14 @@ def test_fields_that_cannot_change_stored_moments_are_refused(folder, tmp_path, 
         f"data.{name}={value!r} has no effect on stored moments: leave it out, encode with it "
         "(sd_jax.precache; not flips and random crops), or train on the images themselves"
     )
+
+
+def test_all_captions_and_their_weights_are_stored(tmp_path):
+    class Several(Four):
+        def usable(self, indices):
+            texts = [Captions((f"{i} a", f"{i} b"), (0.75, 0.25)) if i else "0" for i in indices]
+            return *super().usable(indices)[:2], texts
+
+    moments.run(Several(), encode, tmp_path, {}, Work(2, 2))
+    texts = WebDataset(tmp_path, "txt,json:captions", images=("npy",)).texts(range(4))
+    assert texts[::3] == ["0", Captions(("3 a", "3 b"), (0.75, 0.25))]

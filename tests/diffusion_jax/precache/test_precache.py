@@ -14,7 +14,8 @@ import pytest
 
 from configs import quickstart
 from diffusion_jax import engines
-from diffusion_jax.config.settings import Text
+from diffusion_jax.config.settings import Data, Text
+from diffusion_jax.data import sources
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import fill, lookup, store
@@ -53,7 +54,7 @@ def contents(path):
     """Every key with its rows, and how often it stands in a shard."""
     found = {}
     for file in sorted(pathlib.Path(path).glob("shard-*.safetensors")):
-        shard = store.pretrained.map_safetensors(file)
+        shard = store.map_safetensors(file)
         for i, key in enumerate(shard["keys"].tolist()):
             span = slice(*shard["first"][i : i + 2].tolist())
             rows = (shard["values"][span].tobytes(), shard["scales"][span].tobytes())
@@ -303,6 +304,23 @@ def test_captions_may_come_from_a_file(tmp_path, weights):
     )
     assert fill.run(job, WORK)["captions"] == 2
     store.Store(tmp_path / "store").read(["two", "one"])
+
+
+def test_a_store_holds_all_captions_of_a_picture(tmp_path, weights):
+    pictures = digits.write_examples(tmp_path / "pictures", 3, size=8)
+    for number, picture in enumerate(sorted(pictures.glob("*.png"))):
+        picture.with_suffix(".txt").write_text(f"{number}\none of all\n{number} again")
+    data = {"data__source": "folder", "data__path": str(pictures), "data__text": "txt:lines"}
+    job = fill.open_job(config(tmp_path / "store", weights, prompts=("a prompt",), **data))
+    assert fill.estimate(job, "int8").startswith("10 captions of")
+    assert fill.run(job, WORK)["captions"] == 1 + 3 + 1 + 3  # "one of all" is stored once.
+    store.Store(tmp_path / "store").read(["a prompt", "0", "2", "2 again", "one of all"])
+    opened = sources.open_pictures(Data("folder", path=str(pictures), text="txt:lines"), 8)
+    encoder = lookup.open_encoder(job.text)
+    lookup.check_captions(job.text, encoder, opened)
+    (pictures / "00002.txt").write_text("2\nedited")
+    with pytest.raises(ValueError, match="'edited'"):
+        lookup.check_captions(job.text, encoder, opened)
 
 
 @pytest.mark.parametrize(
