@@ -58,6 +58,7 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
     """Open the training data of a config. Each batch holds only the rows of this process."""
     shape = (s.text.max_tokens, s.text.width) if s.data.embedded else None
     pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
+    lookup.check_captions(s.text, encoder, pictures)
     return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
 
 

@@ -38,7 +38,8 @@ class Run(NamedTuple):
 
     steps: Count
     """The step at which training ends. To train a finished run for longer, raise this number and
-    run the same command again."""
+    run the same command again. If optimizer.schedule is "cosine" or "wsd", also set
+    optimizer.restart to the step that the run has reached."""
     batch_size: Count
     """The number of training images in a step, over all devices together."""
     seed: Annotated[int, "[0, 4294967295]"] = 0
@@ -116,6 +117,10 @@ class Optimizer(NamedTuple):
     """The learning rate after the warm-up: "constant"; "cosine" falls to 0 at the last step; "wsd"
     is constant, then falls to 0 over the last fifth of the steps; "inverse_sqrt" falls after
     `decay_from`; "ldm" is constant, after a warm-up that starts closer to 0, as in LDM."""
+    restart: Amount = 0
+    """The step at which the schedule begins anew, with its warm-up. Set it to the last step of a
+    finished run that trains for longer: by themselves, "cosine" and "wsd" stretch to the new number
+    of steps, and the learning rate jumps up."""
     warmup: Amount = 10_000
     """Number of steps over which the learning rate rises from about 0 to `lr`."""
     decay_from: Count = 70_000
@@ -142,9 +147,10 @@ class Optimizer(NamedTuple):
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
     """Decay rates of the exponential moving averages of the weights. By default, images are drawn
     with the average that has the largest rate."""
-    ema_warmup: bool = False
+    ema_warmup: bool = True
     """Whether the decay rates of ema_decays are limited to (1 + step) / (10 + step), so that the
-    averages soon forget the initial weights. Short runs need this limit."""
+    averages soon forget the initial weights. This changes a rate of 0.9999 before step 90,000.
+    False keeps the rates constant, as NeMo does."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
     """Relative widths of power-function averages of the weights (EDM2), such as (0.05, 0.10). After
     training, `python -m diffusion_jax.averages` computes averages of other widths from

@@ -4,6 +4,7 @@ import abc
 import collections
 import functools
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ _FILTERED = ("too_small", "too_elongated", "short_caption")
 
 class Pictures(Portable, abc.ABC):
     """Abstract base class of data sets: a thread-safe list of decoded images with their texts."""
+
+    data: Data | None = None
+    """The config's data group that sources.open_pictures opened."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -124,6 +128,21 @@ class Pictures(Portable, abc.ABC):
         """Return the loss weight of each picture, or None if all weights are equal."""
         del indices
 
+    def files(self) -> list[str]:
+        """Return the paths or URLs of the files that hold the pictures; see Records.files."""
+        return []
+
+    def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
+        """Return (name, checksum) of each stored picture and its text.
+
+        The base class computes the checksum from the pixels. The checksum of an unusable picture
+        is 0.
+        """
+        usable, images, texts = self.usable(indices)
+        sums = map(_checksum, images, texts)
+        known = dict(zip(usable.tolist(), sums, strict=True))
+        return [(f"picture {index}", known.get(index, 0)) for index in indices.tolist()]
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return a name for each picture, such as its file's path, for messages."""
         return [f"picture {index}" for index in indices.tolist()]
@@ -183,6 +202,7 @@ class Decoded(Pictures):
         self._records, self._make, self._max_broken = records, make, data.max_broken
         self._filters = {name: getattr(data, name) for name in _FILTERS}
         self._unusable: dict[int, str] = {}
+        self._contents: dict[int, tuple[str, int]] = {}
         self._apart, self._groups = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._counts = collections.Counter[str]()
         self._lock = threading.Lock()
@@ -234,6 +254,21 @@ class Decoded(Pictures):
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         return self._records.keys(indices)
 
+    def files(self) -> list[str]:
+        return self._records.files()
+
+    def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
+        """Return (name, checksum) of each record: of its encoded image and its text.
+
+        Records that `usable` has just read are not read again.
+        """
+        rows = indices.tolist()
+        missing = [index for index in rows if index not in self._contents]
+        read = self._records.read(missing) if missing else ()
+        for index, record in zip(missing, read, strict=True):
+            self._contents[index] = record.name, _checksum(record.image, record.text)
+        return [self._contents.pop(index) for index in rows]
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return the name of each record; for an unusable record, the name of its replacement."""
         return [name for _, _, name in self._read(indices, None)]
@@ -259,6 +294,7 @@ class Decoded(Pictures):
         """
         usable, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
+            self._contents[index] = record.name, _checksum(record.image, record.text)
             try:
                 pairs.append(self._picture(record, transforms.CENTRE))
                 usable.append(index)
@@ -344,3 +380,8 @@ class Decoded(Pictures):
                 f"data.max_broken={self._max_broken}: {self.skipped()}; the last is {name} "
                 f"({error}). Repair or remove them, or raise data.max_broken"
             )
+
+
+def _checksum(image: Any, text: Any) -> int:
+    """Return the CRC-32 of an encoded or decoded image and a text."""
+    return zlib.crc32(str(text).encode("utf-8", "surrogatepass"), zlib.crc32(image))

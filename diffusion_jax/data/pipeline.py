@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int, UInt64
 
@@ -197,6 +198,8 @@ def training_batches(
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
+    for warning in repetitions(pictures, buckets, run.batch_size):
+        logging.warning("%s", warning)
     batches = make_batches(
         pictures,
         tokenize,
@@ -309,7 +312,8 @@ def _batch_order(
     """
     orders, weights = [], []
     for among in [None] if buckets is None else buckets.members():
-        order = _order(pictures, seed, among).batch(rows, batch_fn=np.asarray)
+        # An endless data set has no remainder. If batches of one kept it, grain would overflow.
+        order = _order(pictures, seed, among).batch(rows, drop_remainder=True, batch_fn=np.asarray)
         orders.append(order[process_index::process_count])
         weights.append(sum(weight for *_, weight in _parts(pictures, among)))
     return _mix(orders, weights)
@@ -359,6 +363,28 @@ def _parts(pictures: Pictures, among: Int[np.ndarray, "N"] | None) -> list[tuple
             indices = among[np.searchsorted(among, first) : np.searchsorted(among, last)]
             parts.append((indices, weight * len(indices) / max(last - first, 1)))
     return parts
+
+
+def repetitions(pictures: Pictures, buckets: Buckets | None, batch_size: int) -> list[str]:
+    """Return a line for each group of pictures that is too small to fill its rows of a batch.
+
+    A group is a bucket or the whole data set; in a mixture, each source is a group of its own.
+    """
+    lines = []
+    groups = zip(buckets.shapes, buckets.members(), strict=True) if buckets else [((), None)]
+    for shape, among in groups:
+        parts = _parts(pictures, among)
+        total = sum(weight for _, weight in parts)
+        for number, (indices, weight) in enumerate(parts, 1):
+            rows, count = batch_size * weight / total, len(indices)
+            if 0 < count < rows:
+                name = "the bucket {}x{}".format(*shape) if shape else "the data set"
+                name = f"source {number} of {name}" if len(parts) > 1 else name
+                lines.append(
+                    f"{name} has {count} picture{'s' * (count > 1)} for {rows:.4g} rows of a "
+                    "batch, so a batch repeats them: lower batch_size, or add pictures"
+                )
+    return lines
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:

@@ -93,6 +93,10 @@ class Subset(Pictures):
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         return self._pictures.keys(self._inside(indices))
 
+    def files(self) -> list[str]:
+        """Return the files of the complete data set."""
+        return self._pictures.files()
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         return self._pictures.names(self._inside(indices))
 

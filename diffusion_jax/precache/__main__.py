@@ -68,7 +68,8 @@ def main(argv: list[str]) -> None:
         return
     with cli.bad_input():
         shards.start(path, job.identity, work.format)
-    with cli.bad_input(usual=(OSError,), code=1):  # Usually a full disk.
+    # OSError: usually a full disk; ValueError: embeddings that are not finite.
+    with cli.bad_input(usual=(OSError,), code=1), cli.bad_input(usual=(ValueError,)):
         manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error of the embeddings %.2f %% on "

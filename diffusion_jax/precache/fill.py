@@ -11,8 +11,8 @@ from absl import logging
 from diffusion_jax import engines
 from diffusion_jax.config import settings
 from diffusion_jax.config.settings import Data, Evaluation, Text
+from diffusion_jax.data import fingerprints, sources
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.data import sources
 from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, index, lookup, plan, shards, store
@@ -183,8 +183,14 @@ class _Stages(NamedTuple):
         keys = store.keys_of(texts, self.job.identity)
         name = shards.shard_name(keys)
         if not shards.usable(path / name, self.work.verify):
-            run = self.job.encode(self.work.format, self.work.batch_tokens)
-            shards.write_shard(path, keys, run(texts))
+            rows = self.job.encode(self.work.format, self.work.batch_tokens)(texts)
+            if len(bad := np.flatnonzero(~np.isfinite(rows.errors).all(1))):
+                text = texts[np.searchsorted(np.cumsum(rows.tokens), bad[0], side="right")]
+                raise ValueError(
+                    f"the embeddings of {text!r} are not finite: check text.weights, and try "
+                    "text.dtype=float32"
+                )
+            shards.write_shard(path, keys, rows)
         files.write_whole(self.plan.name(shard), name)
 
 
@@ -218,4 +224,5 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
     # The synthetic source has one caption for any number of images.
     count = 1 if data.source == "synthetic" else len(opened)
     source = {"prompts": list(prompts), **data._asdict(), "threads": 0}
+    source["files"] = fingerprints.stamp(opened)  # Keys of edited captions are found again.
     return plan.Captions(tuple(prompts), opened, count, data.threads), source

@@ -15,12 +15,13 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
-from diffusion_jax.config.settings import Optimizer, Run
+from diffusion_jax.config.settings import Optimizer, Run, read
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import (
     files,
@@ -34,8 +35,8 @@ from diffusion_jax.machine import (
 )
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
-from diffusion_jax.train.optimizer import make_optimizer
-from diffusion_jax.train.state import TrainState, init_state
+from diffusion_jax.train.optimizer import make_optimizer, make_schedule
+from diffusion_jax.train.state import TrainState, init_state, warmup_decay
 from diffusion_jax.weights import restore
 
 Rows = list[tuple[str, str]]
@@ -97,10 +98,56 @@ def rehearse(
         ("memory", _memory(need, limit, ignore_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
-        *_workdir(workdir, run, memory.disk(run, settings, state), state, alone),
+        ("visible", _visible(run, settings, len(inputs.batches.pictures))),
+        *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
+
+
+def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
+    """Return a text that says how much the run learns, and how much of that its pictures show.
+
+    Log a warning if the learning rate stays below half of optimizer.lr, or if a tenth of the
+    average that pictures are drawn with still comes from the initial weights at the last step.
+    """
+    steps = np.linspace(settings.restart, run.steps - 1, 1000)
+    peak = float(np.max(make_schedule(settings, run.steps)(steps))) / settings.lr
+    epochs = run.steps * run.batch_size / pictures
+    text = f"{epochs:.3g} epochs; the learning rate reaches {peak:.0%} of optimizer.lr"
+    if peak < 0.5:
+        logging.warning(
+            "the learning rate reaches only %.0f %% of optimizer.lr, because optimizer.warmup is "
+            "%d, but the run has %d steps: lower optimizer.warmup",
+            100 * peak, settings.warmup, run.steps - settings.restart,
+        )  # fmt: skip
+    if not settings.ema_decays:
+        return text
+    decay, step = max(settings.ema_decays), jnp.arange(run.steps)
+    decays = warmup_decay(decay, step) if settings.ema_warmup else np.full(run.steps, decay)
+    initial = float(np.exp(np.log(np.maximum(np.asarray(decays), 1e-38)).sum()))
+    if initial > 0.1:
+        logging.warning(
+            "at the last step, %.0f %% of the average that pictures are drawn with are the initial "
+            "weights, because its decay rate is %g: set optimizer.ema_warmup=True",
+            100 * initial, decay,
+        )  # fmt: skip
+    return f"{text}; pictures show the average {decay:g}, {1 - initial:.1%} of it from training"
+
+
+def _jump(workdir: pathlib.Path, run: Run, settings: Optimizer, step: int) -> None:
+    """Log a warning if the learning rate jumps because a run continues with another schedule."""
+    before = runs.load(workdir)
+    old = read(Optimizer, before["optimizer"], "optimizer")
+    was = float(make_schedule(old, before["steps"])(step)) / old.lr
+    now = float(make_schedule(settings, run.steps)(step)) / settings.lr
+    if abs(now - was) > 0.01:
+        logging.warning(
+            "at step %d, the learning rate jumps from %.0f %% to %.0f %% of optimizer.lr, because "
+            "the schedule %r now ends at step %d instead of %d; to warm up again instead, set "
+            "optimizer.restart=%d", step, 100 * was, 100 * now, settings.schedule, run.steps,
+            before["steps"], step,
+        )  # fmt: skip
 
 
 def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
@@ -203,8 +250,9 @@ def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
 
 
 def _workdir(
-    workdir: pathlib.Path, run: Run, usage: memory.Disk, state: TrainState, alone: bool
-) -> Rows:
+    workdir: pathlib.Path, run: Run, settings: Optimizer, usage: memory.Disk, state: TrainState,
+    alone: bool,
+) -> Rows:  # fmt: skip
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
     `usage` is the disk space of the finished run. `alone` has the same meaning as for `rehearse`.
@@ -231,6 +279,8 @@ def _workdir(
         step = restore.newest_sound(folder) if alone else steps[-1]
         with contextlib.suppress(*() if alone else (restore.Damaged,)):
             checkpoint.check(folder, step, state)
+        if (workdir / runs.CONFIG).exists() and step < run.steps:
+            _jump(workdir, run, settings, step)
         begin = f"continues from step {step:,}" + (", whose checkpoint is sound" if alone else "")
     rows = [("workdir", f"{workdir}: {begin}"), ("disk", disk)]
     if held := writer.refusal(workdir):

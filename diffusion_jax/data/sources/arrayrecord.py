@@ -73,6 +73,9 @@ class ArrayRecords(Records):
                 result[row] = self._record(f"{self._paths[file]}/{index}", message)
         return result
 
+    def files(self) -> list[str]:
+        return self._paths
+
     def _messages(self, file: int, indices: list[int]) -> Sequence[bytes | None]:
         """Return the serialized Examples at these indices of a file; None for a damaged Example."""
         reader = self._readers[file]

@@ -147,8 +147,12 @@ class Arrow(Rows):
                 f"choose a split as {place}@SPLIT, or read parquet files with the source "
                 "'huggingface'"
             )
+        self._paths = paths
         table = pyarrow.concat_tables(map(_open, paths))
         super().__init__(table, os.fspath(path), text, root / split, uncaptioned)
+
+    def files(self) -> list[str]:
+        return list(map(str, self._paths))
 
 
 def _open(path: pathlib.Path) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diffusion_jax.data import captions, records, rows
-from diffusion_jax.data.inventory import Inventory
+from diffusion_jax.data.inventory import TEXTS, Inventory
 
 SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
@@ -139,6 +139,8 @@ def _read_table(
             later.append((place, str(name), text))
         else:
             texts[image].append(text)
+    if column:
+        inventory.add(TEXTS, [table])
     if column != _KEY:
         # Prefer exact names: these rows may only describe images that no other row describes.
         later = _assign(texts, later, images.folded, _folded)

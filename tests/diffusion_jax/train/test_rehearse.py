@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import quickstart
+from diffusion_jax import runs
+from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.data import pipeline
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
@@ -109,6 +112,55 @@ def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):
     with pytest.raises(ZeroDivisionError) as raised:
         told(tmp_path, task, records=held)
     assert "while rehearsing the held-out loss" in raised.value.__notes__[-1]
+
+
+LONG = Optimizer(lr=1e-3, warmup=10, ema_decays=(0.99, 0.9999), ema_warmup=False)
+
+
+@pytest.mark.parametrize(
+    "steps, changes, visible, warning",
+    [
+        (500, {}, "0.117 epochs; the learning rate reaches 100% of optimizer.lr; pictures show the "
+         "average 0.9999, 4.9% of it from training",
+         "at the last step, 95 % of the average that pictures are drawn with are the initial "
+         "weights, because its decay rate is 0.9999: set optimizer.ema_warmup=True"),
+        (500, {"ema_warmup": True}, "average 0.9999, 100.0% of it from training", ""),
+        (500, {"ema_decays": ()}, "0.117 epochs; the learning rate reaches 100% of optimizer.lr",
+         ""),
+        (50_000, {}, "11.7 epochs; the learning rate reaches 100% of optimizer.lr; pictures show "
+         "the average 0.9999, 99.3% of it from training", ""),
+        (499, {"warmup": 9999, "ema_warmup": True}, "the learning rate reaches 5% of optimizer.lr",
+         "the learning rate reaches only 5 % of optimizer.lr, because optimizer.warmup is 9999, "
+         "but the run has 499 steps: lower optimizer.warmup"),
+    ],
+)  # fmt: skip
+def test_what_pictures_will_show_is_said(tmp_path, caplog, steps, changes, visible, warning):
+    lines = told(tmp_path, run=RUN._replace(steps=steps), settings=LONG._replace(**changes))
+    assert visible in lines["visible"]
+    assert warning in caplog.text and bool(warning) == bool(caplog.text)
+
+
+@pytest.mark.parametrize(
+    "schedule, before, after",
+    [("cosine", "0", "50"), ("wsd", "0", "100"), ("constant", "", ""), ("inverse_sqrt", "", "")],
+)
+def test_a_learning_rate_that_jumps_when_a_run_goes_on_is_said(
+    tmp_path, caplog, schedule, before, after
+):
+    settings = OPTIMIZER._replace(schedule=schedule, warmup=0)
+    steps = 10
+    train(tmp_path, steps=steps)
+    config = quickstart.get_config().to_dict() | {"steps": steps}
+    config["optimizer"] |= {"schedule": schedule, "warmup": 0}
+    runs.claim(tmp_path, config)
+    told(tmp_path, run=RUN._replace(steps=2 * steps), settings=settings)
+    line = (
+        f"at step 10, the learning rate jumps from {before} % to {after} % of optimizer.lr, "
+        f"because the schedule '{schedule}' now ends at step 20 instead of 10; to warm up again "
+        "instead, set "
+        "optimizer.restart=10"
+    )
+    assert (line in caplog.text) == bool(before) == ("jumps" in caplog.text)
 
 
 def test_a_run_that_goes_on_says_from_where_and_how_long_it_takes(tmp_path):
