@@ -9,9 +9,13 @@ from PIL import Image, ImageCms, ImageOps
 
 _WHITE = {"I": 65535, "F": 1}
 """The value of white in images of more than 8 bits, by the first letter of their mode."""
-_SPACES = {"RGB": ("RGB", "L", "P", "1"), "GRAY": ("L", "1"), "CMYK": ("CMYK",), "Lab": ("LAB",)}
+_SPACES = {
+    "RGB": ("RGB", "RGBX", "YCbCr", "L", "P", "1"),
+    "GRAY": ("L", "1"),
+    "CMYK": ("CMYK",),
+    "Lab": ("LAB",),
+}
 """The modes of images, without transparency, whose pixels a profile of a colour space describes."""
-_LATTICE = np.stack(np.meshgrid(*[np.arange(0, 256, 15, dtype=np.uint8)] * 3), -1)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -81,7 +85,8 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         logging.warning("ignored the colour profile of an image of mode %s: %s", mode, error)
         return None
     if source in ("RGB", "L"):
-        colours = Image.fromarray(_LATTICE.reshape(-1, 1, 3)).convert(source)
+        lattice = np.stack(np.meshgrid(*[np.arange(0, 256, 15, dtype=np.uint8)] * 3), -1)
+        colours = Image.fromarray(lattice.reshape(-1, 1, 3)).convert(source)
         converted = np.asarray(ImageCms.applyTransform(colours, transform)).astype(int)
         if np.abs(converted - np.asarray(colours.convert("RGB"))).max() <= 1:
             return None
