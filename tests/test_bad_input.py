@@ -66,7 +66,7 @@ train --workdir=D/damaged | D/damaged/config.json: Expecting property name
 train --config.steps=0 | steps is 0: it must be above 0
 train --config.steps=abc | flag --config.steps=abc: give a whole number, not 'abc'
 train --config.optimizer.lr=x | flag --config.optimizer.lr=x: give a number, not 'x'
-train --config.seed=-1 | seed is -1: it must be from 0 to 4294967295
+train --config.seed=-1 | seed is -1: it must be from 0 to below 18446744073709551616
 train --config.seed=4294967296 | seed is 4294967296: it must be from 0
 train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 is not divisible by
 train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
@@ -202,7 +202,7 @@ text --nosuch | Unknown command line flag 'nosuch'
 weights | D/file
 start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: give the path of your pictures
-start --data=D/empty | no images in D/empty: looked for jpg
+start --data=D/empty | no images in D/empty: looked for
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
 start --data=D/table.parquet | D/table.parquet has no image column, but only the columns

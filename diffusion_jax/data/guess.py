@@ -101,8 +101,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
 def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
     """Yield the values of data.text for the tables of image captions among files.
 
-    The error of a table that cannot be read is appended to `errors`. Other JSON than tables is
-    ignored.
+    The error of a table that cannot be read, or has captions without names of images, is appended
+    to `errors`. Other JSON than tables is ignored.
     """
     for kind, suffix in metadata.SUFFIXES.items():
         for file in sorted(file for file in files if file.suffix.lower() == suffix):
@@ -110,6 +110,11 @@ def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Ite
                 if field := _field(kind, _texts(rows.read(file))):
                     yield field
                     break
+                if likely := rows.likely(next((row for _, row in rows.read(file)), {})):
+                    errors.append(ValueError(
+                        f"{file} has the column {likely[0]!r}, but no column of image names: call "
+                        "this column file_name, or move the table to another folder"
+                    ))  # fmt: skip
             except ValueError as error:
                 if suffix != ".json":
                     errors.append(error)

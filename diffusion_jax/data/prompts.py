@@ -117,9 +117,10 @@ def _column(
                 )
             (column,) = likely
         cell = row.get(column)
+        if column not in row:
+            raise ValueError(f"{place} has no column {column!r}, but {', '.join(row)}")
         if not isinstance(cell, str):
-            has = f"has no {column!r}" if column not in row else f"{column} is {rows.shown(cell)}"
-            raise ValueError(f"{place}: {has}, not a text: correct or remove it")
+            raise ValueError(f"{place}: {column} is {rows.shown(cell)}, not a text: correct it")
         if isinstance(text := records.cell_text(cell), str):
             yield place, text
         else:

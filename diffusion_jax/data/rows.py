@@ -1,6 +1,8 @@
-"""Reads the rows of tables: .csv, .tsv, .jsonl, .json (lists and COCO's annotations) and .parquet.
+"""Reads the rows of tables: .csv, .tsv, .jsonl, .json and .parquet.
 
-Prompts and the captions of folders come from such tables. Only CR and LF end a line.
+A .json holds a list of texts or of objects, an object with a text or an object for each image's
+name, as in kohya's meta_cap.json, or COCO's annotations. Prompts and the captions of folders come
+from such tables. Only CR and LF end a line.
 """
 
 import csv
@@ -143,10 +145,12 @@ def _json(path: pathlib.Path) -> Iterator[Row]:
         content, noun = content["annotations"], "annotation"
         if all(type(a.get("id")) is int for a in map(_object, content)):
             content = sorted(content, key=lambda a: a["id"])
+    elif isinstance(content, dict) and all(isinstance(v, dict | str) for v in content.values()):
+        content = [{"file_name": name, **_object(value)} for name, value in content.items()]
     if not isinstance(content, list):
         raise ValueError(
-            f"{path} holds {shown(content)}: it needs a list of texts or of objects, or COCO's "
-            "annotations"
+            f"{path} holds {shown(content)}: it needs a list of texts or of objects, an object "
+            "with a text for each image's name, or COCO's annotations"
         )
     for number, item in enumerate(content, 1):
         row = _object(item)

@@ -144,6 +144,7 @@ def _read_table(
     if column != _KEY:
         # Prefer exact names: these rows may only describe images that no other row describes.
         later = _assign(texts, later, images.folded, _folded)
+        later = _assign(texts, later, images.stem, str)
         if not texts:
             later = _assign(texts, later, images.base, lambda n: _folded(posixpath.basename(n)))
     inventory.add("row_without_image", [f"{place}: {name}" for place, name, _ in later])
@@ -176,11 +177,12 @@ def _assign(
 
 def _relative(root: pathlib.Path, folder: str, name: str) -> str:
     """Return the path in a table as a path relative to `root`. Backslashes separate folders."""
-    name = name.strip().replace("\\", "/")
+    name = posixpath.join(folder, name.strip().replace("\\", "/"))
+    full = posixpath.normpath(posixpath.join(os.path.abspath(root), name))
     for base in (os.path.abspath(root), os.path.realpath(root)):
-        if name.startswith(f"{base}/"):
-            return posixpath.normpath(name[len(base) + 1 :])
-    return posixpath.normpath(posixpath.join(folder, name))
+        if full.startswith(f"{base}/"):
+            return full[len(base) + 1 :]
+    return name
 
 
 def _folded(name: str) -> str:

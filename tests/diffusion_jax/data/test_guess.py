@@ -84,6 +84,8 @@ def test_tables_beside_pictures(bare):
          "jsonl:captions"),
         ("00000.caption", "a cat", "caption"),
         ("00000.TXT", "\ufeffa cat", "txt"),
+        ("meta_cap.json", '{"00000": {"caption": "a cat", "tags": "cat"}}', "coco:caption"),
+        ("captions.json", '{"00000.png": "a cat"}', "coco:caption"),
         ("annotations.json", '{"images": [{"id": 7, "file_name": "00000.png"}], "annotations": '
          '[{"id": 1, "image_id": 7, "caption": "a cat"}]}', "coco:caption"),
     ],
@@ -110,6 +112,9 @@ def test_captions_that_cannot_be_read_are_an_error_and_not_missing_captions(bare
     table = bare / "metadata.jsonl"
     table.write_text('{"file_name": "00000.png", "text": "x"}\n{"file_name": null, "text": "y"}')
     with pytest.raises(ValueError, match=r"jsonl, line 2: file_name is null, not the name"):
+        guess(str(bare))
+    table.write_text('{"image_path": "00000.png", "text": "x"}')
+    with pytest.raises(ValueError, match=r"jsonl has the column 'text', but no column of image na"):
         guess(str(bare))
     table.unlink()
     (bare / "captions").mkdir()

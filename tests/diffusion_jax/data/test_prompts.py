@@ -105,7 +105,7 @@ def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
         ("p.csv", "id,caption\n1,cat, asleep\n", r'2 has 3 cells.*\["1", "cat", "asleep"\]'),
         ("p.csv", "caption,caption\na,b\n", "p.csv has several columns 'caption'"),
         ("p.jsonl", '"a"\n{"caption": 7}', "p.jsonl, line 2: caption is 7, not a text"),
-        ("p.jsonl", '{"caption": "a"}\n{"x": 7}', "p.jsonl, line 2: has no 'caption', not a text"),
+        ("p.jsonl", '{"caption": "a"}\n{"x": 7}', "p.jsonl, line 2 has no column 'caption', but x"),
         ("p.jsonl", '"a"\n{', "p.jsonl, line 2: invalid JSON"),
         ("p.json", '["a", null]', "p.json, item 2: caption is null, not a text"),
         ("p.json", '{"a": 1}', 'p.json holds {"a": 1}: it needs a list'),
