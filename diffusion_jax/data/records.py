@@ -104,14 +104,15 @@ def other_kind(suffix: str, texts: Collection[str]) -> str:
 
     `suffix` is the file's suffix, and `texts` holds the suffixes of texts.
     """
-    if suffix in texts:
+    last = suffix.rpartition(".")[2]
+    if suffix in texts or last in texts:
         return "no_picture"
-    return COMPANIONS if suffix.rpartition(".")[2] in KNOWN else "format"
+    return COMPANIONS if last in KNOWN else "format"
 
 
 def key_of(name: str) -> int:
     """Return a 64-bit hash of a record's name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")
 
 
 def path_of(data: Data) -> str:
@@ -307,10 +308,12 @@ def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str)
     """
     if num_images == 0:
         others = _list(suffixes)
-        tars = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        for suffix, package in (("heic", "pillow-heif"), ("jxl", "pillow-jxl-plugin")):
+            advice += f", or install {package}, which reads .{suffix}" if suffix in others else ""
         raise ValueError(
             f"no images in {place}: looked for {images} and found {others or 'no files at all'}; "
-            f"check the path{tars}"
+            f"check the path{advice}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,18 +137,19 @@ class Folder(Records):
         except PermissionError as error:
             return Unusable("unreadable", str(error))
 
-    def _count_others(self, names: Mapping[str, str]) -> None:
+    def _count_others(self, names: dict[str, str]) -> None:
         """Add all files but the images to the inventory. `names` maps names to suffixes."""
         beside = {part.suffix: set(texts.values()) for part, texts in self._texts
                   if part.suffix not in metadata.SUFFIXES}  # fmt: skip
         used = set[str]().union(*beside.values())
         counted = tuple(metadata.SUFFIXES[part.suffix] for part, _ in self._texts
                         if part.suffix in metadata.SUFFIXES)  # fmt: skip
-        for name, suffix in names.items():
+        first = {suffix: name for name, suffix in reversed(names.items())}
+        for name in dict.fromkeys([*reversed(first.values()), *names]):  # First one of each suffix.
             if name in used:
                 self._inventory.add(TEXTS, [name])
             elif not name.lower().endswith(counted):  # Tables count themselves.
-                self._inventory.add(records.other_kind(suffix, beside), [name])
+                self._inventory.add(records.other_kind(names[name], beside), [name])
 
 
 def _head(path: pathlib.Path) -> bytes:
@@ -159,10 +160,15 @@ def _head(path: pathlib.Path) -> bytes:
 def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[str, str]:
     """Return the file with this suffix beside each image, keyed by image.
 
-    A suffix in other case, such as .TXT, is accepted.
+    For NAME.jpg, this is NAME.txt or NAME.jpg.txt. A suffix in other case, as in NAME.TXT, is
+    accepted.
     """
     lower = {name[: -len(suffix)] + suffix: name for name in names
              if name.lower().endswith(f".{suffix}")}  # fmt: skip
-    beside = lambda image: f"{os.path.splitext(image)[0]}.{suffix}"
-    files = {i: beside(i) if beside(i) in names else lower.get(beside(i)) for i in images}
-    return {image: name for image, name in files.items() if name}
+    found = {}
+    for image in images:
+        for name in (f"{os.path.splitext(image)[0]}.{suffix}", f"{image}.{suffix}"):
+            if name in names or name in lower:
+                found[image] = name if name in names else lower[name]
+                break
+    return found
