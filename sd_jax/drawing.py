@@ -22,6 +22,7 @@ from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import NEWEST, Choice, Option, Options, Weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import files, sheets
+from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings
 from sd_jax.weights import published, trained
 from sd_jax.weights.published import NO_FACTS, File
@@ -77,7 +78,7 @@ def load(
         ValueError: A part of the model or the chosen average is missing, an override is invalid, or
             the run `guide` cannot guide this model.
     """
-    path = files.path(path)
+    path = pretrained.snapshot(files.path(path))
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
         if guide:
             raise ValueError(

@@ -298,6 +298,14 @@ def check(s: Settings) -> None:
     shapes.check(s.data.aspect_buckets, *s.crop_sides, resize=s.data.resize)
 
 
+_OTHER_UNETS = {
+    9: "an inpainting model (latents, mask and masked picture)",
+    8: "InstructPix2Pix (latents and the picture to edit)",
+    7: "an upscaler (latents and the small picture)",
+    5: "a depth model (latents and a depth map)",
+}
+
+
 def check_pipeline(p: Pipeline) -> None:
     """Raise ValueError if a model cannot draw with these settings."""
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
@@ -316,6 +324,11 @@ def check_pipeline(p: Pipeline) -> None:
             "steps, but at least one is needed: increase strength or sampler.steps"
         )
     channels = (p.vae.latent_channels, p.unet.in_channels, p.unet.out_channels)
+    if family := _OTHER_UNETS.get(p.unet.in_channels):
+        raise ValueError(
+            f"the UNet reads {p.unet.in_channels} channels, as {family} does: choose a model that "
+            "draws from texts alone, whose UNet reads only the latents"
+        )
     if len(set(channels)) > 1:
         raise ValueError(
             f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: set them "

@@ -66,7 +66,7 @@ train --workdir=D/damaged | D/damaged/config.json: Expecting property name
 train --config.steps=0 | steps is 0: it must be above 0
 train --config.steps=abc | flag --config.steps=abc: give a whole number, not 'abc'
 train --config.optimizer.lr=x | flag --config.optimizer.lr=x: give a number, not 'x'
-train --config.seed=-1 | seed is -1: it must be from 0 to 4294967295
+train --config.seed=-1 | seed is -1: it must be from 0 to below 18446744073709551616
 train --config.seed=4294967296 | seed is 4294967296: it must be from 0
 train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 is not divisible by
 train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
@@ -226,7 +226,7 @@ train --config.unet.channel_mult=(1000000000,) | unet.channel_mult is (100000000
 train --config.unet.embed_dim=1000000000 | unet.embed_dim is 1000000000: it must be from 1 to 65536
 train --config.unet.image_size=1000000 | unet.image_size is 1000000: it must be from 1 to 16384
 train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | for 1,000,000,00
-train --config.data.source=webdataset --config.data.path=D/cut.tar | 1 of 1 tars in D/cut.tar are tr
+train --config.data.source=webdataset --config.data.path=D/cut.tar | tars in D/cut.tar are damaged: 
 train --workdir=D/dangling | workdir D/dangling: D/dangling is a link to D/nowhere, which does not e
 sample --prompts=/dev/zero | /dev/zero has more than 67,108,864 bytes, the limit for a text
 sample --prompt=a --image=D/cut.png | --image=D/cut.png is damaged: 

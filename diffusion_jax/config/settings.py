@@ -42,7 +42,7 @@ class Run(NamedTuple):
     optimizer.restart to the step that the run has reached."""
     batch_size: Count
     """The number of training images in a step, over all devices together."""
-    seed: Annotated[int, "[0, 4294967295]"] = 0
+    seed: Annotated[int, "[0, 18446744073709551616)"] = 0
     """The seed of all random numbers of a run: initial weights, order of the data, and noise."""
     log_every: Count = 100
     """Number of steps between two lines in metrics.jsonl."""

@@ -42,6 +42,8 @@ _VERSION = 3
 _NAME = 100  # Bytes of the member's name at the start of a tar header.
 _CHUNK = 256  # Number of tars whose indices are held in memory together.
 _LENGTH = struct.Struct("<Q")
+_KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture", "no_caption",
+          "no_picture", "duplicate_key", "broken_record")  # fmt: skip
 
 
 class Listing(NamedTuple):
@@ -88,8 +90,9 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
         digest.update(f"\n{name[len(home) :]} {stamp}".encode())
     name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
-    load = lambda path: _load(path, names, len(texts))
-    trusted = lambda path: load(path) if tars.is_trusted(path, names[0]) else None
+    trusted = lambda path: (
+        _load(path, names, len(texts)) if tars.is_trusted(path, names[0]) else None
+    )
     for folder in folders:
         if (listing := trusted(folder / name)) is not None:
             listing.inventory.update(beside)
@@ -100,7 +103,7 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
     with filelock.FileLock(lock):
         if (listing := trusted(target)) is None:  # Another process may have built it meanwhile.
             _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts))
-            listing = load(target)
+            listing = _load(target, names, len(texts))
         assert listing is not None, f"{target} is damaged immediately after writing"
         if listing.inventory.damaged():
             target.unlink(missing_ok=True)  # Its numbers stay mapped into memory.
@@ -191,15 +194,15 @@ def _build(
                 continue
             spans, kinds = _sorted(index, images, texts)
             if index.inventory.damaged() and len(spans):  # The text was probably lost.
-                kinds[kinds == "no_caption"] = "broken_record"
-            for kind in np.unique(kinds).tolist():
-                rows = np.flatnonzero(kinds == kind)
+                kinds[kinds == _KINDS.index("no_caption")] = _KINDS.index("broken_record")
+            for number in np.flatnonzero(np.bincount(kinds)).tolist():
+                kind, rows = _KINDS[number], np.flatnonzero(kinds == number)
                 first = [] if kind in USED else index.span[rows[: inventory.room(kind)], 0].tolist()
                 inventory.add(kind, [full_name(name, *header(name, at)) for at in first], len(rows))
             for kind, first in index.inventory.first.items():
                 number = index.inventory.counts[kind]
                 inventory.add(kind, [f"{name}/{member}" for member in first], number)
-            suffixes.update(index.suffix.tolist())
+            suffixes.update(np.unique(index.suffix).tolist())
             numbers = _compact(spans, name).tobytes()
             crc = zlib.crc32(numbers, crc)
             file.write(numbers)
@@ -245,29 +248,31 @@ def _sorted(
     """Return the records of a tar, and the kind of each of its files.
 
     Returns:
-        (offset, size) in bytes of the image and of each text of each complete record, and an array
-        of strings [M]: the inventory's kind of each file. The span of a missing text is (0, 0).
+        (offset, size) in bytes of the image and of each text of the records that have an image and
+        a text, where a missing text has the offset 0; and the inventory's kind of each file, as
+        an array [M] of indices of _KINDS.
     """
     suffixes, number = np.unique(index.suffix, return_inverse=True)
-    kinds = np.array([_kind(suffix, images, texts) for suffix in suffixes.tolist()], "U16")[number]
-    files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of a record's image and texts.
-    for column, names in enumerate((images, *((text,) for text in texts))):
-        rows = np.flatnonzero(np.isin(index.suffix, names))
+    kind_of = lambda suffix: _KINDS.index(_kind(suffix, images, texts))
+    kinds = np.array([kind_of(suffix) for suffix in suffixes.tolist()], np.int64)[number]
+    files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of each record's files.
+    for column, rows in enumerate((kinds == 0, *(index.suffix == text for text in texts))):
+        rows = np.flatnonzero(rows)
         files[index.record[rows], column] = rows  # The last one of several images.
-        kinds[rows[files[index.record[rows], column] != rows]] = "second_picture"
+        kinds[rows[files[index.record[rows], column] != rows]] = _KINDS.index("second_picture")
     # Of several records with one key, it is only certain which files belong together if all
     # records are complete.
-    missing = files < 0
-    incomplete = missing[:, 0] | missing[:, 1:].all(1)
+    is_bare, has_no_picture = (files[:, 1:] < 0).all(1), files[:, 0] < 0
+    incomplete = is_bare | has_no_picture
     repeated = np.bincount(index.key, minlength=1)[index.key] > 1
     unclear = repeated & np.isin(index.key, index.key[incomplete])
-    for rows, kind in (
-        (files[incomplete, 0], "no_caption"), (files[incomplete, 1:].ravel(), "no_picture"),
-        (files[unclear].ravel(), "duplicate_key"),
+    for chosen, kind in (
+        (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
     ):  # fmt: skip
-        kinds[rows[rows >= 0]] = kind
-    spans = np.where(missing[:, :, None], 0, index.span[files])
-    return spans[~incomplete & ~unclear], kinds
+        rows = files[chosen].ravel()
+        kinds[rows[rows >= 0]] = _KINDS.index(kind)
+    used = files[~incomplete & ~unclear]
+    return np.where(used[..., None] < 0, 0, index.span[used]), kinds
 
 
 def _kind(suffix: str, images: Sequence[str], texts: Sequence[str]) -> str:

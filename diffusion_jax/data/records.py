@@ -20,8 +20,8 @@ from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
 
 KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
-              "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",
-              "log")  # fmt: skip
+         "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",
+         "log")  # fmt: skip
 """Suffixes of files that often lie beside images: texts, tables, arrays and notes."""
 _LINES = "lines"  # The field of a text file with one caption per line.
 HEAD = 2**16
@@ -84,13 +84,6 @@ class Records(Portable, abc.ABC):
         inventory.add(PICTURES, (), len(self))
         return inventory
 
-    def files(self) -> list[str]:
-        """Return the paths or URLs of the files that hold the records, in a fixed order.
-
-        They show whether the records have changed. The base class returns none.
-        """
-        return []
-
     def left_out(self) -> dict[str, int]:
         """Return how many files the source left out when it was opened, keyed by reason.
 
@@ -102,7 +95,7 @@ class Records(Portable, abc.ABC):
 def other_kind(suffix: str, texts: Collection[str]) -> str:
     """Return the inventory's kind of a file that is neither an image nor the text of an image.
 
-    `suffix` is the file's suffix, and `texts` holds the suffixes of texts.
+    `suffix` is the file's suffix, and `texts` are the suffixes of texts beside images.
     """
     if suffix in texts:
         return "no_picture"

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 import pathlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,8 @@ _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created"
              "last_modified")  # fmt: skip
 """Fields of an fsspec listing that change when a file's contents change. A kind of store provides
 only some of these fields."""
-_SYSTEM = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")  # Of macOS, Synology and Windows.
+# Names that begin with a dot, and names of macOS, Synology and Windows.
+_HIDDEN = re.compile(r"(^|/)(\.(?!\.?(/|$))|(__MACOSX|@eaDir|Thumbs\.db|desktop\.ini)(/|$))")
 _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
@@ -106,10 +108,7 @@ def is_hidden(path: str) -> bool:
 
     Examples are ".git/a.png", "._a.jpg" and "__MACOSX/a.jpg".
     """
-    return any(
-        (part.startswith(".") and part not in (".", "..")) or part in _SYSTEM
-        for part in path.split("/")
-    )
+    return _HIDDEN.search(path) is not None
 
 
 def stamp(path: str) -> tuple[int, int]:

@@ -208,10 +208,12 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
 def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
     """Return the member whose header is at tar.offset, or None if there is no valid header."""
     start = tar.offset
-    with contextlib.suppress(tarfile.TarError, ValueError):  # Hostile headers raise several types.
+    try:
         member = tar.next()
-        if tar.offset > start:  # A negative size would lead back.
-            return member
+    except (tarfile.TarError, ValueError):  # Hostile headers raise several types.
+        member = None
+    if tar.offset > start:  # A negative size would lead back.
+        return member
     tar.offset = start
     return None
 

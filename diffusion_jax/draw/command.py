@@ -18,7 +18,7 @@ import numpy as np
 from absl import app, flags, logging
 from jaxtyping import UInt8
 
-from diffusion_jax import cli
+from diffusion_jax import cli, seeds
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import files, programs, progress, sheets
@@ -74,6 +74,8 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
             file = f["prompts"].value
             prompts = [*f["prompt"].value, *(prompt_files.read(file) if file is not None else ())]
             session = open_session(prompts, folder)
+            last = f["seed"].value + len(session.captions) * f["num_images"].value - 1
+            seeds.halves([last])
             if f["rehearse"].value:
                 print(_rehearse(session, out, f["num_images"].value, folder))
                 return
@@ -114,7 +116,7 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
         ),
         integer("num_images", 1, "Images for each text.", lower_bound=1, upper_bound=10**6),
         flags.DEFINE_bool("rehearse", False, "Print what would be drawn, and exit."),
-        integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1),
+        integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST),
     ]
     return {holder.name: holder for holder in holders}
 
@@ -164,9 +166,11 @@ def _write(
     """
     lines, images = [], []
     for batch in batches:
+        with cli.bad_input():
+            pixels = [sheets.to_uint8(images) for images in batch]
         if jax.process_index():
             continue
-        for sizes in zip(*map(sheets.to_uint8, batch), strict=True):
+        for sizes in zip(*pixels, strict=True):
             n = len(lines)
             lines.append(_write_image(session, out, rows[n], seeds[n], sizes))
             images.append(sizes[-1])

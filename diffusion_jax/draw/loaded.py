@@ -30,6 +30,7 @@ from diffusion_jax.draw.options import Options, Values, Weights
 from diffusion_jax.draw.pictures import Pictures
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import sheets
+from diffusion_jax.seeds import halves, keys_of
 from diffusion_jax.task import Texts
 from diffusion_jax.text import vocabulary
 from diffusion_jax.text.vocabulary import Vocabulary
@@ -177,10 +178,10 @@ class Loaded:
         prompts, seeds = _paired(prompts, seeds)
         if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
             logging.warning("%s", line)
-        inputs = Inputs(
-            pictures.opened(image, mask), None if low_res is None else pictures.pixels(low_res)
-        )
-        values = {**values, **self._size_of(image, values)}
+        over = pictures.opened(image, mask)
+        small = low_res and np.asarray(pictures.upright(low_res, "RGB", "the picture to enlarge"))
+        inputs = Inputs(over, small)
+        values = {**values, **self._size_of(over and over.images[0], values)}
         strengths = self._strengths(strength) if image else [None] * len(self.stages)
         stages = self._stages_with(values, progress is not None, strengths)
         if low_res is not None and (enlarger := self.enlarger) is not None:
@@ -336,7 +337,7 @@ class PromptedDenoiser:
         s = model.settings.sampler
         guidance = guidance_module.by_image(s.guiding, s.guidance, self.num_prompts)
         self._arguments = model.params, frozen, dict(texts), guidance
-        zeros = np.zeros(self.num_prompts, np.uint32)
+        zeros = halves([0] * self.num_prompts)
         begin = self._start
         self._first = jax.jit(lambda *arguments: begin(*arguments).x)
         self._denoise = jax.jit(
@@ -359,7 +360,7 @@ class PromptedDenoiser:
         `seeds` is one seed per prompt, or the first of consecutive seeds.
         """
         numbers = range(seeds, seeds + self.num_prompts) if isinstance(seeds, int) else seeds
-        return self._first(*self._arguments, np.asarray(numbers, np.uint32))
+        return self._first(*self._arguments, halves(numbers))
 
     def pictures(self, x: Float[Array, "B H W C"]) -> UInt8[np.ndarray, "B H W 3"]:
         """Convert x at the last noise level to RGB images."""
@@ -367,7 +368,7 @@ class PromptedDenoiser:
 
     def _start(self, *arguments: Any) -> Any:
         params, frozen, texts, guidance, seeds = arguments
-        return self._begin(params, frozen, texts, jax.vmap(jax.random.key)(seeds), guidance)
+        return self._begin(params, frozen, texts, keys_of(seeds), guidance)
 
 
 def _paired(

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from absl import flags
-from jaxtyping import UInt8
-from PIL import Image, UnidentifiedImageError
+from absl import flags, logging
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from diffusion_jax.machine import files, untrusted
 
@@ -88,12 +87,12 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
 
 
 def open_picture(path: str, mode: str, flag: str) -> Image.Image:
-    """Open and decode a picture, and convert it to the Pillow mode `mode`, such as "RGB".
+    """Open and decode a picture, and convert it to "RGB" or "L" (see `upright`).
 
     `flag` is the name of the flag that gives the path, for error messages.
 
     Raises:
-        ValueError: The file is damaged or has too many pixels.
+        ValueError: The file is damaged, has too many pixels, or has pixels of an unknown range.
         OSError: The file is missing, or is not a JPEG, PNG or WebP image.
     """
     try:
@@ -105,9 +104,10 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
     except ValueError as error:
         raise ValueError(f"{flag}={path} cannot be opened: {error}") from error
     try:
-        return image.convert(mode)
+        image.load()
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each for damaged files.
         raise ValueError(f"{flag}={path} is damaged: {error}") from error
+    return upright(image, mode, f"{flag}={path}")
 
 
 def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:
@@ -120,14 +120,41 @@ def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | No
         if mask is not None:
             raise ValueError("a mask was given without an image to draw over: give an image too")
         return None
+    image = upright(image, "RGB", "the image")
     if mask is not None:
+        mask = upright(mask, "L", "the mask")
         _check_mask(mask, image, "the mask")
-    return Pictures([image.convert("RGB")], [] if mask is None else [mask.convert("L")])
+    return Pictures([image], [] if mask is None else [mask])
 
 
-def pixels(image: Image.Image) -> UInt8[np.ndarray, "H W 3"]:
-    """Return the RGB pixels of an image."""
-    return np.asarray(image.convert("RGB"))
+def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
+    """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
+
+    Grey levels of 16 bits are scaled to 8. Transparent pixels become white in a picture, as in
+    training, and black in a mask. `name` is the image's name in error messages.
+
+    Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
+    shows other colours than black and white.
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # Pillow would clip 16 bits to white.
+        levels = np.asarray(image)
+        if levels.min() < 0 or levels.max() > 65535:
+            raise ValueError(f"{name} has grey levels of more than 16 bits: save it with 8 bits")
+        image = Image.fromarray(np.rint(levels / 257).astype(np.uint8))
+    elif image.mode == "F":
+        raise ValueError(f"{name} has floating-point pixels: save it with 8 bits per channel")
+    if not image.has_transparency_data:
+        return image.convert(mode)
+    rgba, under = image.convert("RGBA"), "black" if mode == "L" else "white"
+    flat = Image.alpha_composite(Image.new("RGBA", rgba.size, under), rgba).convert(mode)
+    opaque = np.asarray(flat)[np.asarray(rgba)[..., 3] == 255]
+    if mode == "L" and ((opaque > 15) & (opaque < 240)).any():
+        raise ValueError(
+            f"{name} is a picture with transparent parts, which does not say what to redraw: give "
+            "a mask that is white at the parts to redraw and black elsewhere"
+        )
+    return flat
 
 
 def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:
@@ -136,3 +163,8 @@ def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:
             f"{name} is {mask.size[0]}x{mask.size[1]}, but its picture is "
             f"{image.size[0]}x{image.size[1]}: give a mask of the picture's size"
         )
+    white = np.asarray(mask) >= 128
+    if white.all():
+        logging.warning("%s is white throughout: the whole picture is redrawn", name)
+    elif not white.any():
+        logging.warning("%s is black throughout: nothing is redrawn", name)

@@ -20,6 +20,7 @@ from diffusion_jax.diffusion.samplers import Begin
 from diffusion_jax.machine import hardware, programs
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
+from diffusion_jax.seeds import halves, keys_of
 from diffusion_jax.task import Params, Sample, Texts
 
 Images = Float[np.ndarray, "B H W 3"]  # In about [-1, 1]; sheets.to_uint8 returns pixels.
@@ -61,15 +62,14 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
     @functools.partial(jax.jit, out_shardings=replicated(mesh))  # Every process gets all images.
     def from_seeds(params, frozen, batch, seeds, guidance):
-        keys = jax.vmap(jax.random.key)(seeds)
-        return ambient(mesh, sample)(params, frozen, batch, keys, guidance)
+        return ambient(mesh, sample)(params, frozen, batch, keys_of(seeds), guidance)
 
     compiled = announced(from_seeds, "the sampler")
 
     def draw(params, batch, seeds, guidance):
         # Rows are repeated until the batch size is a multiple of num_shards.
         rows = np.arange(-(-len(seeds) // num_shards) * num_shards) % len(seeds)
-        inputs = batch, np.asarray(seeds, np.uint32), guidance
+        inputs = batch, halves(seeds), guidance
         inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
         images = compiled(params, frozen, *inputs)
         return jax.device_get(images)[: len(seeds)]
@@ -131,11 +131,11 @@ def in_batches(
     `batch` holds the texts, `seeds` the seeds and `guidance` the guidance scales of the N images.
     The last batch is padded to `batch_size`, and the images of the padding are dropped.
     """
-    inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
+    inputs = jax.tree.map(np.asarray, (batch, guidance))
     for start in range(0, len(seeds), batch_size):
         rows = np.arange(start, start + batch_size) % len(seeds)
-        part = jax.tree.map(lambda x, rows=rows: x[rows], inputs)
-        yield draw(params, *part)[: len(seeds) - start]
+        texts, scales = jax.tree.map(lambda x, rows=rows: x[rows], inputs)
+        yield draw(params, texts, [seeds[i] for i in rows.tolist()], scales)[: len(seeds) - start]
 
 
 def default_batch_size(height: int, width: int) -> int:

@@ -324,7 +324,7 @@ def _redraw(
     scorer: Scorer, point: Point, plan: Sweep, guidance: float, indices: Sequence[int]
 ) -> UInt8[np.ndarray, "B H W 3"]:
     prompts, seeds = [scorer.prompts[i] for i in indices], [plan.seed + i for i in indices]
-    images = sheets.to_uint8(np.nan_to_num(point.draw(prompts, seeds, guidance)))
+    images = sheets.to_uint8(point.draw(prompts, seeds, guidance))
     return loop.resized(images, plan.size)
 
 

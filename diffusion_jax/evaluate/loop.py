@@ -116,21 +116,23 @@ def drawing(
         first_seed: seed of image 0; image i has seed first_seed + i.
         size: side in pixels to which images are resized with KERNEL before scoring. None does not
             resize.
-        save: function called with the indices and the pixels of each batch of images.
+        save: function called with the indices and the pixels of the finite images of each batch.
     """
     shown = np.isin(np.arange(len(scorer.prompts)), scorer.shown)
 
     def compute(rows: Int[np.ndarray, "B"]) -> Features:
         numbers, count = filled(rows, batch_size), len(rows)
         prompts, start = [scorer.prompts[i] for i in numbers], time.time()
-        samples = draw(prompts, (numbers + first_seed).tolist(), guidance)
-        images = resized(sheets.to_uint8(np.nan_to_num(samples)), size)
+        samples = draw(prompts, [first_seed + n for n in numbers.tolist()], guidance)
+        is_finite = np.asarray(np.isfinite(samples).all((1, 2, 3)))
+        # An image that is not finite is only counted; its features are those of a grey image.
+        samples = np.where(is_finite[:, None, None, None], samples, 0)
+        images, is_finite = resized(sheets.to_uint8(samples), size), is_finite[:count]
         end_of_drawing = time.time()
         features = {k: v[:count] for k, v in scorer.features(images, prompts).items()}
         seconds = np.array([[end_of_drawing - start, time.time() - end_of_drawing]])
         if save is not None:
-            save(rows, images[:count])
-        is_finite = np.asarray(np.isfinite(samples[:count]).all((1, 2, 3)))
+            save(rows[is_finite], images[:count][is_finite])
         on_sheet = images[:count][shown[rows]]
         return {**features, "images": on_sheet, "seconds": seconds, "fine": is_finite}
 

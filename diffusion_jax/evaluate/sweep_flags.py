@@ -7,6 +7,7 @@ from typing import Any
 
 from absl import flags
 
+from diffusion_jax import seeds
 from diffusion_jax.config import ranges
 from diffusion_jax.config.ranges import Amount
 from diffusion_jax.config.settings import INCEPTION_MODES
@@ -41,7 +42,9 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "out", None, "A folder for the results; the first model's workdir by default."
         ),
-        flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
+        flags.DEFINE_integer(
+            "seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST
+        ),
         count("batch_size", None, "Images drawn at once."),
         flags.DEFINE_string(
             "name", None, "Name of the folder under evaluation/; step_N by default."

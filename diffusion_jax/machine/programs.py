@@ -53,14 +53,18 @@ def watched(
 
     Args:
         denoise: The denoiser. Its results do not change.
-        preview: Called on the host with colours(x0) and the noise level sigma. If it raises an
-            error, the program ends.
+        preview: Called on the host with colours(x0) and the noise level sigma, if all colours are
+            finite. If it raises an error, the program ends.
         colours: Converts x0 to RGB images, for example from latents.
     """
 
+    def show(images, sigma):
+        if np.isfinite(images).all():
+            preview(images, sigma)
+
     def shown(x, sigma):
         x0 = denoise(x, sigma)
-        on_host(preview, colours(x0), sigma[0])
+        on_host(show, colours(x0), sigma[0])
         return x0
 
     return shown

@@ -20,8 +20,17 @@ _LINE = 14  # Height of a line of text.
 
 
 def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3"]:
-    """Convert images from [-1, 1] to integers in 0 ... 255. Values are rounded and clipped."""
-    return np.clip(np.round((np.asarray(images) + 1) * 127.5), 0, 255).astype(np.uint8)
+    """Convert images from [-1, 1] to integers in 0 ... 255. Values are rounded and clipped.
+
+    Raises ValueError if an image has a value that is NaN or infinite.
+    """
+    images = np.asarray(images)
+    if bad := int((~np.isfinite(images).all((1, 2, 3))).sum()):
+        raise ValueError(
+            f"{bad} of {len(images)} pictures are not finite: the sampler diverges, or the weights "
+            "are damaged; choose other sampler settings, or weights of another step"
+        )
+    return np.clip(np.round((images + 1) * 127.5), 0, 255).astype(np.uint8)
 
 
 def contact_sheet(

@@ -15,7 +15,7 @@ import numpy as np
 from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files, tables
 from diffusion_jax.precache import shards, store
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import safetensors_files
 
 _PLACE = [("first", np.int64), ("tokens", np.int32), ("check", np.int64)]
 ROW = np.dtype([("key", tables.KEY), *_PLACE])
@@ -134,7 +134,7 @@ class _Tables(NamedTuple):
         file = self.listed.path / self.listed.names[number]
         if not shards.usable(file, self.verify):
             return
-        shard = pretrained.open_safetensors(file)
+        shard = safetensors_files.open_safetensors(file)
         rows = np.zeros(len(shard["keys"]), ROW)
         rows["key"] = np.array(shard["keys"]).view(tables.KEY)[:, 0]
         rows["first"], rows["tokens"] = shard["first"][:-1], np.diff(shard["first"])
@@ -195,7 +195,7 @@ def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
     """
     errors, weights = [], []
     for name in names:
-        shard = pretrained.open_safetensors(path / name)
+        shard = safetensors_files.open_safetensors(path / name)
         errors.append(np.array(shard["errors"]))
         weights.append(max(1, int(shard["first"][-1])))
     errors = np.array(errors)

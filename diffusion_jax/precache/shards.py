@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Shaped
 
 from diffusion_jax.machine import files
 from diffusion_jax.precache import store
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import safetensors_files
 
 
 class Rows(NamedTuple):
@@ -87,7 +87,7 @@ def usable(file: pathlib.Path, verify: bool) -> bool:
     if not file.is_file():
         return False
     try:
-        shard = pretrained.open_safetensors(file)
+        shard = safetensors_files.open_safetensors(file)
         if not verify:
             return True
         checks = _checks(shard["keys"], shard["first"], shard["values"], shard.get("scales"))

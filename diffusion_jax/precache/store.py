@@ -32,6 +32,7 @@ from diffusion_jax.machine.tables import KEY, KEY_SIZE
 from diffusion_jax.precache import quantize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.weights import pretrained
+from diffusion_jax.weights.safetensors_files import map_safetensors
 
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
@@ -205,7 +206,7 @@ class Store:
         return batch
 
     def _map_shard(self, number: int) -> dict[str, np.ndarray]:
-        return pretrained.map_safetensors(self.path / self.manifest["shards"][number]["file"])
+        return map_safetensors(self.path / self.manifest["shards"][number]["file"])
 
 
 def encoder(opened: Store) -> TextEncoder:
@@ -273,7 +274,7 @@ def _open_index(path: pathlib.Path, entry: Mapping[str, Any]) -> dict[str, np.nd
             f"{path / INDEX} is damaged, or does not belong to the manifest: create it again with\n"
             f"  {command(path)}"
         )
-    return pretrained.map_safetensors(path / INDEX)
+    return map_safetensors(path / INDEX)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -22,7 +22,7 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import distributed, flops, sheets
+from diffusion_jax.machine import distributed, events, flops, sheets
 from diffusion_jax.machine.log import MetricWriter, write_manifest
 from diffusion_jax.machine.sharding import (
     ambient,
@@ -34,6 +34,7 @@ from diffusion_jax.machine.sharding import (
     replicated,
     shardings,
 )
+from diffusion_jax.seeds import MOST, halves, keys_of
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
@@ -160,13 +161,12 @@ def train(
         newest = checkpoints.latest_step()
         state = first_state(workdir, newest, create, key, layout, batches, inputs.start)
         first_step = int(state.step)
-        writer = MetricWriter(workdir, config, first_step)
-        stack.callback(writer.close)
         tuned = autotuning.find(workdir, run.deterministic)
         write_manifest(workdir, config, run.seed, first_step, tuned.loaded)
         if first_step >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first_step)
             return state
+        events.import_beside()
 
         # From here on, a lost process ends this one without waiting for a save.
         stack.enter_context(distributed.ending_at_disconnection())
@@ -189,7 +189,9 @@ def train(
             each.step.memory_analysis().temp_size_in_bytes for each in programs.values()
         )
 
-        # Set up reports, drawing, scores and snapshots; their programs compile at first use.
+        # Set up metrics, reports, drawing, scores and snapshots, which compile at first use.
+        writer = MetricWriter(workdir, config, first_step)
+        stack.callback(writer.close)
         stack.callback(trace.close)
         progress = Progress(run, writer, mesh.size, batches)
         skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
@@ -229,9 +231,15 @@ def train(
             # Draw the examples, score pictures, and measure the held-out loss.
             if _is_due(step, run.sample_every, run.steps):
                 with progress.paused(), watchdog.paused():
-                    sheet = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
-                    _write_sheet(workdir / "samples", step, sheet)
-                    writer.write_images(step, {"samples": sheet[None]})
+                    images = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
+                    if np.isfinite(images).all():
+                        sheet = sheets.contact_sheet(
+                            sheets.to_uint8(images), inputs.examples.captions
+                        )
+                        _write_sheet(workdir / "samples", step, sheet)
+                        writer.write_images(step, {"samples": sheet[None]})
+                    else:
+                        logging.warning("step %d: pictures are not finite; no sheet is saved", step)
             if evaluation and (evaluation.is_due(step, run.batch_size) or step == run.steps):
                 with progress.paused(), watchdog.paused():
                     writer.write_scalars(step, evaluation.score(draw, averaged(state)))
@@ -311,7 +319,8 @@ def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
     create(key) returns the state at step 0. `layout` holds the sharding of each leaf of the state.
     """
     tx = make_optimizer(settings, run.steps)
-    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
+    to_key = jax.jit(lambda seeds: keys_of(seeds)[0], out_shardings=replicated(mesh))
+    key = to_key(halves([run.seed]))
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
@@ -392,11 +401,10 @@ def first_state(
 
 
 def _draw_examples(draw, params, examples, seed):
-    """Draw the examples from fixed seeds. Return a contact sheet of them, uint8 [H, W, 3]."""
-    seeds = [seed + i for i in range(len(examples.captions))]
+    """Draw the examples from fixed seeds."""
+    seeds = [(seed + i) % (MOST + 1) for i in range(len(examples.captions))]
     guidance = np.full(len(seeds), examples.guidance, np.float32)
-    images = sheets.to_uint8(draw(params, examples.batch, seeds, guidance))
-    return sheets.contact_sheet(images, examples.captions)
+    return draw(params, examples.batch, seeds, guidance)
 
 
 def _write_sheet(folder, step, sheet):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import UInt8
 
@@ -240,7 +241,11 @@ def _pictures(frozen, batch, decode, everywhere) -> np.ndarray | None:
         return jax.device_get(jax.jit(lambda x: x, out_shardings=everywhere)(batch["image"]))
     if decode is None:
         return None
-    return sheets.to_uint8(jax.device_get(jax.jit(decode, out_shardings=everywhere)(frozen, batch)))
+    images = jax.device_get(jax.jit(decode, out_shardings=everywhere)(frozen, batch))
+    if np.isfinite(images).all():
+        return sheets.to_uint8(images)
+    logging.warning("the decoded pictures are not finite, so none is shown")
+    return None
 
 
 def _examples(batches: Batches, batch_size: int, labels: Mapping[str, np.ndarray]):

@@ -76,9 +76,12 @@ const lines = () => typedLines().length || model().needs_prompt ? typedLines() :
 const values = (id) => $(id).value ? $(`${id}-values`).value.split(";").map((v) => v.trim())
   .filter(Boolean) : [""];
 
+// A seed has 64 bits, more than a number holds.
+const whole = (text) => BigInt(/^\d+$/.test(text) ? text : Math.trunc(Number(text)));
+
 function requested() {
-  const count = Number($("count").value), first = Number($("seed").value);
-  const seeds = Array.from({length: count}, (_, n) => first + n), wanted = [];
+  const count = Number($("count").value), first = whole($("seed").value);
+  const seeds = Array.from({length: count}, (_, n) => first + BigInt(n)), wanted = [];
   const set = (picture, axis, value) => {
     if (!axis) return picture;
     if (axis === "prompt") return {...picture, prompt: picture.prompt.replace("*", value)};
@@ -86,9 +89,9 @@ function requested() {
   };
   const grid = Boolean($("x").value || $("y").value);
   for (const [n, prompt] of lines().entries()) {
-    const own = grid ? seeds : seeds.map((seed) => seed + n * count);
+    const own = grid ? seeds : seeds.map((seed) => seed + BigInt(n * count));
     for (const y of values("y")) for (const x of values("x")) for (const seed of own) {
-      const picture = set({model: model().name, prompt, seed, choices: choices()}, $("x").value, x);
+      const picture = set({model: model().name, prompt, seed: `${seed}`, choices: choices()}, $("x").value, x);
       wanted.push({x, y, line: n, ...set(picture, $("y").value, y)});
     }
   }

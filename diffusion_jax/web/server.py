@@ -28,6 +28,7 @@ from diffusion_jax.draw import options
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Option, Options, Values
 from diffusion_jax.machine import files, untrusted
+from diffusion_jax.seeds import MOST
 from diffusion_jax.web import about, results, uploads
 from diffusion_jax.web.access import Answer, guarded, with_headers
 from diffusion_jax.web.jobs import PICTURES, Job, Picture, Queue
@@ -136,8 +137,10 @@ class Site:
             raise ValueError(f"the prompt must be a string of at most {_MAX_LETTERS:,} characters")
         if not prompt.strip() and about.needs_prompt(self.models[name]):
             raise ValueError("enter a prompt, because this model was never trained without one")
-        if type(seed) is not int or not 0 <= seed < 2**31:
-            raise ValueError(f"the seed is {seed!r}: it must be a whole number from 0 to 2^31 - 1")
+        if isinstance(seed, str) and re.fullmatch(r"[0-9]{1,20}", seed):
+            seed = int(seed)  # JavaScript's numbers have 53 bits, so the page sends text.
+        if type(seed) is not int or not 0 <= seed <= MOST:
+            raise ValueError(f"the seed is {seed!r}: it must be a whole number from 0 to 2^64 - 1")
         values = request.get("choices") or {}
         if not isinstance(values, dict):
             raise ValueError("choices must be a JSON object of names and values")

@@ -6,6 +6,8 @@ import collections
 import hashlib
 from typing import Any, NamedTuple
 
+from PIL import ImageOps
+
 from diffusion_jax.machine import untrusted
 
 MAX_SIDE = 2_048
@@ -47,6 +49,7 @@ class Uploads:
             content = base64.b64decode(text or "", validate=True)
             image = untrusted.open_image(content, untrusted.WEB_FORMATS)
             image.load()
+            image = ImageOps.exif_transpose(image)
         except (binascii.Error, TypeError, ValueError, OSError, SyntaxError) as error:
             raise ValueError(
                 "the picture cannot be read: send a PNG, JPEG or WebP file in base64"

@@ -6,7 +6,6 @@ only the parts that it needs (machine/stored.py), so a host never holds a second
 
 import contextlib
 import hashlib
-import math
 import os
 import pathlib
 import re
@@ -14,13 +13,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
 from diffusion_jax.machine import files, untrusted
-from diffusion_jax.machine.remote import Remote
-from diffusion_jax.weights import torch_files
+from diffusion_jax.weights import file_kinds, torch_files
+from diffusion_jax.weights.safetensors_files import map_safetensors
 
 INDEX = "model.safetensors.index.json"
 _LAYOUT = re.compile(
@@ -33,11 +31,6 @@ Examples are "model.fp16.safetensors" and "diffusion_pytorch_model.bin.index.fp1
 """
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)\b.*")
 _OTHERS = (".flashpack", ".msgpack", ".h5", ".onnx", ".gguf", ".xml")
-_DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16,
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-    "BOOL": np.bool_, "F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2,
-}  # fmt: skip
 _HUB = ("*.json", "*.txt", "*.model", "*.txt.gz")
 _HUB_KINDS = {
     kind: tuple(
@@ -65,7 +58,7 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
         )
     folder = files.local(name).expanduser()
     if folder.is_dir():
-        return folder
+        return snapshot(folder)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) or str(name).startswith("."):
         raise FileNotFoundError(
             f"no folder {name}: choose a folder with config.json and safetensors, or a name on the "
@@ -89,6 +82,25 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
         ) from error
 
 
+def snapshot(folder: pathlib.Path) -> pathlib.Path:
+    """Return the model's folder in a folder of the hub's cache, such as models--owner--model.
+
+    A path that is no such folder is returned unchanged. Raises ValueError if the cache holds
+    several versions of the model, none of which is the main one.
+    """
+    if not (folder / "snapshots").is_dir():
+        return folder
+    main = folder / "refs" / "main"
+    versions = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+    chosen = [v for v in versions if main.is_file() and v.name == main.read_text().strip()]
+    if len(found := chosen or versions) != 1:
+        raise ValueError(
+            f"{folder} is a cache of the Hugging Face Hub with {len(versions)} versions: name one, "
+            f"such as {versions[0] if versions else folder / 'snapshots' / 'VERSION'}"
+        )
+    return found[0]
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a JSON object from a file.
 
@@ -108,12 +120,12 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return value
 
 
-def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def open_weights(folder: str | os.PathLike[str], variant: str = "") -> dict[str, np.ndarray]:
     """Map the weights in a model's folder into memory, and return the arrays, keyed by name.
 
     All files that `save_pretrained` of transformers and diffusers writes are supported: safetensors
     or pickles (.bin), in one file or in shards with an index. Code in a pickle is never executed. A
-    variant such as fp16 is read only if the folder has no other weights.
+    variant such as fp16 is read only if the folder has no other weights, or if `variant` names it.
 
     Raises:
         FileNotFoundError: The folder has no weights, or shards are missing.
@@ -124,6 +136,7 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     # If a model is saved again in one file, a stale index of its former shards may remain.
     layouts = _layouts(folder)
     layouts = [row for row in layouts if not _is_stale(row[-1])] or layouts
+    layouts = [row for row in layouts if row[0] == variant] or layouts
     variants = sorted({variant for variant, *_ in layouts})
     if variants and variants[0]:
         if len(variants) > 1:
@@ -135,7 +148,7 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     if layouts:
         *_, path = layouts[0]
         return _open_shards(path) if path.suffix == ".json" else _map(path)
-    return map_safetensors(_only_safetensors(folder))
+    return _map(_only_safetensors(folder))
 
 
 @contextlib.contextmanager
@@ -145,73 +158,6 @@ def errors_of(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"the model in {folder}: {error}") from error
-
-
-def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Map a safetensors file into memory, and return its arrays, keyed by name.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
-    start, entries = _read_header(pathlib.Path(path))
-    data = np.memmap(path, np.uint8, mode="r")[start:] if entries else np.empty(0)
-    part = lambda entry: data[slice(*entry["data_offsets"])]
-    return {name: _view(part(e), e, f"{name} in {path}") for name, e in entries.items()}
-
-
-def open_safetensors(path: pathlib.Path) -> Mapping[str, np.ndarray]:
-    """Open a safetensors file, and return its arrays, keyed by name.
-
-    A local file is mapped into memory. An array in a bucket is read each time it is accessed.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
-    remote_path = files.remote(path)
-    return _Ranges(remote_path) if remote_path else map_safetensors(path)
-
-
-class _Ranges(Mapping[str, np.ndarray]):
-    def __init__(self, path: Remote) -> None:
-        self._path = path
-        self._start, self._entries = _read_header(path)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        entry = self._entries[name]
-        first, last = (self._start + offset for offset in entry["data_offsets"])
-        data = np.frombuffer(self._path.read_range(first, last), np.uint8)
-        return _view(data, entry, f"{name} in {self._path}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
-    """Return the offset of the data in a safetensors file, and the entry of each array by name."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if 8 + length <= size else b""
-    try:
-        entries = untrusted.parse_json(header)
-        entries.pop("__metadata__", None)
-        ends = [8 + length + entry["data_offsets"][1] for entry in entries.values()]
-        unsound = [name for name, entry in entries.items() if not _is_sound(entry)]
-    except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"{path} is damaged or not a safetensors file: download it again"
-        ) from error
-    if unsound:
-        raise ValueError(
-            f"{path} is damaged, because the size and the shape of its array "
-            f"{unsound[0]} do not match: download the file again"
-        )
-    if max(ends, default=0) > size:
-        raise ValueError(f"{path} ends after {size} of {max(ends)} bytes: download it again")
-    return 8 + length, entries
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
@@ -263,8 +209,8 @@ def _is_stale(path: pathlib.Path) -> bool:
 
 
 def _map(path: pathlib.Path) -> dict[str, np.ndarray]:
-    map_file = map_safetensors if path.suffix == ".safetensors" else torch_files.map_state_dict
-    return map_file(path)
+    is_safe = file_kinds.kind_of(path) == file_kinds.SAFETENSORS
+    return map_safetensors(path) if is_safe else torch_files.map_state_dict(path)
 
 
 def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
@@ -329,24 +275,3 @@ def _check_unquantised(folder: pathlib.Path) -> None:
             f"the weights in {folder} are quantised by {kind}, which is not supported: use the "
             "original model, or dequantise it"
         )
-
-
-def _is_sound(entry: Mapping[str, Any]) -> bool:
-    """Return whether an array's byte range in a file matches its shape.
-
-    For unknown types, it only checks that the offsets are in order and no number is negative.
-    """
-    (start, end), shape = entry["data_offsets"], entry["shape"]
-    width = np.dtype(_DTYPES.get(entry["dtype"], np.void)).itemsize
-    smallest = min((start, *shape)) if shape else start
-    has_size = not width or math.prod(shape) * width == end - start
-    return smallest >= 0 and start <= end and has_size
-
-
-def _view(data: np.ndarray, entry: Mapping[str, Any], name: str) -> np.ndarray:
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(
-            f"{name} has the unknown type {entry['dtype']}: convert it to one of "
-            f"{', '.join(_DTYPES)}"
-        )
-    return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -26,17 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax.machine import files, untrusted
-from diffusion_jax.weights import torch_weights
+from diffusion_jax.weights import file_kinds, torch_weights
 
-TORCH = (".ckpt", ".pt", ".pth", ".bin")
-SUFFIXES = (*TORCH, ".nemo", ".safetensors", ".npz")
 _NEMO_WEIGHTS, _NEMO_CONFIG = "model_weights.ckpt", "model_config.yaml"
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read the arrays of a torch or Lightning checkpoint, or of a .nemo, .safetensors or .npz file.
 
-    If a checkpoint has the key "state_dict", only the arrays under this key are read.
+    The file's content, not its name, shows its format, except for .nemo files. If a checkpoint has
+    the key "state_dict", only the arrays under this key are read.
 
     Returns:
         The arrays, keyed by name.
@@ -46,15 +45,10 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         ValueError: The file is damaged or has another format.
     """
     path = files.local(path)
-    if path.suffix not in SUFFIXES:
-        if not path.exists():
-            raise FileNotFoundError(f"no file or folder {path}")
-        raise ValueError(f"cannot read {path}: its name must end in {', '.join(SUFFIXES)}")
-    if path.suffix in (".safetensors", ".npz"):
+    kind = file_kinds.kind_of(path)
+    if kind in (file_kinds.SAFETENSORS, file_kinds.NPZ):
         return torch_weights.read(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    if path.suffix != ".nemo":
+    if kind == file_kinds.TORCH:
         return map_state_dict(path, check=True)
     with _readable(path), _nemo_member(path, _NEMO_WEIGHTS) as file:
         return _map_torch(file, check=True)
@@ -131,17 +125,26 @@ def _rebuild_tensor(storage, offset, shape, strides, *_) -> _Tensor:
     return _Tensor(storage, offset, tuple(shape), tuple(strides))
 
 
+def _rebuild_typed(storage, offset, shape, strides, requires_grad, hooks, dtype, *_) -> _Tensor:
+    """Rebuild a tensor of a type that torch stores as bytes, such as float8."""
+    if not isinstance(dtype, np.dtype):
+        raise ValueError(f"the type of storage {storage.name} is not supported")
+    return _rebuild_tensor(storage._replace(dtype=dtype), offset, shape, strides)
+
+
 _FUNCTIONS: Mapping[tuple[str, str], Callable] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_typed,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
 }
 _STORAGES = {
     "DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16,
     "BFloat16Storage": jnp.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
     "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8,
-    "BoolStorage": np.bool_,
+    "BoolStorage": np.bool_, "UntypedStorage": np.uint8,
+    "float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2,
 }  # fmt: skip
 
 
@@ -153,7 +156,7 @@ class _Unpickler(untrusted.Unpickler):
         self.storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _STORAGES:
+        if module in ("torch", "torch.storage") and name in _STORAGES:
             return np.dtype(_STORAGES[name])
         return _FUNCTIONS.get((module, name), _Nothing)
 

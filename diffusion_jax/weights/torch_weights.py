@@ -6,7 +6,6 @@ so a successful conversion has lost nothing.
 
 import json
 import os
-import pathlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,9 @@ from jaxtyping import Float
 
 from diffusion_jax.machine import files, untrusted
 from diffusion_jax.machine.stored import Stored
+from diffusion_jax.weights import safetensors_files
+from diffusion_jax.weights.file_kinds import NPZ, SAFETENSORS, kind_of
+from diffusion_jax.weights.safetensors_files import map_safetensors
 
 StateDict = Mapping[str, np.ndarray]
 _METADATA = "__metadata__"  # As in safetensors. In an .npz it is an array with one string.
@@ -91,11 +93,23 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
     """Convert a state dict to float32 params with the structure of `abstract_params`.
 
     Raises:
-        ValueError: The state dict has other keys than `table`, or other shapes than
-            `abstract_params`.
+        ValueError: The state dict has other keys than `table`, other shapes than
+            `abstract_params`, or values that are not finite.
     """
     arrange = lambda array: np.asarray(array, np.float32)
-    return _arranged(state, table, abstract_params, arrange)
+    params = _arranged(state, table, abstract_params, arrange)
+    check_finite(state)
+    return params
+
+
+def check_finite(state: StateDict) -> None:
+    """Raise ValueError if arrays hold NaN or infinite values. The message names the arrays."""
+    bad = [name for name, array in state.items() if not np.isfinite(array).all()]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of {len(state)} arrays hold NaN or infinite values: {some(bad)}. Use an "
+            "undamaged file, or one of an earlier step of its training"
+        )
 
 
 def to_stored(
@@ -121,26 +135,22 @@ def to_state_dict(params: Any, table: Sequence[Entry]) -> dict[str, Float[np.nda
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the arrays of an .npz or .safetensors file, without unpickling anything.
+    """Read the arrays of an .npz or .safetensors file, whatever its name, without unpickling.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: The file is damaged or has another format.
     """
-    suffix = pathlib.Path(path).suffix
-    if suffix not in (".npz", ".safetensors"):
+    kind = kind_of(path)
+    if kind not in (NPZ, SAFETENSORS):
         raise ValueError(f"cannot read {path}: it must be an .npz or .safetensors file")
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"no file {path}")
     try:
-        if suffix == ".npz":
-            # Opened here, since numpy does not close damaged files.
-            with open(path, "rb") as file:
-                arrays = untrusted.read_archive(file)
-                return {name: arrays[name] for name in arrays if name != _METADATA}
-        import safetensors.numpy  # Only needed for such files.
-
-        return safetensors.numpy.load_file(path)
+        if kind == SAFETENSORS:
+            return map_safetensors(path)
+        # Opened here, since numpy does not close damaged files.
+        with open(path, "rb") as file:
+            arrays = untrusted.read_archive(file)
+            return {name: arrays[name] for name in arrays if name != _METADATA}
     except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
@@ -153,17 +163,14 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
         ValueError: The file is damaged.
     """
-    suffix = pathlib.Path(path).suffix
+    kind = kind_of(path)
     try:
-        if suffix == ".npz":
+        if kind == NPZ:
             with open(path, "rb") as file:
                 arrays = untrusted.read_archive(file, only=_METADATA)
                 return json.loads(str(arrays[_METADATA])) if _METADATA in arrays else {}
-        if suffix == ".safetensors":
-            import safetensors  # Only needed for such files.
-
-            with safetensors.safe_open(path, "np") as opened:
-                return opened.metadata() or {}
+        if kind == SAFETENSORS:
+            return safetensors_files.read_metadata(path)
     except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     return {}

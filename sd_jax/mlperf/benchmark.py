@@ -32,6 +32,7 @@ from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.table import METRICS
+from diffusion_jax.seeds import halves, keys_of
 from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train.watchdog import Watchdog
@@ -190,7 +191,7 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     split = sharding.batch_sharding(mesh)
 
     def draw(params, frozen, texts, places, step):
-        noise = jax.random.fold_in(jax.random.key(seed), step)
+        noise = jax.random.fold_in(keys_of(halves([seed]))[0], step)
         keys = jax.vmap(lambda i: jax.random.fold_in(noise, i))(places)
         images = task.sample(params, frozen, texts, keys, jnp.full(len(places), guidance))
         pixels = jnp.clip((images.astype(jnp.float32) + 1) / 2, 0, 1) * 255

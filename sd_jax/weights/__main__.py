@@ -100,9 +100,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     if target.suffix in (".safetensors", ".npz"):
         checkpoints.save_file(checkpoint, target, _NAMES.value)
     else:
-        predicts, tokenizer = _PREDICTS.value, _TOKENIZER.value or source
-        scheduler = None if predicts else source
-        checkpoints.save_diffusers(checkpoint, target, predicts, tokenizer, scheduler)
+        tokenizer = _TOKENIZER.value or source
+        checkpoints.save_diffusers(checkpoint, target, _PREDICTS.value, tokenizer)
     written = checkpoints.load(target)
     if not checkpoints.equal(checkpoint, written):
         raise ValueError(

@@ -60,7 +60,8 @@ class Checkpoint(NamedTuple):
     scale: float = SCALE
     """Factor that scales a sample of the VAE's posterior to the UNet's latents."""
     scheduler: Mapping[str, Any] | None = None
-    """The content of scheduler_config.json in a diffusers directory; None without such a file."""
+    """The content of scheduler_config.json in a diffusers directory, or what a file says about its
+    noise; None if nothing is said."""
 
 
 def load(
@@ -76,7 +77,8 @@ def load(
 
     Args:
         path: A checkpoint file, or a diffusers directory.
-        ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
+        ema: "raw" for the raw weights, or "ema" for their averages if the file has any. In a
+            diffusers directory, the raw weights are the variant non_ema, if there is one.
         norm_groups: For files, the number of groups in the norms of residual blocks (16 for
             MLPerf's models). By default, the value in the file's config, or 32 if there is none.
         config: For files, the path of LDM's yaml of the model.
@@ -89,14 +91,14 @@ def load(
         ValueError: `path` holds no supported model. If arrays are missing or unknown, the message
             lists their names.
     """
-    path = files.local(path)
+    path = pretrained.snapshot(files.local(path))
     if ema not in ("ema", "raw"):
         raise ValueError(f"ema is {ema!r}: choose 'ema' or 'raw'")
     if path.is_dir() and config is not None:
         raise ValueError(f"{path} is a directory, which has its own configs: leave --config out")
     try:
         if path.is_dir():
-            return _from_folder(path, parts)
+            return _from_folder(path, parts, "non_ema" if ema == "raw" else "")
         state, model_config = torch_files.read_state_dict(path), ldm_config.find(path, config)
         facts = ldm_config.read(model_config, norm_groups)
         return _from_file(state, facts, ema, norm_groups, heads, parts)
@@ -109,11 +111,11 @@ def save_diffusers(
     folder: str | os.PathLike[str],
     predicts: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
-    scheduler: str | os.PathLike[str] | None = None,
 ) -> None:
     """Write a diffusers directory, which StableDiffusionPipeline.from_pretrained opens.
 
-    If writing fails, no incomplete directory is left.
+    The scheduler is the checkpoint's, or DDIM if it has none. If writing fails, no incomplete
+    directory is left.
 
     Args:
         checkpoint: The parts to write.
@@ -122,8 +124,6 @@ def save_diffusers(
             "eps" if there is none.
         tokenizer: A diffusers directory whose tokenizer is copied, if it has one. Without a
             tokenizer, the caller of from_pretrained must pass one.
-        scheduler: A diffusers directory whose scheduler is copied, if it has one. Without a
-            scheduler to copy, DDIM is written.
 
     Raises:
         ValueError: `folder` is not empty, or diffusers cannot express one of the networks.
@@ -133,21 +133,22 @@ def save_diffusers(
         raise ValueError(f"{folder} is not empty: choose a new folder")
     index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
     index |= {"safety_checker": [None, None], "feature_extractor": [None, None]}
-    index |= {"requires_safety_checker": False, "scheduler": ["diffusers", "DDIMScheduler"]}
+    config = {"_class_name": "DDIMScheduler", **(checkpoint.scheduler or ddim())}
+    config["prediction_type"] = _prediction(predicts or checkpoint.predicts or "eps")
+    index |= {"requires_safety_checker": False, "scheduler": ["diffusers", config["_class_name"]]}
     index |= {"text_encoder": [None, None], "tokenizer": [None, None]}
-    ddim = _scheduler(predicts or checkpoint.predicts or "eps")
     with files.whole(folder) as temporary:
-        for part, (library, name, config, state) in _for_diffusers(checkpoint).items():
-            _write_json(temporary / part / "config.json", config)
+        for part, (library, name, network, state) in _for_diffusers(checkpoint).items():
+            _write_json(temporary / part / "config.json", network)
             torch_weights.write(temporary / part / name, state)
-            index[part] = [library, config.get("_class_name") or config["architectures"][0]]
-        _write_json(temporary / "scheduler" / "scheduler_config.json", ddim)
-        for part, source in (("tokenizer", tokenizer), ("scheduler", scheduler)):
-            if source is not None and (files.path(source) / part).is_dir():
-                local = files.local(source)
-                shutil.copytree(local / part, temporary / part, dirs_exist_ok=True)
-                source_index = pretrained.read_json(local / "model_index.json")
-                index[part] = source_index.get(part, index[part])
+            index[part] = [library, network.get("_class_name") or network["architectures"][0]]
+        _write_json(temporary / "scheduler" / "scheduler_config.json", config)
+        source = None if tokenizer is None else pretrained.snapshot(files.path(tokenizer))
+        if source is not None and (source / "tokenizer").is_dir():
+            source = files.local(source)
+            shutil.copytree(source / "tokenizer", temporary / "tokenizer")
+            source_index = pretrained.read_json(source / "model_index.json")
+            index["tokenizer"] = source_index.get("tokenizer", index["tokenizer"])
         _write_json(temporary / "model_index.json", index)
 
 
@@ -173,7 +174,28 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
         for part, arrays in parts.items()
         for name, array in arrays.items()
     }
+    if schedulers.read_diffusion(checkpoint.scheduler or {})[1] == schedulers.ZERO_SNR:
+        state[file_parts.ZERO_SNR] = np.zeros(0, np.float32)
     torch_weights.write(path, state, {ldm_config.METADATA: _config(checkpoint)})
+
+
+def ddim(zero_snr: bool = False) -> dict[str, Any]:
+    """Return the scheduler_config.json of DDIM for Stable Diffusion's noise.
+
+    With `zero_snr`, the noise has zero terminal SNR, and the first step is at its last level.
+    """
+    trailing = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    return {
+        "_class_name": "DDIMScheduler",
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "clip_sample": False,
+        "num_train_timesteps": 1000,
+        "set_alpha_to_one": False,
+        "steps_offset": 1,
+        **(trailing if zero_snr else {}),
+    }
 
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
@@ -187,8 +209,11 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
     )
 
 
-def _from_folder(folder: pathlib.Path, wanted: Collection[str]) -> Checkpoint:
-    """Read the parts `wanted` from a diffusers directory with a pipeline or a single network."""
+def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) -> Checkpoint:
+    """Read the parts `wanted` from a diffusers directory with a pipeline or a single network.
+
+    The variant `variant` of the UNet's weights is preferred.
+    """
     _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     if not places:
@@ -197,7 +222,7 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str]) -> Checkpoint:
     unet_part, vae_part, text_part, report = None, None, None, []
     configs = {part: pretrained.read_json(places[part] / "config.json") for part in places}
     if "unet" in wanted and "unet" in places:
-        state = pretrained.open_weights(places["unet"])
+        state = pretrained.open_weights(places["unet"], variant)
         unet_part = _unet(formats.unet_from_diffusers(configs["unet"]), state)
         report.append(_line("unet", state, "diffusers", unet_part.params))
     if "vae" in wanted and "vae" in places:
@@ -225,14 +250,13 @@ def _from_file(
     heads: tuple[int, int] | None,
     wanted: Collection[str],
 ) -> Checkpoint:
-    parts = {
-        part: arrays for part, arrays in file_parts.split(state, ema).items() if part in wanted
-    }
+    found = file_parts.split(state, ema)
+    parts = {part: arrays for part, arrays in found.networks.items() if part in wanted}
     unet_part, vae_part, text_part, report = None, None, None, []
     if "unet" in parts:
         arrays = parts["unet"]
         unet_part = _unet(facts.unet or _guessed(arrays, norm_groups, heads), arrays)
-        averaged = ", averages" if ema == "ema" and file_parts.has_averages(state) else ""
+        averaged = ", averages" if found.averaged else ""
         dialect = names.unet_dialect(arrays) + averaged
         report.append(_line("unet", arrays, dialect, unet_part.params))
     if "vae" in parts:
@@ -244,8 +268,14 @@ def _from_file(
             report.append(_text_line(parts["text"], text_part))
         except LookupError as error:
             report.append(f"text: arrays left out ({len(parts['text'])}): {error}")
+    report += [f"the file is marked {mark}" for mark in found.marks]
+    if found.ignored:
+        listed = ", ".join(f"{name} ({count})" for name, count in sorted(found.ignored.items()))
+        report.append(f"arrays of other networks, not used: {listed}")
+    predicts = facts.predicts or ("v" if file_parts.V_PREDICTION in found.marks else None)
+    scheduler = ddim(zero_snr=True) if file_parts.ZERO_SNR in found.marks else None
     return Checkpoint(
-        unet_part, vae_part, report, text_part, facts.predicts, facts.latent_size, facts.scale
+        unet_part, vae_part, report, text_part, predicts, facts.latent_size, facts.scale, scheduler
     )
 
 
@@ -314,20 +344,10 @@ def _config(checkpoint: Checkpoint) -> str:
     return ldm_config.write(facts, unet.text_width if unet else 0)
 
 
-def _scheduler(predicts: str) -> dict[str, Any]:
+def _prediction(predicts: str) -> str:
     if predicts not in schedulers.PREDICTS:
         raise ValueError(f"--predicts={predicts}: choose from {', '.join(schedulers.PREDICTS)}")
-    return {
-        "_class_name": "DDIMScheduler",
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "num_train_timesteps": 1000,
-        "prediction_type": schedulers.PREDICTS[predicts],
-        "set_alpha_to_one": False,
-        "steps_offset": 1,
-    }
+    return schedulers.PREDICTS[predicts]
 
 
 def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:

@@ -1,10 +1,13 @@
 """Split the arrays of a Stable Diffusion checkpoint file into UNet, VAE and text encoder.
 
-Such a file may also hold averages of the UNet's weights, and arrays that are not parameters, such
-as those of the noise schedule.
+Such a file may also hold averages of the UNet's weights, arrays that are not parameters, such as
+those of the noise schedule, and arrays of other networks, such as a safety checker.
 """
 
+import collections
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,51 +21,71 @@ PREFIXES = {
 }
 """The prefixes of each part's array names: in NeMo's files, in LDM's files, and for the UNet also
 in files that hold only a UNet."""
+V_PREDICTION, ZERO_SNR = "v_pred", "ztsnr"
+"""Names of empty arrays that mark a model which predicts v, or was trained with zero terminal SNR,
+as in ComfyUI."""
 _EMA = "model_ema."
 # Arrays that are not parameters: the noise schedule, the loss, and the counters of the averages.
 _NO_WEIGHTS = re.compile(
     r"(model\.)?(betas|\w*alphas_cumprod(_prev)?|posterior_\w+|lvlb_weights|logvar|scale_factor)"
     r"|model_ema\.(decay|num_updates)|loss\..*"
 )
+# In CompVis's files, the name of an average is that of its raw weight without dots.
+_WORDS = re.compile(
+    r"(?:input|output)_blocks|\d+(?=\d(?:in_|emb_|out_|skip|norm|proj|trans|op|conv|weight|bias))|\d+"
+    r"|time_embed|middle_block|(?:in|emb|out)_layers|skip_connection|transformer_blocks|attn\d"
+    r"|proj_in|proj_out|proj|to_[qkv]|to_out|norm[123]?|ff|net|op|conv|out|weight|bias"
+)
 
 
-def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]]:
-    """Return {part: {name: array}} for the parts "unet", "vae" and "text" that a file holds.
+class Parts(NamedTuple):
+    """The arrays of a checkpoint file, sorted."""
 
-    Prefixes are removed from the names. Arrays that are not parameters are left out. If no name has
-    a prefix, all arrays belong to one network. With ema="ema", the averages of the UNet's weights
-    replace its raw weights, if the file has averages. Raises ValueError if arrays belong to no
-    part; the message lists their names.
+    networks: dict[str, dict[str, np.ndarray]]
+    """The arrays of the networks "unet", "vae" and "text", by name without prefix."""
+    averaged: bool
+    """Whether the UNet's arrays are averages."""
+    marks: Sequence[str]
+    """The marks in the file, V_PREDICTION and ZERO_SNR."""
+    ignored: dict[str, int]
+    """Numbers of arrays that belong to none of the networks, by the first part of their names."""
+
+
+def split(state: StateDict, ema: str = "ema") -> Parts:
+    """Sort the arrays of a file into networks, marks, and arrays to ignore.
+
+    Arrays that are not parameters are left out. If no name has a prefix, all arrays belong to one
+    network. With ema="ema", the averages of the UNet's weights replace its raw weights, if the file
+    has averages. Raises ValueError if raw weights and averages do not match, or if only the raw
+    weights are wanted but the file has none.
     """
     parts: dict[str, dict[str, np.ndarray]] = {}
-    averages, strays = {}, {}
+    averages, others, marks = {}, {}, []
     for name, array in state.items():
         name = name.replace("_orig_mod.", "")  # Added by torch.compile.
         part, bare_name = _part(name)
-        if _NO_WEIGHTS.fullmatch(name) or bare_name.startswith("loss."):
+        if name in (V_PREDICTION, ZERO_SNR):
+            marks.append(name)
+        elif _NO_WEIGHTS.fullmatch(name) or bare_name.startswith("loss."):
             continue
-        if name.startswith(_EMA):
-            averages[name.removeprefix(_EMA)] = array
+        elif name.startswith(f"{_EMA}diffusion_model"):
+            averages[_dotted(name.removeprefix(f"{_EMA}diffusion_model"))] = array
         elif part:
             parts.setdefault(part, {})[bare_name] = array
         else:
-            strays[name] = array
-    if not parts and strays:
-        is_vae = any(name.startswith(("encoder.", "decoder.")) for name in strays)
-        return {"vae" if is_vae else "unet": strays}
-    if strays:
-        raise ValueError(
-            f"{len(strays)} arrays belong neither to the UNet nor to the VAE nor to the text "
-            f"encoder, so the model is not supported: {torch_weights.some(strays)}"
-        )
-    if averages and ema == "ema":
-        parts["unet"] = _averaged(parts.get("unet", {}), averages)
-    return parts
-
-
-def has_averages(state: StateDict) -> bool:
-    """Return whether the arrays of a checkpoint file include averages of the UNet's weights."""
-    return any(name.startswith(f"{_EMA}diffusion_model") for name in state)
+            others[name] = array
+    if averages:
+        raw = parts.get("unet", {})
+        if ema == "ema":
+            _check_averages(raw, averages)
+            parts["unet"] = averages
+        elif not raw:
+            raise ValueError("the file holds only averages of the UNet: leave --ema=raw out")
+    if not parts and others:
+        is_vae = any(name.startswith(("encoder.", "decoder.")) for name in others)
+        parts, others = {"vae" if is_vae else "unet": others}, {}
+    ignored = collections.Counter(name.partition(".")[0] for name in others)
+    return Parts(parts, bool(averages) and ema == "ema", marks, dict(ignored))
 
 
 def _part(name: str) -> tuple[str, str]:
@@ -73,18 +96,20 @@ def _part(name: str) -> tuple[str, str]:
     return "", name
 
 
-def _averaged(raw: StateDict, averages: StateDict) -> dict[str, np.ndarray]:
-    """Return the averages under the names of the raw weights.
+def _dotted(name: str) -> str:
+    """Return the name of a UNet's raw weight in LDM, given the name of its average."""
+    words = _WORDS.findall(name)
+    return ".".join(words) if "".join(words) == name else name
 
-    In CompVis's files, the name of an average is that of its raw weight without dots. Raises
-    ValueError unless each raw weight has an average and each average has a raw weight.
+
+def _check_averages(raw: StateDict, averages: StateDict) -> None:
+    """Raise ValueError unless each raw weight has an average and each average has a raw weight.
+
+    A file may also have no raw weights at all.
     """
-    names_of = {f"diffusion_model{name.replace('.', '')}": name for name in raw}
-    if names_of.keys() != averages.keys():
-        missing = [name for flat, name in names_of.items() if flat not in averages]
-        stray = averages.keys() - names_of.keys()
+    missing, stray = raw.keys() - averages.keys(), averages.keys() - raw.keys()
+    if missing or (raw and stray):
         raise ValueError(
             f"the averages do not match the weights: missing {torch_weights.some(missing)}; "
             f"unknown {torch_weights.some(stray)}. Read the raw weights with --ema=raw"
         )
-    return {name: averages[flat] for flat, name in names_of.items()}

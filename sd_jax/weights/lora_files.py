@@ -1,9 +1,9 @@
 """Merge LoRA files into a model's weights, and write the factors of a LoRA run to a LoRA file.
 
-LoRA files have the parameter names of diffusers, of peft itself or of kohya's scripts. Names of
-peft, and the old names of diffusers (before it used peft), can be read but not written. A file may
-also change the text encoder, although LoRA runs of this project train only the UNet. LoHa, LoKr and
-DoRA are rejected, because they do not change a weight by a product of two factors.
+LoRA files have the parameter names of diffusers, of peft itself, of kohya's scripts, of LyCORIS or
+of ComfyUI. Names of diffusers and kohya can also be written. A file may also change the text
+encoder, although LoRA runs of this project train only the UNet. Adapters that change a weight
+otherwise than by a product of two factors, such as LoHa, LoKr and DoRA, are rejected.
 """
 
 import json
@@ -31,21 +31,48 @@ from sd_jax.weights.checkpoints import Checkpoint
 DIALECTS = ("diffusers", "kohya")
 FILE = "pytorch_lora_weights.safetensors"
 """Name of the LoRA file in a diffusers folder."""
-_FILES = (FILE, "adapter_model.safetensors", "adapter_model.bin")  # The others are peft's.
+_STEMS = ("pytorch_lora_weights", "adapter_model")  # The second is peft's.
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _METADATA = "lora_adapter_metadata"
 _PEFT = "base_model.model."  # Prefix of the names that peft itself writes.
 _CONFIG = "adapter_config.json"
-_PARTS = (
-    (r"(?:base_model\.model\.)?unet\.|lora_unet_|base_model\.model\.(?!text)", "unet"),
-    (r"(?:base_model\.model\.)?text_encoder\.|lora_te1?_", "text"),
+_PREFIX = re.compile(
+    r"(base_model\.model\.)?(unet\.|text_encoder\.|(model\.)?diffusion_model\."
+    r"|(lora|lycoris)_(unet|te1?)_|lycoris_|((text_encoders\.)?clip_l|cond_stage_model)\.transformer\.)?"
 )
+_OF_TEXT = re.compile(r"(^|[._])(self_attn[._](q|k|v|out)_proj|mlp[._]fc[12])$")
 _PART_NAMES = {"unet": "UNet", "text": "text encoder"}  # For messages.
 _FACTORS = (
-    (r"(.+)\.lora_(A|B)(?:\.default)?\.weight", {"A": "down", "B": "up"}),
-    (r"(.+)\.lora[_.](down|up)\.weight", {}),
+    (r"(.+)\.lora_(A|B)(?:\.\w+)?\.weight", {"A": "down", "B": "up"}),
+    (r"(.+)\.lora[_.](down|mid|up)\.weight", {}),
     (r"(.+)\.lora_linear_layer\.(down|up)\.weight", {}),
     (r"(.+)\.(alpha)", {}),
 )
+_FAMILIES = (
+    (r"\.hada_", "LoHa"),
+    (r"\.lokr_", "LoKr"),
+    (r"\.dora_scale|\.lora_magnitude_vector", "DoRA"),
+    (r"\.b?oft_|\.oft_blocks", "OFT"),
+    (r"\.vera_", "VeRA"),
+    (r"\.lora_E\b|\.ranknum", "AdaLoRA"),
+    (r"\.ia3_|\.on_input", "IA3"),
+    (r"\.[ab][12]\.weight", "GLoRA"),
+    (r"\.lora_embedding_[AB]", "a LoRA of token embeddings"),
+    (r"\.diff(_b)?$|\.[wb]_norm$|\.set_weight$", "a set of weight differences"),
+    (r"\.lora_\w+(\.\w+)?\.bias$|^base_model\..*\.bias$", "a LoRA with biases"),
+    (r"modules_to_save", "a LoRA with whole modules"),
+    (r"emb_params|string_to_param|^clip_[lg]$", "a textual inversion embedding"),
+)
+"""Patterns of array names, and the kinds of adapters that have them."""
+_HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""The values of peft's init_lora_weights that leave the base weights unchanged. Others, such as
+PiSSA, OLoRA, CorDA and LoftQ, change them, so their factors fit only the changed weights."""
+_UNSUPPORTED = (
+    "use_dora", "modules_to_save", "layer_replication", "trainable_token_indices",
+    "target_parameters", "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config",
+    "kasa_config", "monteclora_config", "use_bdlora",
+)  # fmt: skip
+"""Options of peft that must be off, because they change more than a product of two factors."""
 
 
 class Layer(NamedTuple):
@@ -61,19 +88,19 @@ class Layer(NamedTuple):
     scale: float
     name: str
     """The layer's name in the file."""
+    mid: np.ndarray | None = None
+    """A factor [rank, rank, height, width] between them, for some convolutions of LyCORIS."""
 
 
 def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
     """Return the checkpoint with LoRA files merged into it.
 
-    Each entry of `files` is PATH or PATH:STRENGTH. PATH is a LoRA file, or a folder written by
-    diffusers or peft. STRENGTH defaults to 1. Raises ValueError if a file is not a LoRA, or belongs
-    to another model.
+    Each entry of `files` is PATH or PATH:STRENGTH. PATH is a LoRA file, or a folder that holds one
+    or, in its folders unet and text_encoder, two. STRENGTH defaults to 1. Raises ValueError if a
+    file is not a LoRA, or belongs to another model.
     """
-    for text in files:
-        path, strength = _parse(text)
-        layers = read(path)
-        for part_name, changes in layers.items():
+    for path, strength in (pair for text in files for pair in _parse(text)):
+        for part_name, changes in read(path).items():
             part = getattr(opened, part_name)
             if part is None:
                 raise ValueError(
@@ -90,18 +117,24 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
     """Read a LoRA file as {part: {name: Layer}}, where the part is "unet" or "text".
 
     The names are those of the layers in the file, with underscores instead of dots. Raises
-    ValueError if the file is not a LoRA with two factors per layer.
+    ValueError if the file is not a LoRA with two factors per layer, or has values that are not
+    finite.
     """
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     state, strays = torch_files.read_state_dict(path), []
+    _check_family(path, state)
     for name, array in state.items():
         if (place := _place(name)) is None:
             strays.append(name)
             continue
         part, layer, kind = place
         arrays = parts.setdefault(part, {}).setdefault(layer.replace(".", "_"), {"name": layer})
+        if kind in arrays:
+            raise ValueError(f"{path} holds the factor {kind} of {layer} twice: keep one of them")
         arrays[kind] = np.asarray(array, np.float32)
     metadata = _read_config(path) if _is_of_peft(state) else _read_metadata(path)
+    for config in metadata.values():
+        _check_config(path, config)
     all_layers = [arrays for layers in parts.values() for arrays in layers.values()]
     halves = [arrays["name"] for arrays in all_layers if not {"down", "up"} <= arrays.keys()]
     if strays or halves or not parts:
@@ -110,10 +143,11 @@ def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
             if strays
             else f"{len(halves)} of {len(all_layers)} layers have only one factor, such as "
         ) + torch_weights.some(strays or halves)
-        raise ValueError(
-            f"{path} is not a LoRA with two factors per layer, because {misfits}. If it is a LoHa, "
-            "LoKr or DoRA, merge it into the model with another program"
-        )
+        raise ValueError(f"{path} is not a LoRA with two factors per layer, because {misfits}")
+    try:
+        torch_weights.check_finite(state)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return {
         part: {key: _layer(arrays, metadata.get(part, {})) for key, arrays in layers.items()}
         for part, layers in parts.items()
@@ -158,8 +192,8 @@ def write(
 _TEXT_WIDTH = 8  # Any number: the names of layers do not depend on it.
 
 
-def _parse(text: str) -> tuple[pathlib.Path, float]:
-    """Return the file and the strength of PATH or PATH:STRENGTH (see `apply`)."""
+def _parse(text: str) -> list[tuple[pathlib.Path, float]]:
+    """Return the files and the strength of PATH or PATH:STRENGTH (see `apply`)."""
     path, colon, strength = text.rpartition(":")
     try:
         path, strength = (path, float(strength)) if colon else (text, 1.0)
@@ -168,30 +202,74 @@ def _parse(text: str) -> tuple[pathlib.Path, float]:
     if not math.isfinite(strength):
         raise ValueError(f"--lora={text}: the strength must be a finite number")
     file = files.local(path)
-    if file.is_dir():
-        file = next((file / name for name in _FILES if (file / name).is_file()), file / FILE)
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(f"--lora={text}: the file {file} does not exist")
-    return file, strength
+    found = _in_folder(file) if file.is_dir() else [file]
+    if not found:
+        raise FileNotFoundError(f"--lora={text}: the folder holds no file such as {FILE}")
+    return [(path, strength) for path in found]
+
+
+def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the LoRA files of a folder: one, or those in its folders unet and text_encoder.
+
+    Raises ValueError if it is unclear which file is meant.
+    """
+    found = sorted(f for f in folder.iterdir() if f.suffix in _SUFFIXES and f.is_file())
+    found = [file for file in found if file.stem in _STEMS] or found
+    if len({file.stem for file in found}) > 1:
+        names = torch_weights.some(file.name for file in found)
+        raise ValueError(f"--lora={folder} holds {len(found)} files: name one of {names}")
+    if found:
+        return found[-1:]  # Of two formats, safetensors.
+    parts = [folder / part for part in ("unet", "text_encoder") if (folder / part).is_dir()]
+    return [file for part in parts for file in _in_folder(part)]
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
     """Split an array's name into the part ("unet" or "text"), the layer, and the kind of array.
 
-    The kind is "down", "up" or "alpha". If LoRA files have no such names, return None.
+    The kind is "down", "mid", "up" or "alpha". If LoRA files have no such names, return None.
     """
     # Before it used peft, diffusers stored the factors in attention processors.
     name = re.sub(r"\.processor\.to_(\w)_lora\.", r".to_\1.lora.", name)
     name = re.sub(r"\.processor\.to_out_lora\.", ".to_out.0.lora.", name)
-    part = "unet"  # Names without a prefix belong to a UNet.
-    for pattern, matching_part in _PARTS:
-        if match := re.match(pattern, name):
-            part, name = matching_part, name[match.end() :]
-            break
+    name = re.sub(r"\.self_attn\.to_(\w+)_lora\.", r".self_attn.\1_proj.lora.", name)
+    name = _PREFIX.sub("", name, count=1)
     for pattern, kinds in _FACTORS:
         if match := re.fullmatch(pattern, name):
+            part = "text" if _OF_TEXT.search(match[1]) else "unet"
             return part, match[1], kinds.get(match[2], match[2])
     return None
+
+
+def _check_family(path: pathlib.Path, state: Mapping[str, Any]) -> None:
+    """Raise ValueError if names of arrays are those of another kind of adapter."""
+    for pattern, family in _FAMILIES:
+        if found := [name for name in state if re.search(pattern, name)]:
+            raise ValueError(
+                f"{path} is {family}, not a plain LoRA, because of {len(found)} of its "
+                f"{len(state)} arrays, such as {found[0]}: merge it with another program"
+            )
+
+
+def _check_config(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if peft's config says that the adapter is no plain LoRA."""
+    kind, init = config.get("peft_type") or "LORA", config.get("init_lora_weights", True)
+    if kind != "LORA":
+        raise ValueError(f"{path} is an adapter of the type {kind}, not LoRA")
+    if init not in _HARMLESS_INITS:
+        raise ValueError(
+            f"{path} was trained with init_lora_weights={init!r}, which changes the base weights: "
+            "convert it to a plain LoRA with peft (path_initial_model_for_weight_conversion)"
+        )
+    others = [name for name in _UNSUPPORTED if config.get(name)]
+    others += ["bias"] if config.get("bias", "none") != "none" else []
+    if others:
+        raise ValueError(
+            f"{path} was trained with {others[0]}={config[others[0]]!r}, which is more than a "
+            "plain LoRA: merge it into the model with peft (merge_and_unload)"
+        )
 
 
 def _read_metadata(path: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -240,7 +318,7 @@ def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
     alpha = (matching or [metadata.get("lora_alpha", rank)])[0]
     alpha = float(arrays["alpha"].ravel()[0]) if "alpha" in arrays else alpha
     scale = alpha / (rank**0.5 if metadata.get("use_rslora") else rank)
-    return Layer(arrays["down"], arrays["up"], scale, name)
+    return Layer(arrays["down"], arrays["up"], scale, name, arrays.get("mid"))
 
 
 def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
@@ -285,6 +363,8 @@ def _merged(
             "this model"
         )
     changes = {table[key].path: (table[key], layer) for key, layer in layers.items()}
+    if len(changes) < len(layers):
+        raise ValueError(f"{path} names a layer twice, by LDM's and diffusers' names: keep one")
 
     def merge(place: Any, weight: np.ndarray) -> np.ndarray:
         name = jax.tree_util.keystr(place, simple=True, separator="/")
@@ -303,6 +383,8 @@ def _product(entry: Entry, layer: Layer, weight: np.ndarray, path: pathlib.Path)
     """
     shape = entry.layout.to_torch(np.broadcast_to(np.float32(0), weight.shape)).shape
     up, down = layer.up, layer.down
+    if layer.mid is not None and layer.mid.shape[:2] == (up.shape[1], len(down)):
+        down = np.einsum("rshw,si->rihw", layer.mid, down.reshape(len(down), -1))
     # A 1x1 convolution has the same shape as a linear layer.
     squeezed = lambda shape: shape[:2] if shape[2:] == (1, 1) else shape
     product_shape = (up.shape[0], *down.shape[1:])

@@ -78,6 +78,8 @@ def load_model(
     """
     # The networks.
     opened = checkpoints.load(path, ema, file.norm_groups, config=file.config)
+    for line in opened.report:
+        logging.info("%s: %s", path, line)
     vae_weights, text_weights = overrides.get("vae.weights"), overrides.get("text.weights")
     unet, vae, text = _whole(path, opened, vae_weights, text_weights, file.lora or ())
     p = _pipeline(path, opened, file, unet.network, vae.network)._replace(strength=strength)

@@ -14,6 +14,8 @@ from sd_jax.settings import Diffusion, Sampler
 
 Config = Mapping[str, Any]
 PREDICTS = {"eps": "epsilon", "v": "v_prediction"}
+ZERO_SNR = "zero_terminal_snr"
+"""The value of diffusion.noise for noise that leaves nothing of the image at the last level."""
 _TABLE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
           "num_train_timesteps": 1000, "trained_betas": None}  # fmt: skip
 
@@ -95,7 +97,7 @@ def read_diffusion(config: Config) -> tuple[str, str]:
             f"the scheduler's prediction_type is {kind!r}, but only {' and '.join(predictions)} "
             "are supported"
         )
-    noise = "zero_terminal_snr" if config.get("rescale_betas_zero_snr") else "scaled_linear"
+    noise = ZERO_SNR if config.get("rescale_betas_zero_snr") else "scaled_linear"
     return predictions[kind], noise
 
 
@@ -127,7 +129,7 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
         offset=config.get("steps_offset", 0),
         unit_start=not scheduler.exploding or spacing == "leading",
         # At zero terminal SNR, diffusers uses alpha bar = 2^-24, except in DDIM.
-        sigma_max=4096.0 if noise == "zero_terminal_snr" and not ldm else 0.0,
+        sigma_max=4096.0 if noise == ZERO_SNR and not ldm else 0.0,
     )
     grids = [grid for grid in ("karras", "exponential") if config.get(f"use_{grid}_sigmas")]
     if grids and s.end != "zero":

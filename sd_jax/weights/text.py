@@ -47,7 +47,8 @@ def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
     64, as in the models of OpenAI and OpenCLIP. Raises LookupError if the arrays are not CLIP's, or
     if the number of heads is unknown because no model of OpenAI or OpenCLIP has this width.
     """
-    state = {re.sub(r"^transformer\.(?=text_model\.)", "", name): w for name, w in state.items()}
+    start = r"^transformer\.(?=(text_model|embeddings|encoder|final_layer_norm)\.)"
+    state = {re.sub(start, "", name): array for name, array in state.items()}
     of_open_clip = clip_weights.is_open_clip(state)
     embedding = next((w for n, w in state.items() if n.endswith("token_embedding.weight")), None)
     if embedding is None:

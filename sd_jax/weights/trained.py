@@ -18,7 +18,7 @@ from sd_jax import vae as vae_module
 from sd_jax.sampling import make_begin
 from sd_jax.settings import Settings, check_pipeline
 from sd_jax.unet import UNet
-from sd_jax.weights import lora_files, names
+from sd_jax.weights import checkpoints, lora_files, names, schedulers
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import of_run, read_unet, read_vae
 from sd_jax.weights.text import from_folder
@@ -113,7 +113,11 @@ def to_checkpoint(
         text = from_folder(pretrained.locate(s.text.weights))
     report = [f"{workdir}: the UNet{', the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
     size = s.latents.image_size // vae_module.factor(s.vae)
-    return Checkpoint(unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale)
+    zero_snr = s.diffusion.noise == schedulers.ZERO_SNR
+    scheduler = checkpoints.ddim(zero_snr) if zero_snr else None
+    return Checkpoint(
+        unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale, scheduler
+    )
 
 
 def write_lora(

@@ -26,7 +26,7 @@ from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import untrusted
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.web import frozen
-from diffusion_jax.weights import pretrained, torch_files, torch_weights
+from diffusion_jax.weights import pretrained, safetensors_files, torch_files, torch_weights
 from sd_jax.weights import ldm_config
 from tests.diffusion_jax.weights import torch_writer
 from tests.imagen_jax import commands
@@ -166,7 +166,7 @@ def test_an_array_that_says_it_is_larger_than_its_file_is_refused(bounded, shape
     assert "cannot read the embeddings" in bounded(5, ValueError, embeddings.read, contents, "npy")
 
 
-@pytest.mark.parametrize("reader", [pretrained.map_safetensors, torch_weights.read])
+@pytest.mark.parametrize("reader", [safetensors_files.map_safetensors, torch_weights.read])
 @pytest.mark.parametrize(
     "entry",
     [
@@ -189,7 +189,7 @@ def test_a_lying_header_of_safetensors_is_refused(bounded, tmp_path, reader, ent
     assert str(path) in bounded(5, ValueError, reader, path)
 
 
-@pytest.mark.parametrize("reader", [pretrained.map_safetensors, torch_weights.read])
+@pytest.mark.parametrize("reader", [safetensors_files.map_safetensors, torch_weights.read])
 @pytest.mark.parametrize("header", [b"", b"[" * 200000, b'{"a":' * 200000, b"\xff" * 9])
 @pytest.mark.parametrize("length", [None, 2**62, 2**64 - 1])
 def test_a_header_of_safetensors_that_is_none_is_refused(bounded, tmp_path, reader, header, length):

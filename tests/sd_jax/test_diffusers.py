@@ -100,7 +100,7 @@ def test_their_own_directory_comes_back_to_the_last_bit(folder, pipeline, tmp_pa
     read = checkpoints.load(tmp_path / "theirs")
     assert checkpoints.equal(read, checkpoints.load(folder))
     source = tmp_path / "theirs"
-    checkpoints.save_diffusers(read, tmp_path / "ours", tokenizer=source, scheduler=source)
+    checkpoints.save_diffusers(read, tmp_path / "ours", tokenizer=source)
     again = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "ours")
     for part in ("unet", "vae", "text_encoder"):
         before, after = (getattr(p, part).state_dict() for p in (pipeline, again))

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class Folder(Records):
         suffixes = names.values()
         is_image = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
         images = [name for name in names if is_image(name)]
-        records.check_any(len(images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
+        records.check_any(len(images), self._root, suffixes, "jpg, png, webp, ... files")
         for part in parts:
             if part.suffix in metadata.SUFFIXES:
                 place = part.suffix, part.field
@@ -72,7 +72,14 @@ class Folder(Records):
         self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
-        self._count_others({name: kind for name, kind in names.items() if not is_image(name)})
+        beside = [(p, texts) for p, texts in self._texts if p.suffix not in metadata.SUFFIXES]
+        used = set[str]().union(*(texts.values() for _, texts in beside))
+        self._inventory.add(TEXTS, sorted(used))
+        tables = tuple(metadata.SUFFIXES.get(part.suffix, "//") for part in parts)
+        for name, suffix in names.items():  # metadata.read has counted the tables.
+            if not (is_image(name) or name in used or name.lower().endswith(tables)):
+                kind = records.other_kind(suffix, [part.suffix for part, _ in beside])
+                self._inventory.add(kind, [name])
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
         for part, texts in self._texts:
@@ -136,19 +143,6 @@ class Folder(Records):
             return (self._root / name).read_bytes()
         except PermissionError as error:
             return Unusable("unreadable", str(error))
-
-    def _count_others(self, names: Mapping[str, str]) -> None:
-        """Add all files but the images to the inventory. `names` maps names to suffixes."""
-        beside = {part.suffix: set(texts.values()) for part, texts in self._texts
-                  if part.suffix not in metadata.SUFFIXES}  # fmt: skip
-        used = set[str]().union(*beside.values())
-        counted = tuple(metadata.SUFFIXES[part.suffix] for part, _ in self._texts
-                        if part.suffix in metadata.SUFFIXES)  # fmt: skip
-        for name, suffix in names.items():
-            if name in used:
-                self._inventory.add(TEXTS, [name])
-            elif not name.lower().endswith(counted):  # Tables count themselves.
-                self._inventory.add(records.other_kind(suffix, beside), [name])
 
 
 def _head(path: pathlib.Path) -> bytes:

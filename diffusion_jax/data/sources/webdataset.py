@@ -55,15 +55,16 @@ class WebDataset(Records):
                 text, or some images lack a text and `uncaptioned` is not "drop".
         """
         self._parts = records.check_text(text)
-        suffixes = [part.suffix for part in self._parts]
         self._listing = listing.open_listing(
-            os.fspath(path), images or untrusted.image_suffixes(), suffixes
+            os.fspath(path),
+            images or untrusted.image_suffixes(),
+            [part.suffix for part in self._parts],
         )
         facts, inventory = self._listing.facts, self._listing.inventory
         self._check_damage(max_broken)
         num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
         num_images = len(self) + num_bare
-        kind = f"{', '.join(images)} files" if images else "pictures (jpg, png, webp, ...)"
+        kind = f"{', '.join(images)} files" if images else "jpg, png, webp, ... files"
         try:
             records.check_any(num_images, path, facts["suffixes"], kind)
             records.check_captions(
@@ -73,7 +74,8 @@ class WebDataset(Records):
             if not inventory.damaged():
                 raise
             raise ValueError(
-                f"{error}. Damaged tars, which the log names, may cause this"
+                f"tars in {path} are damaged: copy or download them again. This may be the cause: "
+                f"{error}"
             ) from error
 
     def __len__(self) -> int:

@@ -1,7 +1,8 @@
 """Pictures to draw over: what cannot be opened is named with its flag."""
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from diffusion_jax.draw import pictures
 
@@ -17,3 +18,53 @@ def test_the_flag_of_a_picture_that_cannot_be_opened_is_named(tmp_path, monkeypa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ValueError, match=rf"^--low_res={large} cannot be opened: Decompression"):
         pictures.open_picture(str(large), "RGB", "--low_res")
+
+
+def test_a_jpeg_with_exif_rotation_is_upright(tmp_path):
+    exif, stored = Image.Exif(), Image.new("RGB", (64, 40), "black")
+    exif[ExifTags.Base.Orientation] = 6  # The camera was turned: rotate by 90 degrees clockwise.
+    stored.paste("white", (0, 0, 16, 40))  # The left of the stored pixels is the top.
+    stored.save(tmp_path / "turned.jpg", exif=exif)
+    image = pictures.open_picture(f"{tmp_path}/turned.jpg", "RGB", "--image")
+    assert image.size == (40, 64)
+    rows = np.asarray(image.convert("L")).mean(1)
+    assert rows[:14].min() > 240 and rows[20:].max() < 15
+    given = pictures.opened(Image.open(tmp_path / "turned.jpg"), Image.new("L", (40, 64), 255))
+    assert given is not None and given.images[0].size == (40, 64)
+
+
+def test_grey_levels_of_16_bits_are_scaled_to_8(tmp_path):
+    levels = np.array([[0, 257, 32768, 65535]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "grey.png")
+    image = pictures.open_picture(f"{tmp_path}/grey.png", "RGB", "--image")
+    assert np.asarray(image)[0, :, 1].tolist() == [0, 1, 128, 255]
+    mask = pictures.open_picture(f"{tmp_path}/grey.png", "L", "--mask")
+    assert np.asarray(mask)[0].tolist() == [0, 1, 128, 255]
+
+
+@pytest.mark.parametrize(("mode", "value"), [("F", 0.5), ("I", 2**20)])
+def test_pixels_without_a_known_range_are_refused(mode, value):
+    image = Image.new(mode, (4, 4), value)
+    with pytest.raises(ValueError, match=r"^--image=a\.tiff has (grey|floating).*: save it with 8"):
+        pictures.upright(image, "RGB", "--image=a.tiff")
+
+
+def test_transparent_pixels_are_white_in_a_picture_and_black_in_a_mask():
+    image = Image.new("RGBA", (2, 1), (255, 255, 255, 255))
+    image.putpixel((0, 0), (255, 255, 255, 0))
+    assert np.asarray(pictures.upright(image, "L", "mask")).tolist() == [[0, 255]]
+    image.putpixel((0, 0), (0, 0, 0, 0))
+    assert np.asarray(pictures.upright(image, "RGB", "image"))[0, :, 0].tolist() == [255, 255]
+    image.putpixel((1, 0), (255, 0, 0, 255))  # A photograph with a hole.
+    with pytest.raises(ValueError, match=r"^mask is a picture with transparent parts, which does"):
+        pictures.upright(image, "L", "mask")
+
+
+@pytest.mark.parametrize(
+    ("level", "message"),
+    [(255, "white throughout: the whole picture is redrawn"), (0, "black throughout: nothing")],
+)
+def test_a_mask_of_one_colour_is_named(caplog, level, message):
+    with caplog.at_level("WARNING"):
+        pictures.opened(Image.new("RGB", (4, 4)), Image.new("L", (4, 4), level))
+    assert f"the mask is {message}" in caplog.text

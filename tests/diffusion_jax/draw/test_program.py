@@ -7,6 +7,7 @@ import pytest
 from diffusion_jax.draw import program
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
+from diffusion_jax.seeds import halves, keys_of
 from tests.diffusion_jax import toy
 
 TASK = toy.task()
@@ -66,6 +67,24 @@ def test_what_draws_is_traced_with_its_mesh_in_use(params):
 @pytest.mark.parametrize("rows", [[2], [4, 2, 0], [3, 1, 2]])
 def test_an_image_does_not_depend_on_its_batch(draw, params, images, rows):
     assert_same(draw(params, *pick(rows)), images[rows])
+
+
+def test_seeds_have_64_bits_and_those_below_2_to_the_32_keep_their_keys():
+    seeds = [5, 2**32 - 1, 2**32 + 5, 2**63 + 5, 2**64 - 1]
+    data = np.asarray(jax.random.key_data(keys_of(halves(seeds))))
+    assert data[:2].tolist() == [[0, 5], [0, 2**32 - 1]]  # jax.random.key(seed), as before.
+    assert len({tuple(row) for row in data.tolist()}) == 5
+    for wrong in (-1, 2**64):
+        with pytest.raises(ValueError, match=rf"^the seed is {wrong}: it must be a whole number"):
+            halves([5, wrong])
+
+
+def test_seeds_that_differ_above_bit_31_draw_different_images(draw, params, images):
+    texts, seeds, scales = pick([0, 0, 0])
+    seeds[1:] = [seeds[0] + 2**32, seeds[0] + 2**63]
+    (drawn,) = program.in_batches(draw, params, texts, seeds, scales, 3)
+    assert_same(drawn[:1], images[:1])
+    assert (np.abs(drawn[[1, 2, 2]] - drawn[[0, 0, 1]]).mean((1, 2, 3)) > 0.04).all()
 
 
 def test_an_image_depends_on_its_seed_and_its_text_and_its_guidance(draw, params, images):

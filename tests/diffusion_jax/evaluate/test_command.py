@@ -324,13 +324,15 @@ def not_finite(images, seeds):
 def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     subject = make_subject(tmp_path, spoil=not_finite)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES))
+        evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES, save_images=True))
     message = (
         "1 of 33 images of step_00000003_ema_guidance_1 are not finite; the first one is for "
         "prompt number 40 (from 0): the model or its sampler diverges, so no score is written"
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
+    saved = {path.name for path in tmp_path.rglob("image*.png")}
+    assert "image000039.png" in saved and "image000040.png" not in saved
 
 
 def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, capsys):

@@ -23,6 +23,14 @@ def test_grey_levels_are_rounded_and_clipped():
     assert actual[:, 0, 0, 0].tolist() == [0, 255, 128, 0, 255, 128, 1, 2]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_picture_that_is_not_finite_is_an_error(value):
+    images = np.zeros((3, 4, 4, 3), np.float32)
+    images[1, 2, 3, 0] = value
+    with pytest.raises(ValueError, match=r"^1 of 3 pictures are not finite: the sampler diverges"):
+        sheets.to_uint8(images)
+
+
 def test_every_grey_level_survives_the_way_to_the_network_and_back():
     levels = np.arange(256, dtype=np.uint8)
     images = np.tile(levels[:, None, None, None], (1, 1, 1, 3))

@@ -54,7 +54,7 @@ def contents(path):
     """Every key with its rows, and how often it stands in a shard."""
     found = {}
     for file in sorted(pathlib.Path(path).glob("shard-*.safetensors")):
-        shard = store.pretrained.map_safetensors(file)
+        shard = store.map_safetensors(file)
         for i, key in enumerate(shard["keys"].tolist()):
             span = slice(*shard["first"][i : i + 2].tolist())
             rows = (shard["values"][span].tobytes(), shard["scales"][span].tobytes())

@@ -277,6 +277,13 @@ def test_samples_are_of_the_averaged_weights_at_fixed_seeds(tmp_path):
         )
 
 
+def test_no_sheet_is_written_of_pictures_that_are_not_finite(tmp_path, caplog):
+    task = TASK._replace(sample=lambda *arguments: TASK.sample(*arguments).at[1].set(jnp.nan))
+    train(tmp_path, task, steps=2, sample_every=2)
+    assert not (tmp_path / "samples").exists()
+    assert "step 2: pictures are not finite; no sheet is saved" in caplog.text
+
+
 def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):
     def no_data(self):
         raise OSError("the disk is gone")
@@ -286,7 +293,7 @@ def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):
         train(tmp_path)
     (run,) = json.loads((tmp_path / log.MANIFEST).read_text())["runs"]
     assert (run["seed"], run["first_step"], run["config"]) == (5, 0, {"a": [1, 2]})
-    assert read(tmp_path) == []
+    assert not (tmp_path / log.METRICS).exists()
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
@@ -361,3 +368,25 @@ def test_full_memory_says_what_is_in_it_and_what_to_change(tmp_path):
     assert "largest parts are: the step's temporaries 65536.0" in said and "ema 0.0" in said
     assert "processes 4 samples per device: try --config.optimizer.micro_batch=2" in said
     assert (tmp_path / out_of_memory.PROFILE).stat().st_size > 100
+
+
+def test_tensorflow_is_imported_while_the_step_compiles(tmp_path, monkeypatch):
+    order, compiled_all = [], loop.compiled_all
+    monkeypatch.setattr(loop.events, "import_beside", lambda: order.append("import"))
+    compiling = lambda *args: order.append("compile") or compiled_all(*args)
+    monkeypatch.setattr(loop, "compiled_all", compiling)
+    train(tmp_path, steps=1)
+    assert order == ["import", "compile"]
+
+
+def test_the_step_is_compiled_with_the_options_for_exact_resume(tmp_path, monkeypatch):
+    """Options for GPUs, which a CPU's compiler accepts and ignores."""
+    options, kept = {"xla_gpu_exclude_nondeterministic_ops": True}, []
+    tuned = loop.autotuning.Autotuning(options, "autotuning_1.txt")
+    monkeypatch.setattr(loop.autotuning, "find", lambda workdir, deterministic: tuned)
+    monkeypatch.setattr(loop.autotuning, "keep", lambda *args: kept.append(args))
+    compiled, used = loop.compiled, []
+    monkeypatch.setattr(loop, "compiled", lambda *args: used.append(args[-1]) or compiled(*args))
+    train(tmp_path, steps=1)
+    assert used == [options] and kept == [(tmp_path, tuned)]
+    assert log.read_manifest(tmp_path)[0]["autotuning"] == "autotuning_1.txt"

@@ -60,6 +60,7 @@ def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
     assert lines["parameters"] == f"{trained:,} trained, {toy.WIDTH**2:,} frozen"
     assert lines["device"] == "2 x cpu, 1 process; mesh: replica 1, fsdp 2, tensor 1"
     assert lines["data"].startswith("34,221 pictures; image 8x8x3, text_ids 6, text_mask 6;")
+    assert lines["files"] == "34,221 pictures"
     assert lines["batch"] == "8 images per step: 1 pass of 4 on each device"
     assert lines["drawing"] == "3 examples of 8x8"
     assert lines["workdir"] == f"{tmp_path / 'new'}: a new run"

@@ -128,7 +128,7 @@ def spoil(folder, what):
         ("lost shard", r"lacks model-00001-of-00002.safetensors \(.* lists 2 shards\)"),
         ("lost array", "lists the array c, but none of its shards holds this array"),
         ("cut", r"ends after \d+ of \d+ bytes: download it again"),
-        ("no safetensors", "is damaged or not a safetensors file"),
+        ("no safetensors", "holds no weights, but the text"),
         ("no index", "holds 2 safetensors files, but none is called model.safetensors"),
         ("no json", "cannot read .* as JSON"),
         ("nothing", "holds no weights: it needs model.safetensors or pytorch_model.bin"),

@@ -4,6 +4,7 @@ The fixture was written by torch 2.13: a Lightning checkpoint with settings of u
 optimizer, and an object whose unpickling would run `touch unpickled`.
 """
 
+import gzip
 import io
 import pathlib
 import re
@@ -72,11 +73,13 @@ def test_a_nemo_file_gives_its_weights_and_its_config(tmp_path, mode):
     assert torch_files.read_nemo_config(path) == {"unet": {"embed_dim": 8}}
 
 
-def test_safetensors_and_npz_are_read_too(tmp_path):
+def test_safetensors_npz_and_renamed_files_are_read_too(tmp_path):
     arrays = {"a": np.arange(3.0)}
     np.savez(tmp_path / "a.npz", **arrays)
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
-    for name in ("a.npz", "a.safetensors"):
+    torch_writer.save(tmp_path / "c.safetensors", {"a": np.arange(3.0, dtype=np.float32)})
+    (tmp_path / "b.ckpt").write_bytes((tmp_path / "a.safetensors").read_bytes())
+    for name in ("a.npz", "a.safetensors", "b.ckpt", "c.safetensors"):  # Two are renamed.
         read = torch_files.read_state_dict(tmp_path / name)
         np.testing.assert_array_equal(read["a"], arrays["a"])
 
@@ -109,6 +112,13 @@ def test_arrays_are_mapped_and_a_changed_byte_is_found(tmp_path):
         torch_files.read_state_dict(tmp_path / "a.bin")
 
 
+def zipped(name):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(name, "a")
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -119,7 +129,19 @@ def test_arrays_are_mapped_and_a_changed_byte_is_found(tmp_path):
         ),
         ("a.ckpt", FIXTURE.read_bytes()[:3000], "cannot read"),
         ("a.nemo", b"nothing", "a.nemo: ReadError"),
-        ("a.txt", b"", "a.txt: its name must end in .ckpt, .pt, .pth, .bin, .nemo"),
+        ("a.ckpt", b"", "a.ckpt: the file is empty: download it again"),
+        (
+            "a.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:6ce0\nsize 4265146304\n",
+            "a.safetensors: it is a Git LFS pointer instead of the weights: run git lfs pull",
+        ),
+        ("a.bin", b"\n<!DOCTYPE html>", "a.bin: it is a web page instead of the weights: download"),
+        ("a.ckpt", b"Entry not found", "holds no weights, but the text 'Entry not found'"),
+        ("a.safetensors", b"GGUF\3\0\0\0", "a.safetensors: it is a GGUF file of llama.cpp"),
+        ("a.ckpt", gzip.compress(b"a"), "a.ckpt: it is a gzip archive: unpack it"),
+        ("a.onnx", b"\x08\x07\x12\x07pytorch", "a.onnx: it is an ONNX file"),
+        ("a.pt", zipped("model.txt"), "a.pt: it is a zip archive of model.txt: unpack it"),
+        ("a.pt", zipped("a/data.pkl")[:-30], "a.pt: the file is cut off: download it again"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):

@@ -19,6 +19,7 @@ from diffusion_jax.weights.torch_weights import (
     VECTOR,
     Entry,
 )
+from tests.diffusion_jax.weights import torch_writer
 
 TABLE = [
     Entry("block.0.weight", "params/dense/kernel", LINEAR),
@@ -99,6 +100,16 @@ def test_weights_go_to_params_and_back_bit_for_bit():
         assert array.flags.c_contiguous
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_arrays_with_nan_are_named(dtype):
+    state = state_dict(dtype)
+    for name in ("block.1.bias", "block.2.bias"):
+        state[name][1] = np.nan
+    message = r"^2 of 6 arrays hold NaN or infinite values: block\.1\.bias, block\.2\.bias\. Use"
+    with pytest.raises(ValueError, match=message):
+        torch_weights.to_params(state, TABLE, ABSTRACT)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
 def test_params_are_float32_whatever_was_saved(dtype):
     state = state_dict(dtype)
@@ -176,7 +187,8 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*missing\.npz"):
         torch_weights.read(tmp_path / "missing.npz")
     with pytest.raises(ValueError, match=r"it must be an \.npz or \.safetensors file"):
-        torch_weights.read(tmp_path / "w.ckpt")
+        torch_writer.save(tmp_path / "w.npz", {"a": np.zeros(1, np.float32)})
+        torch_weights.read(tmp_path / "w.npz")
     for file in ("cut.npz", "cut.safetensors"):
         (tmp_path / file).write_bytes(b"PK\x03\x04 no more")
         with pytest.raises(ValueError, match=rf"cannot read .*{file}: "):

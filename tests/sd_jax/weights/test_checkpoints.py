@@ -6,13 +6,14 @@ import re
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints
+from sd_jax.weights import checkpoints, file_parts, names, schedulers
 from tests.diffusion_jax.text.tiny_weights import case, state
 from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import unet_weights, vae_weights
@@ -187,14 +188,17 @@ def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
     (source / "tokenizer").mkdir()
     (source / "tokenizer" / "merges.txt").write_text("a b")
     index = json.loads((source / "model_index.json").read_text())
-    index |= {"tokenizer": ["transformers", "CLIPTokenizer"], "scheduler": ["diffusers", "PNDM"]}
+    pndm = {"_class_name": "PNDMScheduler", "prediction_type": "epsilon", "steps_offset": 1}
+    index |= {"tokenizer": ["transformers", "CLIPTokenizer"]}
+    index |= {"scheduler": ["diffusers", "PNDMScheduler"]}
     (source / "model_index.json").write_text(json.dumps(index))
-    (source / "scheduler" / "scheduler_config.json").write_text('{"prediction_type": "epsilon"}')
+    (source / "scheduler" / "scheduler_config.json").write_text(json.dumps(pndm))
     read = checkpoints.load(source)
-    checkpoints.save_diffusers(read, tmp_path / "to", tokenizer=source, scheduler=source)
+    checkpoints.save_diffusers(read, tmp_path / "to", tokenizer=source)
     assert (tmp_path / "to" / "tokenizer" / "merges.txt").read_text() == "a b"
     assert checkpoints.load(tmp_path / "to").predicts == read.predicts == "eps"
     assert json.loads((tmp_path / "to" / "model_index.json").read_text()) == index
+    assert checkpoints.load(tmp_path / "to").scheduler == pndm
 
 
 @pytest.mark.parametrize(
@@ -225,9 +229,9 @@ def test_another_pipeline_is_refused(folder, tmp_path):
 def test_a_folder_in_shards_and_pickles_is_the_same(folder, tmp_path):
     """As diffusers wrote them, and as transformers once did."""
     shutil.copytree(folder / "d", tmp_path / "d")
-    names = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model",
+    stems = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model",
              "text_encoder": "pytorch_model"}  # fmt: skip
-    for part, stem in names.items():
+    for part, stem in stems.items():
         (file,) = (tmp_path / "d" / part).glob("*.safetensors")
         arrays = list(safetensors.numpy.load_file(file).items())
         file.unlink()
@@ -258,10 +262,6 @@ def test_names_without_prefixes_are_one_networks(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"cond_model.x": np.zeros(1)},
-            "text encoder, so the model is not supported: cond_model.x",
-        ),
         ({"model.diffusion_model.stray": np.zeros(1)}, "do not match the weights: missing stray; "),
         ({"first_stage_model.quant_conv.bias": None}, "missing keys (1): quant_conv.bias"),
         (
@@ -281,6 +281,78 @@ def test_strays_are_listed(tmp_path, change, message):
     (tmp_path / "ldm.yaml").write_text(YAML)
     with pytest.raises(ValueError, match=re.escape(message)):
         load(tmp_path / "a.npz")
+
+
+def test_marks_of_a_file_are_used_and_arrays_of_other_networks_are_counted(folder, tmp_path):
+    strays = ["denoiser.sigmas", "safety_checker.a", "safety_checker.b", "cond_stage_model_ema.x",
+              "embedding_manager.y"]  # fmt: skip
+    state = compvis() | {name: np.ones(1) for name in strays}
+    np.savez(tmp_path / "a.npz", **state, v_pred=np.zeros(0), ztsnr=np.zeros(0))
+    (tmp_path / "ldm.yaml").write_text(YAML)
+    read = load(tmp_path / "a.npz")
+    assert checkpoints.equal(read, load(folder / "a.npz"))
+    assert read.predicts == "v" and read.scheduler == checkpoints.ddim(zero_snr=True)
+    assert read.report[3:] == [
+        "the file is marked v_pred", "the file is marked ztsnr",
+        "arrays of other networks, not used: cond_stage_model_ema (1), denoiser (1), "
+        "embedding_manager (1), safety_checker (2)",
+    ]  # fmt: skip
+    checkpoints.save_diffusers(read, tmp_path / "d")
+    from_folder = checkpoints.load(tmp_path / "d")
+    assert schedulers.read_diffusion(from_folder.scheduler) == ("v", "zero_terminal_snr")
+    checkpoints.save_file(from_folder, tmp_path / "b.safetensors")
+    again = checkpoints.load(tmp_path / "b.safetensors")
+    assert again.predicts == "v" and again.scheduler == read.scheduler
+
+
+def test_a_file_with_nothing_but_averages_is_read(folder, tmp_path):
+    state = {n: w for n, w in compvis().items() if not n.startswith("model.diffusion_model.")}
+    np.savez(tmp_path / "a.npz", **state)
+    (tmp_path / "ldm.yaml").write_text(YAML)
+    assert checkpoints.equal(load(tmp_path / "a.npz"), load(folder / "a.npz"))
+    with pytest.raises(ValueError, match="holds only averages of the UNet: leave --ema=raw out"):
+        load(tmp_path / "a.npz", "raw")
+
+
+@pytest.mark.parametrize("unet", [UNet(), UNet(num_heads=8, linear_projections=False)])
+def test_names_of_averages_get_their_dots_back(unet):
+    abstract = names.abstract_unet(unet, 768)
+    for entry in names.unet_table(abstract, unet, "ldm"):
+        assert file_parts._dotted(entry.torch.replace(".", "")) == entry.torch
+
+
+def test_text_names_without_their_prefix_are_read(folder, tmp_path):
+    state = {n.replace("transformer.text_model.", "transformer."): w for n, w in compvis().items()}
+    np.savez(tmp_path / "a.npz", **state)
+    (tmp_path / "ldm.yaml").write_text(YAML)
+    assert checkpoints.equal(load(tmp_path / "a.npz"), load(folder / "a.npz"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_short_floats_in_a_file_become_float32(folder, tmp_path, dtype):
+    short = {n: w.astype(jnp.dtype(dtype)) for n, w in compvis().items()}
+    safetensors.numpy.save_file(short, tmp_path / "a.ckpt")  # A renamed file, too.
+    (tmp_path / "ldm.yaml").write_text(YAML)
+    read, whole = load(tmp_path / "a.ckpt"), load(folder / "a.npz")
+    rounded = jax.tree.map(lambda w: w.astype(dtype).astype("float32"), whole.vae.params)
+    jax.tree.map(np.testing.assert_array_equal, read.vae.params, rounded)
+
+
+def test_the_folder_of_a_hub_cache_and_its_raw_weights_are_found(folder, tmp_path):
+    cache = tmp_path / "models--a--b"
+    shutil.copytree(folder / "d", cache / "snapshots" / "12ab")
+    assert checkpoints.equal(checkpoints.load(cache), checkpoints.load(folder / "d"))
+    unet = cache / "snapshots" / "12ab" / "unet"
+    raw = {n: 2 * w for n, w in safetensors.numpy.load_file(unet / checkpoints.WEIGHTS).items()}
+    safetensors.numpy.save_file(raw, unet / "diffusion_pytorch_model.non_ema.safetensors")
+    averaged, raw = (checkpoints.load(cache, ema).unet.params for ema in ("ema", "raw"))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(2 * a, b), averaged, raw)
+    (cache / "snapshots" / "34cd").mkdir()
+    with pytest.raises(ValueError, match="cache of the Hugging Face Hub with 2 versions: name one"):
+        checkpoints.load(cache)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("12ab")
+    checkpoints.load(cache)
 
 
 def test_what_cannot_be_written_or_read_is_said(folder, tmp_path):

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,10 +11,12 @@ from diffusion_jax import lora
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.weights import torch_weights
 from sd_jax.unet import UNet
-from sd_jax.weights import lora_files, names
+from sd_jax.weights import lora_files, names, text
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart
 from tests import written_runs
+from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import TEXT_WIDTH, unet_weights
+from tests.sd_jax.weights import test_checkpoints
 
 KINDS = {
     "1.x": UNet(32, (1, 2), 1, (0, 1), num_heads=8, linear_projections=False),
@@ -76,6 +79,17 @@ LAYOUTS = {
     "kohya in LDM's names": (
         "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
         "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+    "ComfyUI": (f"{TO_Q.replace('unet', 'diffusion_model')}.lora_A.weight",
+                f"{TO_Q.replace('unet', 'diffusion_model')}.lora_B.weight"),
+    "ComfyUI in LDM's names": (
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_down.weight",
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.lora_up.weight"),
+    "LyCORIS": ("lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
+                "lycoris_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+    "LyCORIS unet": (
+        "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
+        "lycoris_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+    "another adapter's name": (f"{TO_Q}.lora_A.cat.weight", f"{TO_Q}.lora_B.cat.weight"),
 }  # fmt: skip
 
 
@@ -150,12 +164,35 @@ def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a.hada_w1_a": (2, 2)}, "not a LoRA with two factors per layer, because 1 of 1 arrays"),
+        ({"a.x": (2, 2)}, "not a LoRA with two factors per layer, because 1 of 1 arrays"),
         (
             {f"{TO_Q}.lora_A.weight": (2, 64)},
             "is not a LoRA with two factors per layer, because 1 of 1 lay",
         ),
-        ({f"{TO_Q}.dora_scale": (2,)}, "If it is a LoHa, LoKr or DoRA, merge it into the model"),
+        *(
+            (
+                {f"{TO_Q}.lora_A.weight": (2, 64), name: (2,)},
+                f"is {family}, not a plain LoRA, because",
+            )
+            for name, family in {
+                f"{TO_Q}.dora_scale": "DoRA",
+                f"{TO_Q}.lora_magnitude_vector": "DoRA",
+                "lora_unet_a.hada_w1_a": "LoHa",
+                "lora_unet_a.lokr_w2": "LoKr",
+                "oft_unet_a.oft_blocks": "OFT",
+                "lora_unet_a.diff": "a set of weight differences",
+                f"{TO_Q}.lora_B.bias": "a LoRA with biases",
+                "base_model.model.token_embedding.lora_embedding_A": "a LoRA of token embeddings",
+            }.items()
+        ),
+        (
+            {f"{TO_Q}.lora_A.weight": (2, 64), f"{TO_Q}.lora_down.weight": (2, 64)},
+            r"holds the factor down of mid_block.*to_q twice: keep one",
+        ),
+        (
+            dict.fromkeys(LAYOUTS["kohya"] + LAYOUTS["kohya in LDM's names"], (2, 2)),
+            "names a layer twice, by LDM's and diffusers' names: keep one",
+        ),
         (
             {f"{TO_Q}s.lora_A.weight": (2, 64), f"{TO_Q}s.lora_B.weight": (64, 2)},
             "another model, because 1 of its 1 layers do not exist in this model, such as mid_b",
@@ -166,7 +203,10 @@ def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
             r"\[64, 64\]",
         ),
         (
-            {"lora_te_a.lora_down.weight": (2, 4), "lora_te_a.lora_up.weight": (4, 2)},
+            {
+                f"lora_te_text_model_encoder_layers_0_mlp_fc1.lora_{half}.weight": (2, 2)
+                for half in ("down", "up")
+            },
             "changes the text encoder, but the model has none: choose another model",
         ),
     ],
@@ -177,6 +217,128 @@ def test_what_does_not_fit_is_one_line(opened, tmp_path, state, message):
     with pytest.raises(ValueError, match=message) as error:
         lora_files.apply([str(path)], opened)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        *(
+            (
+                {"init_lora_weights": init},
+                f"with init_lora_weights='{init}', which changes the base",
+            )
+            for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new")
+        ),
+        ({"use_dora": True}, "with use_dora=True, which is more than a plain LoRA: merge it"),
+        ({"modules_to_save": ["conv_in"]}, r"with modules_to_save=\['conv_in'\], which is more"),
+        ({"bias": "all"}, "with bias='all', which is more than a plain LoRA"),
+        ({"layer_replication": [[0, 4]]}, r"with layer_replication=\[\[0, 4\]\], which is more"),
+        ({"peft_type": "LOHA"}, "is an adapter of the type LOHA, not LoRA"),
+    ],
+)
+def test_an_adapter_that_is_no_plain_lora_is_named(opened, tmp_path, config, message):
+    weights = tmp_path / "adapter_model.safetensors"
+    torch_weights.write(weights, dict(zip(PEFTS_OWN, arrays(), strict=True)))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2} | config))
+    with pytest.raises(ValueError, match=message):
+        lora_files.apply([str(tmp_path)], opened)
+    state = dict(zip(LAYOUTS["peft"], arrays(), strict=True))
+    said = {f"unet.{name}": value for name, value in config.items()}
+    metadata = {"lora_adapter_metadata": json.dumps(said)}
+    torch_weights.write(tmp_path / "a.safetensors", state, metadata)
+    with pytest.raises(ValueError, match=message):
+        lora_files.apply([str(tmp_path / "a.safetensors")], opened)
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "eva", "orthogonal"])
+def test_inits_that_leave_the_base_alone_are_taken(opened, tmp_path, init):
+    torch_weights.write(
+        tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
+    )
+    config = {"lora_alpha": 2, "init_lora_weights": init, "modules_to_save": None, "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    lora_files.apply([str(tmp_path)], opened)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_factors_that_are_not_finite_are_named(opened, tmp_path, value):
+    down, up = arrays()
+    down[1, 2] = value
+    torch_weights.write(
+        tmp_path / "a.safetensors", dict(zip(LAYOUTS["peft"], (down, up), strict=True))
+    )
+    message = (
+        r"a.safetensors: 1 of 2 arrays hold NaN or infinite values: unet\.mid_.*lora_A\.weight"
+    )
+    with pytest.raises(ValueError, match=message):
+        lora_files.apply([str(tmp_path / "a.safetensors")], opened)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_factors_of_short_floats_are_read(opened, tmp_path, dtype):
+    down, up = (array.astype(jnp.dtype(dtype)) for array in arrays())
+    torch_weights.write(
+        tmp_path / "a.safetensors", dict(zip(LAYOUTS["kohya"], (down, up), strict=True))
+    )
+    merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
+    product = (up.astype("f4") @ down.astype("f4")).T
+    np.testing.assert_allclose(q_of(merged) - q_of(opened), product, atol=2e-6)
+
+
+def test_a_middle_factor_of_a_convolution_is_multiplied_in(opened, tmp_path):
+    rng, layer = np.random.default_rng(0), "lora_unet_mid_block_resnets_0_conv1"
+    factors = {"down": (2, 64, 1, 1), "mid": (3, 2, 3, 3), "up": (64, 3, 1, 1)}
+    factors = {k: rng.normal(size=shape).astype("f4") for k, shape in factors.items()}
+    state = {f"{layer}.lora_{k}.weight": w for k, w in factors.items()}
+    torch_weights.write(tmp_path / "a.safetensors", state | {f"{layer}.alpha": np.float32(4)})
+    merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
+    conv = lambda c: np.asarray(c.unet.params["params"]["mid_res_0"]["conv1"]["kernel"])
+    down, up = (factors[k][..., 0, 0] for k in ("down", "up"))
+    change = np.stack([[up @ factors["mid"][..., y, x] @ down for x in range(3)] for y in range(3)])
+    np.testing.assert_allclose(
+        conv(merged) - conv(opened), 2 * change.transpose(0, 1, 3, 2), atol=2e-5
+    )
+
+
+def test_a_lora_in_a_folder_is_found_whatever_its_name(opened, tmp_path):
+    state = dict(zip(LAYOUTS["peft"], arrays(), strict=True))
+    for name in ("pytorch_lora_weights.bin", "my_cat.safetensors", "lora.pt"):
+        folder = tmp_path / name.replace(".", "_")
+        folder.mkdir()
+        write = torch_weights.write if name.endswith("safetensors") else torch_writer.save
+        write(folder / name, state)
+        (folder / "README.md").write_text("a LoRA")
+        merged = lora_files.apply([str(folder)], opened)
+        np.testing.assert_allclose(
+            q_of(merged) - q_of(opened), (arrays()[1] @ arrays()[0]).T, atol=2e-6
+        )
+    torch_writer.save(folder / "other.bin", state)
+    with pytest.raises(ValueError, match=r"holds 2 files: name one of lora\.pt, other\.bin$"):
+        lora_files.apply([str(folder)], opened)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="the folder holds no file such as pytorch_lora_w"):
+        lora_files.apply([str(tmp_path / "empty")], opened)
+
+
+@pytest.mark.parametrize("prefix", ["", "text_model."])
+def test_dreambooths_two_folders_change_both_networks(opened, tmp_path, prefix):
+    """peft names a text encoder's layers as transformers does, which once began with text_model."""
+    read = text.from_ldm(test_checkpoints.text_state("1.x"), {"num_attention_heads": 3})
+    opened = opened._replace(text=read)
+    q = f"base_model.model.{prefix}encoder.layers.1.self_attn.q_proj"
+    names = {"unet": PEFTS_OWN, "text_encoder": [f"{q}.lora_{half}.weight" for half in "AB"]}
+    for part, width in (("unet", 64), ("text_encoder", 24)):
+        state = dict(zip(names[part], arrays(2, width, width), strict=True))
+        torch_weights.write(tmp_path / part / "adapter_model.safetensors", state)
+        (tmp_path / part / "adapter_config.json").write_text('{"lora_alpha": 6}')
+    merged = lora_files.apply([f"{tmp_path}:0.5"], opened)
+    down, up = arrays()
+    np.testing.assert_allclose(q_of(merged) - q_of(opened), 1.5 * (up @ down).T, atol=1e-5)
+    of_text = lambda c: c.text.params["params"]["layer_1_attention"]["q"]["kernel"]
+    down, up = arrays(2, 24, 24)
+    np.testing.assert_allclose(of_text(merged) - of_text(opened), 1.5 * (up @ down).T, atol=1e-5)
+    alone = lora_files.apply([f"{tmp_path}/text_encoder:0.5"], opened)
+    np.testing.assert_array_equal(of_text(alone), of_text(merged))
 
 
 def test_a_file_that_is_not_there_and_a_strength_that_is_none():

@@ -71,7 +71,10 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
     others.touch()
     arguments = ("validate", "--source=folder", f"--path={folder}", f"--out={tmp_path}/report")
     assert run(*arguments) == 0
-    report = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert "files          11 pictures, 11 texts\nleft out       1 no_caption: 00006.png\n" in err
+    assert report["left_out_first"] == {"no_caption": ["00006.png"]}
     assert json.loads((tmp_path / "report/report.json").read_text()) == report
     with Image.open(tmp_path / "report/samples.png") as sheet:
         assert sheet.width == 4 + 8 * 132  # Ten usable pictures: eight in a row.
