@@ -70,7 +70,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = [pathlib.Path(name) for name in storage.walk(str(root), Inventory())]
-    stems = {f.with_suffix("") for f in files if kind(f) in untrusted.image_suffixes()}
+    images = {f for f in files if kind(f) in untrusted.image_suffixes()}
+    stems = {f.with_suffix("") for f in images}
     kinds = {kind(f) for f in files}
     if not stems:
         if "tar" in kinds:
@@ -81,7 +82,7 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
             return _of_table(path, root, text)
     if text or not stems:
         return _data("folder", path, text)
-    beside = [f for f in files if f.with_suffix("") in stems]
+    beside = [f for f in files if f.with_suffix("") in stems | images]
     places = [suffix for suffix in TEXTS if suffix in map(kind, beside)]
     places.append(_field("json", _fields(f.read_bytes() for f in beside if kind(f) == "json")))
     counts, errors = {}, []

@@ -90,9 +90,8 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
         digest.update(f"\n{name[len(home) :]} {stamp}".encode())
     name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
-    trusted = lambda path: (
-        _load(path, names, len(texts)) if tars.is_trusted(path, names[0]) else None
-    )
+    load = lambda path: _load(path, names, len(texts))
+    trusted = lambda path: load(path) if tars.is_trusted(path, names[0]) else None
     for folder in folders:
         if (listing := trusted(folder / name)) is not None:
             listing.inventory.update(beside)
@@ -103,7 +102,7 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
     with filelock.FileLock(lock):
         if (listing := trusted(target)) is None:  # Another process may have built it meanwhile.
             _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts))
-            listing = _load(target, names, len(texts))
+            listing = load(target)
         assert listing is not None, f"{target} is damaged immediately after writing"
         if listing.inventory.damaged():
             target.unlink(missing_ok=True)  # Its numbers stay mapped into memory.
@@ -197,7 +196,9 @@ def _build(
                 kinds[kinds == _KINDS.index("no_caption")] = _KINDS.index("broken_record")
             for number in np.flatnonzero(np.bincount(kinds)).tolist():
                 kind, rows = _KINDS[number], np.flatnonzero(kinds == number)
-                first = [] if kind in USED else index.span[rows[: inventory.room(kind)], 0].tolist()
+                named = rows[np.sort(np.unique(index.suffix[rows], return_index=True)[1])]
+                named = np.append(named, np.setdiff1d(rows, named))[: inventory.room(kind)]
+                first = [] if kind in USED else index.span[named, 0].tolist()
                 inventory.add(kind, [full_name(name, *header(name, at)) for at in first], len(rows))
             for kind, first in index.inventory.first.items():
                 number = index.inventory.counts[kind]

@@ -84,6 +84,13 @@ class Records(Portable, abc.ABC):
         inventory.add(PICTURES, (), len(self))
         return inventory
 
+    def files(self) -> list[str]:
+        """Return the paths or URLs of the files that hold the records, in a fixed order.
+
+        They show whether the records have changed. The base class returns none.
+        """
+        return []
+
     def left_out(self) -> dict[str, int]:
         """Return how many files the source left out when it was opened, keyed by reason.
 
@@ -95,16 +102,17 @@ class Records(Portable, abc.ABC):
 def other_kind(suffix: str, texts: Collection[str]) -> str:
     """Return the inventory's kind of a file that is neither an image nor the text of an image.
 
-    `suffix` is the file's suffix, and `texts` are the suffixes of texts beside images.
+    `suffix` is the file's suffix, and `texts` holds the suffixes of texts.
     """
-    if suffix in texts:
+    last = suffix.rpartition(".")[2]
+    if suffix in texts or last in texts:
         return "no_picture"
-    return COMPANIONS if suffix.rpartition(".")[2] in KNOWN else "format"
+    return COMPANIONS if last in KNOWN else "format"
 
 
 def key_of(name: str) -> int:
     """Return a 64-bit hash of a record's name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")
 
 
 def path_of(data: Data) -> str:

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from diffusion_jax.machine import rgb, untrusted
 
@@ -102,6 +102,9 @@ def _open(data: bytes) -> Image.Image:
     """Open an image by reading only its header. Raises Unusable if the header is damaged."""
     try:
         return untrusted.open_image(data)
+    except UnidentifiedImageError as error:
+        start = f"no image begins with {data[:16]!r}" if data else "the file is empty"
+        raise Unusable("broken_image", start) from error
     except Exception as error:  # Pillow's decoders raise many types.
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 

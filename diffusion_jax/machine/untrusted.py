@@ -60,7 +60,7 @@ def image_formats() -> tuple[str, ...]:
 @functools.cache
 def image_suffixes() -> tuple[str, ...]:
     """Return the suffixes of the files that `open_image` opens, in lower case, without the dot."""
-    formats = image_formats()
+    formats = (*image_formats(), "MPO")  # MPO files are JPEGs with further frames.
     return tuple(
         sorted(s[1:] for s, name in Image.registered_extensions().items() if name in formats)
     )
@@ -292,9 +292,11 @@ def parse_json(content: bytes | str) -> Any:
 def printable(text: str) -> str:
     r"""Return text that is safe to print in a terminal: control characters are escaped, as in \x1b.
 
-    Tabs and newlines do not change.
+    So are bytes that are not UTF-8, which names of files may contain. Tabs and newlines do not
+    change.
     """
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+    unsafe = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udcff]"
+    return re.sub(unsafe, lambda m: f"\\x{ord(m[0]) & 0xFF:02x}", text)
 
 
 def printable_json(value: Any) -> Any:

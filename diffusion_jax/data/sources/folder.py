@@ -72,14 +72,7 @@ class Folder(Records):
         self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
-        beside = [(p, texts) for p, texts in self._texts if p.suffix not in metadata.SUFFIXES]
-        used = set[str]().union(*(texts.values() for _, texts in beside))
-        self._inventory.add(TEXTS, sorted(used))
-        tables = tuple(metadata.SUFFIXES.get(part.suffix, "//") for part in parts)
-        for name, suffix in names.items():  # metadata.read has counted the tables.
-            if not (is_image(name) or name in used or name.lower().endswith(tables)):
-                kind = records.other_kind(suffix, [part.suffix for part, _ in beside])
-                self._inventory.add(kind, [name])
+        self._count_others({name: kind for name, kind in names.items() if not is_image(name)})
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
         for part, texts in self._texts:
@@ -144,6 +137,20 @@ class Folder(Records):
         except PermissionError as error:
             return Unusable("unreadable", str(error))
 
+    def _count_others(self, names: dict[str, str]) -> None:
+        """Add all files but the images to the inventory. `names` maps names to suffixes."""
+        beside = {part.suffix: set(texts.values()) for part, texts in self._texts
+                  if part.suffix not in metadata.SUFFIXES}  # fmt: skip
+        used = set[str]().union(*beside.values())
+        counted = tuple(metadata.SUFFIXES[part.suffix] for part, _ in self._texts
+                        if part.suffix in metadata.SUFFIXES)  # fmt: skip
+        first = {suffix: name for name, suffix in reversed(names.items())}
+        for name in dict.fromkeys([*reversed(first.values()), *names]):  # First one of each suffix.
+            if name in used:
+                self._inventory.add(TEXTS, [name])
+            elif not name.lower().endswith(counted):  # Tables count themselves.
+                self._inventory.add(records.other_kind(names[name], beside), [name])
+
 
 def _head(path: pathlib.Path) -> bytes:
     with path.open("rb") as file:
@@ -153,10 +160,15 @@ def _head(path: pathlib.Path) -> bytes:
 def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[str, str]:
     """Return the file with this suffix beside each image, keyed by image.
 
-    A suffix in other case, such as .TXT, is accepted.
+    For NAME.jpg, this is NAME.txt or NAME.jpg.txt. A suffix in other case, as in NAME.TXT, is
+    accepted.
     """
     lower = {name[: -len(suffix)] + suffix: name for name in names
              if name.lower().endswith(f".{suffix}")}  # fmt: skip
-    beside = lambda image: f"{os.path.splitext(image)[0]}.{suffix}"
-    files = {i: beside(i) if beside(i) in names else lower.get(beside(i)) for i in images}
-    return {image: name for image, name in files.items() if name}
+    found = {}
+    for image in images:
+        for name in (f"{os.path.splitext(image)[0]}.{suffix}", f"{image}.{suffix}"):
+            if name in names or name in lower:
+                found[image] = name if name in names else lower[name]
+                break
+    return found

@@ -55,10 +55,9 @@ class WebDataset(Records):
                 text, or some images lack a text and `uncaptioned` is not "drop".
         """
         self._parts = records.check_text(text)
+        suffixes = [part.suffix for part in self._parts]
         self._listing = listing.open_listing(
-            os.fspath(path),
-            images or untrusted.image_suffixes(),
-            [part.suffix for part in self._parts],
+            os.fspath(path), images or untrusted.image_suffixes(), suffixes
         )
         facts, inventory = self._listing.facts, self._listing.inventory
         self._check_damage(max_broken)

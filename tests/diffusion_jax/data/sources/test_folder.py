@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from diffusion_jax.data import guess
 from diffusion_jax.data.records import suffix_of
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.transforms import Unusable
@@ -169,3 +170,25 @@ def test_files_that_this_user_cannot_read_are_damaged(folder, monkeypatch):
     (folder / "closed").mkdir()
     monkeypatch.setattr(os, "scandir", refuse_folder)
     assert Folder(folder).left_out() == {"unreadable": 1}
+
+
+def test_a_text_may_have_the_whole_name_of_its_image(tmp_path):
+    for name in ("1.jpg", "2.png", "2.jpg"):
+        (tmp_path / name).touch()
+        (tmp_path / f"{name}.txt").write_text(f"text of {name}")
+    (tmp_path / "1.en.txt").touch()
+    records = Folder(tmp_path)
+    assert records.texts([0, 1, 2]) == ["text of 1.jpg", "text of 2.jpg", "text of 2.png"]
+    assert records.left_out() == {"no_picture": 1}
+    assert guess.guess(str(tmp_path)).text == "txt"
+
+
+def test_names_that_are_not_utf8_are_read_and_printed(tmp_path, capsys):
+    root = os.fsencode(tmp_path)
+    for name in (b"caf\xe9.png", b"caf\xe9.txt", b"\xe9t\xe9.svg"):
+        with open(os.path.join(root, name), "wb") as file:
+            file.write(b"a cafe")
+    records = Folder(tmp_path)
+    assert records.texts([0]) == ["a cafe"] and records.keys(np.arange(1)) > 0
+    print(records.inventory().rows()[1][1])
+    assert capsys.readouterr().out == "1 format: \\xe9t\\xe9.svg\n"
