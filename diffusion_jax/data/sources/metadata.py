@@ -17,6 +17,7 @@ from typing import Any
 
 from diffusion_jax.data import captions, records, rows
 from diffusion_jax.data.inventory import TEXTS, Inventory
+from diffusion_jax.data.transforms import Unusable
 
 SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
@@ -143,6 +144,8 @@ def _read_table(
         if not isinstance(cell, str | list):
             raise ValueError(f"{place}: {field} is {rows.shown(cell)}, not a text: correct it")
         text = records.cell_text(cell)
+        if isinstance(text, Unusable):
+            text = Unusable(text.reason, f"{place}: {str(text).partition(': ')[2]}")
         if column == _KEY:
             image = images.by(_stem).get(posixpath.join(stem, str(name)), "")
         else:
