@@ -20,8 +20,8 @@ from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
 
 KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
-         "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",
-         "log")  # fmt: skip
+              "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",
+              "log")  # fmt: skip
 """Suffixes of files that often lie beside images: texts, tables, arrays and notes."""
 _LINES = "lines"  # The field of a text file with one caption per line.
 HEAD = 2**16
