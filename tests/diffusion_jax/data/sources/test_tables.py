@@ -104,6 +104,13 @@ def test_csv_and_tsv_are_read_like_jsonl(tmp_path, encoding):
         assert texts(folder) == {"a.png": 'é, "one"\nand more', "b.png": "two"}
 
 
+def test_a_caption_that_is_not_utf8_is_named_with_its_file_line_and_byte(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    (text, good) = table(tmp_path, "m.csv", b"file_name,text\na.png,caf\xe9\nb.png,x").texts([0, 1])
+    expected = f"broken_text: {tmp_path}/m.csv, line 2: the text is not UTF-8 text (byte 0xe9)"
+    assert (str(text), good) == (expected, "x")
+
+
 def test_names_in_other_forms_find_their_images(tmp_path):
     images(tmp_path, "d/A.PNG", "d/e/b.png", "caf\u00e9.png", "c.png")
     content = "file_name,text\nd\\e\\b.png,b\nD/a.png,a\ncafe\u0301.png,accent\n./c.png,dot\n"
