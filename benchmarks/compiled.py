@@ -105,8 +105,8 @@ def main(argv: list[str]) -> None:
     if _KEEP.value:
         results["reduced"] = {"versions": _versions(), "blocks": _reduced()}
         _write(results)
-    measure.say("| model | target, samples per chip | compiled | MFU | cycles by kind |")
-    measure.say("|---|---|---|---|---|")
+    measure.say("| model | target, samples per chip | code | compiled | MFU | cycles by kind |")
+    measure.say("|---|---|---|---|---|---|")
     for name, target in ((name, target) for target in targets for name in _MODELS.value):
         with cli.bad_input():
             profiling.check(target.name)
@@ -118,6 +118,7 @@ def main(argv: list[str]) -> None:
             key = f"{name} {place} {batch} {'whole' if _WHOLE.value else 'blocks'}"
             results["rows"][key] = {
                 **_versions(),
+                "commit": _commit(),
                 "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
                 **profile.summary(),
                 "flops": profile.flops,
@@ -163,7 +164,7 @@ def row(name: str, place: str, batch: int, profile: Profile) -> str:
     shares = (f"{kind} {100 * n / profile.total:.0f} %" for kind, n in profile.cycles.items())
     scope = "whole" if _WHOLE.value else "blocks"
     return (
-        f"| {name} | {place}, {batch} | {scope}, {profile.seconds:,.0f} s | "
+        f"| {name} | {place}, {batch} | {_commit()} | {scope}, {profile.seconds:,.0f} s | "
         f"{100 * profile.mfu:.0f} % | {profile.total / 1e6:,.0f} M: {', '.join(shares)} |"
     )
 
@@ -209,6 +210,12 @@ def _check(saved: Mapping[str, Any]) -> int:
 
 def _versions() -> dict[str, str | None]:
     return {name: log.version(name) for name in ("jax", "libtpu")}
+
+
+def _commit() -> str:
+    """Return the first digits of the code's commit; "" outside a checkout."""
+    found = log.git_commit(pathlib.Path(__file__))
+    return found["commit"][:8] if found else ""
 
 
 def _write(results: Mapping[str, Any]) -> None:

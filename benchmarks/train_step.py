@@ -15,26 +15,36 @@ The command prints one line of JSON:
 - known_tflop_per_sample: an independent count without recomputation; null for models without one.
 - mfu: the achieved share of the devices' peak bfloat16 rate; null for devices that
   diffusion_jax/machine/hardware.py does not list.
+- planned: the planner's estimates for this device, samples/s at 40 % MFU and memory in GiB; null
+  for several devices, and for devices that launch/accelerators.py does not list.
 """
 
 from typing import Any
 
+import jax
 from absl import flags
+from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from benchmarks import measure, step
 from diffusion_jax import cli
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import hardware, sharding
 from diffusion_jax.train import optimizer
-from launch.planner import systems
+from launch import accelerators
+from launch.planner import estimate, systems
 
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
 _BATCH = flags.DEFINE_integer(
-    "batch", None, "Global batch size; default: the config's.", lower_bound=1
+    "batch",
+    None,
+    "Global batch size; default: the config's; 0: the largest multiple of 8 that fits "
+    "into one device's memory by the planner's estimate.",
+    lower_bound=0,
 )
 
+_MFU = 0.4  # The utilization that launch.plan assumes by default.
 # TFLOP of matrix products and convolutions per training sample, forward and backward, by number of
 # parameters.
 _KNOWN_TFLOP = {
@@ -61,11 +71,17 @@ def main(argv: list[str]) -> None:
     step.no_arguments(argv)
     cli.start()
     config: dict[str, Any] = _CONFIG.value.to_dict()
-    config["batch_size"] = batch = int(_BATCH.value or config["batch_size"])
+    if _BATCH.value is not None:
+        config["batch_size"] = int(_BATCH.value) or 8
     with cli.bad_input():
         model, inputs = step.read(config)
+        if _BATCH.value == 0:
+            config["batch_size"] = _largest_batch(model)
+            model, inputs = step.read(config)
+        batch = model.run.batch_size
         mesh = sharding.make_mesh(*model.mesh)
         model = model._replace(optimizer=optimizer.for_mesh(model.optimizer, batch, mesh))
+    planned = _planned(model, mesh)
     timing = step.run(model, mesh)
     parameters = systems.parameters(model)
     known_tflop = _KNOWN_TFLOP.get(parameters)
@@ -83,6 +99,7 @@ def main(argv: list[str]) -> None:
         "tflop_per_sample": timing.flops / batch / 1e12,
         "known_tflop_per_sample": known_tflop,
         "mfu": timing.utilization(mesh.size),
+        "planned": planned,
         "trace_s": timing.trace_s,
         "lower_s": timing.lower_s,
         "compile_s": timing.compile_s,
@@ -91,6 +108,28 @@ def main(argv: list[str]) -> None:
         **measure.machine(),
         "loss": timing.loss,
     })  # fmt: skip
+
+
+def _largest_batch(model: systems.Model) -> int:
+    """Return the largest multiple of 8 that the planner expects to fit; ValueError if none fits."""
+    mesh, limit = estimate.mesh_of(model, 1), hardware.limit(jax.local_devices()[0])
+    batch = estimate.largest_batch(estimate.trace(model), mesh, limit) // 8 * 8
+    if not batch:
+        raise ValueError(f"--batch=0: not even 8 samples fit into {limit / 2**30:.1f} GiB")
+    return batch
+
+
+def _planned(model: systems.Model, mesh: Mesh) -> dict[str, float] | None:
+    """Return the planner's estimates for the current device, or None if it does not know it."""
+    kind = jax.local_devices()[0].device_kind.lower()
+    name = next((name for name in accelerators.KINDS if name.partition("-")[0] in kind), None)
+    if name is None or mesh.size > 1:
+        return None
+    traced, target = estimate.trace(model), accelerators.parse(f"{name}:1")
+    seconds = estimate.step_time(traced, mesh.abstract_mesh, target, _MFU, [])
+    memory = estimate.bytes_per_device(traced, mesh.abstract_mesh).total
+    rate = model.run.batch_size / seconds.exposed
+    return {"samples_per_second": rate, "memory_gib": memory / 2**30}
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def pack(
         FileNotFoundError: There is no checkpoint.
     """
     runs.load(workdir)
-    words = vocabulary.of(prompts.read(captions)) if captions else None
+    words = vocabulary.of(prompts.read(captions, every=True)) if captions else None
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     items = lambda at: restore.items_of(root / str(at), which)
     step = restore.newest_sound(root, items) if step is None else step

@@ -24,12 +24,12 @@ from diffusion_jax.machine.exits import Busy
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
-# Fields that a continued run may change, because they do not affect what is learned.
+# Fields that a continued run may change: they do not affect what is learned, or only from then on.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
-         "optimizer.snapshot_every", "sampler.", "evaluation.", "heldout.", "data.threads",
-         "data.path", "data.max_broken", "text.store", "unet.attention_impl",
-         "unet.remat")  # fmt: skip
+         "optimizer.snapshot_every", "optimizer.restart", "optimizer.ema_warmup", "sampler.",
+         "evaluation.", "heldout.", "data.threads", "data.path", "data.max_broken", "text.store",
+         "unet.attention_impl", "unet.remat")  # fmt: skip
 
 
 def claim(

@@ -24,7 +24,7 @@ from diffusion_jax.start.stages import Candidate, Stage
 from imagen_jax.train import prepare
 
 _TRAIN = "imagen_jax.train"
-SHIPPED = Shipped("models/emoji32", "emoji32", ("models/emoji64_sr",))
+SHIPPED = Shipped("models/emoji32", "emoji32")
 
 
 def candidates() -> list[Candidate]:

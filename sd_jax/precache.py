@@ -11,6 +11,10 @@ KEY.txt. At each step, training samples new latents from these moments. A manife
 and the pixel range, and training refuses moments of another VAE. To precompute text embeddings, use
 python -m diffusion_jax.precache.
 
+If images, captions or settings have changed when the command runs again, it names the difference.
+It encodes the tars of changed, added and removed images again; for other settings or another data
+set, add --overwrite or choose another --out.
+
 If the command is killed, run it again to continue. To share the work between N machines or
 processes, run the command in each of them with the same --out on a shared disk, with --workers=N,
 and with a different number from 0 to N-1 as --worker. If a worker dies, the others do its work.
@@ -54,6 +58,9 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "verify", False, "Check all tars, and encode the images of damaged tars again."
     )
+    flags.DEFINE_bool(
+        "overwrite", False, "Empty --out first if it was started with other settings or data."
+    )
     engines.define_flags()
     flags.mark_flag_as_required("config")
 
@@ -68,6 +75,7 @@ def main(argv: list[str]) -> None:
         out = files.path(args.out) if args.dry_run else files.folder(args.out, "--out")
         s = read_settings(args.config.to_dict())
         work = Work(args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify)
+        work = work._replace(overwrite=args.overwrite)
         logging.info("%d tars are in %s", encode(s, out, work), out)
 
 

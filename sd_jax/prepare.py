@@ -129,8 +129,10 @@ def _parser() -> argparse.ArgumentParser:
 
     arg = add("mlperf", _mlperf, "Download the files that MLCommons publishes, and check hashes.")
     arg("--out", required=True, help="folder to write to; each set gets a subfolder")
-    arg("--sets", nargs="+", choices=[*download.SETS], default=[*download.SETS], metavar="SET",
-        help=f"sets to download, from {', '.join(download.SETS)}; default: all")  # fmt: skip
+    needed = [name for name in download.SETS if name != download.IMAGES]
+    arg("--sets", nargs="+", choices=[*download.SETS], default=needed, metavar="SET",
+        help=f"sets to download, from {', '.join(download.SETS)}; default: all except "
+        f"{download.IMAGES}, which a run does not need")  # fmt: skip
     arg(
         "--source",
         default=download.SOURCE,

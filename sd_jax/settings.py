@@ -377,11 +377,6 @@ def _check_data(s: Settings) -> None:
                 "python -m sd_jax.train_vae; only training on moments (data.source='moments') "
                 "works without a VAE"
             )
-    elif s.data.flip or s.data.crop != "center" or s.data.resize:
-        raise ValueError(
-            "data.flip, data.crop or data.resize is set, which is not possible with moments: set "
-            "data.flip=False, data.crop=center and data.resize=0; sd_jax.precache can resize"
-        )
     elif s.data.aspect_buckets and s.data.heldout:
         raise ValueError(
             f"data.heldout is {s.data.heldout}, but the held-out loss needs square images, and the "

@@ -21,12 +21,16 @@ with code 143.
 
 from typing import Any
 
+import jax
+
 from diffusion_jax import finetune
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
+from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
+from diffusion_jax.precache.moments import check_originals
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
@@ -53,7 +57,8 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     # because a store of embeddings must hold the empty and the negative prompt.
     prompts, negative_prompt = s.run.prompts, s.sampler.negative_prompt
     tokenize = lambda texts: sampling.prompts(encoder, texts, negative_prompt)
-    examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance)
+    most = default_batch_size(*s.pipeline.output_shape)
+    examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance, most)
 
     def open_prompts(prompts):
         lookup.open_prompts(s.text, encoder, False, prompts)  # Raises if the store lacks a prompt.
@@ -77,12 +82,16 @@ def open_batches(
     """
     if not uses_moments(s.data):
         pictures = sources.open_pictures(s.data, s.latents.image_size)
+        lookup.check_captions(s.text, encoder, pictures)
         return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
     for path in [part[2] for part in s.data.mixture] or [s.data.path]:
         moments.check_manifest(path, made_by(s, vae_params))
+        if jax.process_index() == 0:
+            check_originals(path)
     side = s.latents.image_size // vae_module.factor(s.vae)
     shape = (side, side, 2 * s.vae.latent_channels)
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
+    lookup.check_captions(s.text, encoder, pictures)
     batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
     batches.example()  # If the moments have another shape, raises an error before compiling.
     return batches

@@ -34,7 +34,7 @@ ALLOWED = {
     "precache": {"", "config", "machine", "data", "text", "weights"},
     "train": {"", "config", "machine", "data", "draw", "evaluate", "nn", "text", "weights"},
     "start": {"", "config", "machine", "data", "text", "train", "weights"},
-    "draw": {"", "config", "machine", "diffusion", "text", "precache", "weights"},
+    "draw": {"", "config", "machine", "data", "diffusion", "text", "precache", "weights"},
     "metrics": {"", "config", "machine", "data", "text", "weights"},
     "examples": {"", "config", "machine", "data", "evaluate", "metrics"},
     "evaluate": {"", "config", "machine", "data", "draw", "metrics", "text"},

@@ -77,6 +77,8 @@ train --config.unet.patch=0 | unet.patch is 0: it must be above 0
 train --config.unet.dropout=1.5 | unet.dropout is 1.5: it must be from 0 to below 1
 train --config.unet.dtype=bf16 | unet.dtype is 'bf16': did you mean 'bfloat16'?
 train --config.unet.dtype=int8 | unet.dtype is 'int8': choose from float32
+train --config.unet.dtype=float16 | unet.dtype is float16, in which small gradients become 0: train
+vae --config.vae.dtype=float16 | vae.dtype is float16, in which small gradients become 0: train with
 train --config.optimizer.b1=1.0 | optimizer.b1 is 1.0: it must be from 0 to below 1
 train --config.optimizer.eps=-1.0 | optimizer.eps is -1.0: it must be above 0
 train --config.optimizer.warmup=-1 | optimizer.warmup is -1: it must be 0 or more
@@ -113,10 +115,14 @@ sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax
 sample --workdir=D/damaged --prompt=a | D/damaged/config.json: Expecting property name
 sample --workdir=D/list --prompt=a | D/list/config.json: it holds a list, not a config
 sample --workdir=D/none --prompt=a | D/none holds no config.json
-sample --prompts=D/binary.txt | --prompts=D/binary.txt is not UTF-8 text
-sample --prompts=D/empty.txt | --prompts=D/empty.txt holds no text
-sample --prompts=D/none.txt | --prompts=D/none.txt: No such file or directory
-sample --prompts=D/empty | --prompts=D/empty: Is a directory
+sample --prompts=D/binary.txt | D/binary.txt is not UTF-8 text (byte 0x80 at offset 128, line 2)
+sample --prompts=D/empty.txt | D/empty.txt holds no prompts
+sample --prompts=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
+evaluate --prompts=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
+precache --captions=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
+metrics clip D/images --prompts=D/short.tsv --clip=x | D/short.tsv, line 3 has 1 cells, but the
+sample --prompts=D/none.txt | No such file or directory: 'D/none.txt'
+sample --prompts=D/empty | Is a directory: 'D/empty'
 sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
 sample --prompt=a --out= | --out is empty
 sample --prompt=a --sampler=huen | sampler.name is 'huen': did you mean 'heun'?
@@ -150,7 +156,7 @@ evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
 precache --workers=2 --worker=2 | --worker=2 of --workers=2: the index must be from 0 to 1
 precache --captions=D/none | D/none
-precache --captions=D/binary.txt | --captions=D/binary.txt is not UTF-8 text
+precache --captions=D/binary.txt | D/binary.txt is not UTF-8 text
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
 prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: give 1 or more
 prepare validate --source=folder --path=/nowhere --out=D/v | /nowhere
@@ -200,11 +206,11 @@ text --nosuch | Unknown command line flag 'nosuch'
 weights | D/file
 start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: give the path of your pictures
-start --data=D/empty | no images in D/empty: looked for jpg
+start --data=D/empty | no images in D/empty: looked for
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
 start --data=D/bare.tar | no captions in D/bare.tar (suffixes of its files: png): set --text
 start --data=D/table.parquet | D/table.parquet has no image column, but only the columns
-start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
+start --data=D/file | D/file is not a folder, .tar, .csv, .tsv, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no text (data.text=json:caption)
 start --data=D/images --text=npy | --text=npy names embeddings, but this command needs captions
 start --hours=0 | --hours=0: give a number of hours above 0
@@ -224,7 +230,7 @@ train --config.unet.channel_mult=(1000000000,) | unet.channel_mult is (100000000
 train --config.unet.embed_dim=1000000000 | unet.embed_dim is 1000000000: it must be from 1 to 65536
 train --config.unet.image_size=1000000 | unet.image_size is 1000000: it must be from 1 to 16384
 train --config.data.source=webdataset --config.data.path=x{0..999999999999}.tar | for 1,000,000,00
-train --config.data.source=webdataset --config.data.path=D/cut.tar | 1 of 1 tars in D/cut.tar are tr
+train --config.data.source=webdataset --config.data.path=D/cut.tar | tars in D/cut.tar are damaged: 
 train --workdir=D/dangling | workdir D/dangling: D/dangling is a link to D/nowhere, which does not e
 sample --prompts=/dev/zero | /dev/zero has more than 67,108,864 bytes, the limit for a text
 sample --prompt=a --image=D/cut.png | --image=D/cut.png is damaged: 
@@ -234,7 +240,7 @@ sample --prompt=a --image=D/images/0.png --strength=nan | --strength is nan: it 
 sample --prompt=a --num_images=1000000000 | num_images
 sd_sample --prompt=a --height=100000000 | images of 16x100000000 need more than
 coco captions --annotations=D/deep.json --out=D/x.tsv | D/deep.json does not have the format of
-coco images --captions=D/binary.txt --images=D/images --out=D/x | D/binary.txt is not a table of cap
+coco images --captions=D/binary.txt --images=D/images --out=D/x | D/binary.txt is not a table: use
 prepare fetch --url=file:///etc/passwd --out=D/x | file:///etc/passwd is not fetched: its scheme mus
 plan --target=h100:1000000000 | at most 32,768 GPUs
 sd_start --out=D/raises.py | D/raises.py exists already
@@ -271,6 +277,7 @@ def files(tmp_path_factory):
     (folder / "file").write_text("no folder")
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     (folder / "empty.txt").write_text("\n \n")
+    (folder / "short.tsv").write_text("id\tcaption\n1\ta\n2\n")
     Image.new("RGB", (20, 20)).save(folder / "images" / "0.png")
     (folder / "images" / "0.txt").write_text("a cat")
     Image.new("L", (4, 3)).save(folder / "wide.png")

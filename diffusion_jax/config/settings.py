@@ -20,6 +20,8 @@ INCEPTION_MODES = ("", "pytorch", "tf", "clean", "nemo")
 UNCAPTIONED = ("error", "drop", "empty")
 CAPTIONED = ("arrow", "tfds")
 """Data sources that always yield captions. They ignore data.text."""
+TEXTS = ("txt", "caption")
+"""Suffixes of files that hold a caption."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold text embeddings computed before training, one text per file."""
 SNAPSHOT_DTYPE = "float16"
@@ -36,7 +38,8 @@ class Run(NamedTuple):
 
     steps: Count
     """The step at which training ends. To train a finished run for longer, raise this number and
-    run the same command again."""
+    run the same command again. If optimizer.schedule is "cosine" or "wsd", also set
+    optimizer.restart to the step that the run has reached."""
     batch_size: Count
     """The number of training images in a step, over all devices together."""
     seed: Annotated[int, "[0, 18446744073709551616)"] = 0
@@ -114,6 +117,10 @@ class Optimizer(NamedTuple):
     """The learning rate after the warm-up: "constant"; "cosine" falls to 0 at the last step; "wsd"
     is constant, then falls to 0 over the last fifth of the steps; "inverse_sqrt" falls after
     `decay_from`; "ldm" is constant, after a warm-up that starts closer to 0, as in LDM."""
+    restart: Amount = 0
+    """The step at which the schedule begins anew, with its warm-up. Set it to the last step of a
+    finished run that trains for longer: by themselves, "cosine" and "wsd" stretch to the new number
+    of steps, and the learning rate jumps up."""
     warmup: Amount = 10_000
     """Number of steps over which the learning rate rises from about 0 to `lr`."""
     decay_from: Count = 70_000
@@ -140,9 +147,10 @@ class Optimizer(NamedTuple):
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
     """Decay rates of the exponential moving averages of the weights. By default, images are drawn
     with the average that has the largest rate."""
-    ema_warmup: bool = False
+    ema_warmup: bool = True
     """Whether the decay rates of ema_decays are limited to (1 + step) / (10 + step), so that the
-    averages soon forget the initial weights. Short runs need this limit."""
+    averages soon forget the initial weights. This changes a rate of 0.9999 before step 90,000.
+    False keeps the rates constant, as NeMo does."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
     """Relative widths of power-function averages of the weights (EDM2), such as (0.05, 0.10). After
     training, `python -m diffusion_jax.averages` computes averages of other widths from
@@ -211,9 +219,9 @@ class Evaluation(NamedTuple):
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
     """The guidance scales. A picture is drawn and scored for every prompt at each scale."""
     prompts: str = ""
-    """A file of prompts: .txt with one per line, .tsv, or COCO's .json. SOURCE:PATH::TEXT names the
-    captions of a data source instead. "" for the prompts that the training data's source provides.
-    """
+    """A file of prompts: .txt with one per line, a table (.csv, .tsv, .jsonl, .json), COCO's .json,
+    or FILE::COLUMN to choose the column of a table. SOURCE:PATH::TEXT names the captions of a data
+    source instead. "" for the prompts that the training data's source provides."""
     num_prompts: Count = 1_000
     """Number of prompts that are chosen from the file at random, the same ones in every run."""
     reference: str = ""
@@ -282,8 +290,9 @@ class Data(NamedTuple):
     """The location of the data: a folder, tar files, a URL or the name of a data set, depending on
     `source`."""
     text: str = "txt"
-    """Where the captions or text embeddings are, such as txt or npy (files beside the images) or
-    json:caption (the field `caption` of a JSON file beside each image)."""
+    """Where the captions or text embeddings are, such as txt or npy (files beside the images),
+    json:caption (the field `caption` of a JSON file beside each image) or csv:text (the column
+    `text` of tables). Several places give an image several captions: txt,json:long*0.5."""
     uncaptioned: Annotated[str, UNCAPTIONED] = "error"
     """What to do with images without captions: "error" refuses the data, "drop" leaves the images
     out, and "empty" gives them the empty text."""
@@ -327,7 +336,8 @@ class Data(NamedTuple):
         if self.source in CAPTIONED:
             return False
         texts = [part[-1] for part in self.mixture] if self.source == "mixture" else [self.text]
-        return any(text.partition(":")[0].endswith(EMBEDDINGS) for text in texts)
+        places = [place.partition("*")[0] for text in texts for place in text.split(",")]
+        return any(place.partition(":")[0].endswith(EMBEDDINGS) for place in places)
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from diffusion_jax.config.settings import EMBEDDINGS
+from diffusion_jax.config.settings import EMBEDDINGS, TEXTS
 from diffusion_jax.machine import untrusted
 
 
@@ -46,8 +46,8 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 def check_suffix(text: str) -> None:
     """Check that files with the suffix `text` can be read as captions or embeddings.
 
-    Files of captions have the suffix "txt", and files of embeddings have "npy", "npz" or
-    "safetensors". Only the part after the last dot counts, such as "npy" in "t5.npy".
+    Files of captions have the suffix "txt" or "caption", and files of embeddings have "npy", "npz"
+    or "safetensors". Only the part after the last dot counts, such as "npy" in "t5.npy".
 
     Raises:
         ValueError: the suffix is unknown, or belongs to pickles.
@@ -59,10 +59,10 @@ def check_suffix(text: str) -> None:
             "convert them to .npy with numpy.save(file, data['embeddings_t5_xxl']['encodings']), "
             "as docs/data.md shows"
         )
-    if last != "txt" and last not in EMBEDDINGS:
+    if last not in (*TEXTS, *EMBEDDINGS):
         raise ValueError(
-            f"the suffix of text files is {text!r}: it must end in txt (captions) or "
-            f"{', '.join(EMBEDDINGS)} (precomputed embeddings); set data.text to such a suffix"
+            f"the suffix of text files is {text!r}: it must end in {' or '.join(TEXTS)} (captions) "
+            f"or {', '.join(EMBEDDINGS)} (precomputed embeddings); set data.text to such a suffix"
         )
 
 

@@ -1,27 +1,35 @@
 """Infers the data source and the caption field of a data set from its files."""
 
+import contextlib
+import itertools
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
+from absl import logging
 
-from diffusion_jax.config.settings import Data
-from diffusion_jax.data import records, sources, storage, tars
+from diffusion_jax.config.settings import TEXTS, Data
+from diffusion_jax.data import records, rows, sources, storage, tars
+from diffusion_jax.data.inventory import Inventory
+from diffusion_jax.data.sources import metadata
 from diffusion_jax.data.sources.arrow import SAVED
+from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.machine import untrusted
 
-_NAMES = ("caption", "captions", "text", "prompt", "description", "title")
-"""Common names of caption fields, the likeliest first. Other text fields come after these."""
 # Text fields that never hold captions.
-_OTHER = ("file_name", "key", "url", "image", "status", "error_message", "sha256", "exif")
+_OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message",
+          "sha256", "exif")  # fmt: skip
+_READ = ("txt", "caption", "csv", "tsv", "json", "jsonl", "parquet")
+"""Suffixes of files that may hold captions."""
+_LOOKED = 100  # Number of rows or JSON files in which text fields are looked for.
 
 
 def guess(path: str, text: str = "") -> Data:
     """Infer the data settings (source, caption field) for training on the pictures at `path`.
 
-    With these settings, pictures without a caption are left out. If there are no captions at all,
-    every picture gets the caption "".
+    With these settings, pictures without a caption are left out. If the files hold no captions,
+    every picture gets the caption "", and the other files are logged.
 
     Args:
         path: a file, folder, URL, or pattern such as "shard-{00..99}.tar", or SOURCE:PATH::TEXT,
@@ -30,7 +38,8 @@ def guess(path: str, text: str = "") -> Data:
 
     Raises:
         FileNotFoundError: `path` does not exist.
-        ValueError: no data source can read the files, or they are tars without captions.
+        ValueError: no data source can read the files, they are tars without captions, or there are
+            tables or texts for the pictures, but no captions can be read from them.
     """
     source, _, location = path.partition(":")
     if source in sources.SOURCES and location:
@@ -40,8 +49,14 @@ def guess(path: str, text: str = "") -> Data:
         return _of_tars(path, text)
     root = pathlib.Path(records.split_of(path)[0])
     records.check_exists([str(root)] if path else [], "folder")
-    if path.endswith(".jsonl"):
-        return _data("folder", str(root.parent), text or _field("jsonl", _fields(_lines(root))))
+    kind = root.suffix[1:].lower()
+    if root.is_file() and kind in ("csv", "tsv", "jsonl"):
+        if not (text := text or _field(kind, _texts(rows.read(root)))):
+            raise ValueError(
+                f"{path} has no column file_name or no column of captions: add it, or name the "
+                "captions with --text"
+            )
+        return _data("folder", str(root.parent), text)
     if root.is_file() or any((root / name).exists() for name in SAVED):
         return _of_table(path, root, text)
     return _of_folder(path, root, text)
@@ -50,30 +65,76 @@ def guess(path: str, text: str = "") -> Data:
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
     """Infer the data settings for the folder `root`, which is `path` without "@SPLIT".
 
-    If there are no image files, the settings are for the tars, ArrayRecord files or parquet tables
-    in the folder.
+    Of several kinds of captions, those of the most pictures are chosen. If there are no image
+    files, the settings are for the tars, ArrayRecord files or parquet tables in the folder.
     """
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
-    files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
-    stems = {f.with_suffix("") for f in files if kind(f) in records.IMAGE_SUFFIXES}
-    relevant = lambda file: kind(file) not in ("txt", "json") or file.with_suffix("") in stems
-    first = {kind(f): f for f in reversed(files) if relevant(f)}  # The first file of each suffix.
+    files = [pathlib.Path(name) for name in storage.walk(str(root), Inventory())]
+    images = {f for f in files if kind(f) in untrusted.image_suffixes()}
+    stems = {f.with_suffix("") for f in images}
+    kinds = {kind(f) for f in files}
     if not stems:
-        if "tar" in first:
+        if "tar" in kinds:
             return _of_tars(path, text)
-        if "array_record" in first:
+        if "array_record" in kinds:
             return _data("arrayrecord", path, text or "txt")
-        if "parquet" in first:
+        if "parquet" in kinds:
             return _of_table(path, root, text)
-    if text or "txt" in first:
-        text = text or "txt"
-    elif "jsonl" in first:
-        text = _field("jsonl", _fields(_lines(first["jsonl"])))
-    elif "parquet" in first:
-        text = _field("parquet", _columns(first["parquet"]))
-    elif "json" in first:
-        text = _field("json", _fields([first["json"].read_bytes()]))
-    return _data("folder", path, text)
+    if text or not stems:
+        return _data("folder", path, text)
+    beside = [f for f in files if f.with_suffix("") in stems | images]
+    places = [suffix for suffix in TEXTS if suffix in map(kind, beside)]
+    places.append(_field("json", _fields(f.read_bytes() for f in beside if kind(f) == "json")))
+    counts, errors = {}, []
+    for place in filter(None, [*places, *_of_tables(set(files) - set(beside), errors)]):
+        try:
+            counts[place] = len(Folder(path, place, "drop"))
+        except ValueError as error:
+            errors.append(error)
+    if errors and not counts:
+        raise errors[0]
+    if not counts:
+        _check_unused([f for f in files if kind(f) in _READ], {stem.name for stem in stems})
+    return _data("folder", path, max(counts, key=lambda place: counts[place], default=""))
+
+
+def _of_tables(files: Collection[pathlib.Path], errors: list[ValueError]) -> Iterator[str]:
+    """Yield the values of data.text for the tables of image captions among files.
+
+    The error of a table that cannot be read, or has captions without names of images, is appended
+    to `errors`. Other JSON than tables is ignored.
+    """
+    for kind, suffix in metadata.SUFFIXES.items():
+        for file in sorted(file for file in files if file.suffix.lower() == suffix):
+            try:
+                if field := _field(kind, _texts(rows.read(file))):
+                    yield field
+                    break
+                if likely := rows.likely(next((row for _, row in rows.read(file)), {})):
+                    errors.append(ValueError(
+                        f"{file} has the column {likely[0]!r}, but no column of image names: call "
+                        "this column file_name, or move the table to another folder"
+                    ))  # fmt: skip
+            except ValueError as error:
+                if suffix != ".json":
+                    errors.append(error)
+
+
+def _check_unused(files: Sequence[pathlib.Path], pictures: Collection[str]) -> None:
+    """Log files that may hold captions, but are not read.
+
+    Raises ValueError if a file has the name of a picture in another folder. `pictures` are the
+    names of all pictures without suffix.
+    """
+    for file in files:
+        if file.stem in pictures:
+            raise ValueError(
+                f"{file} has the name of a picture in another folder, and no picture has a caption "
+                "beside it: move each text into the folder of its picture"
+            )
+    if files:
+        names = ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3)
+        logging.warning("no captions were found: %s belong to no picture", names)
 
 
 def _of_tars(path: str, text: str) -> Data:
@@ -84,11 +145,12 @@ def _of_tars(path: str, text: str) -> Data:
     """
     first = tars.find(path)[0]
     index = tars.load_index(first)
-    if not text and "txt" in index.suffix:
-        text = "txt"
-    elif not text and "json" in index.suffix:
-        offset, size = index.span[np.flatnonzero(index.suffix == "json")[0]].tolist()
-        contents = storage.read_ranges([first], [offset], [offset + size])
+    if not text:
+        text = next((suffix for suffix in TEXTS if suffix in index.suffix), "")
+    if not text and "json" in index.suffix:
+        spans = index.span[index.suffix == "json"][:_LOOKED]
+        ends = spans.sum(axis=1).tolist()
+        contents = storage.read_ranges([first] * len(spans), spans[:, 0].tolist(), ends)
         text = _field("json", _fields(contents))
     if not text:
         suffixes = ", ".join(sorted(set(index.suffix.tolist())))
@@ -114,8 +176,8 @@ def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
         raise ValueError(f"no .arrow files in {root}: write the folder again with save_to_disk")
     if not files or files[0].suffix != suffix:
         raise ValueError(
-            f"{path} is not a folder, .tar, .jsonl or .parquet: set its data source with "
-            f"--data=SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
+            f"{path} is not a folder, .tar, .csv, .tsv, .jsonl or .parquet: set its data source "
+            f"with --data=SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
         )
     training = [
         f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))
@@ -139,22 +201,33 @@ def _field(kind: str, names: Iterable[str]) -> str:
         names: names of the text fields.
     """
     texts = [name for name in names if name not in _OTHER]
-    likely = [name for name in _NAMES if name in texts] + texts
-    return ":".join(filter(None, (kind, likely[0]))) if likely else ""
+    first = [*rows.likely(texts), *texts][:1]
+    return ":".join(filter(None, (kind, *first))) if first else ""
 
 
-def _fields(rows: Iterable[bytes | str]) -> list[str]:
-    """Return the names of the string fields in the first row that is a JSON object."""
-    for row in rows:
-        value = untrusted.parse_json(row)
-        if isinstance(value, dict):
-            return [name for name, cell in value.items() if isinstance(cell, str)]
-    return []
+def _fields(contents: Iterable[bytes]) -> list[str]:
+    """Return the names of the text fields in JSON files that hold objects."""
+    return _text_cells(value for value in map(_parsed, contents) if isinstance(value, dict))
 
 
-def _lines(path: pathlib.Path) -> Iterable[str]:
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
-        yield from filter(str.strip, lines)
+def _parsed(content: bytes) -> Any:
+    with contextlib.suppress(ValueError):  # Training counts damaged files.
+        return untrusted.parse_json(content)
+
+
+def _texts(table: Iterable[rows.Row]) -> list[str]:
+    """Return the names of the text columns in a table of images; [] for other tables."""
+    return _text_cells(row for _, row in table if metadata.name_column(row))
+
+
+def _text_cells(objects: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the fields that hold texts, or lists of texts, in the first objects."""
+    is_text = lambda cell: isinstance(cell, str) and not re.fullmatch(r"[\d.+-]*", cell)
+    names = {}
+    for row in itertools.islice(objects, _LOOKED):
+        cells = ((name, cell if isinstance(cell, list) else [cell]) for name, cell in row.items())
+        names |= {name: None for name, cell in cells if any(map(is_text, cell))}
+    return list(names)
 
 
 def _columns(path: pathlib.Path) -> list[str]:
@@ -166,4 +239,5 @@ def _columns(path: pathlib.Path) -> list[str]:
     else:
         schema = pyarrow.parquet.read_schema(path)
     inner = lambda kind: getattr(kind, "value_type", kind)
-    return [f.name for f in schema if pyarrow.types.is_string(inner(f.type))]
+    is_text = lambda kind: pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+    return [f.name for f in schema if is_text(inner(f.type))]

@@ -1,12 +1,13 @@
 """Builds and opens listings. A listing is a memory-mapped file with the positions of all records in
 a set of tars.
 
-A listing has 16 bytes per record. It is built once from the indices of the tars (see tars.py) and
-saved as `records-NAME.index` in the folder that holds all tars, or in the user's cache if that
-folder is read-only. NAME is a hash of the suffixes of images and texts, and of each tar's name,
-size and modification time. If a tar changes, a new listing is built, so a listing is never out of
-date. Old listings may be deleted when no run uses them. For tars in an object store, the listing is
-kept in the bucket and copied to each machine.
+A listing has 16 bytes per record, and 8 more for each further place of texts in data.text. It is
+built once from the indices of the tars (see tars.py) and saved as `records-NAME.index` in the
+folder that holds all tars, or in the user's cache if that folder is read-only. NAME is a hash of
+the suffixes of images and texts, and of each tar's name, size and modification time. If a tar
+changes, a new listing is built, so a listing is never out of date. Old listings may be deleted when
+no run uses them. For tars in an object store, the listing is kept in the bucket and copied to each
+machine.
 
 The file holds the fields spans (uint32), firsts (int64) and facts (JSON) of Listing, and then the
 number of bytes of the facts (uint64). All numbers are little-endian. The facts include the CRC-32
@@ -14,7 +15,6 @@ of all bytes before the facts. A damaged listing, which could pair images with w
 again.
 """
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -33,14 +33,17 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, UInt32
 
-from diffusion_jax.data import storage, tars
+from diffusion_jax.data import records, storage, tars
+from diffusion_jax.data.inventory import COMPANIONS, PICTURES, TEXTS, USED, Inventory
 from diffusion_jax.data.tars import Index
-from diffusion_jax.machine import files, progress
+from diffusion_jax.machine import files, progress, untrusted
 
-_VERSION = 2
+_VERSION = 3
 _NAME = 100  # Bytes of the member's name at the start of a tar header.
 _CHUNK = 256  # Number of tars whose indices are held in memory together.
 _LENGTH = struct.Struct("<Q")
+_KINDS = (PICTURES, TEXTS, COMPANIONS, "dot_in_name", "format", "second_picture", "no_caption",
+          "no_picture", "duplicate_key", "broken_record")  # fmt: skip
 
 
 class Listing(NamedTuple):
@@ -50,49 +53,61 @@ class Listing(NamedTuple):
     """The paths or URLs of the T tars."""
     firsts: Int[np.ndarray, "T+1"]
     """Tar t holds records firsts[t] to firsts[t + 1] - 1."""
-    spans: UInt32[np.ndarray, "N 4"]
-    """Offset and size of the image, offset and size of the text. Offsets are in blocks of
-    tars.BLOCK bytes, sizes in bytes."""
+    spans: UInt32[np.ndarray, "N 2*S"]
+    """Offset and size of the image, then of the text with each of the S - 1 suffixes of texts.
+    Offsets are in blocks of tars.BLOCK bytes, sizes in bytes. A missing text has the offset 0."""
     facts: dict[str, Any]
-    """Numbers of "records", "images", "bare" images (without a text), "truncated" tars and "broken"
-    (unreadable) tars. "first" holds up to three names of bare images, "error" holds the message
-    about the first broken tar, and "suffixes" holds the suffixes of all files in the tars."""
+    """The number of "records", the "suffixes" of all files in the tars, and the "error" message
+    about the first unreadable tar."""
+    inventory: Inventory
+    """The files in the tars."""
 
 
-def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
+def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> Listing:
     """Return the listing of all records in the tars at `path`, building it if necessary.
 
-    Unreadable tars are left out, and counted in the listing's facts.
+    Unreadable tars are left out, and counted in the listing's inventory as "broken_tar". The
+    listing of damaged tars is not kept, because reading the tars again may succeed.
 
     Args:
         path: the tars; see tars.find.
         images: suffixes of the image files.
-        text: suffix of the text files.
+        texts: suffixes of the text files. A record needs at least one of these files.
 
     Raises:
         FileNotFoundError: a tar is missing.
+        OSError: no folder for the listing can be written.
         ValueError: a folder has no tars, a wdinfo.pkl is damaged, or an image or text has 4 GiB or
             more.
     """
-    names, stamps = tars.find_stamped(path)
+    beside = Inventory()
+    names, stamps = tars.find_stamped(path, beside)
     home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are not paths.
     home += "/" if home or names[0].startswith("/") else ""
-    digest = hashlib.sha256(json.dumps([_VERSION, images, text]).encode())
+    kinds = texts[0] if len(texts) == 1 else texts
+    digest = hashlib.sha256(json.dumps([_VERSION, images, kinds]).encode())
     for name, stamp in zip(names, stamps, strict=True):
         digest.update(f"\n{name[len(home) :]} {stamp}".encode())
     name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
+    load = lambda path: _load(path, names, len(texts))
+    trusted = lambda path: load(path) if tars.is_trusted(path, names[0]) else None
     for folder in folders:
-        if (listing := _load(folder / name, names)) is not None:
+        if (listing := trusted(folder / name)) is not None:
+            listing.inventory.update(beside)
             return listing
-    target = next(filter(_is_writable, folders)) / name
-    lock = target.with_name(f".{name}.lock")
+    if (folder := next(filter(_is_writable, folders), None)) is None:
+        raise OSError(f"the list of the tars' records needs a folder: make {folders[0]} writable")
+    target, lock = folder / name, folder / f".{name}.lock"
     with filelock.FileLock(lock):
-        if _load(target, names) is None:  # Another process may have built it meanwhile.
-            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, text))
+        if (listing := trusted(target)) is None:  # Another process may have built it meanwhile.
+            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts))
+            listing = load(target)
+        assert listing is not None, f"{target} is damaged immediately after writing"
+        if listing.inventory.damaged():
+            target.unlink(missing_ok=True)  # Its numbers stay mapped into memory.
         lock.unlink(missing_ok=True)
-    listing = _load(target, names)
-    assert listing is not None, f"{target} is damaged immediately after writing"
+    listing.inventory.update(beside)
     return listing
 
 
@@ -101,12 +116,12 @@ def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
 
     `shared` is the path or URL that the listing has in the folder of the tars. If it is a URL, a
     new listing is uploaded there, so that other machines can download it. `build(path)` writes a
-    new listing.
+    new listing, and returns whether a tar is damaged.
     """
     if storage.is_url(shared) and storage.exists(shared):
         return storage.download(shared, path)
-    build(path)
-    if storage.is_url(shared):
+    is_damaged = build(path)
+    if storage.is_url(shared) and not is_damaged:
         try:
             storage.upload(path, shared)
         except OSError as error:
@@ -118,17 +133,18 @@ def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
 
 def _is_writable(folder: pathlib.Path) -> bool:
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         return True
     return False
 
 
-def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
+def _load(path: pathlib.Path, names: Sequence[str], num_texts: int) -> Listing | None:
     """Open a listing as memory-mapped arrays. Return None if the file is missing or damaged.
 
-    `names` are the paths of the listed tars.
+    `names` are the paths of the listed tars, and `num_texts` is the number of suffixes of texts.
     """
+    columns = 2 + 2 * num_texts
     try:
         with path.open("rb") as file:
             file.seek(-_LENGTH.size, os.SEEK_END)
@@ -137,28 +153,30 @@ def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
             file.seek(end - length)
             facts = json.loads(file.read(length))
         total, num_firsts = facts["records"], len(names) + 1
-        if end != 16 * total + 8 * num_firsts + length:
+        if end != 4 * columns * total + 8 * num_firsts + length:
             return None
         numbers = np.memmap(path, np.uint8, "r", shape=(end - length,))
         if zlib.crc32(numbers.data) != facts["crc32"]:
             return None
-        firsts = np.fromfile(path, "<i8", num_firsts, offset=16 * total)
+        firsts = np.fromfile(path, "<i8", num_firsts, offset=4 * columns * total)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    spans = np.zeros((0, 4), np.uint32)
+    spans = np.zeros((0, columns), np.uint32)
     if total:  # memmap refuses an empty shape.
-        spans = np.memmap(path, "<u4", "r", shape=(total, 4)).view(np.ndarray)
-    return Listing(names, firsts, spans, facts)
+        spans = np.memmap(path, "<u4", "r", shape=(total, columns)).view(np.ndarray)
+    return Listing(names, firsts, spans, facts, Inventory(facts["inventory"]))
 
 
-def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib.Path) -> None:
-    """Write the listing of the tars `names` to `path`.
+def _build(
+    names: Sequence[str], images: Sequence[str], texts: Sequence[str], path: pathlib.Path
+) -> bool:
+    """Write the listing of the tars `names` to `path`, and return whether a tar is damaged.
 
-    `images` and `text` are suffixes, as in `open_listing`. The tars are processed in groups,
+    `images` and `texts` are suffixes, as in `open_listing`. The tars are processed in groups,
     because the indices of all tars together would fill memory.
     """
-    facts: dict[str, Any] = {"first": [], "error": ""}
-    counts, suffixes, lengths, crc = collections.Counter[str](), set[str](), [], 0
+    inventory, error = Inventory(), ""
+    suffixes, lengths, crc = set[str](), [], 0
     with (
         files.whole(path) as temporary,
         temporary.open("wb") as file,
@@ -169,27 +187,35 @@ def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib
         indices = progress.reported(indices, len(names), "tars listed")
         for name, index in zip(names, indices, strict=True):
             if isinstance(index, ValueError):
-                counts["broken"] += 1
-                facts["error"] = facts["error"] or str(index)
+                inventory.add("broken_tar", [name])
+                error = error or str(index)
                 lengths.append(0)
                 continue
-            spans = _spans(index, images, text)
-            bare = spans[:, 1, 0] < 0
-            for (offset, _), _ in spans[bare][: 3 - len(facts["first"])].tolist():
-                facts["first"].append(full_name(name, *header(name, offset)))
-            counts.update(images=len(bare), bare=int(bare.sum()), truncated=int(index.truncated))
-            suffixes.update(index.suffix.tolist())
-            numbers = _compact(spans[~bare], name).tobytes()
+            spans, kinds = _sorted(index, images, texts)
+            if index.inventory.damaged() and len(spans):  # The text was probably lost.
+                kinds[kinds == _KINDS.index("no_caption")] = _KINDS.index("broken_record")
+            for number in np.flatnonzero(np.bincount(kinds)).tolist():
+                kind, rows = _KINDS[number], np.flatnonzero(kinds == number)
+                named = rows[np.sort(np.unique(index.suffix[rows], return_index=True)[1])]
+                named = np.append(named, np.setdiff1d(rows, named))[: inventory.room(kind)]
+                first = [] if kind in USED else index.span[named, 0].tolist()
+                inventory.add(kind, [full_name(name, *header(name, at)) for at in first], len(rows))
+            for kind, first in index.inventory.first.items():
+                number = index.inventory.counts[kind]
+                inventory.add(kind, [f"{name}/{member}" for member in first], number)
+            suffixes.update(np.unique(index.suffix).tolist())
+            numbers = _compact(spans, name).tobytes()
             crc = zlib.crc32(numbers, crc)
             file.write(numbers)
-            lengths.append(len(bare) - int(bare.sum()))
+            lengths.append(len(spans))
         numbers = np.cumsum([0, *lengths], dtype="<i8").tobytes()
         crc = zlib.crc32(numbers, crc)
         file.write(numbers)
-        facts |= {"records": sum(lengths), "suffixes": sorted(suffixes), "crc32": crc}
-        facts |= {name: counts[name] for name in ("images", "bare", "truncated", "broken")}
+        facts = {"records": sum(lengths), "suffixes": sorted(suffixes), "crc32": crc}
+        facts |= {"inventory": inventory.saved(), "error": error}
         encoded = json.dumps(facts).encode()
         file.write(encoded + _LENGTH.pack(len(encoded)))
+    return inventory.damaged() > 0
 
 
 def header(tar: str, offset: int) -> list[bytes]:
@@ -217,22 +243,53 @@ def _attempt(name: str) -> Index | ValueError:
         return error
 
 
-def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
-    """Return (offset, size) in bytes of the image and of the text of each record.
+def _sorted(
+    index: Index, images: Sequence[str], texts: Sequence[str]
+) -> tuple[Int[np.ndarray, "N S 2"], np.ndarray]:
+    """Return the records of a tar, and the kind of each of its files.
 
-    The text's offset and size are -1 if a record has no text. Records without an image are left
-    out.
+    Returns:
+        (offset, size) in bytes of the image and of each text of the records that have an image and
+        a text, where a missing text has the offset 0; and the inventory's kind of each file, as
+        an array [M] of indices of _KINDS.
     """
-    num_records = int(index.record.max(initial=-1)) + 1
-    spans = np.full((num_records, 2, 2), -1, np.int64)
-    for column, suffixes in enumerate((images, (text,))):
-        rows = np.isin(index.suffix, suffixes)
-        spans[index.record[rows], column] = index.span[rows]
-    return spans[spans[:, 0, 0] >= 0]
+    suffixes, number = np.unique(index.suffix, return_inverse=True)
+    kind_of = lambda suffix: _KINDS.index(_kind(suffix, images, texts))
+    kinds = np.array([kind_of(suffix) for suffix in suffixes.tolist()], np.int64)[number]
+    files = np.full((len(index.key), 1 + len(texts)), -1)  # Numbers of each record's files.
+    for column, rows in enumerate((kinds == 0, *(index.suffix == text for text in texts))):
+        rows = np.flatnonzero(rows)
+        files[index.record[rows], column] = rows  # The last one of several images.
+        kinds[rows[files[index.record[rows], column] != rows]] = _KINDS.index("second_picture")
+    # Of several records with one key, it is only certain which files belong together if all
+    # records are complete.
+    is_bare, has_no_picture = (files[:, 1:] < 0).all(1), files[:, 0] < 0
+    incomplete = is_bare | has_no_picture
+    repeated = np.bincount(index.key, minlength=1)[index.key] > 1
+    unclear = repeated & np.isin(index.key, index.key[incomplete])
+    for chosen, kind in (
+        (is_bare, "no_caption"), (has_no_picture, "no_picture"), (unclear, "duplicate_key"),
+    ):  # fmt: skip
+        rows = files[chosen].ravel()
+        kinds[rows[rows >= 0]] = _KINDS.index(kind)
+    used = files[~incomplete & ~unclear]
+    return np.where(used[..., None] < 0, 0, index.span[used]), kinds
 
 
-def _compact(spans: Int[np.ndarray, "N 2 2"], tar: str) -> UInt32[np.ndarray, "N 4"]:
-    rows = spans.reshape(-1, 4) // [tars.BLOCK, 1, tars.BLOCK, 1]
+def _kind(suffix: str, images: Sequence[str], texts: Sequence[str]) -> str:
+    """Return the inventory's kind of a file with this suffix."""
+    if suffix in images:
+        return PICTURES
+    if suffix in texts:
+        return TEXTS
+    last = suffix.rpartition(".")[2]
+    if last in images or last in texts:
+        return "dot_in_name"  # The record's key ends at the first dot.
+    return COMPANIONS if last in untrusted.image_suffixes() else records.other_kind(suffix, texts)
+
+
+def _compact(spans: Int[np.ndarray, "N S 2"], tar: str) -> UInt32[np.ndarray, "N 2*S"]:
+    rows = (spans // [tars.BLOCK, 1]).reshape(len(spans), 2 * spans.shape[1])
     if (rows >= 2**32).any():
         raise ValueError(f"{tar} holds an image or text of 4 GiB or more: remove this file")
     return rows.astype("<u4")

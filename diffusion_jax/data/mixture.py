@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt64
 
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.pictures import Pictures, Rows
 
 
@@ -89,6 +90,9 @@ class Mixture(Pictures):
             keys[rows] = part.keys(inside)
         return keys
 
+    def files(self) -> list[str]:
+        return [file for part in self.parts for file in part.files()]
+
     def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
         counts = np.array(self.part_counts, np.float32)
         return counts[self._part_numbers(indices)] if self.part_counts else None
@@ -107,6 +111,13 @@ class Mixture(Pictures):
         for part in self.parts:
             total.update(part.skipped())
         return dict(total)
+
+    def inventory(self) -> Inventory:
+        """Return the files of all sources together."""
+        total = Inventory()
+        for part in self.parts:
+            total.update(part.inventory())
+        return total
 
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
         """Yield (source, positions in `indices`, indices within the source) for each source."""

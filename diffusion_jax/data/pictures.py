@@ -4,6 +4,7 @@ import abc
 import collections
 import functools
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from absl import logging
 from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import transforms
+from diffusion_jax.data import captions, transforms
+from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.engines import Portable
 
@@ -29,6 +31,9 @@ _FILTERED = ("too_small", "too_elongated", "short_caption")
 
 class Pictures(Portable, abc.ABC):
     """Abstract base class of data sets: a thread-safe list of decoded images with their texts."""
+
+    data: Data | None = None
+    """The config's data group that sources.open_pictures opened."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -123,6 +128,21 @@ class Pictures(Portable, abc.ABC):
         """Return the loss weight of each picture, or None if all weights are equal."""
         del indices
 
+    def files(self) -> list[str]:
+        """Return the paths or URLs of the files that hold the pictures; see Records.files."""
+        return []
+
+    def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
+        """Return (name, checksum) of each stored picture and its text.
+
+        The base class computes the checksum from the pixels. The checksum of an unusable picture
+        is 0.
+        """
+        usable, images, texts = self.usable(indices)
+        sums = map(_checksum, images, texts)
+        known = dict(zip(usable.tolist(), sums, strict=True))
+        return [(f"picture {index}", known.get(index, 0)) for index in indices.tolist()]
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return a name for each picture, such as its file's path, for messages."""
         return [f"picture {index}" for index in indices.tolist()]
@@ -130,6 +150,15 @@ class Pictures(Portable, abc.ABC):
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures found so far, keyed by reason."""
         return {}
+
+    def inventory(self) -> Inventory:
+        """Return the files that were used and left out when the data set was opened.
+
+        The base class returns the number of pictures.
+        """
+        inventory = Inventory()
+        inventory.add(PICTURES, (), len(self))
+        return inventory
 
 
 class Shapes(NamedTuple):
@@ -173,6 +202,7 @@ class Decoded(Pictures):
         self._records, self._make, self._max_broken = records, make, data.max_broken
         self._filters = {name: getattr(data, name) for name in _FILTERS}
         self._unusable: dict[int, str] = {}
+        self._contents: dict[int, tuple[str, int]] = {}
         self._apart, self._groups = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._counts = collections.Counter[str]()
         self._lock = threading.Lock()
@@ -224,6 +254,21 @@ class Decoded(Pictures):
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         return self._records.keys(indices)
 
+    def files(self) -> list[str]:
+        return self._records.files()
+
+    def contents(self, indices: Int[np.ndarray, "B"]) -> list[tuple[str, int]]:
+        """Return (name, checksum) of each record: of its encoded image and its text.
+
+        Records that `usable` has just read are not read again.
+        """
+        rows = indices.tolist()
+        missing = [index for index in rows if index not in self._contents]
+        read = self._records.read(missing) if missing else ()
+        for index, record in zip(missing, read, strict=True):
+            self._contents[index] = record.name, _checksum(record.image, record.text)
+        return [self._contents.pop(index) for index in rows]
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return the name of each record; for an unusable record, the name of its replacement."""
         return [name for _, _, name in self._read(indices, None)]
@@ -249,6 +294,7 @@ class Decoded(Pictures):
         """
         usable, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
+            self._contents[index] = record.name, _checksum(record.image, record.text)
             try:
                 pairs.append(self._picture(record, transforms.CENTRE))
                 usable.append(index)
@@ -274,6 +320,9 @@ class Decoded(Pictures):
         with self._lock:
             unusable = collections.Counter(self._unusable.values())
         return {**unusable, **self._records.left_out()}
+
+    def inventory(self) -> Inventory:
+        return self._records.inventory()
 
     def _usable(self, index: int, place: tuple, records: Mapping[int, Record]) -> tuple:
         draw, original = np.random.default_rng(index), index
@@ -312,9 +361,8 @@ class Decoded(Pictures):
     def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any]:
         if isinstance(record.text, transforms.Unusable):
             raise record.text
-        if isinstance(record.text, str):
-            transforms.check_caption(record.text, self._filters["min_chars"])
-        return self._make(record.image, place=place), record.text
+        text = captions.long_enough(record.text, self._filters["min_chars"])
+        return self._make(record.image, place=place), text
 
     def _count(self, index: int, name: str, error: transforms.Unusable) -> None:
         with self._lock:
@@ -332,3 +380,8 @@ class Decoded(Pictures):
                 f"data.max_broken={self._max_broken}: {self.skipped()}; the last is {name} "
                 f"({error}). Repair or remove them, or raise data.max_broken"
             )
+
+
+def _checksum(image: Any, text: Any) -> int:
+    """Return the CRC-32 of an encoded or decoded image and a text."""
+    return zlib.crc32(str(text).encode("utf-8", "surrogatepass"), zlib.crc32(image))

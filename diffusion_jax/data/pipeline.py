@@ -1,8 +1,9 @@
 """Makes training batches: orders the data, prefetches in threads, and resumes at a saved position.
 
-The training picture at sample n (n = step * batch size + row) depends only on the data and on
-(seed, n). Every epoch is a new permutation, and neither the number of processes nor a restart
-changes the order. With aspect buckets, the order also depends on the batch size.
+The training picture at sample n (n = step * batch size + row), and the choice among its captions,
+depend only on the data and on (seed, n). Every epoch is a new permutation, and neither the number
+of processes nor a restart changes the order. With aspect buckets, the order also depends on the
+batch size.
 """
 
 import json
@@ -12,11 +13,12 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int, UInt64
 
 from diffusion_jax.config.settings import CROPS, Data, Run
-from diffusion_jax.data import aspect_buckets
+from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Pictures, Rows
@@ -40,11 +42,13 @@ class Apart(NamedTuple):
         """Read up to `count` held-out pictures; return (keys, batch) of those that are usable.
 
         Pictures are chosen by a hash of their keys, so adding records changes the choice little.
+        If a picture has several captions, its key chooses one of them.
         """
         rows = np.arange(len(self.pictures))
         first = np.argsort(hashed(self.pictures.keys(rows)), kind="stable")[:count]
         usable, images, texts = self.pictures.usable(np.sort(first))
-        return self.pictures.keys(usable), self.make(images, texts)
+        keys = self.pictures.keys(usable)
+        return keys, self.make(images, captions.chosen(texts, 0, keys.tolist()))
 
 
 class OtherData(ValueError):
@@ -159,15 +163,24 @@ class Batches:
             rows: row numbers in the complete batch of all processes.
             back: 0 for the batch returned last, 1 for the one before it, and so on.
         """
-        step = self._iterator.get_state()["next_index"] - 1 - back
+        step = self._step(back)
         order = _batch_order(
             self.pictures, self._identity["seed"], self._batch_size, buckets=self._buckets
         )
         return order[step][np.array(rows)]
 
+    def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
+        """Return the texts in the given rows of a recent batch; see `indices`."""
+        _, texts = self.pictures.read(self.indices(rows, back))
+        first = self._step(back) * self._batch_size
+        return captions.chosen(texts, self._identity["seed"], [first + row for row in rows])
+
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
         """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
         return self.pictures.names(self.indices(rows, back))
+
+    def _step(self, back: int) -> Any:
+        return self._iterator.get_state()["next_index"] - 1 - back
 
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures that this process has found so far, by reason."""
@@ -185,6 +198,8 @@ def training_batches(
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     buckets = aspect_buckets.sort(pictures, data.aspect_buckets) if data.aspect_buckets else None
+    for warning in repetitions(pictures, buckets, run.batch_size):
+        logging.warning("%s", warning)
     batches = make_batches(
         pictures,
         tokenize,
@@ -227,7 +242,7 @@ def make_batches(
         tokenize: maps the batch's texts to arrays.
         batch_size: number of rows of all processes together. Process p gets rows p*b to
             (p+1)*b - 1, where b = batch_size / process_count.
-        seed: seed of the order, the random crops and the flips.
+        seed: seed of the order, the random crops, the flips and the choice among captions.
         process_index: p, from 0 to process_count - 1; see local_rows.
         process_count: the number of processes that share a batch; see local_rows.
         num_threads: number of prefetching threads; 0 makes each batch when it is needed.
@@ -256,11 +271,11 @@ def make_batches(
         images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices, places)
         if flip:
             images = _flip(images, seed, samples)
-        return batch_of(images, texts, indices)
+        return batch_of(images, captions.chosen(texts, seed, samples), indices)
 
     def make(indices: Int[np.ndarray, "B"]) -> Batch:
-        view = views[buckets.bucket[indices[0]] if buckets else 0]
-        return batch_of(*view.read(indices), indices)
+        images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices)
+        return batch_of(images, captions.chosen(texts, seed, indices.tolist()), indices)
 
     def batch_of(images: Rows, texts: Any, indices: Int[np.ndarray, "B"]) -> Batch:
         counts = pictures.counts(indices)
@@ -297,7 +312,8 @@ def _batch_order(
     """
     orders, weights = [], []
     for among in [None] if buckets is None else buckets.members():
-        order = _order(pictures, seed, among).batch(rows, batch_fn=np.asarray)
+        # An endless data set has no remainder. If batches of one kept it, grain would overflow.
+        order = _order(pictures, seed, among).batch(rows, drop_remainder=True, batch_fn=np.asarray)
         orders.append(order[process_index::process_count])
         weights.append(sum(weight for *_, weight in _parts(pictures, among)))
     return _mix(orders, weights)
@@ -347,6 +363,28 @@ def _parts(pictures: Pictures, among: Int[np.ndarray, "N"] | None) -> list[tuple
             indices = among[np.searchsorted(among, first) : np.searchsorted(among, last)]
             parts.append((indices, weight * len(indices) / max(last - first, 1)))
     return parts
+
+
+def repetitions(pictures: Pictures, buckets: Buckets | None, batch_size: int) -> list[str]:
+    """Return a line for each group of pictures that is too small to fill its rows of a batch.
+
+    A group is a bucket or the whole data set; in a mixture, each source is a group of its own.
+    """
+    lines = []
+    groups = zip(buckets.shapes, buckets.members(), strict=True) if buckets else [((), None)]
+    for shape, among in groups:
+        parts = _parts(pictures, among)
+        total = sum(weight for _, weight in parts)
+        for number, (indices, weight) in enumerate(parts, 1):
+            rows, count = batch_size * weight / total, len(indices)
+            if 0 < count < rows:
+                name = "the bucket {}x{}".format(*shape) if shape else "the data set"
+                name = f"source {number} of {name}" if len(parts) > 1 else name
+                lines.append(
+                    f"{name} has {count} picture{'s' * (count > 1)} for {rows:.4g} rows of a "
+                    "batch, so a batch repeats them: lower batch_size, or add pictures"
+                )
+    return lines
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:

@@ -1,51 +1,63 @@
 """Reads prompts from text files, tables, COCO's annotation files, or data sources."""
 
-import csv
 import hashlib
-import json
 import os
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from absl import logging
 
-from diffusion_jax.data import sources
+from diffusion_jax.data import captions, records, rows, sources
 from diffusion_jax.data.records import Records
+from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import files, untrusted
 
 _CHUNK = 256  # Number of records whose texts are read together.
 
 
-def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 2023) -> list[str]:
+def read(
+    path: str | os.PathLike[str],
+    number: int | None = None,
+    seed: int = 2023,
+    *,
+    every: bool = False,
+) -> list[str]:
     """Return the prompts of a file or data source, or a random sample of the prompts.
 
-    The prompts keep their order, and blank ones are left out.
+    The prompts keep their order. White space at their ends is removed. Blank prompts are left out,
+    and their number is logged.
 
     Args:
-        path: a .txt with one prompt per line, a .tsv with a column `caption`, one of COCO's caption
-            files (.json), or "SOURCE:PATH::TEXT" for the captions of a data source, such as
-            tfds:coco_captions@val::captions/text.
+        path: a .txt with one prompt per line; a .csv, .tsv, .jsonl, .json or .parquet table with a
+            column of captions, or "FILE::COLUMN" to choose the column; one of COCO's caption files
+            (.json); or "SOURCE:PATH::TEXT" for the first caption of each record of a data source,
+            such as tfds:coco_captions@val::captions/text.
         number: size of the sample, drawn without replacement; None returns all prompts.
         seed: seed of the sample.
+        every: whether to return all captions of each record of a data source.
 
     Raises:
-        ValueError: the file has no prompts or fewer than `number`, or its format is not supported.
+        ValueError: the file has no prompts or fewer than `number`, a row is malformed, or the
+            format is not supported.
+        OSError: the file cannot be read.
     """
-    try:
-        prompts = [text for text in _read(path) if text.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: save the prompts in UTF-8") from error
-    if not prompts:
+    texts, blank = [], []
+    for place, text in _read(os.fspath(path), every):
+        (texts if text else blank).append(text or place)
+    if not texts:
         raise ValueError(f"{path} holds no prompts: add some, or choose another file")
+    if blank:
+        logging.warning("%s: left out %d blank prompts; the first: %s", path, len(blank), blank[0])
     if number is None:
-        return prompts
-    if number > len(prompts):
+        return texts
+    if number > len(texts):
         raise ValueError(
-            f"{path} holds {len(prompts)} prompts, fewer than the requested {number}: request "
+            f"{path} holds {len(texts)} prompts, fewer than the requested {number}: request "
             "fewer, or add prompts"
         )
-    chosen = np.random.RandomState(seed).permutation(len(prompts))[:number]
-    return [prompts[i] for i in sorted(chosen)]
+    chosen = np.random.RandomState(seed).permutation(len(texts))[:number]
+    return [texts[i] for i in sorted(chosen)]
 
 
 def fingerprint(prompts: Sequence[str]) -> str:
@@ -53,46 +65,63 @@ def fingerprint(prompts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
 
 
-def _read(path: str | os.PathLike[str]) -> Sequence[str]:
-    if (named := sources.open_named(os.fspath(path))) is not None:
-        return _captions(named)
-    path = files.local(path)
-    readers = {".txt": _lines, ".tsv": _table, ".json": _coco}
-    if path.suffix not in readers:
+def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
+    """Yield (place, prompt) of each row. The prompt is "" if it is blank."""
+    if (named := sources.open_named(name)) is not None:
+        if left_out := named.left_out():
+            logging.warning("%s: left out: %s", name, left_out)
+        return _captions(named, every)
+    column = ""
+    if "::" in name.rpartition("/")[2] and not os.path.exists(name):
+        name, _, column = name.rpartition("::")
+    path = files.local(name)
+    suffix = path.suffix.lower()
+    if suffix in rows.READERS:
+        return _column(name, rows.read(path), column)
+    if suffix not in ("", ".txt") or column:
         raise ValueError(
-            f"{path} is not a file of prompts: use .txt (one prompt per line), .tsv or .json, or a "
-            "data source such as tfds:coco_captions@val::captions/text"
+            f"{name} is not a table of prompts: use .txt (one prompt per line), "
+            f"{', '.join(rows.READERS)}, or a data source such as "
+            "tfds:coco_captions@val::captions/text"
         )
-    untrusted.refuse_pipe(path)
-    return readers[path.suffix](path)
+    lines = untrusted.split_lines(untrusted.read_text(path).rstrip())
+    return ((f"line {number}", line.strip()) for number, line in enumerate(lines, 1))
 
 
-def _captions(named: Records) -> list[str]:
-    """Return the captions of a data source. Embeddings and damaged captions are left out."""
-    chunks = (range(i, min(i + _CHUNK, len(named))) for i in range(0, len(named), _CHUNK))
-    return [text for chunk in chunks for text in named.texts(chunk) if isinstance(text, str)]
+def _captions(named: Records, every: bool) -> Iterator[tuple[str, str]]:
+    """Yield the captions of a data source. Embeddings and damaged captions count as blank."""
+    texts_of = captions.every if every else lambda text: [captions.first(text)]
+    for first in range(0, len(named), _CHUNK):
+        chunk = range(first, min(first + _CHUNK, len(named)))
+        for index, text in zip(chunk, named.texts(chunk), strict=True):
+            place = f"record {index} ({text})" if isinstance(text, Unusable) else f"record {index}"
+            for each in texts_of(text):
+                yield place, each if isinstance(each, str) else ""
 
 
-def _lines(path: pathlib.Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines()
+def _column(
+    name: str, table: Iterable[tuple[str, Mapping[str, Any]]], column: str
+) -> Iterator[tuple[str, str]]:
+    """Yield the prompts in a column of a table.
 
-
-def _table(path: pathlib.Path) -> list[str]:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    if rows and "caption" not in rows[0]:
-        raise ValueError(
-            f"{path} has no column 'caption', but {', '.join(rows[0])}: rename the column with the "
-            "prompts to 'caption'"
-        )
-    return [row["caption"] for row in rows]
-
-
-def _coco(path: pathlib.Path) -> list[str]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or "annotations" not in content:
-        raise ValueError(
-            f"{path} has no annotations: use one of COCO's caption files, such as "
-            "captions_val2014.json"
-        )
-    return [a["caption"].strip() for a in sorted(content["annotations"], key=lambda a: a["id"])]
+    If `column` is "", this is the column "caption" or, without it, the only other one with a common
+    name for captions. Raises ValueError if the column cannot be found, or a cell holds no text.
+    """
+    for place, row in table:
+        if not column:
+            likely = [rows.CAPTION] if rows.CAPTION in row else rows.likely(row)
+            if len(likely) != 1:
+                raise ValueError(
+                    f"{place} has no column 'caption', but {', '.join(row)}: name the column with "
+                    f"the prompts, as in {name}::COLUMN"
+                )
+            (column,) = likely
+        cell = row.get(column)
+        if column not in row:
+            raise ValueError(f"{place} has no column {column!r}, but {', '.join(row)}")
+        if not isinstance(cell, str):
+            raise ValueError(f"{place}: {column} is {rows.shown(cell)}, not a text: correct it")
+        if isinstance(text := records.cell_text(cell), str):
+            yield place, text
+        else:
+            raise ValueError(f"{place}: {column} cannot be read: {text}")

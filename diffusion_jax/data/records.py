@@ -2,20 +2,28 @@
 
 import abc
 import hashlib
+import io
+import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt64
 
-from diffusion_jax.config.settings import UNCAPTIONED, Data
-from diffusion_jax.data import embeddings, storage
+from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
+from diffusion_jax.data import captions, embeddings, storage
+from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
+              "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",
+              "log")  # fmt: skip
+"""Suffixes of files that often lie beside images: texts, tables, arrays and notes."""
+_LINES = "lines"  # The field of a text file with one caption per line.
 HEAD = 2**16
 """Number of bytes to read from the start of an image file to find its height and width.
 
@@ -28,7 +36,8 @@ class Record(NamedTuple):
     image: bytes
     """The contents of a JPEG, PNG or WebP file, or of an .npy file of VAE moments."""
     text: Any
-    """A caption, text embeddings [tokens, width], or an Unusable error if no text can be read."""
+    """A caption, text embeddings [tokens, width], captions.Captions with several of these, or an
+    Unusable error if no text can be read."""
     name: str
     """The name of the record in messages, such as its path."""
 
@@ -66,17 +75,44 @@ class Records(Portable, abc.ABC):
         """
         return indices.astype(np.uint64)
 
+    def inventory(self) -> Inventory:
+        """Return the files that the source used and left out when it was opened.
+
+        The base class returns the number of records.
+        """
+        inventory = Inventory()
+        inventory.add(PICTURES, (), len(self))
+        return inventory
+
+    def files(self) -> list[str]:
+        """Return the paths or URLs of the files that hold the records, in a fixed order.
+
+        They show whether the records have changed. The base class returns none.
+        """
+        return []
+
     def left_out(self) -> dict[str, int]:
-        """Return how many images or tars the source left out when it was opened, keyed by reason.
+        """Return how many files the source left out when it was opened, keyed by reason.
 
         An example is {"no_caption": 3}.
         """
-        return {}
+        return self.inventory().left_out()
+
+
+def other_kind(suffix: str, texts: Collection[str]) -> str:
+    """Return the inventory's kind of a file that is neither an image nor the text of an image.
+
+    `suffix` is the file's suffix, and `texts` holds the suffixes of texts.
+    """
+    last = suffix.rpartition(".")[2]
+    if suffix in texts or last in texts:
+        return "no_picture"
+    return COMPANIONS if last in KNOWN else "format"
 
 
 def key_of(name: str) -> int:
     """Return a 64-bit hash of a record's name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")
 
 
 def path_of(data: Data) -> str:
@@ -95,71 +131,136 @@ def split_of(path: str) -> tuple[str, str]:
     return (place, split) if separator and "/" not in split else (path, "")
 
 
+class Alternative(NamedTuple):
+    """One of the places in data.text, such as "json:long" in "txt,json:long*0.5"."""
+
+    text: str
+    suffix: str
+    field: str
+    """The part after the colon, or ""."""
+    weight: float
+
+
+def check_text(text: str, tables: Collection[str] = ()) -> list[Alternative]:
+    """Check the config's data.text, and split it into the places that it names.
+
+    Args:
+        text: data.text, such as "txt", "txt:lines", "json:caption", "npy" or "txt,json:long*0.5".
+        tables: the kinds of tables that the source can read, such as "parquet". Like "json",
+            these need a field.
+
+    Raises:
+        ValueError: a place needs a field and none is given, allows no field and one is given, or
+            is unknown; or captions and embeddings are mixed.
+    """
+    found = []
+    for name, weight in captions.alternatives(text):
+        suffix, _, field = name.partition(":")
+        last = suffix.rsplit(".")[-1]
+        if last in ("json", *tables):
+            if not field:
+                raise ValueError(
+                    f"data.text is {text!r}: add the field's name, such as {name}:caption"
+                )
+        elif field and (last not in TEXTS or field != _LINES):
+            raise ValueError(
+                f"data.text is {text!r}: a colon and a field may only follow "
+                f"{' or '.join(('json', *tables))}, so write {suffix}"
+            )
+        else:
+            embeddings.check_suffix(suffix)
+        found.append(Alternative(name, suffix, field, weight))
+    if len({part.suffix.endswith(EMBEDDINGS) for part in found}) > 1:
+        raise ValueError(f"data.text is {text!r}: name either captions or embeddings, not both")
+    return found
+
+
 def read_text(contents: bytes, text: str) -> Any:
-    """Return the caption or embeddings in a text file, or an Unusable error if it has none.
+    """Return the caption, Captions or embeddings in a text file, or an Unusable error.
 
     The result is Unusable if the file is damaged, if a JSON file has no text in the field FIELD, or
-    if the caption is not UTF-8.
+    if a caption is not UTF-8.
 
     Args:
         contents: the file's bytes.
-        text: "json:FIELD" for a caption in a field of a JSON file, "txt" or a suffix that ends in
-            ".txt" for a file that holds only a caption, or the suffix of a file of embeddings.
+        text: one place in data.text: "json:FIELD" for the captions in a field of a JSON file, "txt"
+            or "caption", or a suffix that ends so, for a file that holds only a caption,
+            "txt:lines" for one caption per line, or the suffix of a file of embeddings.
     """
     suffix, _, field = text.partition(":")
+    is_text = suffix.rsplit(".")[-1] in TEXTS
+    if not field and not is_text:
+        try:
+            return embeddings.read(contents, suffix)
+        except ValueError as error:
+            return Unusable("broken_text", str(error))
     try:
-        if field:
-            return _field(untrusted.parse_json(contents), field)
-        if suffix.rsplit(".")[-1] == "txt":
-            return contents.decode("utf-8").strip()
-        return embeddings.read(contents, suffix)
-    except UnicodeDecodeError:
-        return not_utf8()
+        decoded = untrusted.decode(contents)
     except ValueError as error:
-        return Unusable("broken_text", str(error))
+        return Unusable("broken_text", f"the text is {error}")
+    if is_text:
+        lines = untrusted.split_lines(decoded) if field else [decoded]
+        return captions.join((line.strip(), 1.0) for line in lines if line.strip() or not field)
+    try:
+        values = untrusted.parse_json(decoded)
+    except ValueError as error:
+        return Unusable("broken_text", f"invalid JSON: {error}")
+    value = values.get(field) if isinstance(values, dict) else None
+    if value is None:
+        return Unusable("no_caption", f"the JSON file has no text in the field {field!r}")
+    return cell_text(value)
 
 
-def not_utf8() -> Unusable:
-    """Return the Unusable error for a caption that is not UTF-8."""
-    return Unusable("broken_text", "the text is not UTF-8")
+def write_text(text: Any) -> dict[str, bytes]:
+    """Return the file of a caption, of Captions or of embeddings, keyed by suffix.
 
-
-def cell_text(cell: Any) -> str | Unusable:
-    """Return the caption in a table cell, or an Unusable error if the cell holds no UTF-8 text.
-
-    The cell may hold a string, bytes, or a list. If it holds a list, the list's first item is used.
+    The suffix is "txt" for a caption, and "npy" for embeddings. Several captions are in the field
+    "captions" of a "json" file, as pairs [text, weight].
     """
-    while isinstance(cell, list | tuple | np.ndarray) and len(cell):
-        cell = cell[0]
+    if isinstance(text, captions.Captions):
+        pairs = [[each, weight] for each, weight in zip(*text, strict=True)]
+        return {"json": json.dumps({"captions": pairs}, ensure_ascii=False).encode()}
+    if isinstance(text, str):
+        return {"txt": text.encode()}
+    array = io.BytesIO()
+    np.save(array, text)
+    return {"npy": array.getvalue()}
+
+
+def cell_text(cell: Any) -> Any:
+    """Return the caption in a table cell, Captions if it holds a list, or an Unusable error.
+
+    The cell may hold a string, bytes, None, or a list of these. An item of a list may also be a
+    pair [text, weight].
+    """
+    if isinstance(cell, np.ndarray):
+        cell = cell.tolist()
     if isinstance(cell, bytes):
-        return read_text(cell, "txt")
-    return _caption(cell) if isinstance(cell, str) else Unusable("no_caption", "it holds no text")
+        return read_text(cell, TEXTS[0])
+    if isinstance(cell, list | tuple):
+        return captions.join(_weighted(item) for item in cell)
+    if cell is None:
+        return Unusable("no_caption", "it holds no text")
+    if not isinstance(cell, str):
+        return Unusable("broken_text", f"{cell!r:.60} is not a text")
+    try:
+        cell.encode()
+    except UnicodeEncodeError as error:
+        # A byte that is not UTF-8 was decoded to 0xDC00 plus this byte.
+        return not_utf8(ord(cell[error.start]) - 0xDC00)
+    return cell.removeprefix("\ufeff").strip()
 
 
-def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
-    """Check the config's data.text, and split it into (file suffix, field name or "").
+def not_utf8(byte: int) -> Unusable:
+    """Return the Unusable error for a caption with a byte that is not UTF-8."""
+    return Unusable("broken_text", f"the text is not UTF-8 text (byte {byte & 0xFF:#04x})")
 
-    Args:
-        text: data.text, such as "txt", "json:caption" or "npy".
-        tables: suffixes of the tables that the source can read, such as "parquet". Like "json",
-            these suffixes need a field.
 
-    Raises:
-        ValueError: the suffix needs a field and none is given, the suffix allows no field and one
-            is given, or the suffix is unknown.
-    """
-    suffix, _, field = text.partition(":")
-    if suffix.rsplit(".")[-1] in ("json", *tables):
-        if not field:
-            raise ValueError(f"data.text is {text!r}: add the field's name, such as {text}:caption")
-    elif field:
-        raise ValueError(
-            f"data.text is {text!r}: a colon and a field may only follow "
-            f"{' or '.join(('json', *tables))}, so write {suffix}"
-        )
-    else:
-        embeddings.check_suffix(suffix)
-    return suffix, field
+def _weighted(item: Any) -> tuple[Any, float]:
+    match item:
+        case [str() as text, int() | float() as weight] if 0 < weight < math.inf:
+            return cell_text(text), float(weight)
+    return cell_text(item), 1.0
 
 
 def suffix_of(name: str) -> str:
@@ -193,26 +294,26 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     raise FileNotFoundError(message)
 
 
-def check_any(
-    num_images: int, place: Any, suffixes: Iterable[str], images: Sequence[str] = IMAGE_SUFFIXES
-) -> None:
+def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str) -> None:
     """Check that a data source has images.
 
     Args:
         num_images: number of images found.
         place: the path that was searched, for the error message.
         suffixes: the suffixes of all files found, for the error message.
-        images: the suffixes that count as images.
+        images: the kind of files that count as images, for the error message.
 
     Raises:
         ValueError: `num_images` is 0.
     """
     if num_images == 0:
         others = _list(suffixes)
-        tars = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        for suffix, package in (("heic", "pillow-heif"), ("jxl", "pillow-jxl-plugin")):
+            advice += f", or install {package}, which reads .{suffix}" if suffix in others else ""
         raise ValueError(
-            f"no images in {place}: looked for {', '.join(images)} files "
-            f"and found {others or 'no files at all'}; check the path{tars}"
+            f"no images in {place}: looked for {images} and found {others or 'no files at all'}; "
+            f"check the path{advice}"
         )
 
 
@@ -251,24 +352,6 @@ def check_captions(
             "images out with data.uncaptioned=drop; in a folder, data.uncaptioned=empty gives them "
             "an empty text"
         )
-
-
-def _field(values: Any, field: str) -> str | Unusable:
-    value = values.get(field) if isinstance(values, dict) else None
-    return (
-        _caption(value)
-        if isinstance(value, str)
-        else Unusable("no_caption", f"the JSON file has no text in the field {field!r}")
-    )
-
-
-def _caption(text: str) -> str | Unusable:
-    """Return a caption without white space at its ends, or Unusable if UTF-8 cannot encode it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return not_utf8()
-    return text.strip()
 
 
 def _some(first: Sequence[str], total: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt64
 
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Pictures, Rows
 
@@ -92,12 +93,20 @@ class Subset(Pictures):
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         return self._pictures.keys(self._inside(indices))
 
+    def files(self) -> list[str]:
+        """Return the files of the complete data set."""
+        return self._pictures.files()
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         return self._pictures.names(self._inside(indices))
 
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures found in the complete data set, by reason."""
         return self._pictures.skipped()
+
+    def inventory(self) -> Inventory:
+        """Return the files of the complete data set."""
+        return self._pictures.inventory()
 
 
 def hashed(keys: UInt64[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:

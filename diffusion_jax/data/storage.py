@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 import pathlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any
 
 import fsspec
 
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.machine import files, remote
 
 _ATTEMPTS = 4
@@ -24,6 +26,8 @@ _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created"
              "last_modified")  # fmt: skip
 """Fields of an fsspec listing that change when a file's contents change. A kind of store provides
 only some of these fields."""
+# Names that begin with a dot, and names of macOS, Synology and Windows.
+_HIDDEN = re.compile(r"(^|/)(\.(?!\.?(/|$))|(__MACOSX|@eaDir|Thumbs\.db|desktop\.ini)(/|$))")
 _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
@@ -48,13 +52,66 @@ def is_folder(path: str) -> bool:
 
 def find(folder: str, suffix: str) -> list[str]:
     """Return the sorted paths or URLs of all files under `folder` whose names end in `suffix`."""
-    if not is_url(folder):
-        folders = os.walk(pathlib.Path(folder))
-        return sorted(os.path.join(root, n) for root, _, names in folders for n in names
-                      if n.endswith(suffix))  # fmt: skip
-    system = _system(folder)
-    names = [system.unstrip_protocol(name) for name in system.find(folder)]
-    return sorted(name for name in names if name.endswith(suffix))
+    return [name for name in walk(folder, Inventory()) if name.endswith(suffix)]
+
+
+def walk(folder: str, inventory: Inventory) -> list[str]:
+    """Return the sorted paths or URLs of all files under `folder`. Links are followed.
+
+    A folder that was reached before is not searched again. Links that lead to such a folder or to
+    nothing, hidden files and folders, special files, and folders that cannot be read are added to
+    `inventory`.
+    """
+    if is_url(folder):
+        system = _system(folder)
+        names = sorted(system.unstrip_protocol(name) for name in system.find(folder))
+        hidden = [name for name in names if is_hidden(os.path.basename(name))]
+        inventory.add("hidden", hidden)
+        return sorted(set(names) - set(hidden))
+    files: list[str] = []
+    folders, linked, seen = [folder], [], set[tuple[int, int]]()
+    while folders or linked:
+        by_link = not folders  # Links come last: if possible, files have paths without links.
+        path = linked.pop(0) if by_link else folders.pop()
+        name = os.path.relpath(path, folder)
+        try:
+            status = os.stat(path)
+            place = status.st_dev, status.st_ino
+            with os.scandir(path) as opened:
+                entries = list(opened)
+        except OSError:
+            inventory.add("unreadable", [name])
+            continue
+        if by_link and place in seen:
+            inventory.add("link", [name])
+            continue
+        seen.add(place)
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            kind = "hidden" if is_hidden(entry.name) else _kind(entry)
+            if kind == "folder":
+                (linked if by_link or entry.is_symlink() else folders).append(entry.path)
+            elif kind == "file":
+                files.append(entry.path)
+            else:
+                inventory.add(kind, [os.path.relpath(entry.path, folder)])
+    return sorted(files)
+
+
+def _kind(entry: os.DirEntry[str]) -> str:
+    with contextlib.suppress(OSError):  # Of links that lead to themselves.
+        if entry.is_dir():
+            return "folder"
+        if entry.is_file():
+            return "file"
+    return "link" if entry.is_symlink() else "special"
+
+
+def is_hidden(path: str) -> bool:
+    """Return whether a relative path belongs to a hidden file, or to a folder of the system.
+
+    Examples are ".git/a.png", "._a.jpg" and "__MACOSX/a.jpg".
+    """
+    return _HIDDEN.search(path) is not None
 
 
 def stamp(path: str) -> tuple[int, int]:

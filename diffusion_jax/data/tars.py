@@ -6,31 +6,39 @@ in the user's cache if the folder is read-only. The index is rebuilt when the ta
 modification time changes.
 """
 
-import functools
+import array
+import contextlib
 import hashlib
 import io
+import json
 import math
 import os
 import pathlib
 import re
+import stat
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 from jaxtyping import Int
 
-from diffusion_jax.data import storage
+from diffusion_jax.data import records, storage
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.records import check_exists, suffix_of
 from diffusion_jax.machine import files, untrusted
 
 KEY = "__key__"
 BLOCK = 512
 """Bytes per block of a tar. The header of a member is the block before the member's contents."""
-_INDEX_VERSION = 2
+_INDEX_VERSION = 3
+_TRUNCATED = "truncated_tar"
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd.
+_CHUNK = 2**17
+_MAX_ZEROS = 2**20  # Largest usual number of zero bytes at the end of a tar.
 _WDINFO = ".pkl"
 _BRACES = r"\{([^{}]*)\}"
 _NUMBERS = r"(\d+)\.\.(\d+)"
@@ -46,8 +54,10 @@ class Index(NamedTuple):
     """Suffixes such as "jpg", strings [M]."""
     span: Int[np.ndarray, "M 2"]
     """Offset in the tar and size of each file's contents, in bytes."""
-    truncated: np.ndarray
-    """Whether the tar ends in the middle of a member, bool []."""
+    key: Int[np.ndarray, "R"]
+    """For each of the R records, the number of the first record with the same key."""
+    inventory: Inventory
+    """The files that are left out, and damaged places; see `members`."""
 
 
 def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
@@ -71,64 +81,214 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
 
 
 def load_index(tar: str) -> Index:
-    """Return the saved index of a tar if it is up to date; otherwise build and save a new one."""
+    """Return the saved index of a tar if it is up to date; otherwise build and save a new one.
+
+    The index of a damaged tar is not saved, because reading the tar again may succeed.
+    """
     stamp = np.array([_INDEX_VERSION, *storage.stamp(tar)])
     paths = [f"{tar}.index.npz", *(f"{cache}/{_digest(tar)}.npz" for cache in cache_folders())]
     for path in paths:
-        if (index := _load(path, stamp)) is not None:
+        if is_trusted(path, tar) and (index := _load(path, stamp)) is not None:
             return index
     index = scan(tar)
-    _save(index, stamp, paths)
+    if not index.inventory.damaged():
+        _save(index, stamp, paths)
     return index
+
+
+def is_trusted(path: str | os.PathLike[str], tar: str) -> bool:
+    """Return whether a file about a tar was written by this user, by root or by the tar's owner.
+
+    A file that all users may write to is not trusted. At URLs, every file is trusted.
+    """
+    if storage.is_url(os.fspath(path)):
+        return True
+    try:
+        status = os.stat(path)
+        owners = {os.geteuid(), 0} | (set() if storage.is_url(tar) else {os.stat(tar).st_uid})
+    except OSError:
+        return False
+    return status.st_uid in owners and not status.st_mode & stat.S_IWOTH
 
 
 def scan(path: str) -> Index:
     """Read the headers of the tar at `path`, and return the tar's index.
 
-    If the tar is truncated, the incomplete file at its end is left out, with a warning.
+    A file belongs to the latest record with its key. If this record already has a file of the same
+    suffix, as in tars that `tar -A` joined, the file starts another record.
 
     Raises:
-        ValueError: the file is compressed or not a tar, or is truncated before the end of the first
+        ValueError: see `members`.
+    """
+    inventory, latest, archive = Inventory(), dict[str, int](), 0
+    keys, seen, suffixes = list[int](), set[tuple[int, str]](), list[str]()
+    numbers = array.array("q")  # The record, offset and size of each file.
+    for member in members(path, inventory):
+        if member.archive != archive:
+            latest, archive = {}, member.archive
+        key, suffix = split(member.name)
+        record = latest.get(key, -1)
+        if (record, suffix) in seen or record < 0:
+            keys.append(len(keys) if record < 0 else keys[record])
+            record = latest[key] = len(keys) - 1
+        seen.add((record, suffix))
+        suffixes.append(suffix)
+        numbers.extend((record, member.offset, member.size))
+    rows = np.array(numbers, np.int64).reshape(-1, 3)
+    return Index(rows[:, 0], np.array(suffixes, str), rows[:, 1:], np.array(keys, int), inventory)
+
+
+class Member(NamedTuple):
+    """A regular file in a tar: its name, and the offset and size of its contents in bytes."""
+
+    name: str
+    offset: int
+    size: int
+    archive: int
+    """Number of end-of-archive marks before the file. Tars that `cat` joined contain such marks."""
+
+
+def members(path: str, inventory: Inventory) -> Iterator[Member]:
+    """Yield the regular files of a tar, and add everything else to `inventory`.
+
+    If a header is damaged, reading continues at the next valid header. After an end-of-archive
+    mark, the rest must be zeros or further members.
+
+    In the inventory, hidden files, links and special files have their names in the tar. Damage has
+    names such as "byte 5120". The number of files behind damaged headers is a lower bound.
+
+    Raises:
+        ValueError: the file is compressed or not a tar, or is damaged before the end of the first
             file in it.
     """
-    records: dict[str, int] = {}
-    rows = []
-    size, truncated = storage.stamp(path)[0], False
-    try:
-        with storage.open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                # tarfile keeps all members; millions of them would fill the memory.
-                tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
-                key, suffix = split(member.name)
-                if member.isfile() and member.offset_data + member.size <= size and key:
-                    row = records.setdefault(key, len(records))
-                    rows.append((row, suffix, member.offset_data, member.size))
-            if tar.offset + BLOCK > size:
-                raise tarfile.ReadError("the file is truncated")
-    except tarfile.ReadError as error:
-        if not rows:
-            raise ValueError(
-                f"cannot read {path} as a tar ({error}): decompress it if it is compressed, "
-                "otherwise download it again"
-            ) from error
-        truncated = True
+    size, count, largest, archive, begin = storage.stamp(path)[0], 0, 0, 0, 0
+    with storage.open_file(path) as file, tarfile.TarFile(fileobj=io.BytesIO(bytes(BLOCK))) as tar:
+        compressed = file.read(8).startswith(_COMPRESSED)
+        tar.fileobj, tar.offset = file, file.seek(0)
+        while not compressed:
+            start = tar.offset
+            # tarfile keeps all members; millions of them would fill the memory.
+            tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
+            if (member := _next(tar)) is not None:
+                largest = max(largest, tar.offset - start)
+                if not member.isfile() or member.issparse():
+                    reason = "link" if member.islnk() or member.issym() else "special"
+                    inventory.add(reason, [member.name] * (not member.isdir()))
+                elif storage.is_hidden(member.name):
+                    inventory.add("hidden", [member.name])
+                elif member.offset_data + member.size <= size:
+                    count += 1
+                    yield Member(member.name, member.offset_data, member.size, archive)
+                continue
+            if start + BLOCK > size:
+                inventory.add(_TRUNCATED, [f"byte {size}"])
+                break
+            gap = _gap(file, start, size)
+            lost = gap.num_lost(begin, size, largest or size)
+            inventory.add("broken_header", [f"byte {start}"], lost)
+            if gap.end == size:
+                if size - gap.last > _MAX_ZEROS:  # Preallocated, but not downloaded to the end.
+                    inventory.add(_TRUNCATED, [f"byte {gap.last}"])
+                break
+            if gap.end - gap.last >= 2 * BLOCK:
+                archive, begin = archive + 1, gap.end
+            tar.offset = gap.end
+            if gap.is_extension:
+                _next(tar)  # Its name or size was in the damaged header.
+    if compressed or (not count and inventory.damaged()):
+        reason = "compressed): decompress it" if compressed else "no complete file): get it again"
+        raise ValueError(f"cannot read {path} as a tar ({reason}")
+    if inventory.damaged():
         logging.warning(
-            "cannot read all of %s (%s): only its %d complete files are used, until you replace "
-            "the tar", path, error, len(rows),
+            "%s is damaged, and at least %d files in it are lost: copy or download it again",
+            path, inventory.damaged(),
         )  # fmt: skip
-    record, suffixes, offsets, sizes = zip(*rows, strict=True) if rows else ((), (), (), ())
-    spans = np.stack([offsets, sizes], axis=1).astype(np.int64)
-    return Index(np.array(record, np.int64), np.array(suffixes, str), spans, np.array(truncated))
+
+
+def _next(tar: tarfile.TarFile) -> tarfile.TarInfo | None:
+    """Return the member whose header is at tar.offset, or None if there is no valid header."""
+    start = tar.offset
+    try:
+        member = tar.next()
+    except (tarfile.TarError, ValueError):  # Hostile headers raise several types.
+        member = None
+    if tar.offset > start:  # A negative size would lead back.
+        return member
+    tar.offset = start
+    return None
+
+
+class _Gap(NamedTuple):
+    """A part of a tar, from `start` to `end`, that belongs to no member."""
+
+    start: int
+    end: int
+    """Offset of the next valid header, or the size of the tar if there is none."""
+    first: int
+    """Offset of the first block that is not zero, or `start` if all are zero."""
+    last: int
+    """End of the last block that is not zero, or `start` if all are zero."""
+    headers: int
+    """Number of blocks that look like damaged headers of files."""
+    is_extension: bool
+    """Whether the first block is a damaged header that extends the next header."""
+
+    def num_lost(self, begin: int, size: int, largest: int) -> int:
+        """Return how many files were lost at least, or 0 if the gap is an end-of-archive mark.
+
+        A mark has two blocks of zeros, or more that pad the archive, or ends the tar.
+
+        Args:
+            begin: offset of the archive's first header.
+            size: size of the tar.
+            largest: size of the largest member.
+        """
+        length, lost = self.end - self.start, self.last - self.start
+        if not lost:
+            padded = BLOCK < length <= tarfile.RECORDSIZE + BLOCK
+            padded &= (self.end - begin) % tarfile.RECORDSIZE == 0
+            if self.end == size or padded or length == 2 * BLOCK:
+                return 0
+            lost = length
+        elif self.end == size:
+            lost = self.last - self.first
+        return max(1, self.headers, lost // largest)
+
+
+def _gap(file: Any, start: int, size: int) -> _Gap:
+    """Find the next valid header behind the block at `start` of an open tar of `size` bytes."""
+    end, first, last, headers, is_extension, place = size, start, start, 0, False, file.seek(start)
+    while end == size and (chunk := file.read(_CHUNK)):
+        chunk += bytes(-len(chunk) % BLOCK)
+        blocks = np.frombuffer(chunk, np.uint8).reshape(-1, BLOCK)
+        is_valid = lambda row, chunk=chunk: _is_valid(chunk[row * BLOCK : (row + 1) * BLOCK])
+        # In every valid header, these two bytes of the checksum are octal digits.
+        rows = np.flatnonzero((blocks[:, 151:153] & 0xF8 == 0x30).all(1)).tolist()
+        if valid := next(([r] for r in rows if place + r * BLOCK > start and is_valid(r)), []):
+            end, blocks = place + valid[0] * BLOCK, blocks[: valid[0]]
+        looks_valid = (blocks[:, 257:262] == np.frombuffer(b"ustar", np.uint8)).all(1)
+        extends = looks_valid & np.isin(blocks[:, 156], np.frombuffer(b"LKxX", np.uint8))
+        if place == start:
+            is_extension = bool(extends[0]) and not is_valid(0)
+        headers += int((looks_valid & ~extends).sum())
+        if len(filled := np.flatnonzero(blocks.any(1))):
+            first = place + int(filled[0]) * BLOCK if last == start else first
+            last = place + (int(filled[-1]) + 1) * BLOCK
+        place += len(chunk)
+    return _Gap(start, end, first, min(last, size), headers, is_extension)
+
+
+def _is_valid(header: bytes) -> bool:
+    """Return whether a block is a tar header with the right checksum."""
+    with contextlib.suppress(tarfile.TarError, ValueError):
+        return bool(tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape"))
+    return False
 
 
 def split(name: str) -> tuple[str, str]:
-    """Split a tar member's name into record key and suffix: "a/1.t5.npy" gives "a/1" and "t5.npy".
-
-    Hidden files, such as macOS's ._a.jpg, have the key "".
-    """
+    """Split a tar member's name into key and suffix: "a/1.t5.npy" gives "a/1" and "t5.npy"."""
     folder, slash, file = name.removeprefix("./").rpartition("/")
-    stem = file.partition(".")[0]
-    return (folder + slash + stem if stem else ""), suffix_of(file)
+    return folder + slash + file.partition(".")[0], suffix_of(file)
 
 
 def expand(pattern: str) -> list[str]:
@@ -177,21 +337,22 @@ def find(path: str) -> list[str]:
         FileNotFoundError: a tar is missing.
         ValueError: a folder has no tars, or a wdinfo.pkl is damaged.
     """
-    return find_stamped(path)[0]
+    return find_stamped(path, Inventory())[0]
 
 
-def find_stamped(path: str) -> tuple[list[str], list[str]]:
+def find_stamped(path: str, inventory: Inventory) -> tuple[list[str], list[str]]:
     """Return (paths, stamps): the paths that `find` returns, and one string for each tar.
 
-    A tar's string changes when the tar's contents change (see storage.stamps).
+    A tar's string changes when the tar's contents change (see storage.stamps). In folders, files
+    that are no tars are added to `inventory`, except for companions (see records.KNOWN).
     """
-    tars = [tar for name in expand(path) for tar in _listed(name)]
+    tars = [tar for name in expand(path) for tar in _listed(name, inventory)]
     stamps = storage.stamps(tars)
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
     return tars, stamps
 
 
-def _listed(name: str) -> list[str]:
+def _listed(name: str, inventory: Inventory) -> list[str]:
     if name.endswith(".tar"):
         return [name]
     check_exists([name], "webdataset")
@@ -199,11 +360,14 @@ def _listed(name: str) -> list[str]:
         return _wdinfo(name)
     if not storage.is_folder(name):
         return [name]
-    tars = storage.find(name, ".tar")
+    names = storage.walk(name, inventory)
+    tars = [tar for tar in names if suffix_of(tar).rpartition(".")[2] == "tar"]
     if not tars:
         raise ValueError(
             f"no .tar files in {name}: check the path, or read image files with data.source=folder"
         )
+    known = ("tar", *records.KNOWN)
+    inventory.add("format", [n for n in names if suffix_of(n).rpartition(".")[2] not in known])
     return tars
 
 
@@ -239,7 +403,9 @@ def _load(path: str, stamp: np.ndarray) -> Index | None:
         # Read into memory first, since np.load leaves a damaged file open.
         with np.load(io.BytesIO(storage.read(path)), allow_pickle=False) as saved:
             if np.array_equal(saved["stamp"], stamp):
-                return Index(*(saved[name] for name in Index._fields))
+                fields = {name: saved[name] for name in Index._fields}
+                inventory = Inventory(json.loads(str(fields["inventory"])))
+                return Index(**{**fields, "inventory": inventory})
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         pass  # The index is missing or damaged, so a new one is built.
     return None
@@ -248,11 +414,12 @@ def _load(path: str, stamp: np.ndarray) -> Index | None:
 def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
     """Save an index to the first writable path."""
     buffer = io.BytesIO()
-    np.savez(buffer, stamp=stamp, **index._asdict())
+    inventory = json.dumps(index.inventory.saved())
+    np.savez(buffer, stamp=stamp, **{**index._asdict(), "inventory": np.array(inventory)})
     for path in paths:
         try:
             if not storage.is_url(path):
-                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                os.makedirs(os.path.dirname(path) or ".", 0o700, exist_ok=True)
             return storage.write_whole(path, buffer.getvalue())
         except OSError:
             continue  # The folder is read-only.
@@ -268,9 +435,22 @@ def _digest(tar: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-@functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Return the folders for the indices of tars in read-only folders, the preferred one first."""
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    name = "diffusion_jax/tar_index"
-    return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]
+    """Return the folders for the indices of tars in read-only folders, the preferred one first.
+
+    A folder that exists but belongs to another user, or that all users may write to, is left out.
+    """
+    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    shared = pathlib.Path(tempfile.gettempdir()) / f"diffusion_jax-{os.geteuid()}"
+    return [f for f in (home / "diffusion_jax/tar_index", shared) if _is_own(f)]
+
+
+def _is_own(folder: pathlib.Path) -> bool:
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return True  # It will be created with mode 0700.
+    except OSError:
+        return False
+    mine = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
+    return mine and not status.st_mode & stat.S_IWOTH

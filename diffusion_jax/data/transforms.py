@@ -1,15 +1,15 @@
 """Decodes, resizes and crops images to uint8 RGB pixels."""
 
+import functools
 import io
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, UnidentifiedImageError
 
-from diffusion_jax.machine import untrusted
+from diffusion_jax.machine import rgb, untrusted
 
-# Other modes (16 bit, float) are rejected: Pillow would clip them to RGB, mostly to plain white.
-_MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
 CENTRE = (0.5, 0.5)
 
 
@@ -32,8 +32,8 @@ def crop(
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Decode an image, resize it, and crop it to `shape`.
 
-    Resizing is bicubic with antialiasing, as in NeMo's Imagen. Transparent pixels become white, and
-    EXIF orientation tags are applied.
+    Resizing is bicubic with antialiasing, as in NeMo's Imagen. Before, the image is made upright,
+    and converted to sRGB with white in place of transparent pixels (see rgb.to_rgb).
 
     Args:
         data: an encoded image.
@@ -45,8 +45,8 @@ def crop(
         place: position of the crop: x and y from 0 (left, top) to 1 (right, bottom).
 
     Raises:
-        Unusable: with reason "broken_image" if the image is damaged or has more than 8 bits per
-            channel, "too_small" if a side is shorter than `min_size`, "too_elongated" if the ratio
+        Unusable: with reason "broken_image" if the image is damaged or has pixels whose white is
+            unknown, "too_small" if a side is shorter than `min_size`, "too_elongated" if the ratio
             of the sides exceeds `max_aspect`.
     """
     image, smallest = _open(data), (resize, resize) if resize else shape
@@ -56,7 +56,8 @@ def crop(
         raise Unusable(
             "too_elongated", f"{image.width}x{image.height}, data.max_aspect is {max_aspect}"
         )
-    return np.asarray(_resize(_decode(image, max(smallest)), smallest, shape, place))
+    cut = functools.partial(_resize, smallest=smallest, shape=shape, place=place)
+    return np.asarray(_decode(image, max(smallest), cut))
 
 
 def size_of(data: bytes) -> tuple[int, int]:
@@ -85,52 +86,45 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
         pad: whether to add white borders that make the image a square.
 
     Raises:
-        Unusable: with reason "broken_image" if the image is damaged or has more than 8 bits per
-            channel.
+        Unusable: with reason "broken_image" as in `crop`.
     """
-    image = _decode(_open(data), size)
-    scale = min(1.0, size / (max(image.size) if pad else min(image.size)))
-    width, height = (max(1, round(side * scale)) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
+
+    def resize(image: Image.Image) -> Image.Image:
+        scale = min(1.0, size / (max(image.size) if pad else min(image.size)))
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        return image.resize((width, height), Image.Resampling.BICUBIC)
+
+    image = _decode(_open(data), size, resize)
     if pad:
         square = Image.new("RGB", (max(image.size), max(image.size)), "white")
-        square.paste(image, ((square.width - width) // 2, (square.height - height) // 2))
+        left, top = (square.width - image.width) // 2, (square.height - image.height) // 2
+        square.paste(image, (left, top))
         image = square
     out = io.BytesIO()
     image.save(out, "png")
     return out.getvalue()
 
 
-def check_caption(text: str, min_chars: int) -> None:
-    """Raise Unusable ("short_caption") if the text has fewer than `min_chars` characters."""
-    if len(text) < min_chars:
-        raise Unusable(
-            "short_caption", f"{text!r} has {len(text)} characters, data.min_chars is {min_chars}"
-        )
-
-
 def _open(data: bytes) -> Image.Image:
     """Open an image by reading only its header. Raises Unusable if the header is damaged."""
     try:
         return untrusted.open_image(data)
+    except UnidentifiedImageError as error:
+        start = f"no image begins with {data[:16]!r}" if data else "the file is empty"
+        raise Unusable("broken_image", start) from error
     except Exception as error:  # Pillow's decoders raise many types.
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 
 
-def _decode(image: Image.Image, size: int) -> Image.Image:
-    if image.mode not in _MODES:
-        raise Unusable("broken_image", f"pixels of mode {image.mode}, not 8 bits per channel")
+def _decode(
+    image: Image.Image, size: int, resize: Callable[[Image.Image], Image.Image]
+) -> Image.Image:
+    """Return the resized image in sRGB. `size` is the largest side that `resize` may need."""
     try:
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is several times faster. At
         # least twice the target size is kept, so the antialiasing below determines the result.
         image.draft(None, (2 * size, 2 * size))
-        ImageOps.exif_transpose(image, in_place=True)  # By default, every image is copied.
-        if image.mode == "RGB":
-            return image
-        if not image.has_transparency_data:
-            return image.convert("RGB")
-        rgba = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+        return rgb.to_rgb(image, resize)
     except Exception as error:  # Pillow notices truncated files only here.
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 

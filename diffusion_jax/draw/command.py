@@ -19,8 +19,9 @@ from absl import app, flags, logging
 from jaxtyping import UInt8
 
 from diffusion_jax import cli, seeds
+from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import files, programs, progress, sheets, untrusted
+from diffusion_jax.machine import files, programs, progress, sheets
 from diffusion_jax.text import TextEncoder, vocabulary
 
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that runs `command`.
@@ -70,7 +71,9 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
             folder = out
             if f["rehearse"].value:
                 folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory()))
-            session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), folder)
+            file = f["prompts"].value
+            prompts = [*f["prompt"].value, *(prompt_files.read(file) if file is not None else ())]
+            session = open_session(prompts, folder)
             last = f["seed"].value + len(session.captions) * f["num_images"].value - 1
             seeds.halves([last])
             if f["rehearse"].value:
@@ -108,27 +111,14 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
     holders = [
         flags.DEFINE_string("out", None, "The folder to write to.", required=True),
         flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
-        flags.DEFINE_string("prompts", None, "A file with one text per line."),
+        flags.DEFINE_string(
+            "prompts", None, "A .txt file with one text per line, a table, or FILE::COLUMN."
+        ),
         integer("num_images", 1, "Images for each text.", lower_bound=1, upper_bound=10**6),
         flags.DEFINE_bool("rehearse", False, "Print what would be drawn, and exit."),
         integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST),
     ]
     return {holder.name: holder for holder in holders}
-
-
-def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
-    """Return `prompts`, followed by the nonblank lines of a UTF-8 file."""
-    if path is None:
-        return list(prompts)
-    try:
-        lines = untrusted.read_text(files.local(path)).splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts={path} is not UTF-8 text: save the file in UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"--prompts={path}: {error.strerror or error}") from error
-    if not any(map(str.strip, lines)):
-        raise ValueError(f"--prompts={path} holds no text: give one prompt per line")
-    return [*prompts, *(line for line in lines if line.strip())]
 
 
 def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:

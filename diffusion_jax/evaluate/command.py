@@ -6,6 +6,7 @@ scale, with the same prompts and the same noise. loop.py saves the pictures' fea
 batch.
 """
 
+import contextlib
 import functools
 import itertools
 import pathlib
@@ -236,15 +237,28 @@ def evaluate(
     The folder is in the first subject's workdir. Its table has a row for each point at each
     guidance scale. If `training` is not None, also find the nearest training picture of each drawn
     picture. The process prints a message and exits with code 2 if a checkpoint or average is
-    missing, if the folder holds features of another sweep, or if an image is not finite.
+    missing, if the folder holds features of another sweep, or if an image is not finite. It exits
+    with code 75 if another process evaluates into the folder.
     """
-    out, rows, pictures, copied = pathlib.Path(), [], [], []
+    with contextlib.ExitStack() as stack:
+        with cli.bad_input():
+            name = plan.name or _name(subjects, subjects[0].points[0]())
+            out = subjects[0].workdir / runs.EVALUATION / name
+            stack.enter_context(runs.writing(out))
+        _score_points(subjects, scorer, plan, training, out)
+    return out
+
+
+def _score_points(
+    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep, training: copies.Training | None,
+    out: pathlib.Path,
+) -> None:  # fmt: skip
+    """Draw and score all prompts at every point and guidance, and write the results to `out`."""
+    rows, pictures, copied = [], [], []
     several = any(len(subject.points) > 1 for subject in subjects)
     for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):
         with cli.bad_input():
             point = open_point()
-        if not rows:
-            out = subjects[0].workdir / runs.EVALUATION / (plan.name or _name(subjects, point))
         of_point: dict[str, Any] = {"model": subject.name} if len(subjects) > 1 else {}
         of_point |= {"checkpoint": point.checkpoint, "ema": point.ema}
         of_point |= {"later": point.later} if point.later else {}
@@ -282,7 +296,6 @@ def evaluate(
         if (real := scorer.real_sheet()) is not None:
             sheets.write_png(out / sweep.REAL, real)
         sweep.write_metrics(out, rows, pictures)
-    return out
 
 
 def _features(

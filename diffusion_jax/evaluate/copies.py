@@ -18,6 +18,7 @@ from absl import logging
 from jaxtyping import Float, Int, UInt8
 
 from diffusion_jax.data import sources
+from diffusion_jax.data.captions import first
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.evaluate import loop
 from diffusion_jax.evaluate.scorers import Features, Scorer
@@ -110,7 +111,7 @@ class Training:
         real, texts = self._pictures.read(nearest.indices[closest])
         drawn = draw(closest.tolist())
         labels = [f"distance {distance:.3g}" for distance in nearest.distances[closest]]
-        captions = [text if isinstance(text, str) else "training picture" for text in texts]
+        captions = [t if isinstance(t, str) else "training picture" for t in map(first, texts)]
         images, lines = [], []
         for start in range(0, len(closest), _COLUMNS):
             row = slice(start, start + _COLUMNS)

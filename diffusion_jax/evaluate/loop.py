@@ -50,7 +50,8 @@ def collect(
 
     All processes must call this function with the same arguments, and must share the folder. If all
     images of a batch are finite but a feature is not, the process prints a message and exits with
-    code 2.
+    code 2. It also does so if the saved features do not cover each image exactly once, because
+    shards have disappeared meanwhile.
 
     Args:
         num_images: number of images.
@@ -80,7 +81,14 @@ def collect(
     if folder is not None:
         if jax.process_count() > 1:  # Wait until process 0 has written the last shard.
             multihost_utils.sync_global_devices(f"features {name}")
-        parts = [_read_shard(path) for path in _shards(folder)]
+        shards = _disjoint(_shards(folder), num_images)
+        with cli.bad_input():
+            if (covered := _covered(shards, num_images).sum()) < num_images:
+                raise ValueError(
+                    f"{folder} holds the features of {covered} of {num_images} images, although "
+                    "all were drawn: leave it alone during an evaluation, and run the command again"
+                )
+        parts = [_read_shard(path) for path in shards]
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
@@ -217,15 +225,43 @@ def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
     Process 0 computes the mask and sends it to all processes. Process 0 also deletes damaged
     shards, which it detects, for example, by their CRC-32.
     """
-    missing = np.ones(num_images, bool)
+    whole = []
     for path in _shards(folder) if jax.process_index() == 0 else ():
-        first, last = _ends(path)
         if _is_whole(path):
-            missing[first : last + 1] = False
+            whole.append(path)
         else:
             logging.warning("%s is damaged, so its images are drawn again", path)
             path.unlink()
+    missing = ~_covered(_disjoint(whole, num_images), num_images)
     return missing if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(missing)
+
+
+def _covered(shards: Sequence[pathlib.Path], num_images: int) -> Bool[np.ndarray, "N"]:
+    """Return a mask that is True for the images in the given shards."""
+    covered = np.zeros(num_images, bool)
+    for first, last in map(_ends, shards):
+        covered[first : last + 1] = True
+    return covered
+
+
+def _disjoint(shards: Sequence[pathlib.Path], num_images: int) -> list[pathlib.Path]:
+    """Return those shards that cover most images without covering an image twice, in order.
+
+    Shards overlap if two evaluations with different batch sizes wrote to one folder. This is
+    weighted interval scheduling: best[n] holds the choice among the shards of images 0 to n - 1.
+    """
+    by_last = {}
+    for path in shards:
+        first, last = _ends(path)
+        by_last.setdefault(last, []).append((first, path))
+    best: list[tuple[int, list[pathlib.Path]]] = [(0, [])]
+    for last in range(num_images):
+        choices = [
+            (best[first][0] + last + 1 - first, [*best[first][1], path])
+            for first, path in by_last.get(last, ())
+        ]
+        best.append(max([best[-1], *choices], key=lambda choice: choice[0]))
+    return best[-1][1]
 
 
 def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.ndarray, "B"]]:

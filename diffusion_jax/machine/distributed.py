@@ -11,6 +11,7 @@ timeout.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import signal
@@ -140,6 +141,33 @@ def gather_text(text: str) -> list[str]:
     row[: len(raw)] = np.frombuffer(raw, np.uint8)
     rows = multihost_utils.process_allgather(row)
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.atleast_2d(rows)]
+
+
+def check_equal(facts: Mapping[str, Any], advice: str) -> None:
+    """Raise ValueError in all processes if they differ in a fact. The message names the first one.
+
+    All processes must call this function, with the same names in the same order. `advice` ends the
+    message.
+    """
+    texts = {name: _short(str(value)) for name, value in facts.items()}
+    if len(set(gather_text(_hash(str(texts))))) == 1:
+        return
+    for name, text in texts.items():
+        each = gather_text(text)
+        if different := [process for process, other in enumerate(each) if other != each[0]]:
+            raise ValueError(
+                f"{name} is {each[0]} in process 0, but {each[different[0]]} in process "
+                f"{different[0]}: {advice}"
+            )
+
+
+def _short(text: str) -> str:
+    """Return a text whose differences show within 100 characters."""
+    return text if len(text) <= 100 else f"{text[:60]}... (digest {_hash(text)})"
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @contextlib.contextmanager

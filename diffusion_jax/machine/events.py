@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,6 +48,15 @@ def _as_os_errors(tf: Any) -> Iterator[None]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), FOLDER) from error
 
 
+def import_beside() -> None:
+    """Import TensorFlow in a thread, which takes seconds, while this process does something else.
+
+    Only process 0 needs it.
+    """
+    if jax.process_index() == 0:
+        threading.Thread(target=_import).start()
+
+
 @contextlib.contextmanager
 def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
     """Yield a clu.metric_writers.MetricWriter for event files in `folder`, and close it at the end.
@@ -63,20 +73,30 @@ def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
 
 
 def _open(folder: pathlib.Path, after: int) -> Any:
-    # By default, TensorFlow logs at each import that oneDNN may change its arithmetic.
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    try:
-        import tensorflow as tf
-        from clu import metric_writers
-    except ImportError as error:
+    tf, metric_writers = _import()
+    if tf is None:
         hint = "pip install -r requirements.txt"
-        logging.warning("no event files for TensorBoard are written (%s): run %s", error, hint)
+        logging.warning(
+            "no event files for TensorBoard are written (%s): run %s", metric_writers, hint
+        )
         return _Nothing()
     tf.config.set_visible_devices([], "GPU")  # By default, TensorFlow takes all GPU memory.
     for path in folder.glob("events.out.tfevents.*"):
         _drop_after(path, after)
     with _as_os_errors(tf):
         return _Files(tf, metric_writers.SummaryWriter(str(folder)))
+
+
+def _import() -> tuple[Any, Any]:
+    """Return TensorFlow and CLU's metric writers, or (None, the error) without one of them."""
+    # By default, TensorFlow logs at each import that oneDNN may change its arithmetic.
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    try:
+        import tensorflow as tf
+        from clu import metric_writers
+    except ImportError as error:
+        return None, error
+    return tf, metric_writers
 
 
 def hparams(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,10 @@
 weights/torch_files.py reads pickles without calling the functions that they name.
 """
 
+import codecs
+import contextlib
+import functools
+import importlib
 import io
 import json
 import math
@@ -13,48 +17,118 @@ import pickletools
 import re
 import stat
 import zipfile
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFile
 
 from diffusion_jax.machine.remote import Remote
 
-_IMAGES = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not used.
+WEB_FORMATS = ("JPEG", "PNG", "WEBP")
+_PLUGINS = (
+    "pillow_jxl",
+    "pillow_heif.HeifImagePlugin",
+)  # Importing one adds its formats to Pillow.
+# EPS runs Ghostscript, and MPEG has no decoder.
+_UNUSED = ("EPS", "MPEG")
 _SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # An archive may also unpack to this many times its own size.
-_TEXT = 2**26  # The largest size of a text file in bytes.
+_TEXT = 2**26  # The largest number of bytes of text to read from a device.
 _OPERATIONS = 5_000_000  # Limit for a pickle. A pickle of 10,000 arrays has 500,000 operations.
 
 
-def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
-    """Open a JPEG, PNG or WebP image. Only the header is read; Pillow reads the pixels on use.
+@functools.cache
+def image_formats() -> tuple[str, ...]:
+    """Return the formats of images that Pillow decodes by itself, the most frequent ones first.
+
+    Formats that any file may seem to have, because they begin with no known bytes, are left out,
+    except for TGA, which comes last.
+    """
+    for plugin in _PLUGINS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(plugin)
+    Image.init()
+    decoded = [
+        name for name, (factory, accept) in Image.OPEN.items()
+        if accept and name not in (*WEB_FORMATS, *_UNUSED)
+        and not (isinstance(factory, type) and issubclass(factory, ImageFile.StubImageFile))
+    ]  # fmt: skip
+    return (*WEB_FORMATS, *decoded, "TGA")
+
+
+@functools.cache
+def image_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of the files that `open_image` opens, in lower case, without the dot."""
+    formats = (*image_formats(), "MPO")  # MPO files are JPEGs with further frames.
+    return tuple(
+        sorted(s[1:] for s, name in Image.registered_extensions().items() if name in formats)
+    )
+
+
+def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = ()) -> Image.Image:
+    """Open an image. Only the header is read; Pillow reads the pixels on use.
+
+    Args:
+        source: The contents or the path of the file.
+        formats: Pillow's names of the allowed formats; () allows image_formats().
 
     Raises:
         ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
-        OSError: The file is not a JPEG, PNG or WebP image.
+        OSError: The file is not an image of these formats.
     """
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        return Image.open(file, formats=_IMAGES)
+        return Image.open(file, formats=tuple(formats) or image_formats())
     except (Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+def decode(content: bytes, errors: str = "strict") -> str:
+    """Decode text in UTF-8, or in UTF-16 with a byte order mark. A mark is removed.
+
+    `errors` is that of bytes.decode: "strict", or "surrogateescape" to keep bytes that are not
+    UTF-8. Raises ValueError if the text has another encoding; the message names the first bad byte.
+    """
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if content.startswith(marks) else "utf-8-sig"
+    try:
+        text = content.decode(encoding, errors)
+    except UnicodeDecodeError as error:
+        byte, line = content[error.start], content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"not {encoding.removesuffix('-sig').upper()} text (byte 0x{byte:02x} at offset "
+            f"{error.start}, line {line}): save it in UTF-8"
+        ) from error
+    if "\0" in text:
+        raise ValueError(
+            "not UTF-8 text (it holds NUL characters, as UTF-16 does): save it in UTF-8"
+        )
+    return text
+
+
+def split_lines(text: str) -> list[str]:
+    """Split text at CR, LF and CR LF. Unlike str.splitlines, keep all other separators."""
+    return re.split("\r\n|\r|\n", text)
+
+
 def read_text(path: pathlib.Path) -> str:
-    """Return the content of a UTF-8 text file of at most 64 MiB.
+    """Return the content of a text file; see `decode`.
 
     Raises:
-        ValueError: The file is larger than 64 MiB (a device such as /dev/zero never ends), is a
-            pipe, or is not UTF-8.
+        ValueError: The file is a pipe, a device with more than 64 MiB (/dev/zero never ends), or
+            neither UTF-8 nor marked UTF-16.
         OSError: The file cannot be read.
     """
     refuse_pipe(path)
     with path.open("rb") as file:
-        content = file.read(_TEXT + 1)
-    if len(content) > _TEXT:
+        content = file.read(-1 if path.is_file() else _TEXT + 1)
+    if not path.is_file() and len(content) > _TEXT:
         raise ValueError(f"{path} has more than {_TEXT:,} bytes, the limit for a text file")
-    return content.decode("utf-8")
+    try:
+        return decode(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is {error}") from error
 
 
 def refuse_pipe(path: pathlib.Path) -> None:
@@ -218,9 +292,11 @@ def parse_json(content: bytes | str) -> Any:
 def printable(text: str) -> str:
     r"""Return text that is safe to print in a terminal: control characters are escaped, as in \x1b.
 
-    Tabs and newlines do not change.
+    So are bytes that are not UTF-8, which names of files may contain. Tabs and newlines do not
+    change.
     """
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+    unsafe = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udcff]"
+    return re.sub(unsafe, lambda m: f"\\x{ord(m[0]) & 0xFF:02x}", text)
 
 
 def printable_json(value: Any) -> Any:

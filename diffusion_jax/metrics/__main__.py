@@ -19,9 +19,9 @@ needs the features of both sets. For folders, it also adds sFID and the Inceptio
 
     python -m diffusion_jax.metrics clip DIR --prompts=FILE --clip=FOLDER
 
-prints the CLIP score of a folder's images and a file's prompts. The images, sorted by name, are
-paired with the prompts in order. --reference=DIR also prints the CMMD between these images and
-those of another folder.
+prints the CLIP score of a folder's images and a file's prompts. The images, sorted by name (numbers
+as numbers: 2.png before 10.png), are paired with the prompts in order. --reference=DIR also prints
+the CMMD between these images and those of another folder.
 
     python -m diffusion_jax.metrics compare A.json B.json ...
 
@@ -103,7 +103,9 @@ _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", 
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of KID's subsets, of the intervals and of train_judge.", lower_bound=0
 )
-_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file of prompts; in .txt, one per line.")
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "clip: a .txt file with one prompt per line, a table, or FILE::COLUMN."
+)
 _CLIP = flags.DEFINE_string("clip", None, "clip, stats: folder or Hub name of a CLIP.")
 _CLIP_MODE = flags.DEFINE_enum(
     "clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP."
@@ -220,13 +222,15 @@ def _fid(a: str, b: str) -> None:
 
 
 def _score_clip(folder: str) -> None:
+    images.check_order(folder)
     prompts, clip = prompt_files.read(_PROMPTS.value or ""), _clip()
     generated = _of_images(folder, clip.image)
-    if generated.features is None or len(generated.features) != len(prompts):
-        n = generated.gaussian.n
+    skipped = (generated.card or {}).get("skipped")
+    if generated.features is None or len(generated.features) != len(prompts) or skipped:
+        n, broken = generated.gaussian.n, f" and {sum(skipped.values())} others" if skipped else ""
         raise ValueError(
-            f"{folder} has {n} usable images, but --prompts={_PROMPTS.value} has {len(prompts)} "
-            "prompts: the numbers must be equal"
+            f"{folder} has {n} usable images{broken}, but --prompts={_PROMPTS.value} has "
+            f"{len(prompts)} prompts: each prompt needs one usable image"
         )
     ids, encode, size = clip.tokenize(prompts), extractors.on_host(clip.text), _BATCH.value
     texts = np.concatenate([encode(ids[i : i + size]) for i in range(0, len(ids), size)])

@@ -1,9 +1,11 @@
 """Read images for feature extractors from folders, tars and other data sources."""
 
+import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -47,6 +49,8 @@ def open_files(path: str) -> Files:
 def folder_files(folder: str | os.PathLike[str]) -> Files:
     """Return the image files of a folder as Files, sorted by name. Ignore subfolders.
 
+    Numbers in names are sorted as numbers: 2.png comes before 10.png.
+
     Raises:
         FileNotFoundError: the folder does not exist.
         ValueError: the folder has no images.
@@ -54,13 +58,37 @@ def folder_files(folder: str | os.PathLike[str]) -> Files:
     root = files.local(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}")
-    paths = sorted(p for p in root.iterdir() if p.suffix[1:].lower() in SUFFIXES)
+    paths = [p for p in root.iterdir() if p.suffix[1:].lower() in SUFFIXES]
+    paths.sort(key=lambda path: (natural(path.stem), path.name))
     if not paths:
         folders = any(path.is_dir() for path in root.iterdir())
         subfolders = "; it has subfolders: choose one of them" if folders else ""
         raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{subfolders}")
     read = lambda i: (paths[i].read_bytes(), str(paths[i]))
     return Files(len(paths), read, dict, lambda: [f"{p.name} {p.stat().st_size}" for p in paths])
+
+
+def natural(name: str) -> list[tuple[bool, Any]]:
+    """Return a key that sorts the numbers in names as numbers: "a2" and "a02" before "a10"."""
+    parts = filter(None, re.split(r"(\d+)", name))
+    return [(False, int(part)) if part.isdecimal() else (True, part) for part in parts]
+
+
+def check_order(folder: str) -> None:
+    """Check that the names of a folder's images determine their order.
+
+    Raises:
+        ValueError: two names differ only in zeros before a number or in the suffix.
+    """
+    root = files.local(folder)
+    paths = sorted(root.iterdir(), key=lambda p: (natural(p.stem), p.name)) if root.is_dir() else []
+    paths = [path for path in paths if path.suffix[1:].lower() in SUFFIXES]
+    for one, two in itertools.pairwise(paths):
+        if natural(one.stem) == natural(two.stem):
+            raise ValueError(
+                f"the order of {one.name} and {two.name} in {folder} is ambiguous, so they cannot "
+                "be paired with prompts: rename them"
+            )
 
 
 def record_files(records: Records) -> Files:

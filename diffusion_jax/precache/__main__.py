@@ -34,7 +34,9 @@ _FORMAT = flags.DEFINE_enum(
     "Number format of the stored embeddings; int8 has a relative error of less than 1 %.",
 )
 _CAPTIONS = flags.DEFINE_string(
-    "captions", None, "A file with one caption per line, which replaces config.data."
+    "captions",
+    None,
+    "A .txt file with one caption per line, a table or FILE::COLUMN, which replaces config.data.",
 )
 _SHARD = flags.DEFINE_integer(
     "shard_captions",
@@ -66,7 +68,8 @@ def main(argv: list[str]) -> None:
         return
     with cli.bad_input():
         shards.start(path, job.identity, work.format)
-    with cli.bad_input(usual=(OSError,), code=1):  # Usually a full disk.
+    # OSError: usually a full disk; ValueError: embeddings that are not finite.
+    with cli.bad_input(usual=(OSError,), code=1), cli.bad_input(usual=(ValueError,)):
         manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error of the embeddings %.2f %% on "

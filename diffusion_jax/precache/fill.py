@@ -11,8 +11,8 @@ from absl import logging
 from diffusion_jax import engines
 from diffusion_jax.config import settings
 from diffusion_jax.config.settings import Data, Evaluation, Text
+from diffusion_jax.data import fingerprints, sources
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.data import sources
 from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, index, lookup, plan, shards, store
@@ -58,8 +58,8 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
 
     Args:
         config: The config as nested dictionaries.
-        captions_file: A file with one caption per line, which replaces the config's data group.
-            None uses the captions of the data group.
+        captions_file: A file of captions (see data.prompts.read), which replaces the config's data
+            group. None uses the captions of the data group.
 
     Raises:
         ValueError: The config is invalid, or the captions cannot be read.
@@ -85,9 +85,10 @@ def estimate(job: Job, format: str) -> str:
     Raises:
         ValueError: A caption is not a string.
     """
-    total = len(job.captions)
-    sample = np.unique(np.linspace(0, total - 1, min(total, _SAMPLE)).astype(np.int64))
-    texts = job.captions.read(sample)
+    items = len(job.captions)
+    sample = np.unique(np.linspace(0, items - 1, min(items, _SAMPLE)).astype(np.int64))
+    _, texts = job.captions.of_items(sample)
+    total = round(items * len(texts) / len(sample))
     store.keys_of(texts, job.identity)  # Checks that they are strings.
     lengths = encode.lengths_of(job.encoder, texts)
     size = total * store.bytes_per_caption(lengths.mean(), job.encoder.width, format)
@@ -138,13 +139,13 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
         logging.warning("%d shards of %s are missing or damaged: encoding them again",
                         len(listed) - len(names), path)  # fmt: skip
     stages, engine = _Stages(job, work._replace(engine=ALONE), p, before), work.engine
-    size = lambda chunk: len(p.numbers(chunk))
+    size = lambda chunk: len(p.chunk(chunk))
     engine.fill(p.chunks, p.keys, stages.write_keys, noun="captions", name="reading", size=size)
     engine.fill(
         p.ranges, p.new_captions, stages.write_new_captions, noun="ranges", name="comparing"
     )
     total = plan.write_counts(p)
-    logging.info("%s captions, %s of them to encode", f"{p.captions:,}", f"{total:,}")
+    logging.info("%s records and prompts, %s captions to encode", f"{p.items:,}", f"{total:,}")
     new = range(-(-total // p.size))
     encoded = {name: path / name.read_text() for name in files.present(map(p.name, new))}
     for file in encoded.values():  # Delete shards of an earlier run that are now damaged.
@@ -168,8 +169,8 @@ class _Stages(NamedTuple):
     """The shards that the store holds already."""
 
     def write_keys(self, chunk: int) -> None:
-        texts = self.job.captions.read(self.plan.numbers(chunk))
-        plan.write_keys(self.plan, store.keys_of(texts, self.job.identity), chunk)
+        numbers, texts = self.job.captions.of_items(self.plan.chunk(chunk))
+        plan.write_keys(self.plan, numbers, store.keys_of(texts, self.job.identity), chunk)
 
     def write_new_captions(self, part: int) -> None:
         plan.write_new_captions(self.plan, self.held, part)
@@ -182,8 +183,14 @@ class _Stages(NamedTuple):
         keys = store.keys_of(texts, self.job.identity)
         name = shards.shard_name(keys)
         if not shards.usable(path / name, self.work.verify):
-            run = self.job.encode(self.work.format, self.work.batch_tokens)
-            shards.write_shard(path, keys, run(texts))
+            rows = self.job.encode(self.work.format, self.work.batch_tokens)(texts)
+            if len(bad := np.flatnonzero(~np.isfinite(rows.errors).all(1))):
+                text = texts[np.searchsorted(np.cumsum(rows.tokens), bad[0], side="right")]
+                raise ValueError(
+                    f"the embeddings of {text!r} are not finite: check text.weights, and try "
+                    "text.dtype=float32"
+                )
+            shards.write_shard(path, keys, rows)
         files.write_whole(self.plan.name(shard), name)
 
 
@@ -208,21 +215,14 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
     """Return (captions, source): the Captions, and JSON values that identify where they come from.
 
     The captions are `prompts`, followed by the captions of the data set or, if `file` is not None,
-    by the lines of this file.
+    by those of this file.
     """
     if file is not None:
-        try:
-            lines = files.path(file).read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--captions={file} is not UTF-8 text: write one caption per line"
-            ) from error
-        texts = [*prompts, *(line.strip() for line in lines if line.strip())]
-        if not texts:
-            raise ValueError(f"--captions={file} holds no captions: write one caption per line")
+        texts = [*prompts, *prompt_files.read(file, every=True)]
         return plan.Captions(texts, None, 0, 1), {"given": texts}
     opened = sources.open_pictures(data, size=16)  # No image is decoded.
     # The synthetic source has one caption for any number of images.
     count = 1 if data.source == "synthetic" else len(opened)
     source = {"prompts": list(prompts), **data._asdict(), "threads": 0}
+    source["files"] = fingerprints.stamp(opened)  # Keys of edited captions are found again.
     return plan.Captions(tuple(prompts), opened, count, data.threads), source

@@ -1,11 +1,14 @@
 """Open a config's text encoder, which computes embeddings or looks them up in a store."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from diffusion_jax.config.settings import Text
+from diffusion_jax.data.captions import every
+from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, store
 from diffusion_jax.text import precomputed, registry
@@ -13,7 +16,8 @@ from diffusion_jax.text.encoder import TextEncoder
 
 Tokenize = Callable[[Sequence[str]], dict[str, np.ndarray]]
 _TOKENS = 8192  # Tokens per device and batch when encoding prompts.
-_CHECKED = 256  # Prompts per lookup when checking that a store holds them.
+_CHECKED = 256  # Texts per lookup when checking that a store holds them.
+_SAMPLE = 4096  # Captions of the data to check, evenly spread.
 
 
 def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
@@ -64,6 +68,17 @@ def open_online(text: Text) -> TextEncoder:
         stored = store.read_manifest(files.path(text.store))["identity"]
         store.check_identity(text.store, stored, identity(text, encoder))
     return encoder
+
+
+def check_captions(text: Text, encoder: TextEncoder, pictures: Pictures) -> None:
+    """Raise ValueError if text.store lacks a caption of the data, such as one that was edited.
+
+    At most _SAMPLE captions are checked, evenly spread over the data. Without a store, nothing is.
+    """
+    rows = np.unique(np.linspace(0, len(pictures) - 1, _SAMPLE).astype(np.int64))
+    for first in range(0, len(rows) if text.store else 0, _CHECKED):
+        texts = itertools.chain(*map(every, pictures.texts(rows[first : first + _CHECKED])))
+        encoder.tokenize([one for one in texts if one])  # "" stands for a damaged caption, too.
 
 
 def open_prompts(

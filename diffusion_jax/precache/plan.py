@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from diffusion_jax.data import captions
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import files, tables
 from diffusion_jax.precache import index, store
@@ -18,11 +19,15 @@ from diffusion_jax.precache import index, store
 _CHUNK = 2**16  # Captions per file of keys.
 _NUMBER = np.dtype(np.int64)
 _ROW = np.dtype([("key", tables.KEY), ("number", np.int64)])
-_READ = 256  # Captions that a thread reads at a time.
+_READ = 256  # Items that a thread reads at a time.
+_SLOTS = 2**10  # The largest number of captions of a picture.
 
 
 class Captions(NamedTuple):
-    """A list of captions: first `prompts`, then the first `num_data` captions of `data`."""
+    """A list of items that have captions: `prompts`, then the first `num_data` records of `data`.
+
+    Caption j of item i has the number 1024 i + j.
+    """
 
     prompts: Sequence[str]
     """The config's prompts, followed by the lines of a file of captions, if one is used."""
@@ -32,21 +37,35 @@ class Captions(NamedTuple):
     """Number of threads that read captions from `data`."""
 
     def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the number of captions, including repeated ones."""
+        """Return the number of items."""
         return len(self.prompts) + self.num_data
 
-    def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        """Return the captions with these sorted indices. Several threads read them."""
-        with ThreadPoolExecutor(max(1, self.threads)) as threads:
-            parts = [numbers[i : i + _READ] for i in range(0, len(numbers), _READ)]
-            return [text for part in threads.map(self._read, parts) for text in part]
+    def of_items(self, items: Int[np.ndarray, "N"]) -> tuple[Int[np.ndarray, "M"], list[Any]]:
+        """Return (numbers, captions) of all captions of the items with these sorted indices.
 
-    def _read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        first = len(self.prompts)  # Index of the data set's first caption.
-        texts = [self.prompts[i] for i in numbers[numbers < first].tolist()]
-        if self.data is None or (numbers < first).all():
+        Several threads read them. Raises ValueError if a picture has more than 1,024 captions.
+        """
+        with ThreadPoolExecutor(max(1, self.threads)) as threads:
+            parts = [items[i : i + _READ] for i in range(0, len(items), _READ)]
+            texts = [text for part in threads.map(self._read, parts) for text in part]
+        several = [captions.every(text) for text in texts]
+        if (most := max(map(len, several), default=0)) > _SLOTS:
+            raise ValueError(f"a picture has {most} captions: a store takes up to {_SLOTS}")
+        numbers = [i * _SLOTS + j for i, t in zip(items.tolist(), several, strict=True)
+                   for j in range(len(t))]  # fmt: skip
+        return np.array(numbers, np.int64), [text for texts in several for text in texts]
+
+    def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
+        """Return the captions with these numbers."""
+        texts = dict(zip(*self.of_items(np.unique(numbers // _SLOTS)), strict=True))
+        return [texts[number] for number in numbers.tolist()]
+
+    def _read(self, items: Int[np.ndarray, "N"]) -> list[Any]:
+        first = len(self.prompts)  # Index of the data set's first record.
+        texts = [self.prompts[i] for i in items[items < first].tolist()]
+        if self.data is None or (items < first).all():
             return texts
-        return texts + list(self.data.texts(numbers[numbers >= first] - first))
+        return texts + list(self.data.texts(items[items >= first] - first))
 
 
 class Plan(NamedTuple):
@@ -59,20 +78,20 @@ class Plan(NamedTuple):
     """
 
     folder: pathlib.Path
-    captions: int
-    """The number of all captions."""
+    items: int
+    """The number of items that have captions; see Captions."""
     size: int
     """The number of captions per shard."""
 
     @property
     def chunks(self) -> range:
-        """Return the indices of all chunks; a chunk is 65,536 consecutive captions."""
-        return range(-(-self.captions // _CHUNK))
+        """Return the indices of all chunks; a chunk is 65,536 consecutive items."""
+        return range(-(-self.items // _CHUNK))
 
     @property
     def ranges(self) -> range:
         """Return the indices of all ranges of keys; keys are hashes of captions."""
-        return range(tables.num_ranges(self.captions))
+        return range(tables.num_ranges(self.items))
 
     @property
     def counts(self) -> Int[np.ndarray, "_"]:
@@ -82,9 +101,9 @@ class Plan(NamedTuple):
         """
         return tables.read(self.folder / "counts", _NUMBER)
 
-    def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
-        """Return the indices of the captions of a chunk."""
-        return np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.captions))
+    def chunk(self, chunk: int) -> Int[np.ndarray, "N"]:
+        """Return the indices of the items of a chunk."""
+        return np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.items))
 
     def keys(self, chunk: int) -> pathlib.Path:
         """Return the path of the table of keys (hashes) of the captions in a chunk."""
@@ -93,7 +112,7 @@ class Plan(NamedTuple):
     def new_captions(self, part: int) -> pathlib.Path:
         """Return the path of the file that lists the captions to encode in key range `part`.
 
-        The file holds sorted int64 indices of the captions whose keys are in this range.
+        The file holds the sorted int64 numbers of the captions whose keys are in this range.
         """
         return self.folder / f"new-{part:08}"
 
@@ -105,14 +124,16 @@ class Plan(NamedTuple):
         return self.folder / f"name-{shard:08}"
 
 
-def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
+def write_keys(
+    plan: Plan, numbers: Int[np.ndarray, "N"], keys: Shaped[np.ndarray, "N"], chunk: int
+) -> None:
     """Write the table of the distinct keys in a chunk.
 
-    `keys` holds the key of each caption in the chunk, in order. A row of the table holds a key, and
-    the index of the chunk's first caption with this key.
+    `numbers` and `keys` hold the number and the key of each caption in the chunk, in order. A row
+    of the table holds a key, and the number of the chunk's first caption with this key.
     """
     rows = np.zeros(len(keys), _ROW)
-    rows["key"], rows["number"] = keys, plan.numbers(chunk)
+    rows["key"], rows["number"] = keys, numbers
     tables.write(plan.keys(chunk), tables.first_of_each(rows))
 
 
@@ -134,18 +155,19 @@ def write_counts(plan: Plan) -> int:
     counts = np.zeros(len(plan.chunks), np.int64)
     for part in plan.ranges:
         numbers = tables.read(plan.new_captions(part), _NUMBER)
-        counts += np.bincount(numbers // _CHUNK, minlength=len(counts))
+        counts += np.bincount(numbers // (_CHUNK * _SLOTS), minlength=len(counts))
     files.write_whole(plan.folder / "counts", np.cumsum([0, *counts.tolist()]).tobytes())
     return int(counts.sum())
 
 
 def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
-    """Return the sorted indices of the captions that a shard will hold."""
+    """Return the sorted numbers of the captions that a shard will hold."""
     counts, first = plan.counts, shard * plan.size
     chunk = int(np.searchsorted(counts, first, side="right")) - 1
     end = int(np.searchsorted(counts, first + plan.size))
     parts = [tables.read(plan.new_captions(part), _NUMBER) for part in plan.ranges]
-    cut = [rows[slice(*np.searchsorted(rows, [chunk * _CHUNK, end * _CHUNK]))] for rows in parts]
+    ends = np.array([chunk, end]) * _CHUNK * _SLOTS
+    cut = [rows[slice(*np.searchsorted(rows, ends))] for rows in parts]
     return np.sort(np.concatenate(cut))[first - counts[chunk] :][: plan.size]
 
 
@@ -158,7 +180,7 @@ def open_plan(
     other arguments: `source` describes the captions, `identity` describes the text encoder, and
     `more` are further values that determine the plan.
     """
-    text = json.dumps([source, identity, *more], sort_keys=True, default=str)
+    text = json.dumps([_SLOTS, source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

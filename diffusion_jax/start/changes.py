@@ -10,6 +10,7 @@ import numpy as np
 
 from diffusion_jax import systems
 from diffusion_jax.config import shapes
+from diffusion_jax.data.captions import every
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.start import written
@@ -34,7 +35,8 @@ def prompts(records: Records) -> tuple[str, ...]:
     eight empty prompts.
     """
     rows = np.linspace(0, len(records) - 1, min(len(records), _MOST_CAPTIONS)).astype(int).tolist()
-    texts = [t for t in records.texts(rows) if not isinstance(t, Unusable) and hashed.words(t)]
+    texts = [t for text in records.texts(rows) for t in every(text)]
+    texts = [t for t in texts if not isinstance(t, Unusable) and hashed.words(t)]
     counts = collections.Counter(word for text in texts for word in set(hashed.words(text)))
     of_rarest: dict[str, str] = {}
     for text in sorted(set(texts), key=lambda text: (len(text), text)):

@@ -76,10 +76,8 @@ def command(
             # Ask how to train on few pictures, and what to do with tall ones.
             trained = None if weights.value else shipped
             method = questions.method(finetune.value, photos, trained)
-            enlargers: Sequence[str] = ()
             if trained and method != finetuned.NO:
                 models = [finetuned.candidate(trained, models[0].stages[0], method)]
-                enlargers = trained.enlargers
             shape = questions.tall(tall.value, photos)
             pad = shape == "pad"
 
@@ -91,7 +89,7 @@ def command(
             measured = _measure(models, photos, of_data, hours.value, path.stem)
 
             # Write the configs.
-            _write(package, path, photos, measured, hours.value, enlargers)
+            _write(package, path, photos, measured, hours.value)
 
     cli.run(main)
 
@@ -157,7 +155,7 @@ def _measure(
 
 def _write(
     package: str, path: pathlib.Path, photos: PictureSet, measured: Sequence[Measured],
-    hours: float, enlargers: Sequence[str],
+    hours: float,
 ) -> None:  # fmt: skip
     """Write a config per stage and a sheet of pictures, and print the commands to run next."""
     texts, rows, commands, total = {}, [], [], 0.0
@@ -200,7 +198,7 @@ def _write(
         ("sheet", f"{sheet}: the first pictures that training will see"),
     ]))  # fmt: skip
     print("\nnext:")
-    for line in [*commands, *_after(package, path, photos, measured, size, enlargers)]:
+    for line in [*commands, *_after(package, path, photos, measured, size)]:
         print(f"  {line}")
 
 
@@ -236,14 +234,12 @@ def _sheet(settings: Any, size: int) -> np.ndarray:
 
 
 def _after(
-    package: str, path: pathlib.Path, photos: PictureSet, measured: Sequence[Measured], size: int,
-    enlargers: Sequence[str],
+    package: str, path: pathlib.Path, photos: PictureSet, measured: Sequence[Measured], size: int
 ) -> list[str]:  # fmt: skip
     """Return the commands to run after training: draw pictures with the model, and score it."""
     name, prompt = path.stem, measured[-1].opened.settings.run.prompts[0]
     drawn = [one.opened.stage for one in measured if one.opened.stage.command.endswith(".train")]
-    workdirs = [*(f"runs/{name}{stage.suffix}" for stage in drawn), *enlargers]
-    workdirs = " ".join(f"--workdir={workdir}" for workdir in workdirs)
+    workdirs = " ".join(f"--workdir=runs/{name}{stage.suffix}" for stage in drawn)
     sample = f"python -m {package}.sample {workdirs} --prompt={shlex.quote(prompt)}"
     sample += f" --num_images=8 --out=pictures/{name}"
     if photos.report["different_texts"] < _JUDGED:

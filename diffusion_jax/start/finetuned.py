@@ -35,8 +35,6 @@ class Shipped(NamedTuple):
     """The folder that holds the model's weights and config.json."""
     base: str
     """The name of the config in configs/ that trained the model."""
-    enlargers: tuple[str, ...]
-    """The workdirs of super-resolution models for the model's pictures."""
 
     def exists(self) -> bool:
         """Return whether the model's workdir exists, as it does in a checkout of the repository."""

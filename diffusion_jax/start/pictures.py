@@ -86,7 +86,7 @@ def described(pictures: PictureSet) -> list[tuple[str, str]]:
         ("aspect ratio", f"median {aspect['median']:.2g}, largest {aspect['max']:.2g}"),
         ("reading", f"{pictures.speed:.2g} pictures per second"),
         ("unusable", f"{_counts(report['unusable'])} ({first})" if first else "none"),
-        ("left out", _counts(report["left_out"]) or "none"),
+        *pictures.records.inventory().rows(),
         ("duplicates", f"{report['duplicates']:,} files that repeat an earlier file"),
         ("captions", f"{report['different_texts']:,} different captions of {words['min']:.0f} to "
          f"{words['max']:.0f} words; most frequent words: {frequent}" if frequent else

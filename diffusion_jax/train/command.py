@@ -1,6 +1,7 @@
 """The training command, shared by all systems: it reads flags, checks the run and trains."""
 
 import contextlib
+import itertools
 import pathlib
 import shlex
 import sys
@@ -14,10 +15,13 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, finetune, heldout, runs
+from diffusion_jax import cli, finetune, heldout, runs, systems
 from diffusion_jax.config.unread import watched
+from diffusion_jax.data import fingerprints
+from diffusion_jax.data.captions import every
+from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
-from diffusion_jax.machine import distributed, exits, files, sharding, weights_and_biases
+from diffusion_jax.machine import claims, distributed, exits, files, sharding, weights_and_biases
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
@@ -32,6 +36,8 @@ _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
 """Config groups with fields that only some samplers, data sources or text encoders read."""
 _PATHS = ("path", "weights", "store")
 """Names of config fields that hold a file or folder."""
+_LOCAL = (*_PATHS, "prior", "mixture", "threads")
+"""Names of config fields that may differ between processes, such as the path of a local copy."""
 # The largest number of captions that a vocabulary is made from, and how many are read at once.
 _CAPTIONS, _CHUNK = 20_000, 256
 _SECONDS = 15  # After this time, no further captions are read.
@@ -84,12 +90,16 @@ def command(
                 values = config.value.to_dict()
                 weights_and_biases.check(values["log"]["wandb"])
                 s, unread = watched(read(values), _WATCHED)
+                trained = "unet" if hasattr(s, "unet") else "vae"
+                optimizer.check_dtype(trained, getattr(s, trained))
+                check_configs(values)
                 mesh = sharding.make_mesh(*s.mesh)
                 settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
 
                 # Open the data, the text encoder, and the measurements during training.
                 inputs = prepare(s, mesh)
                 stack.enter_context(inputs.batches)
+                check_data(inputs.batches.pictures)
                 inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
                 if measure := inputs.task.measure:
                     records = heldout.open_records(s.heldout, inputs.batches, measure)
@@ -128,6 +138,24 @@ def command(
     cli.run(main)
 
 
+def check_configs(config: Mapping[str, Any]) -> None:
+    """Raise ValueError in all processes if their configs differ, except in the paths of files."""
+    fields = claims.flat(systems.complete(config)).items()
+    local = lambda name, value: (
+        name.rpartition(".")[2] in _LOCAL
+        or (name.startswith("evaluation.") and isinstance(value, str))
+    )
+    facts = {name: value for name, value in fields if not local(name, value)}
+    distributed.check_equal(facts, "start all processes with the same config")
+
+
+def check_data(pictures: Pictures) -> None:
+    """Raise ValueError in all processes if the names or sizes of their data differ."""
+    if jax.process_count() > 1:
+        facts = fingerprints.inventory(pictures)
+        distributed.check_equal(facts, "give all processes the same data (data.path)")
+
+
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
     """Return the scoring that the config's `evaluation` group describes, or None for no scoring.
 
@@ -157,7 +185,8 @@ def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
     # Each chunk of rows is spread over the whole data, in case the time ends early.
     num_chunks = -(-len(rows) // _CHUNK)
     for first in range(num_chunks):
-        captions += [t for t in pictures.texts(rows[first::num_chunks]) if isinstance(t, str) and t]
+        texts = itertools.chain(*map(every, pictures.texts(rows[first::num_chunks])))
+        captions += [text for text in texts if isinstance(text, str) and text]
         if time.monotonic() - started > _SECONDS:
             break
     if captions:

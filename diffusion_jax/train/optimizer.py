@@ -1,7 +1,7 @@
 """The optimizer: AdamW as in NeMo, and learning-rate schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -114,14 +114,29 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
 }
 
 
+def make_schedule(settings: Optimizer, steps: int) -> Schedule:
+    """Return the learning rate schedule of a config, for a run that ends at step `steps`.
+
+    `settings.schedule` is a key of SCHEDULES. The schedule covers the steps from `settings.restart`
+    to `steps`. Raises ValueError if these are too few for this schedule.
+    """
+    first = settings.restart
+    if first >= steps:
+        raise ValueError(
+            f"optimizer.restart is {first}, but the run ends at step {steps}: raise steps, or set "
+            "optimizer.restart=0"
+        )
+    schedule = SCHEDULES[settings.schedule](settings, steps - first)
+    return (lambda step: schedule(jnp.maximum(step - first, 0))) if first else schedule
+
+
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
     """Return the AdamW optimizer of a config, for a run of `steps` steps.
 
-    `settings.schedule` is a key of SCHEDULES. Raises ValueError if `steps` is too small for this
-    schedule.
+    Raises ValueError if `steps` is too small for the schedule; see `make_schedule`.
     """
     return adamw(
-        SCHEDULES[settings.schedule](settings, steps),
+        make_schedule(settings, steps),
         b1=settings.b1,
         b2=settings.b2,
         eps=settings.eps,
@@ -158,6 +173,18 @@ def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) ->
     sharding.check_batch(batch_size, settings.micro_batch, mesh, "optimizer.micro_batch")
     rows = settings.micro_batch * sharding.batch_ways(mesh)
     return settings._replace(accumulate=batch_size // rows)
+
+
+def check_dtype(name: str, network: Any) -> None:
+    """Raise ValueError if `network`, the config group `name`, would train in float16.
+
+    Small gradients are 0 in float16, because training does not scale the loss.
+    """
+    if network.dtype == jnp.float16:
+        raise ValueError(
+            f"{name}.dtype is float16, in which small gradients become 0: train with "
+            f"--config.{name}.dtype=bfloat16 or float32, and use float16 only to draw"
+        )
 
 
 def snapshot_every(settings: Optimizer, steps: int) -> int:

@@ -15,12 +15,13 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
-from diffusion_jax.config.settings import Optimizer, Run
+from diffusion_jax.config.settings import Optimizer, Run, read
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import (
     files,
@@ -34,8 +35,8 @@ from diffusion_jax.machine import (
 )
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
-from diffusion_jax.train.optimizer import make_optimizer
-from diffusion_jax.train.state import TrainState, init_state
+from diffusion_jax.train.optimizer import make_optimizer, make_schedule
+from diffusion_jax.train.state import TrainState, init_state, warmup_decay
 from diffusion_jax.weights import restore
 
 Rows = list[tuple[str, str]]
@@ -79,7 +80,7 @@ def rehearse(
             shapes.append(_shapes_of({k: x for k, x in of_bucket.items() if x.ndim == 4}))
             jax.eval_shape(step, state, frozen, batch, memory.abstract_key())
         traced = memory.trace(task, state, example)
-    drawn = _rehearse_drawing(inputs, state.params, mesh)
+    drawn, rows_drawn = _rehearse_drawing(inputs, state.params, mesh)
     if inputs.records:
         with _named("the held-out loss"), programs.rehearsal():
             one = inputs.records.first()
@@ -87,25 +88,79 @@ def rehearse(
     samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
     need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
     passes = "1 pass" if settings.accumulate == 1 else f"{settings.accumulate} passes"
+    at_once = []
+    if rows_drawn:
+        temporary = memory.drawing(task, state.params, inputs.examples.batch, rows_drawn)
+        drawing = need._replace(batch=0, temporary=temporary)
+        at_once.append(("drawn at once", _drawing_memory(drawing, rows_drawn, limit)))
     rows = [
         ("device", _devices(mesh)),
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
         ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
+        *inputs.batches.pictures.inventory().rows(),
         *([("buckets", "; ".join(shapes))] if len(shapes) > 1 else []),
         ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
         ("memory", _memory(need, limit, ignore_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
-        *_workdir(workdir, run, memory.disk(run, settings, state), state, alone),
+        *at_once,
+        ("visible", _visible(run, settings, len(inputs.batches.pictures))),
+        *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
 
 
-def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
+def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
+    """Return a text that says how much the run learns, and how much of that its pictures show.
+
+    Log a warning if the learning rate stays below half of optimizer.lr, or if a tenth of the
+    average that pictures are drawn with still comes from the initial weights at the last step.
+    """
+    steps = np.linspace(settings.restart, run.steps - 1, 1000)
+    peak = float(np.max(make_schedule(settings, run.steps)(steps))) / settings.lr
+    epochs = run.steps * run.batch_size / pictures
+    text = f"{epochs:.3g} epochs; the learning rate reaches {peak:.0%} of optimizer.lr"
+    if peak < 0.5:
+        logging.warning(
+            "the learning rate reaches only %.0f %% of optimizer.lr, because optimizer.warmup is "
+            "%d, but the run has %d steps: lower optimizer.warmup",
+            100 * peak, settings.warmup, run.steps - settings.restart,
+        )  # fmt: skip
+    if not settings.ema_decays:
+        return text
+    decay, step = max(settings.ema_decays), jnp.arange(run.steps)
+    decays = warmup_decay(decay, step) if settings.ema_warmup else np.full(run.steps, decay)
+    initial = float(np.exp(np.log(np.maximum(np.asarray(decays), 1e-38)).sum()))
+    if initial > 0.1:
+        logging.warning(
+            "at the last step, %.0f %% of the average that pictures are drawn with are the initial "
+            "weights, because its decay rate is %g: set optimizer.ema_warmup=True",
+            100 * initial, decay,
+        )  # fmt: skip
+    return f"{text}; pictures show the average {decay:g}, {1 - initial:.1%} of it from training"
+
+
+def _jump(workdir: pathlib.Path, run: Run, settings: Optimizer, step: int) -> None:
+    """Log a warning if the learning rate jumps because a run continues with another schedule."""
+    before = runs.load(workdir)
+    old = read(Optimizer, before["optimizer"], "optimizer")
+    was = float(make_schedule(old, before["steps"])(step)) / old.lr
+    now = float(make_schedule(settings, run.steps)(step)) / settings.lr
+    if abs(now - was) > 0.01:
+        logging.warning(
+            "at step %d, the learning rate jumps from %.0f %% to %.0f %% of optimizer.lr, because "
+            "the schedule %r now ends at step %d instead of %d; to warm up again instead, set "
+            "optimizer.restart=%d", step, 100 * was, 100 * now, settings.schedule, run.steps,
+            before["steps"], step,
+        )  # fmt: skip
+
+
+def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> tuple[str, int]:
     """Trace the sampler for the examples, with and without guidance, and for a scored batch.
 
-    Returns a phrase for the report: the pictures and scores that training will produce.
+    Returns a phrase for the report, the pictures and scores that training will produce, and the
+    number of example pictures that each device draws at once.
     """
     examples, evaluation, parts = inputs.examples, inputs.evaluation, []
     with programs.rehearsal():
@@ -118,11 +173,25 @@ def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
             with _named("the evaluation"):
                 evaluation.rehearse(draw, params)
             parts.append(f"scores after every {_number(evaluation.every, 'image')}")
-    return ", ".join(parts) or "nothing during training"
+    text = ", ".join(parts) or "nothing during training"
+    return text, -(-examples.at_once // sharding.batch_ways(mesh))
+
+
+def _drawing_memory(need: memory.Bytes, rows: int, limit: float | int) -> str:
+    """Return a phrase with the memory for drawing. Log a warning if it may not fit on a device."""
+    pictures = _number(rows, "picture")
+    if need.total > memory.USABLE * limit:
+        logging.warning(
+            "drawing %s at once may not fit into a device's memory: it needs about %.2f of %.1f GB;"
+            " pictures that do not fit are left out. Draw smaller ones, or set sample_every=0",
+            pictures, need.total / 1e9, limit / 1e9,
+        )  # fmt: skip
+    return f"{pictures} on each device, for which it needs about {need.total / 1e9:.2f} GB"
 
 
 def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...]:
-    seeds, texts = list(range(len(examples.captions))), examples.batch
+    seeds, captions = list(range(examples.at_once)), examples.captions[: examples.at_once]
+    texts = {name: array[: len(seeds)] for name, array in examples.batch.items()}
     images = draw(params, texts, seeds, np.full(len(seeds), examples.guidance, np.float32))
     guided, unguided = images.shape[1:], draw(params, texts, seeds, None).shape[1:]
     if guided != unguided or len(guided) != 3 or guided[2] != 3:
@@ -131,7 +200,7 @@ def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...
             f"without guidance, but returned {list(guided)} and {list(unguided)}: check the Task's "
             "sample function"
         )
-    sheets.contact_sheet(sheets.to_uint8(images), examples.captions)
+    sheets.contact_sheet(sheets.to_uint8(images), captions)
     return images.shape[1:3]
 
 
@@ -202,8 +271,9 @@ def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
 
 
 def _workdir(
-    workdir: pathlib.Path, run: Run, usage: memory.Disk, state: TrainState, alone: bool
-) -> Rows:
+    workdir: pathlib.Path, run: Run, settings: Optimizer, usage: memory.Disk, state: TrainState,
+    alone: bool,
+) -> Rows:  # fmt: skip
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
     `usage` is the disk space of the finished run. `alone` has the same meaning as for `rehearse`.
@@ -230,6 +300,8 @@ def _workdir(
         step = restore.newest_sound(folder) if alone else steps[-1]
         with contextlib.suppress(*() if alone else (restore.Damaged,)):
             checkpoint.check(folder, step, state)
+        if (workdir / runs.CONFIG).exists() and step < run.steps:
+            _jump(workdir, run, settings, step)
         begin = f"continues from step {step:,}" + (", whose checkpoint is sound" if alone else "")
     rows = [("workdir", f"{workdir}: {begin}"), ("disk", disk)]
     if held := writer.refusal(workdir):

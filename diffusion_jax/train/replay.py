@@ -253,8 +253,7 @@ def _examples(batches: Batches, batch_size: int, labels: Mapping[str, np.ndarray
 
     `labels` holds an array [batch_size] for each label.
     """
-    indices = batches.indices(range(batch_size))
-    names, (_, texts) = batches.pictures.names(indices), batches.pictures.read(indices)
+    names, texts = batches.names(range(batch_size)), batches.texts(range(batch_size))
     rows = []
     for row, (name, text) in enumerate(zip(names, texts, strict=True)):
         numbers = {label: float(values[row]) for label, values in labels.items()}

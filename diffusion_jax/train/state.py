@@ -48,7 +48,7 @@ def constant_decay(decay: float, step: Int[Array, ""]) -> float:
     return decay
 
 
-def warmup_decay(decay: float, step: Int[Array, ""]) -> Float[Array, ""]:
+def warmup_decay(decay: float, step: Int[Array, "*N"]) -> Float[Array, "*N"]:
     """Return min(decay, (1 + step) / (10 + step)), so that short runs forget their initial weights.
 
     With a constant decay d, the initial weights make up d^n of the average after n steps. At 0.9999

@@ -47,7 +47,7 @@ class Uploads:
         text = request.get("png") if isinstance(request, dict) else None
         try:
             content = base64.b64decode(text or "", validate=True)
-            image = untrusted.open_image(content)
+            image = untrusted.open_image(content, untrusted.WEB_FORMATS)
             image.load()
             image = ImageOps.exif_transpose(image)
         except (binascii.Error, TypeError, ValueError, OSError, SyntaxError) as error:

@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 from PIL import Image
 
+from diffusion_jax.data import rows
 from diffusion_jax.machine import files, progress, untrusted
 
 NUMBER, SEED, SIZE = 30_000, 2023, 512
@@ -90,28 +91,21 @@ def read_tsv(path: pathlib.Path) -> list[Caption]:
         raise FileNotFoundError(
             f"the table of captions {path} does not exist: write it with sd_jax.prepare captions"
         )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a table of captions: it is not UTF-8 text") from error
-    with io.StringIO(text, newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t")
-        names = rows.fieldnames or []
-        if missing := [name for name in _COLUMNS if name not in names]:
-            raise ValueError(
-                f"{path} has no column {missing[0]}: the first line must hold "
-                f"{' '.join(_COLUMNS)}, separated by tabs, but is {' '.join(names) or 'empty'}"
-            )
-        return [_caption(path, number, row) for number, row in enumerate(rows, 2)]
+    return [_caption(place, row) for place, row in rows.read(path)]
 
 
-def _caption(path: pathlib.Path, number: int, row: Mapping[str, Any]) -> Caption:
+def _caption(place: str, row: Mapping[str, Any]) -> Caption:
+    if missing := [name for name in _COLUMNS if name not in row]:
+        raise ValueError(
+            f"{place} has no column {missing[0]}: the first line must hold {' '.join(_COLUMNS)}, "
+            f"separated by tabs, but is {' '.join(row)}"
+        )
     try:
         caption = Caption(int(row["image_id"]), int(row["id"]), row["caption"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}, row {number} is malformed: {error}") from error
+        raise ValueError(f"{place} is malformed: {error}") from error
     if not caption.caption:
-        raise ValueError(f"{path}, row {number} has an empty caption: add one, or remove the row")
+        raise ValueError(f"{place} has an empty caption: add one, or remove the row")
     return caption
 
 

@@ -15,8 +15,9 @@ from diffusion_jax.data.prepare import fetch
 from diffusion_jax.machine import files
 
 SOURCE = "https://training.mlcommons-storage.org/metadata"
-MOMENTS, PROMPTS, STATS, VAE, INCEPTION, CLIP = (
+MOMENTS, IMAGES, PROMPTS, STATS, VAE, INCEPTION, CLIP = (
     "laion-400m-filtered-moments-dataset",
+    "laion-400m-filtered-images-dataset",
     "coco2014-validation-prompts-dataset",
     "coco2014-validation-stats-dataset",
     "sd-checkpoint",
@@ -25,6 +26,7 @@ MOMENTS, PROMPTS, STATS, VAE, INCEPTION, CLIP = (
 )
 SETS: Mapping[str, Mapping[str, str]] = {
     MOMENTS: {},
+    IMAGES: {},
     PROMPTS: {},
     STATS: {},
     VAE: {"512-base-ema.ckpt": "d635794c1fedfdfa261e065370bea59c651fc9bfa65dc6d67ad29e11869a1824"},
@@ -36,7 +38,7 @@ SETS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """The sets of files, keyed by name. Each set maps the names of files that it must contain to their
-official hashes."""
+official hashes. A run does not need IMAGES, the images that MOMENTS were computed from."""
 VERIFIED = ".verified.json"
 """Name of the file that records a set's verified files, as {path: [hash, size in bytes]}."""
 _FLAGS = (

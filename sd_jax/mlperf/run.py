@@ -25,7 +25,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop, optimizer
-from diffusion_jax.train.command import exit_if_stopped
+from diffusion_jax.train.command import check_configs, check_data, exit_if_stopped
 from diffusion_jax.weights import restore
 from sd_jax import train
 from sd_jax.mlperf import benchmark, mllog, rules
@@ -135,7 +135,9 @@ def _open(
     Raises ValueError or OSError if the config, a file or the workdir is invalid.
     """
     s = read_settings(config.to_dict())
+    check_configs(config.to_dict())
     rules.check(s)
+    optimizer.check_dtype("unet", s.unet)
     for departure in rules.departures(s):
         logging.warning("not allowed in the closed division: %s", departure)
     mesh = sharding.make_mesh(*s.mesh)
@@ -176,6 +178,7 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
         _log_header(run, submission, init_start)
     with cli.bad_input():
         batches = train.open_batches(run.s, run.encoder, run.vae_params, run.mesh)
+        check_data(batches.pictures)
     with batches:
         if not run.events:
             run.log.event("train_samples", len(batches.pictures))
@@ -282,7 +285,7 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
             run.log.start("block_start", metadata=run.at(step))
         return {}
 
-    return loop.Scoring(run.samples(run.interval), log_block)
+    return loop.Scoring(run.samples(run.interval), log_block, before_save=True)
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:

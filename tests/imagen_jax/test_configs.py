@@ -39,8 +39,7 @@ SMALL = {
     "sr256_18m": 17_747_313,
     "emoji32": 8_346_893,
     "emoji32_meanflow": 8_346_893,
-    "emoji64": 47_125_005,
-    "emoji64_sr": 3_286_321,
+    "emoji64": 11_840_141,
     "emoji64_transformer": 9_132_224,
 }
 SAME = {"base64_500m_ddpm": "base64_500m", "base64_500m_online": "base64_500m"}

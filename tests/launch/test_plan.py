@@ -144,14 +144,20 @@ def test_the_table_says_whether_it_fits_and_what_to_do():
 
 @pytest.mark.parametrize(
     ("target", "batch", "told"),
-    [("v5e:2x2", 28, True), ("v5e:2x2", 32, False), ("h100:4", 28, False)],
+    [
+        ("v5e:2x2", 28, "micro batch has fewer than 8 samples"),
+        ("v5e:2x2", 32, ""),
+        ("h100:4", 8, "each GPU has 2 samples per pass, so expect less than 40 % MFU"),
+        ("h100:4", 64, ""),
+    ],
 )
-def test_few_samples_on_a_tpu_are_told(target, batch, told):
+def test_a_plan_warns_of_few_samples_per_device(target, batch, told):
     ended = commands.run(
         "launch.plan", *TINY, "--fast", f"--target={target}", f"--config.batch_size={batch}"
     )
     assert ended.code == 0, ended.err
-    assert ("micro batch has fewer than 8 samples" in ended.out) is told
+    assert told in ended.out
+    assert bool(told) == ("samples per pass" in ended.out or "micro batch has" in ended.out)
 
 
 @pytest.mark.slow

@@ -151,8 +151,8 @@ def test_bad_input_is_said(tmp_path, capsys):
     assert "30000 captions of different images are needed, but --annotations describes only" in few
     (tmp_path / "c.tsv").write_text("id\tcaption\n1\ta\n")
     images = ("images", f"--captions={tmp_path}/c.tsv", f"--images={tmp_path}/in")
-    assert "c.tsv has no column image_id" in error(*images)
+    assert "c.tsv, line 2 has no column image_id" in error(*images)
     (tmp_path / "c.tsv").write_text("image_id\tid\tcaption\n1\tx\ta\n")
-    assert "c.tsv, row 2 is malformed" in error(*images)
-    (tmp_path / "c.tsv").write_text("image_id\tid\tcaption\n1\t2\n")
-    assert "c.tsv, row 2 has an empty caption" in error(*images)
+    assert "c.tsv, line 2 is malformed" in error(*images)
+    (tmp_path / "c.tsv").write_text("image_id\tid\tcaption\n1\t2\t\n")
+    assert "c.tsv, line 2 has an empty caption" in error(*images)

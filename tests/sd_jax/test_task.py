@@ -250,7 +250,6 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
         ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: name a diffusers directory"),
         ({"vae__latent_channels": 8}, "unet.out_channels are (8, 4, 4): set them to the same"),
-        ({"data__source": "moments", "data__flip": True}, "which is not possible with moments"),
         (
             {"data__source": "moments", "vae__weights": "", "sample_every": 5},
             "but drawing during training needs the VAE",

@@ -21,7 +21,7 @@ from diffusion_jax.data import sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.examples.emoji import prepare as emoji
-from diffusion_jax.machine import files, sheets
+from diffusion_jax.machine import files, progress, sheets
 
 _DAMAGED_EXIT = 1
 
@@ -107,6 +107,7 @@ def _validate(args: argparse.Namespace) -> int:
     text = json.dumps(report, indent=1)
     files.write_whole(out / "report.json", text)
     print(text)
+    print(progress.block(records.inventory().rows()), file=sys.stderr)
     if report["usable"]:
         sheets.write_png(out / "samples.png", validate.sample_sheet(records))
     damaged = report["read"] - report["usable"]

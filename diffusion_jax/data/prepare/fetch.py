@@ -1,7 +1,9 @@
 """Download files. A file gets its final name only once it is complete and its hash is right.
 
-A killed download leaves a hidden `.part` file, from which the next attempt continues. If the files
-are written to a bucket, the next attempt downloads an incomplete file from its start.
+A killed download leaves a hidden `.part` file and, beside it, the server's mark of the version that
+was being downloaded (the ETag, or the time of the last change). The next attempt continues only if
+the server still has this version. It downloads an incomplete file from its start if the server
+marks no versions, or if the files are written to a bucket.
 """
 
 import hashlib
@@ -12,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
 from urllib.error import HTTPError
 
 from absl import logging
@@ -148,23 +151,34 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
         check(part, digest, url)
     except ValueError:
         part.unlink()
+        _mark(part).unlink()
         raise
     part.replace(path)
+    _mark(part).unlink()
 
 
 def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
     """Complete the download of the file at `url`: append the missing end to the file `part`.
 
-    If the server does not send ranges, or if `part` is longer than the file at `url`, the whole
-    file is downloaded again.
+    If the server does not send ranges or has another version of the file, or if `part` is longer
+    than the file at `url`, the whole file is downloaded again.
     """
-    done = part.stat().st_size if part.exists() else 0
+    mark = _mark(part)
+    before = mark.read_text() if mark.exists() else ""
+    done = part.stat().st_size if before and part.exists() else 0
     if not re.match("(https?|ftp|file):", url):  # fsspec reads gs://, s3:// and others.
+        version = storage.stamps([url])[0]
         with storage.open_file(url) as stored:
-            stored.seek(done if done <= stored.size else 0)
-            with part.open("ab" if stored.tell() else "wb") as file:
-                return _copy(stored, file, url, stored.size)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+            stored.seek(done if version == before and done <= stored.size else 0)
+            with _opened(part, stored.tell(), version) as file:
+                _copy(stored, file, url, stored.size)
+        if storage.stamps([url])[0] != version:  # Blocks of two versions may have been joined.
+            part.unlink()
+            raise OSError("the file changed while it was downloaded")
+        return
+    # If-Range: the server sends the whole file if it is no longer the version `before`.
+    headers = {"Range": f"bytes={done}-", "If-Range": before} if done else {}
+    request = urllib.request.Request(url, headers=headers)
     try:
         response = urllib.request.urlopen(request, timeout=timeout)
     except HTTPError as error:
@@ -176,11 +190,37 @@ def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
         part.unlink()
         return _continue(url, part, timeout)
     with response:
-        # 206: the server sends only the requested range.
-        whole = getattr(response, "status", None) != 206
-        total = int(response.headers.get("Content-Length") or 0) + (0 if whole else done)
-        with part.open("wb" if whole else "ab") as file:
+        version, first = _version(response.headers), 0
+        total = int(response.headers.get("Content-Length") or 0)
+        if done and getattr(response, "status", None) == 206:  # The server sends a range.
+            sent = re.match(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
+            first, total = map(int, sent.groups()) if sent else (-1, 0)
+            if first != done or version not in ("", before):
+                part.unlink()
+                return _continue(url, part, timeout)
+        with _opened(part, first, version) as file:
             _copy(response, file, url, total)
+
+
+def _opened(part: pathlib.Path, done: int, version: str) -> BinaryIO:
+    """Open `part` to append to its `done` bytes, or, if `done` is 0, as a new file of `version`."""
+    if not done:
+        part.unlink(missing_ok=True)  # First, so that the mark never belongs to other bytes.
+        _mark(part).write_text(version)
+    return part.open("ab")
+
+
+def _mark(part: pathlib.Path) -> pathlib.Path:
+    return part.with_suffix(".version")
+
+
+def _version(headers: Mapping[str, str]) -> str:
+    """Return the value of If-Range for a file with these headers, or "" if they mark no version.
+
+    A weak ETag does not promise equal bytes.
+    """
+    tag = headers.get("ETag") or ""
+    return tag if tag.startswith('"') else headers.get("Last-Modified") or ""
 
 
 def _copy(response, file, url: str, total: int) -> None:

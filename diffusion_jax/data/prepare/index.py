@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from diffusion_jax.data import listing, storage, tars
-from diffusion_jax.data.records import IMAGE_SUFFIXES, check_text
+from diffusion_jax.data.records import check_text
 from diffusion_jax.engines import ALONE, Engine, Program
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 
 _PART = 64  # Tars that are indexed together, by several threads.
 
@@ -25,8 +25,8 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
         engine: Distributes the work.
 
     Returns:
-        The numbers of all "tars", of the "records" and "files" in the tars, and of "truncated"
-        tars. Tars that already had an index are included.
+        The numbers of all "tars", of the "records" and "files" in the tars, and of "damaged" files,
+        as counted by tars.members. Tars that already had an index are included.
 
     Raises:
         FileNotFoundError: A tar is missing.
@@ -43,8 +43,9 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     size = lambda part: min(_PART, len(names) - part * _PART)
     never = lambda part: home / f".indexed-{part}.tmp"
     counts = engine.fill(parts, never, work, noun="tars", size=size)
-    listing.open_listing(path, IMAGE_SUFFIXES, check_text(text)[0])
-    return {name: counts[name] for name in ("tars", "records", "files", "truncated")}
+    suffixes = [part.suffix for part in check_text(text)]
+    listing.open_listing(path, untrusted.image_suffixes(), suffixes)
+    return {name: counts[name] for name in ("tars", "records", "files", "damaged")}
 
 
 def _open(path: str, threads: int) -> Callable[[int], collections.Counter[str]]:
@@ -56,7 +57,6 @@ def _index(names: list[str], threads: int, part: int) -> collections.Counter[str
     counts = collections.Counter[str]()
     with ThreadPoolExecutor(threads) as pool:
         for one in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):
-            records = len(set(one.record.tolist()))
-            counts.update(tars=1, records=records, files=len(one.record))
-            counts["truncated"] += bool(one.truncated)
+            counts.update(tars=1, records=len(one.key), files=len(one.record))
+            counts["damaged"] += one.inventory.damaged()
     return counts

@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import pathlib
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from jaxtyping import Float
 from diffusion_jax.config.settings import EMBEDDINGS
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.engines import ALONE, Engine, Program
 from diffusion_jax.machine import files, tables, untrusted, writer
 
@@ -58,14 +58,15 @@ def merge(
 
     Returns:
         The numbers of "merged" records and of "no_embedding" records, which are dropped because
-        they have no embedding. Skipped tars are not counted.
+        they have no embedding, and of records with a "duplicate_key", which are dropped too.
+        Skipped tars are not counted.
 
     Raises:
         ValueError: If no embedding belongs to any record.
         Busy: If another process merges into `out`.
     """
     tars = tar_files.find(images)
-    stored, stamps = tar_files.find_stamped(embeddings)
+    stored, stamps = tar_files.find_stamped(embeddings, Inventory())
     names = [pathlib.PurePath(tar).name for tar in tars]
     if len(set(names)) < len(tars):
         raise ValueError(
@@ -216,11 +217,10 @@ def _open_list(
 
 def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
     """Yield (name without suffix, offset, size, suffix) of each embedding in a tar."""
-    with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
-        for member in filter(tarfile.TarInfo.isfile, opened):
-            stem, suffix = tar_files.split(member.name)
-            if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in EMBEDDINGS:
-                yield stem, member.offset_data, member.size, suffix
+    for member in tar_files.members(tar, Inventory()):
+        stem, suffix = tar_files.split(member.name)
+        if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in EMBEDDINGS:
+            yield stem, member.offset, member.size, suffix
 
 
 def _open_join(
@@ -260,20 +260,23 @@ def _joined(
         counts: The numbers of "merged" and "no_embedding" records are added here.
     """
     path = pathlib.PurePath(tar)
-    with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
-        # The files of a record need not be adjacent (see tars.scan).
-        members = collections.defaultdict[str, list[tarfile.TarInfo]](list)
-        for member in filter(tarfile.TarInfo.isfile, opened):
-            members[tar_files.split(member.name)[0]].append(member)
-        members.pop("", None)  # Hidden files.
+    # The files of a record need not be adjacent (see tars.scan).
+    members = collections.defaultdict[str, list[tar_files.Member]](list)
+    for member in tar_files.members(tar, Inventory()):
+        members[tar_files.split(member.name)[0]].append(member)
+    with storage.open_file(tar) as file:
         for stem, files in members.items():
+            suffixes = [tar_files.split(member.name)[1] for member in files]
+            if len(set(suffixes)) < len(files):
+                counts["duplicate_key"] += 1
+                continue
             names = (f"{path.name}/{stem}", f"{path.stem}/{stem}", stem)
             place = next((row for row in map(find, names) if row is not None), None)
             if place is None:
                 counts["no_embedding"] += 1
                 continue
             counts["merged"] += 1
-            read = {tar_files.split(m.name)[1]: _contents(opened, m) for m in files}
+            read = {s: _contents(file, member) for s, member in zip(suffixes, files, strict=True)}
             yield {tar_files.KEY: _raw(stem), **read, **_embedding(stored, place, key)}
 
 
@@ -289,6 +292,6 @@ def _embedding(stored: Sequence[str], place: Any, key: str) -> dict[str, bytes]:
     return {"npy": array.getvalue()}
 
 
-def _contents(opened: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = opened.extractfile(member)
-    return file.read() if file else b""
+def _contents(file: Any, member: tar_files.Member) -> bytes:
+    file.seek(member.offset)
+    return file.read(member.size)

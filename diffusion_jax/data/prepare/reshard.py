@@ -7,21 +7,20 @@ continue.
 
 import collections
 import functools
-import io
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
+from PIL import Image
 
-from diffusion_jax.data import tars, transforms
+from diffusion_jax.data import records, tars, transforms
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.machine import claims
+from diffusion_jax.machine import claims, untrusted
 
 _WRITERS: Mapping[str, tuple[str, Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]]]
 _WRITERS = {
@@ -108,12 +107,19 @@ def _write(
 
 
 def image_kind(image: bytes) -> str | None:
-    """Return the format of an image file, "jpg", "png" or "webp", or None for other formats.
+    """Return the suffix for an image file, such as "jpg", or None if Pillow cannot decode it.
 
     The first bytes of the file determine the format.
     """
     kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), None)
-    return None if kind == "webp" and image[8:12] != b"WEBP" else kind
+    if kind and (kind != "webp" or image[8:12] == b"WEBP"):
+        return kind
+    try:
+        format = untrusted.open_image(image).format
+    except Exception:  # Pillow's decoders raise many types.
+        return None
+    suffixes = Image.registered_extensions()
+    return next((s for s in untrusted.image_suffixes() if suffixes[f".{s}"] == format), None)
 
 
 def _encoded(
@@ -146,9 +152,4 @@ def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, byte
             kind, image = "png", transforms.shrink(image, size, pad=pad)
         except Unusable as error:
             return error.reason
-    files = {tars.KEY: f"{row:09}".encode(), kind: image}
-    if isinstance(record.text, str):
-        return {**files, "txt": record.text.encode()}
-    array = io.BytesIO()
-    np.save(array, record.text)
-    return {**files, "npy": array.getvalue()}
+    return {tars.KEY: f"{row:09}".encode(), kind: image, **records.write_text(record.text)}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from diffusion_jax.data import transforms
+from diffusion_jax.data import captions, transforms
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files, sheets, tables, untrusted
@@ -36,14 +36,14 @@ class _Facts(NamedTuple):
     name: str
     width: int = 0
     height: int = 0
-    length: int = 0
-    """Characters of a caption, or tokens of embeddings."""
+    lengths: tuple[int, ...] = ()
+    """Characters of each caption, or tokens of embeddings."""
     num_bytes: int = 0
     format: str = ""
-    words: tuple[str, ...] = ()
-    """The words of a caption in lower case."""
-    hashes: tuple[bytes, ...] = ()
-    """Two hashes: of the image file, and of the text (the caption's words, or the embeddings)."""
+    words: tuple[tuple[str, ...], ...] = ()
+    """The words of each caption in lower case."""
+    hashes: tuple[tuple[bytes, ...], ...] = ()
+    """The hash of the image file, and those of the texts (the captions' words, or embeddings)."""
 
 
 def validate(
@@ -57,8 +57,9 @@ def validate(
     """Decode the records of a data set, and return a report as a dictionary of JSON values.
 
     In the report, "usable" and the counts in "unusable", keyed by reason, add up to "read".
-    "unusable_first" names the first unusable records. These entries hold quantiles of the usable
-    records: "smaller_side" in pixels, "aspect" (longer side / shorter side), "bytes" of image
+    "unusable_first" names the first unusable records, and "left_out_first" the first files that
+    were left out when the data set was opened. These entries hold quantiles of the usable records:
+    "smaller_side" in pixels, "aspect" (longer side / shorter side), "bytes" of image
     files, "text_length" in characters of captions or tokens of embeddings, and "text_words".
     "duplicates" counts image files that repeat those of earlier records. "words" maps the most
     frequent words to their counts. "different_texts" counts distinct captions, ignoring capitals
@@ -90,8 +91,14 @@ def validate(
             first += part.pop("first")
             for name, counts in part.items():
                 sums[name].update(counts)
-    return {"records": len(records), "left_out": records.left_out(),
-            **_report(sums, first[:_NAMED], different)}  # fmt: skip
+    inventory = records.inventory()
+    left_out = inventory.left_out()
+    return {
+        "records": len(records),
+        "left_out": left_out,
+        "left_out_first": {reason: inventory.first[reason] for reason in left_out},
+        **_report(sums, first[:_NAMED], different),
+    }
 
 
 class _Parts(NamedTuple):
@@ -138,8 +145,9 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
         facts = [one for part in pool.map(look, chunks) for one in part]
     good = [f for f in facts if not f.reason]
     bad = [f for f in facts if f.reason]
-    for kind, hashes in zip(_HASHED, zip(*(f.hashes for f in good), strict=True), strict=False):
-        tables.write(parts.hashes(kind, number), np.array([(key,) for key in hashes], _ROW))
+    for which, kind in enumerate(_HASHED):
+        hashes = [(key,) for f in good for key in f.hashes[which]]
+        tables.write(parts.hashes(kind, number), np.array(hashes, _ROW))
     count = collections.Counter
     counts = {
         "records": {"read": len(facts), "usable": len(good)},
@@ -147,9 +155,9 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
         "formats": count(f.format for f in good),
         "sizes": count(f"{f.width}x{f.height}" for f in good),
         "bytes": count(f.num_bytes for f in good),
-        "lengths": count(f.length for f in good),
-        "num_words": count(len(f.words) for f in good),
-        "words": count(word for f in good for word in f.words),
+        "lengths": count(length for f in good for length in f.lengths),
+        "num_words": count(len(words) for f in good for words in f.words),
+        "words": count(word for f in good for words in f.words for word in words),
         "first": [f"{f.name}: {f.reason}" for f in bad[:_NAMED]],
     }
     files.write_whole(parts.counts(number), json.dumps(counts))
@@ -210,7 +218,7 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
     Raises:
         ValueError: No drawn record is usable.
     """
-    images, captions = [], []
+    images, labels = [], []
     for record in records.read(_draw(len(records), min(num, len(records)), seed)):
         if isinstance(record.text, transforms.Unusable):
             continue
@@ -218,14 +226,14 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
             images.append(transforms.crop(record.image, (128, 128)))
         except transforms.Unusable:
             continue
-        text = record.text
-        captions.append(text if isinstance(text, str) else f"text {np.shape(text)}")
+        text = captions.first(record.text)
+        labels.append(text if isinstance(text, str) else f"text {np.shape(text)}")
     if not images:
         raise ValueError(
             f"no sheet of samples can be drawn, because none of {num} random records has a usable "
             "image and text: see the reasons in report.json"
         )
-    return sheets.contact_sheet(np.stack(images), captions)
+    return sheets.contact_sheet(np.stack(images), labels)
 
 
 @functools.cache
@@ -244,12 +252,20 @@ def _look(record: Record) -> _Facts:
         return _Facts(error.reason, record.name)
     with untrusted.open_image(record.image) as image:
         (width, height), format = image.size, image.format or ""
-    words = _WORD.findall(text.lower()) if isinstance(text, str) else []
-    same_text = " ".join(words).encode() if isinstance(text, str) else np.asarray(text).tobytes()
-    contents = record.image, same_text
-    hashes = (hashlib.blake2b(part, digest_size=tables.KEY_SIZE).digest() for part in contents)
-    size = len(text), len(record.image)
-    return _Facts("", record.name, width, height, *size, format, tuple(words), tuple(hashes))
+    texts = captions.every(text)
+    words = [_WORD.findall(text.lower()) if isinstance(text, str) else [] for text in texts]
+    same = [  # Texts with the same words count as equal.
+        " ".join(found).encode() if isinstance(text, str) else np.asarray(text).tobytes()
+        for text, found in zip(texts, words, strict=True)
+    ]
+    return _Facts(
+        "", record.name, width, height, tuple(map(len, texts)), len(record.image), format,
+        tuple(map(tuple, words)), ((_hash(record.image),), tuple(map(_hash, same))),
+    )  # fmt: skip
+
+
+def _hash(contents: bytes) -> bytes:
+    return hashlib.blake2b(contents, digest_size=tables.KEY_SIZE).digest()
 
 
 def _quantiles(counts: Mapping[Any, int]) -> dict[str, float]:

@@ -60,6 +60,7 @@ def open_pictures(
         OSError: the data are missing.
     """
     pictures = _open_whole(data, shapes := Shapes(size, embeddings, moments))
+    pictures.data = data
     return engines.made_by(pictures, _open_whole, data, shapes)
 
 

@@ -18,15 +18,14 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
 from diffusion_jax.config.settings import EMBEDDINGS, Data
-from diffusion_jax.data import records, storage, tars
+from diffusion_jax.data import captions, records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 
 SUFFIX = ".array_record"
 _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
-_IMAGES = (*records.IMAGE_SUFFIXES, "image")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
@@ -46,13 +45,14 @@ class ArrayRecords(Records):
         Args:
             path: a local file, a folder, or a pattern such as "train-{00000..00099}.array_record".
             text: name of the feature with the text. If the name ends in npy, npz or safetensors,
-                the feature holds embeddings, otherwise captions.
+                the feature holds embeddings, otherwise captions. "json:FIELD" names a field in a
+                feature that holds JSON, and "txt,json:long*0.5" names several places.
 
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: a file is damaged, or the first record lacks an image or the text.
         """
-        self._text, self._paths = text, _find(os.fspath(path))
+        self._texts, self._paths = captions.alternatives(text), _find(os.fspath(path))
         self._readers = [_open(name) for name in self._paths]
         self._firsts = np.cumsum([0, *(reader.num_records() for reader in self._readers)])
         if not len(self):
@@ -73,6 +73,9 @@ class ArrayRecords(Records):
                 result[row] = self._record(f"{self._paths[file]}/{index}", message)
         return result
 
+    def files(self) -> list[str]:
+        return self._paths
+
     def _messages(self, file: int, indices: list[int]) -> Sequence[bytes | None]:
         """Return the serialized Examples at these indices of a file; None for a damaged Example."""
         reader = self._readers[file]
@@ -88,10 +91,11 @@ class ArrayRecords(Records):
             features = {}
         if not features:
             return Record(b"", Unusable("broken_record", "not a tf.train.Example"), path)
-        key = features.get(tars.KEY, b"").decode(errors="replace")
+        key = features.get(tars.KEY, [b""])[0].decode(errors="replace")
         name = f"{path} ({key})" if key else path
-        image = next((features[kind] for kind in _IMAGES if kind in features), b"")
-        return Record(image, read_feature(features, self._text), name)
+        image = next((features[kind][0] for kind in _images() if kind in features), b"")
+        texts = [(read_feature(features, place), weight) for place, weight in self._texts]
+        return Record(image, captions.join(texts), name)
 
     def _check_features(self) -> None:
         """Raise ValueError if the first record is not an Example, or lacks the image or the text.
@@ -99,27 +103,33 @@ class ArrayRecords(Records):
         A first record that cannot be read passes the check, because `read` reports it as unusable.
         """
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
-        features = decode(first)
-        for kinds, advice in (
-            (_IMAGES, ". Rename the image feature accordingly"),
-            ((self._text,), ". Set data.text to the caption feature"),
+        features, texts = decode(first), [text.partition(":")[0] for text, _ in self._texts]
+        for kinds, name, advice in (
+            (_images(), "image or a suffix such as jpg", ". Rename the image feature accordingly"),
+            (texts, " or ".join(texts), ". Set data.text to the caption feature"),
         ):
             if features and not any(kind in features for kind in kinds):
                 raise ValueError(
-                    f"the first record of {self._paths[0]} has no feature {' or '.join(kinds)}: "
+                    f"the first record of {self._paths[0]} has no feature {name}: "
                     f"it has {', '.join(features)}{advice}"
                 )
 
 
-def read_feature(features: Mapping[str, bytes], text: str):
-    """Return the caption or embeddings in the feature named `text`, one of an Example's features.
+def _images() -> tuple[str, ...]:
+    return ("image", *untrusted.image_suffixes())
 
-    The result is an Unusable error if the feature is missing or damaged.
+
+def read_feature(features: Mapping[str, Sequence[bytes]], text: str) -> Any:
+    """Return the caption, Captions or embeddings in one of an Example's features.
+
+    The result is an Unusable error if the feature is missing or damaged. `text` is the name of the
+    feature, or "json:FIELD" for a field in a feature that holds JSON.
     """
-    if text not in features:
-        return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
-    is_array = text.rsplit(".")[-1] in EMBEDDINGS
-    return records.read_text(features[text], text if is_array else "txt")
+    name, _, field = text.partition(":")
+    if name not in features:
+        return Unusable("no_caption", f"no feature {name!r} among {', '.join(features)}")
+    kind = text if field or name.rsplit(".")[-1] in EMBEDDINGS else "txt"
+    return captions.join((records.read_text(value, kind), 1.0) for value in features[name])
 
 
 def encode(features: Mapping[str, bytes]) -> bytes:
@@ -130,10 +140,8 @@ def encode(features: Mapping[str, bytes]) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def decode(message: bytes) -> dict[str, bytes]:
-    """Return the byte-string features of a serialized tf.train.Example, keyed by name.
-
-    If a feature has several values, the first one is returned.
+def decode(message: bytes) -> dict[str, Sequence[bytes]]:
+    """Return the values of the byte-string features of a serialized tf.train.Example, by name.
 
     Raises:
         ValueError: the bytes are not an Example.
@@ -142,8 +150,8 @@ def decode(message: bytes) -> dict[str, bytes]:
         features = _Example.FromString(message).features.feature
     except DecodeError as error:
         raise ValueError(f"not a tf.train.Example: {error}") from error
-    lists = {name: features[name].bytes_list.value for name in sorted(features)}
-    return {name: values[0] for name, values in lists.items() if values}
+    lists = {name: list(features[name].bytes_list.value) for name in sorted(features)}
+    return {name: values for name, values in lists.items() if values}
 
 
 def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import records, storage, tars
+from diffusion_jax.data import captions, records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.transforms import Unusable
 
 SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes beside the tables.
 
@@ -38,8 +37,7 @@ def open_any(data: Data, _: Shapes) -> Records:
 class Rows(Records):
     """The rows of a Hugging Face table with an image column and a caption column.
 
-    If there are several image columns, the first one is used. If a cell holds several captions, the
-    first one is used.
+    If there are several image columns, the first one is used. A cell may hold several captions.
     """
 
     def __init__(
@@ -51,9 +49,9 @@ class Rows(Records):
         Args:
             table: the table.
             name: the table's name, for messages.
-            text: the caption column.
+            text: the caption column, or several such as "text,long*0.5".
             root: if the table stores paths of image files, the folder that they are relative to.
-            uncaptioned: "empty" gives all rows the text "" if there is no column `text`. With any
+            uncaptioned: "empty" gives all rows the text "" if there is no such column. With any
                 other value, a missing column is an error.
 
         Raises:
@@ -63,7 +61,8 @@ class Rows(Records):
         """
         self._name, self._root = name, pathlib.Path(root)
         images = [field.name for field in table.schema if _is_image(field.type)]
-        captioned = text in table.column_names
+        names = [(text, 1.0)] if text in table.column_names else captions.alternatives(text)
+        missing = [name for name, _ in names if name not in table.column_names]
         columns = ", ".join(table.column_names)
         if not len(table):
             raise ValueError(f"{name} has no rows: choose another data set or split")
@@ -72,12 +71,13 @@ class Rows(Records):
                 f"{name} has no image column, but only the columns {columns}: choose a data set "
                 "with images"
             )
-        if not captioned and uncaptioned != "empty":
+        if missing and (uncaptioned != "empty" or len(missing) < len(names)):
             raise ValueError(
                 f"data.text is {text!r}, but {name} has only the columns {columns}: set data.text "
                 "to the caption column"
             )
-        self._images, self._texts = table[images[0]], table[text] if captioned else None
+        self._images = table[images[0]]
+        self._texts = [(table[name], weight) for name, weight in names if not missing]
         try:
             self._read(0)
         except FileNotFoundError as error:
@@ -95,9 +95,10 @@ class Rows(Records):
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Return the caption of each row, or Unusable. Images are not read."""
-        if self._texts is None:
+        if not self._texts:
             return [""] * len(indices)
-        return [_text(self._texts[index]) for index in indices]
+        of = lambda index: ((_text(column[index]), weight) for column, weight in self._texts)
+        return [captions.join(of(index)) for index in indices]
 
     def _read(self, index: int) -> Record:
         image, (text,) = self._images[index].as_py() or {}, self.texts([index])
@@ -146,8 +147,12 @@ class Arrow(Rows):
                 f"choose a split as {place}@SPLIT, or read parquet files with the source "
                 "'huggingface'"
             )
+        self._paths = paths
         table = pyarrow.concat_tables(map(_open, paths))
         super().__init__(table, os.fspath(path), text, root / split, uncaptioned)
+
+    def files(self) -> list[str]:
+        return list(map(str, self._paths))
 
 
 def _open(path: pathlib.Path) -> Any:
@@ -201,11 +206,11 @@ def _load(place: str, split: str) -> Any:
     return opened.with_format("arrow")[:]  # The memory-mapped table, without a copy.
 
 
-def _text(cell: Any) -> str | Unusable:
+def _text(cell: Any) -> Any:
     try:
         return records.cell_text(cell.as_py())
-    except UnicodeDecodeError:
-        return records.not_utf8()
+    except UnicodeDecodeError as error:
+        return records.not_utf8(error.object[error.start])
 
 
 def _is_image(kind: Any) -> bool:

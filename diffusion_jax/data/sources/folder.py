@@ -1,23 +1,20 @@
-"""Read folders of image files, whose texts are in files beside the images or in tables.
-
-A table is a .jsonl or .parquet file. Its layout is that of Hugging Face's image folders
-(metadata.jsonl beside the images) or of img2dataset's output (00000.parquet beside the folder
-00000).
-"""
+"""Read folders of image files, whose texts are in files beside the images or in tables."""
 
 import os
 import pathlib
-import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import records
+from diffusion_jax.data import captions, records, storage
+from diffusion_jax.data.inventory import PICTURES, TEXTS, Inventory
 from diffusion_jax.data.pictures import Shapes
-from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.records import Alternative, Record, Records
+from diffusion_jax.data.sources import metadata
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import untrusted
 
@@ -36,8 +33,9 @@ class Folder(Records):
         Args:
             path: the folder, which is searched recursively.
             text: where the texts are. Files beside the images: "txt" or "json:FIELD" for captions,
-                or a suffix such as "npy" or "t5.npz" for embeddings. Tables: the format and the
-                caption column, such as "jsonl:caption" or "parquet:caption".
+                or a suffix such as "npy" or "t5.npz" for embeddings. Tables: the kind (a key of
+                metadata.SUFFIXES) and the caption column, such as "jsonl:caption". Several places,
+                such as "txt,jsonl:long*0.5", give the images several texts.
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out,
                 and "empty" gives them the text "".
 
@@ -47,26 +45,40 @@ class Folder(Records):
                 images lack a text and `uncaptioned` is "drop", or `text` names a table that is
                 missing or damaged.
         """
-        self._root, self._text = pathlib.Path(path), text
+        self._root = pathlib.Path(path)
         records.check_exists([os.fspath(path)], "folder")
-        suffix, field = records.check_text(text, tuple(_TABLES))
-        names = _walk(self._root)
-        suffixes = [records.suffix_of(name) for name in names]
-        is_image = lambda name: records.suffix_of(name).rpartition(".")[2] in records.IMAGE_SUFFIXES
-        images = [name for name in sorted(names) if is_image(name)]
-        records.check_any(len(images), self._root, suffixes)
-        self._captions: Mapping[str, str | Unusable] = {}
-        if suffix in _TABLES:
-            self._captions = _captions(self._root, sorted(names), suffix, field)
-            captioned = set(self._captions)
-        else:
-            captioned = {name for name in images if _text_name(name, suffix) in names}
+        parts = records.check_text(text, metadata.SUFFIXES)
+        self._inventory, self._texts = Inventory(), []
+        prefix = os.path.join(path, "")
+        found = storage.walk(os.fspath(path), self._inventory)
+        names = {name.removeprefix(prefix): records.suffix_of(name) for name in found}
+        suffixes = names.values()
+        is_image = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
+        images = [name for name in names if is_image(name)]
+        records.check_any(len(images), self._root, suffixes, "jpg, png, webp, ... files")
+        for part in parts:
+            if part.suffix in metadata.SUFFIXES:
+                place = part.suffix, part.field
+                texts = metadata.read(self._root, list(names), images, *place, self._inventory)
+            else:
+                texts = _beside(images, names, part.suffix)
+            self._texts.append((part, texts))
+        captioned = set[str]().union(*(texts for _, texts in self._texts))
+        # Images, and files or tables of texts.
+        kinds = tuple(metadata.SUFFIXES.get(part.suffix, part.suffix) for part in parts)
+        self._files = [name for name in names if is_image(name) or name.lower().endswith(kinds)]
         empty = uncaptioned == "empty"
         self._images = [name for name in images if empty or name in captioned]
         self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
-        self._left_out = {"no_caption": len(bare)} if bare else {}
+        self._count_others({name: kind for name, kind in names.items() if not is_image(name)})
+        self._inventory.add(PICTURES, self._images)
+        self._inventory.add("no_caption", bare)
+        for part, texts in self._texts:
+            if lacking := [name for name in self._images if name in captioned - texts.keys()]:
+                logging.warning("%d of %d pictures have no %s, only other texts; the first: %s",
+                                len(lacking), len(captioned), part.text, lacking[0])  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._images)
@@ -77,8 +89,7 @@ class Folder(Records):
         Raises:
             OSError: a file has been removed.
         """
-        names = [self._images[index] for index in indices]
-        return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
+        return [self._read(self._images[index]) for index in indices]
 
     def heads(self, indices: Sequence[int]) -> list[bytes]:
         return [_head(self._root / self._images[index]) for index in indices]
@@ -94,16 +105,51 @@ class Folder(Records):
         """Return a hash of each image's path relative to the folder."""
         return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
 
-    def left_out(self) -> dict[str, int]:
-        return self._left_out
+    def files(self) -> list[str]:
+        return [os.fspath(self._root / name) for name in self._files]
+
+    def inventory(self) -> Inventory:
+        return self._inventory
+
+    def _read(self, name: str) -> Record:
+        image, text = self._contents(name), self._read_text(name)
+        return (
+            Record(b"", image, name) if isinstance(image, Unusable) else Record(image, text, name)
+        )
 
     def _read_text(self, name: str) -> Any:
         if name in self._without:
             return ""
-        if self._captions:
-            return self._captions[name]
-        text_path = self._root / _text_name(name, self._text.partition(":")[0])
-        return records.read_text(text_path.read_bytes(), self._text)
+        texts = ((part, texts[name]) for part, texts in self._texts if name in texts)
+        return captions.join((self._text(part, text), part.weight) for part, text in texts)
+
+    def _text(self, part: Alternative, text: Any) -> Any:
+        if part.suffix in metadata.SUFFIXES:
+            return text
+        contents = self._contents(text)
+        return (
+            contents if isinstance(contents, Unusable) else records.read_text(contents, part.text)
+        )
+
+    def _contents(self, name: str) -> bytes | Unusable:
+        try:
+            return (self._root / name).read_bytes()
+        except PermissionError as error:
+            return Unusable("unreadable", str(error))
+
+    def _count_others(self, names: dict[str, str]) -> None:
+        """Add all files but the images to the inventory. `names` maps names to suffixes."""
+        beside = {part.suffix: set(texts.values()) for part, texts in self._texts
+                  if part.suffix not in metadata.SUFFIXES}  # fmt: skip
+        used = set[str]().union(*beside.values())
+        counted = tuple(metadata.SUFFIXES[part.suffix] for part, _ in self._texts
+                        if part.suffix in metadata.SUFFIXES)  # fmt: skip
+        first = {suffix: name for name, suffix in reversed(names.items())}
+        for name in dict.fromkeys([*reversed(first.values()), *names]):  # First one of each suffix.
+            if name in used:
+                self._inventory.add(TEXTS, [name])
+            elif not name.lower().endswith(counted):  # Tables count themselves.
+                self._inventory.add(records.other_kind(names[name], beside), [name])
 
 
 def _head(path: pathlib.Path) -> bytes:
@@ -111,92 +157,18 @@ def _head(path: pathlib.Path) -> bytes:
         return file.read(records.HEAD)
 
 
-def _walk(root: pathlib.Path) -> set[str]:
-    """Return the relative paths of all files under a folder, except hidden files like ._a.jpg."""
-    return {
-        os.path.relpath(os.path.join(folder, file), root)
-        for folder, _, files in os.walk(root)
-        for file in files
-        if not file.startswith(".")
-    }
+def _beside(images: Sequence[str], names: Collection[str], suffix: str) -> dict[str, str]:
+    """Return the file with this suffix beside each image, keyed by image.
 
-
-def _text_name(image: str, text: str) -> str:
-    return f"{os.path.splitext(image)[0]}.{text}"
-
-
-def _captions(
-    root: pathlib.Path, names: Sequence[str], format: str, field: str
-) -> dict[str, str | Unusable]:
-    """Return the captions in all tables under `root`, keyed by image path.
-
-    In Hugging Face's metadata.jsonl, the column "file_name" holds the image's path relative to the
-    table. In img2dataset's tables, the column "key" holds the image's name without suffix, and the
-    image is in a folder with the table's stem, such as 00000 for 00000.parquet. Rows without an
-    image or a caption are left out.
-
-    Args:
-        root: the folder.
-        names: paths of all files, relative to `root`.
-        format: "jsonl" or "parquet".
-        field: the caption column.
-
-    Raises:
-        ValueError: there is no table, or no row with an image and a caption.
+    For NAME.jpg, this is NAME.txt or NAME.jpg.txt. A suffix in other case, as in NAME.TXT, is
+    accepted.
     """
-    tables = [name for name in names if name.endswith(f".{format}")]
-    if not tables:
-        raise ValueError(
-            f"no .{format} files in {root}, but data.text={format}:{field} reads the captions from "
-            "such files: set data.text to the format that holds the captions, such as txt"
-        )
-    stems = {posixpath.splitext(n)[0]: n for n in names if not n.endswith(tuple(_TABLES))}
-    images = set(names)
-    captions, columns = {}, set()
-    for table in tables:
-        folder, stem = posixpath.dirname(table), posixpath.splitext(table)[0]
-        for row in _TABLES[format](root / table, field):
-            columns |= row.keys()
-            if "file_name" in row:
-                image = posixpath.normpath(posixpath.join(folder, row["file_name"]))
-            else:
-                image = stems.get(posixpath.join(stem, str(row.get("key"))), "")
-            if image in images and isinstance(row.get(field), str):
-                captions[image] = records.cell_text(row[field])
-    if not captions:
-        raise ValueError(
-            f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
-            f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set data.text to "
-            f"{format}:COLUMN with the caption column"
-        )
-    return captions
-
-
-def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
-    del field
-    # Bytes that are not UTF-8 become surrogates. For these, `cell_text` returns Unusable.
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = untrusted.parse_json(line) if line.strip() else {}
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: invalid JSON: {error}") from error
-            yield row if isinstance(row, dict) else {}
-
-
-def _read_parquet(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet  # Slow to import, and needed by few data sets.
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = file.schema_arrow.names
-        name = "file_name" if "file_name" in columns else "key"
-        if missing := [column for column in (name, field) if column not in columns]:
-            raise ValueError(
-                f"{path} has no column {missing[0]!r}, but only {', '.join(columns)}: it needs the "
-                f"columns {name!r} and {field!r} (the field in data.text)"
-            )
-        for batch in file.iter_batches(columns=[name, field]):
-            yield from batch.to_pylist()
-
-
-_TABLES = {"jsonl": _read_jsonl, "parquet": _read_parquet}
+    lower = {name[: -len(suffix)] + suffix: name for name in names
+             if name.lower().endswith(f".{suffix}")}  # fmt: skip
+    found = {}
+    for image in images:
+        for name in (f"{os.path.splitext(image)[0]}.{suffix}", f"{image}.{suffix}"):
+            if name in names or name in lower:
+                found[image] = name if name in names else lower[name]
+                break
+    return found

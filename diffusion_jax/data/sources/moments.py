@@ -24,11 +24,14 @@ from diffusion_jax.machine import claims, files, untrusted
 
 MANIFEST = "moments.json"
 SUFFIXES = ("npy",)
+_BEFORE = ("flip", "crop", "resize", "min_size", "max_aspect")
+"""Fields of the data group that apply to images before they are encoded."""
 
 
 def open_source(data: Data, shapes: Shapes) -> Pictures:
     """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
+    _check_fields(data, find_manifest(path))
     tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
     side, _, channels = shapes.moments or (1, 1, 0)
     factor = shapes.size // side
@@ -36,6 +39,25 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
         read, shape=(shapes.size, shapes.size), factor=factor, channels=channels
     )
     return Decoded(tars, make, data, functools.partial(size_of, factor=factor))
+
+
+def _check_fields(data: Data, stored: Mapping[str, Any] | None) -> None:
+    """Raise ValueError if a field of `data` would change images that are already encoded.
+
+    Resizing and filters may have the values in the manifest `stored`, with which they were encoded.
+    """
+    encoded = (stored or {}).get("data", {})
+    fields = {name: getattr(data, name) for name in _BEFORE}
+    wrong = [
+        f"data.{name}={value!r}"
+        for name, value in fields.items()
+        if value not in (Data._field_defaults[name], encoded.get(name))
+    ]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} cannot change moments that are stored: leave it out, or train on "
+            "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
+        )
 
 
 def read(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import records
+from diffusion_jax.data import captions, records
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 
@@ -29,7 +29,7 @@ def open_source(data: Data, _: Shapes) -> Records:
 
 
 class Tfds(Records):
-    """The examples of one split of a TFDS data set, with the first caption of each."""
+    """The examples of one split of a TFDS data set, each with its captions."""
 
     def __init__(self, path: str, text: str = "caption"):
         """Open a split.
@@ -38,7 +38,7 @@ class Tfds(Records):
             path: "NAME@SPLIT" of a data set prepared under TFDS_DATA_DIR, or "FOLDER@SPLIT" with
                 the folder of one version of a data set.
             text: name of the caption feature. "/" joins the names of nested features, as in
-                "captions/text".
+                "captions/text". Commas join several features, as in "caption,long*0.5".
 
         Raises:
             ValueError: `path` names no split, the data set is missing or empty, its file format has
@@ -49,7 +49,7 @@ class Tfds(Records):
             raise ValueError(f"data.path is {path!r}: write NAME@SPLIT, such as {name}@train")
         import tensorflow_datasets as tfds  # Slow to import, and needed by few data sets.
 
-        self._name, self._text = path, text.split("/")
+        self._name, self._texts = path, captions.alternatives(text)
         try:
             builder = _builder(tfds, name)
             self._image = next(
@@ -79,19 +79,23 @@ class Tfds(Records):
     def read(self, indices: Sequence[int]) -> list[Record]:
         """Return the examples with these indices as records."""
         rows = self._rows.__getitems__(list(indices))
-        text = lambda row: records.cell_text(_inside(row, self._text))
         return [
-            Record(row[self._image], text(row), f"{self._name}, {index}")
+            Record(row[self._image], self._text(row), f"{self._name}, {index}")
             for index, row in zip(indices, rows, strict=True)
         ]
 
+    def _text(self, row: Mapping[str, Any]) -> Any:
+        texts = ((records.cell_text(_inside(row, name)), weight) for name, weight in self._texts)
+        return captions.join(texts)
+
     def _check_text(self) -> None:
         row = self._rows[0]
-        if _inside(row, self._text) is None:
-            raise ValueError(
-                f"{self._name} has no feature {'/'.join(self._text)!r}: it has {', '.join(row)}. "
-                "Set data.text to the caption feature"
-            )
+        for name, _ in self._texts:
+            if _inside(row, name) is None:
+                raise ValueError(
+                    f"{self._name} has no feature {name!r}: it has {', '.join(row)}. Set data.text "
+                    "to the caption feature"
+                )
 
 
 class _TfRecords:
@@ -149,7 +153,7 @@ def _builder(tfds: Any, name: str) -> Any:
         return tfds.builder(name)
 
 
-def _inside(row: Any, path: Sequence[str]) -> Any:
-    for name in path:
+def _inside(row: Any, path: str) -> Any:
+    for name in path.split("/"):
         row = row.get(name) if isinstance(row, Mapping) else None
     return row

@@ -1,19 +1,22 @@
 """Read webdataset tars in random order, with a listing of all records (data/listing.py)."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt64
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import listing, records, storage, tars
+from diffusion_jax.data import captions, listing, records, storage, tars
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.machine import untrusted
 
-Spans = tuple[tuple[int, int], tuple[int, int]]
-"""(offset, size) of an image and of its text in a tar, in bytes."""
+Spans = Sequence[tuple[int, int]]
+"""(offset, size) of an image and of each of its texts in a tar, in bytes. A missing text has the
+offset 0."""
 _GAP = 64 * 2**10  # Reading this many superfluous bytes is cheaper than a second request.
 
 
@@ -31,7 +34,7 @@ class WebDataset(Records):
         text: str = "txt",
         uncaptioned: str = "error",
         max_broken: float = 0.0,
-        images: Sequence[str] = records.IMAGE_SUFFIXES,
+        images: Sequence[str] = (),
     ):
         """Open the listing of records in the tars, or build it from the tars' headers.
 
@@ -39,33 +42,39 @@ class WebDataset(Records):
             path: a tar, a folder (searched recursively), NeMo's list of tars (wdinfo.pkl), or a
                 pattern such as "shard-{0000..0099}.tar". All of these may be URLs.
             text: suffix of the text files: "txt" or "json:FIELD" for captions, or a suffix such as
-                "npy" or "t5.npz" for embeddings.
+                "npy" or "t5.npz" for embeddings. Several places, such as "txt,json:long*0.5", give
+                the images several texts.
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out.
-            max_broken: largest allowed share of unreadable tars, which are left out.
-            images: suffixes of the image files, or of the files of VAE moments if the tars hold
-                moments instead of images.
+            max_broken: largest allowed share of unreadable tars, and of files that are lost behind
+                damaged headers.
+            images: suffixes of the files of VAE moments, if the tars hold moments; () for images.
 
         Raises:
             FileNotFoundError: a tar is missing.
-            ValueError: too many tars are unreadable, there are no images, no image has a text, or
-                some images lack a text and `uncaptioned` is not "drop".
+            ValueError: too many tars or headers are damaged, there are no images, no image has a
+                text, or some images lack a text and `uncaptioned` is not "drop".
         """
-        self._text = text
-        suffix, _ = records.check_text(text)
-        self._listing = listing.open_listing(os.fspath(path), images, suffix)
-        facts = self._listing.facts
-        _check_broken(len(self._listing.tars), facts, max_broken)
+        self._parts = records.check_text(text)
+        suffixes = [part.suffix for part in self._parts]
+        self._listing = listing.open_listing(
+            os.fspath(path), images or untrusted.image_suffixes(), suffixes
+        )
+        facts, inventory = self._listing.facts, self._listing.inventory
+        self._check_damage(max_broken)
+        num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
+        num_images = len(self) + num_bare
+        kind = f"{', '.join(images)} files" if images else "jpg, png, webp, ... files"
         try:
-            records.check_any(facts["images"], os.fspath(path), facts["suffixes"], images)
+            records.check_any(num_images, path, facts["suffixes"], kind)
             records.check_captions(
-                facts["bare"], facts["first"], facts["images"], text, uncaptioned, facts["suffixes"]
+                num_bare, first, num_images, text, uncaptioned, facts["suffixes"]
             )
         except ValueError as error:
-            if not facts["truncated"]:
+            if not inventory.damaged():
                 raise
             raise ValueError(
-                f"{facts['truncated']} of {len(self._listing.tars)} tars in {path} are truncated: "
-                f"download them again. They probably cause this error: {error}"
+                f"tars in {path} are damaged: copy or download them again. This may be the cause: "
+                f"{error}"
             ) from error
 
     def __len__(self) -> int:
@@ -92,10 +101,10 @@ class WebDataset(Records):
 
         Raises OSError for a removed tar.
         """
-        places = [(tar, *spans[1]) for tar, spans in map(self._place, indices)]
-        parts = [(tar, offset, offset + size) for tar, offset, size in places]
-        contents = storage.read_ranges(*zip(*parts, strict=True))
-        return [records.read_text(text, self._text) for text in contents]
+        places = [(tar, spans[1:]) for tar, spans in map(self._place, indices)]
+        parts = [(t, first, first + size) for t, spans in places for first, size in spans if first]
+        contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
+        return [self._join([next(contents) if o else None for o, _ in s]) for _, s in places]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         """Return a key per record: the hash of its tar's file name, plus its index in the tar."""
@@ -104,48 +113,62 @@ class WebDataset(Records):
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
         return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
-    def left_out(self) -> dict[str, int]:
-        """Return the numbers of unreadable tars, truncated tars, and images that lack a text.
+    def inventory(self) -> Inventory:
+        return self._listing.inventory
 
-        Complete records in a truncated tar are used, although the tar is counted.
-        """
-        facts = self._listing.facts
-        reasons = {"no_caption": "bare", "truncated_tar": "truncated", "broken_tar": "broken"}
-        return {reason: facts[name] for reason, name in reasons.items() if facts[name]}
+    def files(self) -> list[str]:
+        return list(self._listing.tars)
+
+    def _check_damage(self, max_broken: float) -> None:
+        """Raise ValueError if more than the share `max_broken` of tars or records is damaged."""
+        counts, num_tars = self._listing.inventory.counts, len(self._listing.tars)
+        num_broken, lost = counts["broken_tar"], counts["broken_header"]
+        if num_broken and (num_broken > max_broken * num_tars or num_broken == num_tars):
+            raise ValueError(
+                f"{num_broken} of {num_tars} tars cannot be read, and data.max_broken is "
+                f"{max_broken}: replace or remove these tars. The first error is: "
+                f"{self._listing.facts['error']}"
+            )
+        if lost > max_broken * (len(self) + lost):
+            (first, *_) = self._listing.inventory.first["broken_header"]
+            raise ValueError(
+                f"damaged headers in tars, such as {first}, hide {lost} files or more, a larger "
+                f"share than data.max_broken={max_broken}: copy or download these tars again"
+            )
 
     def _place(self, index: int) -> tuple[str, Spans]:
-        """Return the tar of a record, and the (offset, size) of its image and of its text."""
+        """Return the tar of a record, and the (offset, size) of its image and of its texts."""
         tar = int(np.searchsorted(self._listing.firsts, index, side="right")) - 1
-        image, image_size, text, text_size = self._listing.spans[index].tolist()
-        spans = (image * tars.BLOCK, image_size), (text * tars.BLOCK, text_size)
-        return self._listing.tars[tar], spans
+        numbers = self._listing.spans[index].tolist()
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return self._listing.tars[tar], [(block * tars.BLOCK, size) for block, size in pairs]
 
     def _record(self, tar: str, spans: Spans, contents: Iterator[bytes]) -> Record:
         ranges = [(first, next(contents)) for first, _ in _parts(spans)]
-        image, text = (_cut(ranges, *span) for span in spans)
+        image, *texts = (_cut(ranges, *span) if span[0] else None for span in spans)
         header = _cut(ranges, spans[0][0] - tars.BLOCK, tars.BLOCK)
-        return Record(image, records.read_text(text, self._text), listing.full_name(tar, header))
+        return Record(image or b"", self._join(texts), listing.full_name(tar, header))
 
-
-def _check_broken(num_tars: int, facts: Mapping[str, Any], max_broken: float) -> None:
-    """Raise ValueError if all tars, or more than the share `max_broken`, are unreadable."""
-    broken = facts["broken"]
-    if broken and (broken > max_broken * num_tars or broken == num_tars):
-        raise ValueError(
-            f"{broken} of {num_tars} tars cannot be read, and data.max_broken is {max_broken}: "
-            f"replace or remove these tars. The first error is: {facts['error']}"
-        )
+    def _join(self, texts: Sequence[bytes | None]) -> Any:
+        pairs = zip(self._parts, texts, strict=True)
+        read = records.read_text
+        return captions.join((read(t, p.text), p.weight) for p, t in pairs if t is not None)
 
 
 def _parts(spans: Spans) -> list[tuple[int, int]]:
     """Return the byte ranges [first, last) to read for a record.
 
-    An image and a text that are close to each other share one range.
+    An image and texts that are close to each other share a range.
     """
-    (image, image_size), (text, text_size) = spans
-    parts = [(image - tars.BLOCK, image + image_size), (text, text + text_size)]
-    first, last = min(parts)[0], max(end for _, end in parts)
-    return [(first, last)] if last - first < image_size + text_size + _GAP else parts
+    (image, image_size), *texts = spans
+    spans = [(image - tars.BLOCK, image_size + tars.BLOCK), *(s for s in texts if s[0])]
+    ranges = []
+    for first, last in sorted((first, first + size) for first, size in spans):
+        if ranges and first - ranges[-1][1] < _GAP:
+            ranges[-1] = ranges[-1][0], max(last, ranges[-1][1])
+        else:
+            ranges.append((first, last))
+    return ranges
 
 
 def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:

@@ -88,7 +88,12 @@ def load(split: str) -> Glyphs:
     The training split is a fixed random 70 % of the glyphs of each digit. The test split is the
     rest.
     """
-    from sklearn.datasets import load_digits  # Slow to import.
+    try:
+        from sklearn.datasets import load_digits  # Slow to import.
+    except ImportError as error:
+        raise ValueError(
+            f"the digits come with scikit-learn ({error}): pip install scikit-learn"
+        ) from error
 
     pixels, digits = map(np.asarray, load_digits(return_X_y=True))
     random = np.random.RandomState(0)  # RandomState gives the same numbers in all versions.

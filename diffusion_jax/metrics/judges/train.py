@@ -21,7 +21,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int, UInt8, UInt32
 from scipy import ndimage
 
-from diffusion_jax.data import sources
+from diffusion_jax.data import captions, sources
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.split import Subset
 from diffusion_jax.machine.progress import Meter
@@ -96,7 +96,7 @@ def split(pictures: Pictures) -> Split:
     Raises ValueError if a set has too few images.
     """
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)
-    texts = [str(text) for text in pictures.texts(rows)]
+    texts = _first(pictures.texts(rows))
     share = {text: _hashed(text) for text in texts}
     shares = np.array([share[text] for text in texts])
     kinds = [
@@ -143,10 +143,10 @@ def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) ->
         return optax.apply_updates(params, updates), state, loss
 
     state, meter = tx.init(params), Meter("pictures", steps * _BATCH)
-    rows_of = batches([str(text) for text in pictures.texts(np.arange(len(pictures)))], seed)
+    rows_of = batches(_first(pictures.texts(np.arange(len(pictures)))), seed)
     for number in range(1, steps + 1):
         images, texts = pictures.read(next(rows_of))
-        ids = hashed.tokenize(texts, max_tokens)["text_ids"]
+        ids = hashed.tokenize(_first(texts), max_tokens)["text_ids"]
         params, state, loss = step(params, state, images, ids)
         if number % 100 == 0:
             logging.info("step %d of %d: loss %.3f", number, steps, float(loss))
@@ -266,7 +266,7 @@ def _same_captions(other: str, trained: Judge) -> Pair:
     """
     pictures = sources.open_pictures(sources.named(other), trained.card["size"])
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)  # Those of `split`.
-    texts = [str(text) for text in pictures.texts(rows)]
+    texts = _first(pictures.texts(rows))
     row_of = dict(zip(_own_words(texts, texts), rows.tolist(), strict=True))
     words = _own_words(trained.test.captions, trained.candidates)
     pairs = [
@@ -292,7 +292,12 @@ def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str,
 def _read(pictures: Pictures, rows: Int[np.ndarray, "N"]) -> Pair:
     """Return the usable images at the indices `rows`, with their captions."""
     _, images, texts = pictures.usable(rows)
-    return Pair(images, [str(text) for text in texts])
+    return Pair(images, _first(texts))
+
+
+def _first(texts: Sequence[Any]) -> list[str]:
+    """Return the caption of each picture; the first one, if a picture has several."""
+    return [str(captions.first(text)) for text in texts]
 
 
 def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:

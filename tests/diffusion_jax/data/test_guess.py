@@ -10,6 +10,7 @@ import pytest
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import sources, tars
+from diffusion_jax.data.captions import every
 from diffusion_jax.data.guess import guess
 from diffusion_jax.examples.digits import pictures as digits
 
@@ -49,7 +50,8 @@ def test_pictures_without_captions_have_empty_ones(bare):
     data = guess(str(bare))
     assert data == Data("folder", str(bare), "txt", uncaptioned="empty")
     opened = sources.open_pictures(data, 16)
-    assert opened.read(np.arange(3))[1] == ("", "", "") and opened.skipped() == {}
+    assert opened.read(np.arange(3))[1] == ("", "", "")
+    assert opened.skipped() == {"no_picture": 1}  # The note beside the pictures.
     (bare / "00001.txt").write_text("one of three")
     assert guess(str(bare)).uncaptioned == "drop"  # One has a caption: the others are left out.
     both = data._replace(uncaptioned="empty")
@@ -69,6 +71,56 @@ def test_tables_beside_pictures(bare):
     shutil.move(bare / "00000.png", bare / "00000")
     pyarrow.parquet.write_table(pyarrow.table(columns), bare / "00000.parquet")
     assert guess(str(bare)).text == "parquet:caption" and first(guess(str(bare))) == "of a table"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("metadata.csv", "file_name,width,text\n00000.png,16,a cat\n", "csv:text"),
+        ("captions.tsv", "image\tcaption\n00000.png\ta cat\n", "tsv:caption"),
+        ("metadata.jsonl", '{"file_name": "00001.png", "text": null}\n'
+         '{"file_name": "00000.png", "text": "a cat"}\n', "jsonl:text"),
+        ("metadata.jsonl", '\ufeff{"file_name": "00000.png", "captions": ["a cat", "b"]}\n',
+         "jsonl:captions"),
+        ("00000.caption", "a cat", "caption"),
+        ("00000.TXT", "\ufeffa cat", "txt"),
+        ("meta_cap.json", '{"00000": {"caption": "a cat", "tags": "cat"}}', "coco:caption"),
+        ("captions.json", '{"00000.png": "a cat"}', "coco:caption"),
+        ("annotations.json", '{"images": [{"id": 7, "file_name": "00000.png"}], "annotations": '
+         '[{"id": 1, "image_id": 7, "caption": "a cat"}]}', "coco:caption"),
+    ],
+)  # fmt: skip
+def test_captions_of_every_kind_are_found(bare, name, content, text):
+    (bare / name).write_text(content)
+    data = guess(str(bare))
+    assert data == Data("folder", str(bare), text, uncaptioned="drop")
+    opened = sources.open_records(data)
+    assert (len(opened), every(first(data))[0]) == (1, "a cat")
+    assert opened.left_out()["no_caption"] == 2
+
+
+def test_the_kind_of_captions_with_the_most_pictures_is_chosen(bare):
+    (bare / "00000.txt").write_text("one of three")
+    rows = [{"file_name": f"0000{i}.png", "text": f"row {i}"} for i in range(3)]
+    (bare / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert guess(str(bare)).text == "jsonl:text"
+
+
+def test_captions_that_cannot_be_read_are_an_error_and_not_missing_captions(bare, caplog):
+    assert guess(str(bare)).uncaptioned == "empty"
+    assert f"no captions were found: {bare}/readme.txt belong to no picture" in caplog.text
+    table = bare / "metadata.jsonl"
+    table.write_text('{"file_name": "00000.png", "text": "x"}\n{"file_name": null, "text": "y"}')
+    with pytest.raises(ValueError, match=r"jsonl, line 2: file_name is null, not the name"):
+        guess(str(bare))
+    table.write_text('{"image_path": "00000.png", "text": "x"}')
+    with pytest.raises(ValueError, match=r"jsonl has the column 'text', but no column of image na"):
+        guess(str(bare))
+    table.unlink()
+    (bare / "captions").mkdir()
+    (bare / "captions" / "00001.txt").write_text("beside nothing")
+    with pytest.raises(ValueError, match=r"captions/00001\.txt has the name of a picture in"):
+        guess(str(bare))
 
 
 def test_tars(plain, tmp_path):
@@ -126,5 +178,5 @@ def test_a_source_that_is_named_is_taken(plain):
     assert data == Data("folder", str(plain), "txt", uncaptioned="drop", max_broken=0.1)
     with pytest.raises(FileNotFoundError, match="no data at /nowhere: check the path"):
         guess("/nowhere")
-    with pytest.raises(ValueError, match=r"is not a folder, \.tar, \.jsonl or \.parquet"):
+    with pytest.raises(ValueError, match=r"is not a folder, \.tar, \.csv, \.tsv"):
         guess(str(plain / "00000.txt"))

@@ -68,21 +68,21 @@ def listed(folder, opened):
 @pytest.mark.parametrize("text", ["txt", "json"])
 def test_a_listing_has_the_records_in_the_order_of_the_tars(tmp_path, text):
     contents = write_tars(tmp_path / "s")
-    opened = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), text)
+    opened = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), [text])
     rows = by_hand(tmp_path / "s", contents, text)
     assert len(rows) > 15 and listed(tmp_path / "s", opened) == rows
-    assert opened.facts["records"] == len(rows) == opened.facts["images"] - opened.facts["bare"]
+    assert opened.facts["records"] == len(rows) == opened.inventory.counts["pictures"]
     assert opened.facts["suffixes"] == sorted(SUFFIXES)
 
 
 def test_a_listing_is_made_once_and_takes_16_bytes_a_record(tmp_path, monkeypatch):
     write_tars(tmp_path / "s", 20)
-    first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     (place,) = (tmp_path / "s").glob("records-*.index")
-    beside = 21 * 8 + 500  # The first record of each tar, and the facts.
+    beside = 21 * 8 + 2000  # The first record of each tar, and the facts.
     assert 0 < place.stat().st_size - 16 * len(first.spans) < beside
     monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
-    again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     np.testing.assert_array_equal(again.spans, first.spans)
     assert isinstance(again.spans.base, np.memmap)  # Pages of the file, which processes share.
     assert sorted(p.suffix for p in (tmp_path / "s").iterdir()) == [
@@ -91,7 +91,7 @@ def test_a_listing_is_made_once_and_takes_16_bytes_a_record(tmp_path, monkeypatc
 
 def test_a_tar_more_is_another_listing_and_runs_keep_theirs(tmp_path):
     contents = write_tars(tmp_path / "s")
-    before = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    before = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     spans = np.array(before.spans)
     with tarfile.open(tmp_path / "s/9.tar", "w") as tar:
         for name in ("a.jpg", "a.txt"):
@@ -99,7 +99,7 @@ def test_a_tar_more_is_another_listing_and_runs_keep_theirs(tmp_path):
             info.size = 3
             tar.addfile(info, io.BytesIO(b"new"))
     contents |= {"a.jpg": b"new", "a.txt": b"new"}
-    after = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    after = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     assert listed(tmp_path / "s", after) == by_hand(tmp_path / "s", contents, "txt")
     np.testing.assert_array_equal(before.spans, spans)
     assert len(list((tmp_path / "s").glob("records-*.index"))) == 2
@@ -108,14 +108,14 @@ def test_a_tar_more_is_another_listing_and_runs_keep_theirs(tmp_path):
 @pytest.mark.parametrize("place", [0, 17, 4 * 16 + 3, -1, -20])
 def test_a_flipped_bit_in_a_listing_makes_it_anew(tmp_path, place):
     write_tars(tmp_path / "s")
-    first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     (path,) = (tmp_path / "s").glob("records-*.index")
     whole = path.read_bytes()
     damaged = bytearray(whole)
     damaged[place] ^= 1
     path.unlink()  # It is mapped.
     path.write_bytes(damaged)
-    again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     np.testing.assert_array_equal(again.spans, first.spans)
     assert path.read_bytes() == whole
 
@@ -149,7 +149,7 @@ def test_processes_that_start_together_make_one_listing(tmp_path, monkeypatch):
 
     def open_one(_):  # Locks are of the file, so threads stand for processes.
         start.wait()
-        return listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+        return listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
 
     monkeypatch.setattr(listing, "_build", slowly)
     with ThreadPoolExecutor(3) as pool:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
+from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import open_pictures
@@ -55,6 +56,36 @@ def damaged(tmp_path_factory):
     path = digits.write_examples(tmp_path_factory.mktemp("data"), 11, size=8)
     (path / "00007.png").write_bytes(b"")
     return str(path)
+
+
+def test_a_batch_of_one_row_has_the_order_of_larger_batches():
+    order = numbers(batches(batch_size=2), 12).ravel()
+    np.testing.assert_array_equal(numbers(batches(batch_size=1), 24).ravel(), order)
+    # Two processes share the batch, so each has one row.
+    of = lambda p: numbers(batches(batch_size=2, process_index=p, process_count=2), 12).ravel()
+    np.testing.assert_array_equal(np.stack([of(0), of(1)], 1).ravel(), order)
+
+
+def test_a_batch_of_one_row_is_continued_and_named():
+    with batches(batch_size=1) as first, batches(batch_size=1) as second:
+        rows = [int(next(first)["n"][0]) for _ in range(5)]
+        assert first.names([0]) == [f"picture {rows[-1]}"]
+        second.set_state(first.get_state())
+        assert int(next(first)["n"][0]) == int(next(second)["n"][0])
+
+
+def test_a_group_that_is_smaller_than_its_rows_of_a_batch_is_named():
+    buckets = Buckets([(16, 16), (48, 16)], np.array([0] * 8 + [1] * 3))
+    assert pipeline.repetitions(Numbers(11), buckets, 8) == [
+        "the bucket 48x16 has 3 pictures for 8 rows of a batch, so a batch repeats them: lower "
+        "batch_size, or add pictures"
+    ]
+    assert pipeline.repetitions(Numbers(8), None, 8) == []
+    (line,) = pipeline.repetitions(Numbers(7), None, 8)
+    assert line.startswith("the data set has 7 pictures for 8 rows of a batch")
+    mixture = Mixture([Numbers(100), Numbers(1)], [3, 1])
+    (line,) = pipeline.repetitions(mixture, None, 8)
+    assert line.startswith("source 2 of the data set has 1 picture for 2 rows of a batch")
 
 
 def test_each_epoch_is_a_permutation_of_its_own():

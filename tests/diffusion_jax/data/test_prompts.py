@@ -1,29 +1,89 @@
-"""Prompts from files of three kinds, and draws that never change."""
+"""Prompts from text files and tables: no row is split, swallowed, shifted or replaced."""
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from diffusion_jax.data import prompts
 
 
-def test_a_text_file_has_one_a_line(tmp_path):
-    (tmp_path / "p.txt").write_text("a cat\n\n two dogs \n")
-    assert prompts.read(tmp_path / "p.txt") == ["a cat", " two dogs "]
+def read(folder, name, content, column=""):
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return prompts.read(f"{folder / name}{column}")
+
+
+def test_a_text_file_has_one_prompt_per_line_without_white_space_at_the_ends(tmp_path):
+    assert read(tmp_path, "p.txt", "a cat\n\n two dogs \n\n") == ["a cat", "two dogs"]
+
+
+def test_only_cr_and_lf_end_a_line(tmp_path):
+    inside = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    assert read(tmp_path, "p.txt", f"{inside}\r\nred\rblue\n") == [inside, "red", "blue"]
+    assert read(tmp_path, "p.tsv", f"id\tcaption\r\n1\t{inside}\r\n2\tx") == [inside, "x"]
+    row = json.dumps({"text": inside}, ensure_ascii=False)
+    assert read(tmp_path, "p.jsonl", f"{row}\n{row}\n") == [inside, inside]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_byte_order_marks_are_no_part_of_a_prompt(tmp_path, encoding):
+    for name, content in (
+        ("p.TXT", "é one\ntwo"), ("p", "é one\ntwo"), ("p.csv", "caption\né one\ntwo"),
+        ("p.tsv", "caption\né one\ntwo"), ("p.jsonl", '{"caption": "é one"}\n{"caption": "two"}'),
+        ("p.json", '["é one", "two"]'),
+    ):  # fmt: skip
+        assert read(tmp_path, name, content.encode(encoding)) == ["é one", "two"], name
+
+
+def test_blank_prompts_are_left_out_and_counted(tmp_path, caplog):
+    read(tmp_path, "p.txt", "a\n\n \nb\n\n\n")
+    assert "p.txt: left out 2 blank prompts; the first: line 2" in caplog.text
+    caplog.clear()
+    assert read(tmp_path, "p.csv", 'id,caption\n1,a\n2,\n3,"b"\n') == ["a", "b"]
+    assert f"left out 1 blank prompts; the first: {tmp_path}/p.csv, line 3" in caplog.text
 
 
 def test_a_table_has_a_column_of_captions(tmp_path):
-    (tmp_path / "p.tsv").write_text('image_id\tid\tcaption\n7\t1\tA "red" cat.\n8\t2\tdogs\n')
-    assert prompts.read(tmp_path / "p.tsv") == ['A "red" cat.', "dogs"]
+    table = 'image_id\tid\tcaption\n7\t1\tA "red" cat.\n8\t2\tdogs\n'
+    assert read(tmp_path, "p.tsv", table) == ['A "red" cat.', "dogs"]
+    parti = "Prompt\tCategory\nbond\tAbstract\nlife\tAbstract\n"
+    assert read(tmp_path, "p.tsv", parti) == ["bond", "life"]
+    assert read(tmp_path, "p.tsv", parti, "::Category") == ["Abstract", "Abstract"]
+    assert read(tmp_path, "p.csv", "id;Text\n1;a, b\n2;c\n") == ["a, b", "c"]  # Excel's commas.
+    rows = {"prompts": ["x", "y"], "key": [1, 2]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "p.parquet")
+    assert prompts.read(tmp_path / "p.parquet") == ["x", "y"]
 
 
-def test_cocos_annotations_come_in_the_order_of_their_ids(tmp_path):
+def test_a_quoted_cell_may_hold_separators_quotes_and_lines(tmp_path):
+    table = 'id,caption\n1,"a cat, ""Tom""\n\nsits, purring, on a mat"\n2,a dog\n'
+    assert read(tmp_path, "p.csv", table) == ['a cat, "Tom"\n\nsits, purring, on a mat', "a dog"]
+
+
+def test_an_open_quote_is_text_and_swallows_no_rows(tmp_path):
+    table = 'id\tcaption\n1\t"A man on a horse\n2\ta cat\n3\tthe dog said "hi"\n4\ta bird\n'
+    expected = ['"A man on a horse', "a cat", 'the dog said "hi"', "a bird"]
+    assert read(tmp_path, "p.tsv", table) == expected
+    assert read(tmp_path, "p.csv", table.replace("\t", ",")) == expected
+    assert read(tmp_path, "p.tsv", 'id\tcaption\n1\t"Hi" he said\n2\t"b\n') == [
+        '"Hi" he said',
+        '"b',
+    ]
+    # The lines are two whole rows, or one row whose text has two lines.
+    with pytest.raises(ValueError, match=r'tsv, line 2: a quote opens here .*\("1\\t\\"open"\)'):
+        read(tmp_path, "p.tsv", 'id\tcaption\n1\t"open\n2\t6 inches"\n')
+
+
+def test_json_holds_texts_objects_or_cocos_annotations(tmp_path):
+    assert read(tmp_path, "p.json", '["a", "b"]') == ["a", "b"]
+    assert read(tmp_path, "p.json", '[{"prompt": "a"}, {"prompt": "b"}]') == ["a", "b"]
+    assert read(tmp_path, "p.jsonl", '"a"\n\n{"caption": "b", "text": "c"}\n') == ["a", "b"]
     annotations = [{"id": 9, "caption": "b\n"}, {"id": 2, "caption": "a"}]
-    (tmp_path / "p.json").write_text(json.dumps({"annotations": annotations}))
-    assert prompts.read(tmp_path / "p.json") == ["a", "b"]
+    assert read(tmp_path, "p.json", json.dumps({"annotations": annotations})) == ["a", "b"]
 
 
-def test_some_are_drawn_by_the_seed_alone(tmp_path):
+def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(map(str, range(100))))
     drawn = prompts.read(tmp_path / "p.txt", 5)
     assert drawn == prompts.read(tmp_path / "p.txt", 5)
@@ -32,16 +92,37 @@ def test_some_are_drawn_by_the_seed_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "number", "message"),
+    ("name", "content", "message"),
     [
-        ("p.txt", "\n\n", None, "holds no prompt"),
-        ("p.txt", "one\n", 2, "holds 1 prompts, fewer than the requested 2"),
-        ("p.csv", "one", None, "is not a file of prompts: use .txt"),
-        ("p.tsv", "id\ttext\n1\ta\n", None, "has no column 'caption', but id, text: rename"),
-        ("p.json", "[1]", None, "has no annotations"),
+        ("p.txt", "\n\n", "holds no prompt"),
+        ("p.doc", "one", "p.doc is not a table of prompts: use .txt"),
+        ("p.txt", b"one\ncaf\xe9", r"p.txt is not UTF-8 text \(byte 0xe9 at offset 7, line 2\)"),
+        ("p.txt", "one".encode("utf-16-le"), r"p.txt is not UTF-8 text \(it holds NUL characters"),
+        ("p.csv", b"caption\ncaf\xe9", "p.csv, line 2: caption cannot be read: .*byte 0xe9"),
+        ("p.tsv", "id\tx\n1\ta\n", "p.tsv, line 2 has no column 'caption', but id, x: .*::COLUMN"),
+        ("p.csv", "text,title\na,b\n", "line 2 has no column 'caption', but text, title"),
+        ("p.tsv", "id\tcaption\n1\ta\n2\n3\tb\n", r'3 has 1 cells, but .* 2 columns: \["2"\]'),
+        ("p.csv", "id,caption\n1,cat, asleep\n", r'2 has 3 cells.*\["1", "cat", "asleep"\]'),
+        ("p.csv", "caption,caption\na,b\n", "p.csv has several columns 'caption'"),
+        ("p.csv", f"caption\n{'a' * 200_000}\n", "p.csv is no table: field larger than"),
+        ("p.jsonl", '"a"\n{"caption": 7}', "p.jsonl, line 2: caption is 7, not a text"),
+        ("p.jsonl", '{"caption": "a"}\n{"x": 7}', "p.jsonl, line 2 has no column 'caption', but x"),
+        ("p.jsonl", '"a"\n{', "p.jsonl, line 2: invalid JSON"),
+        ("p.json", '["a", null]', "p.json, item 2: caption is null, not a text"),
+        ("p.json", '{"a": 1}', 'p.json holds {"a": 1}: it needs a list'),
+        ("p.json", '{"annotations": [{"id": 1, "caption": "a"}, {"id": 2, "caption": null}]}',
+         r"p.json, annotation 2 \(id 2\): caption is null"),
+        ("p.json", '{"annotations": [{"id": 1, "image_id": 2, "category_id": 3}]}',
+         r"annotation 1 \(id 1\) has no column 'caption', but id, image_id, category_id"),
     ],
-)
-def test_a_file_that_cannot_do_is_refused(tmp_path, name, content, number, message):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        prompts.read(tmp_path / name, number)
+)  # fmt: skip
+def test_a_malformed_file_is_one_line_with_file_row_and_value(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read(tmp_path, name, content)
+    assert "\n" not in str(error.value)
+
+
+def test_a_sample_larger_than_the_file_is_an_error(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n")
+    with pytest.raises(ValueError, match="holds 1 prompts, fewer than the requested 2"):
+        prompts.read(tmp_path / "p.txt", 2)

@@ -1,12 +1,14 @@
 """Decoding: every mode to RGB, every shape to a square, every damage to Unusable."""
 
 import io
+import struct
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
-from diffusion_jax.data.transforms import Unusable, crop
+from diffusion_jax.data.transforms import Unusable, crop, size_of
+from diffusion_jax.machine import rgb, untrusted
 
 
 def encode(image, format="PNG", **options):
@@ -88,10 +90,9 @@ def test_the_smallest_allowed_side_is_min_size():
 
 JPEG = encode(smooth(64, 48), "JPEG")
 PNG = encode(smooth(64, 48))
-DEEP = encode(Image.fromarray(np.full((8, 8), 30000, np.uint16)))
 
 
-@pytest.mark.parametrize("data", [b"", b"<html>", JPEG[:-200], PNG[:-200], PNG[:60], DEEP])
+@pytest.mark.parametrize("data", [b"", b"<html>", JPEG[:-200], PNG[:-200], PNG[:60]])
 def test_damaged_images_are_unusable(data):
     with pytest.raises(Unusable, match="broken_image: ") as error:
         square(data, 16)
@@ -111,3 +112,136 @@ def test_a_cut_is_what_one_cuts_out_of_the_whole_resized_image(size):
         expected = np.asarray(whole.crop((left, top, left + 32, top + 32))).astype(int)
         actual = square(data.getvalue(), 32, resize=48, place=place)
         assert np.abs(actual - expected).max() <= 1
+
+
+@pytest.mark.parametrize("format", ["AVIF", "BMP", "DIB", "JPEG2000", "MPO", "PCX", "PPM", "PSD",
+                                    "QOI", "SGI", "TGA", "TIFF", "GIF"])  # fmt: skip
+def test_every_format_that_pillow_decodes_is_read(format):
+    colours = Image.new("RGB", (24, 16), (40, 120, 200))
+    if format == "PSD":  # Pillow does not write it: version 1, 3 channels, 16 rows, 24 columns.
+        header = struct.pack(">4sH6xHIIHH", b"8BPS", 1, 3, 16, 24, 8, 3)
+        planes = b"".join(bytes([value]) * 24 * 16 for value in (40, 120, 200))
+        data = header + bytes(12) + bytes(2) + planes
+    else:
+        data = encode(colours, format)
+    assert size_of(data) == (16, 24)
+    assert np.abs(square(data, 16).astype(int) - (40, 120, 200)).max() <= 3  # Lossy formats.
+    with pytest.raises(Unusable, match="broken_image"):
+        square(data[: len(data) // 2], 16)
+
+
+def test_suffixes_are_those_of_the_decoders_and_plugins_add_theirs(tmp_path, monkeypatch):
+    suffixes = set(untrusted.image_suffixes())
+    assert suffixes >= {"jpg", "jpeg", "jfif", "png", "webp", "avif", "bmp", "tif", "tiff", "gif",
+                        "ppm", "pgm", "tga", "jp2", "ico", "psd"}  # fmt: skip
+    assert not suffixes & {"eps", "ps", "mpg", "pdf", "h5", "emf", "jxl", "txt", "json"}
+    (tmp_path / "pillow_jxl.py").write_text(
+        "from PIL import Image, PpmImagePlugin\n"
+        "Image.register_open('JXL', PpmImagePlugin.PpmImageFile, lambda head: head[:2] == b'P6')\n"
+        "Image.register_extension('JXL', '.jxl')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for table in (Image.OPEN, Image.EXTENSION):
+        monkeypatch.setattr(Image, "OPEN" if table is Image.OPEN else "EXTENSION", dict(table))
+    monkeypatch.setattr(Image, "ID", list(Image.ID))
+    monkeypatch.setattr(untrusted, "image_formats", untrusted.image_formats.__wrapped__)
+    assert "jxl" in untrusted.image_suffixes.__wrapped__()
+
+
+def test_an_animation_is_its_first_frame():
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime")]
+    for format in ("GIF", "WEBP", "PNG", "TIFF", "AVIF"):
+        data = encode(frames[0], format, save_all=True, append_images=frames[1:])
+        assert np.abs(square(data, 8).astype(int) - (255, 0, 0)).max() <= 3
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("PNG", "<u2"), ("TIFF", "<u2"), ("PPM", "<i4"),
+                                               ("JPEG2000", "<u2"), ("PPM", "<f4")])  # fmt: skip
+def test_deep_grey_images_are_scaled_to_8_bits(format, dtype):
+    ramp = np.arange(256).reshape(16, 16).repeat(2, 0).repeat(2, 1)
+    deep = ramp * (1 / 255 if dtype == "<f4" else 257)
+    image = square(encode(Image.fromarray(deep.astype(dtype)), format), 32)
+    np.testing.assert_array_equal(image, np.repeat(ramp[..., None], 3, -1))
+    half = np.full((8, 8), 0.5 if dtype == "<f4" else 32768, dtype)
+    assert (square(encode(Image.fromarray(half), format), 8) == 128).all()
+
+
+def test_pixels_whose_white_is_unknown_are_unusable():
+    for value, dtype in (
+        (300, np.float32),
+        (-0.5, np.float32),
+        (np.nan, np.float32),
+        (9, np.int32),
+    ):
+        data = encode(Image.fromarray(np.full((8, 8), value, dtype)), "TIFF")
+        with pytest.raises(Unusable, match=r"pixels of mode .*: save the image with 8 or 16 bits"):
+            square(data, 8)
+
+
+def test_a_transparent_colour_of_an_rgb_png_becomes_white():
+    image = Image.new("RGB", (8, 8), (1, 2, 3))
+    image.paste((200, 0, 0), (0, 0, 4, 8))
+    pixels = square(encode(image, transparency=(1, 2, 3)), 8)
+    assert (pixels[:, :4] == (200, 0, 0)).all() and (pixels[:, 4:] == 255).all()
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_size_and_pixels_are_those_of_the_upright_image(format, orientation):
+    pixels = np.zeros((16, 32, 3), np.uint8)
+    pixels[:, :16] = 255  # White at the left, as stored.
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(Image.fromarray(pixels), format, exif=exif)
+    size = (16, 32) if orientation < 5 else (32, 16)
+    assert size_of(data) == size
+    upright = crop(data, size)
+    first = {1: upright[:, :12], 3: upright[:, -12:], 6: upright[:12], 8: upright[-12:]}
+    assert first[orientation].min() > 245
+
+
+def wide_gamut():
+    """An RGB profile with the primaries of Display P3 (adapted to D50) and the curve of sRGB."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    primaries = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2919, 0.6922, 0.0419),
+                 b"bXYZ": (0.1572, 0.0666, 0.7841)}  # fmt: skip
+    for entry in range(132, 132 + 12 * int.from_bytes(profile[128:132], "big"), 12):
+        name, offset, _ = struct.unpack(">4sII", profile[entry : entry + 12])
+        if name in primaries:
+            values = [round(65536 * value) for value in primaries[name]]
+            profile[offset + 8 : offset + 20] = struct.pack(">iii", *values)
+    return bytes(profile)
+
+
+P3, SRGB = (220, 180, 150), (228, 178, 145)
+"""A colour in Display P3, and the same colour in sRGB."""
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
+def test_colours_of_a_profile_are_converted_to_srgb(mode):
+    image = Image.new("RGB", (8, 8), P3)
+    image = image.quantize() if mode == "P" else image.convert(mode)
+    pixels = square(encode(image, icc_profile=wide_gamut()), 8)
+    assert np.abs(pixels.astype(int) - SRGB).max() <= 1
+    if mode == "RGBA":
+        image.putalpha(0)
+        assert (square(encode(image, icc_profile=wide_gamut()), 8) == 255).all()
+
+
+def test_an_srgb_profile_changes_nothing_and_costs_no_conversion():
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    image = smooth(32, 32)
+    np.testing.assert_array_equal(square(encode(image, icc_profile=srgb), 32), np.asarray(image))
+    assert rgb._transform(srgb, "RGB") is None and rgb._transform(wide_gamut(), "RGB") is not None
+
+
+def test_a_profile_that_does_not_fit_is_ignored_with_a_warning(caplog):
+    image = Image.new("CMYK", (8, 8), (0, 0, 0, 0))
+    for profile in (b"no profile", wide_gamut()):
+        assert (square(encode(image, "JPEG", icc_profile=profile), 8) == 255).all()
+    assert caplog.text.count("ignored the colour profile of an image of mode CMYK") == 2
+
+
+def test_lab_images_are_converted():
+    lab = Image.new("LAB", (32, 32), (255, 128, 128))  # L = 100, a = b = 0: white.
+    assert square(encode(lab, "TIFF"), 8).min() >= 254

@@ -6,6 +6,8 @@ The two processes have four of eight CPU devices each.
 import csv
 import functools
 import itertools
+import json
+import os
 import pathlib
 import re
 import types
@@ -23,7 +25,7 @@ from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Subject, Sweep
-from diffusion_jax.machine import events, sharding, sheets
+from diffusion_jax.machine import events, sharding, sheets, writer
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
 from tests import processes
 from tests.diffusion_jax import toy
@@ -342,6 +344,18 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
         "error: the clip features are not finite: the weights of the network that computes them "
         "are damaged\n"
     )
+
+
+def test_a_second_evaluation_of_the_same_name_is_refused(inputs, tmp_path, capsys):
+    folder = tmp_path / "evaluation" / "step_00000003"
+    folder.mkdir(parents=True)
+    other = {"machine": writer._machine(), "host": "here", "nonce": "n", "pid": os.getppid()}
+    other["started"] = writer._started(os.getppid())
+    (folder / "writer-1.json").write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="75"):
+        evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs), Sweep(SCALES))
+    assert f"{folder} is being written by process {os.getppid()}" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["writer-1.json"]
 
 
 def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_path, capsys):

@@ -69,6 +69,41 @@ def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(12))
 
 
+def test_features_that_two_evaluations_wrote_count_each_image_once(tmp_path):
+    def compute(rows):
+        if not list(tmp_path.glob("*.npz")):  # Meanwhile, another evaluation begins and ends.
+            loop.collect(20, 3, numbers([]), "point", tmp_path)
+        return numbers([])(rows)
+
+    features = loop.collect(20, 4, compute, "point", tmp_path)
+    np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(20))
+    calls = []
+    again = loop.collect(20, 5, numbers(calls), "point", tmp_path)
+    np.testing.assert_array_equal(again["double"], features["double"])
+    assert calls == []
+
+
+def test_overlapping_features_are_chosen_so_that_most_are_kept(tmp_path):
+    for first, last in [(0, 3), (2, 8), (4, 6), (9, 9)]:
+        rows = np.arange(first, last + 1)
+        loop._write_shard(tmp_path, rows, numbers([])(rows))
+    calls = []
+    features = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+    assert calls == [[7, 8]]
+    np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
+
+
+def test_features_that_disappear_are_an_error(tmp_path, capsys):
+    def compute(rows):
+        (tmp_path / "images_000000_000003.npz").unlink(missing_ok=True)
+        return numbers([])(rows)
+
+    with pytest.raises(SystemExit) as ended:
+        loop.collect(8, 4, compute, "point", tmp_path)
+    assert ended.value.code == 2
+    assert f"{tmp_path} holds the features of 4 of 8 images" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty"])
 def test_a_damaged_batch_is_drawn_again(tmp_path, harm, caplog):
     calls = []

@@ -136,6 +136,28 @@ def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
     assert "holds no prompt" in run(*given)[2]
 
 
+def test_clip_pairs_numbers_in_names_as_numbers(run, tmp_path, sides, monkeypatch):
+    tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
+    model = Clip(
+        toy.extractor(name="clip_tiny"), toy.extractor(prepare=lambda ids: ids / 10), tokens
+    )
+    monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
+    (tmp_path / "p.txt").write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
+    padded = [path.name for path in sorted((tmp_path / "a").iterdir())]
+    (tmp_path / "n").mkdir()
+    for number, name in enumerate(padded):
+        (tmp_path / "n" / f"seed_{number}.png").write_bytes((tmp_path / "a" / name).read_bytes())
+    score = lambda folder: run("clip", folder, f"--prompts={tmp_path / 'p.txt'}", "--clip=tiny")
+    assert score(tmp_path / "n")[1] == score(tmp_path / "a")[1] != ""
+    (tmp_path / "n" / "seed_7.png").write_bytes(b"broken")
+    (tmp_path / "p.txt").write_text("".join(f"{'a' * i}\n" for i in range(1, 30)))
+    code, _, err = score(tmp_path / "n")
+    assert code == 2 and "has 29 usable images and 1 others, but" in err
+    (tmp_path / "n" / "seed_07.png").write_bytes(b"")
+    code, _, err = score(tmp_path / "n")
+    assert code == 2 and "the order of seed_07.png and seed_7.png in" in err
+
+
 def test_skips_are_reported_and_what_cannot_be_is_one_line(run, tmp_path, sides, caplog):
     (tmp_path / "b" / "x.png").write_bytes(b"no image")
     code, _, _ = run("fid", tmp_path / "a", tmp_path / "b")

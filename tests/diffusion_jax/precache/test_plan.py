@@ -23,7 +23,8 @@ def open_plan(path, texts, size=2, held=()):
     folder = plan.open_plan(path, {}, IDENTITY)
     p = plan.Plan(folder, len(texts), size)
     for chunk in p.chunks:
-        plan.write_keys(p, keys(*(texts[i] for i in p.numbers(chunk))), chunk)
+        items = p.chunk(chunk)
+        plan.write_keys(p, items * plan._SLOTS, keys(*(texts[i] for i in items)), chunk)
     rows = np.zeros(len(held), index.ROW)
     rows["key"] = keys(*held)
     before = index.listed(path, folder, ["shard", "gone"])
@@ -44,7 +45,7 @@ def test_of_each_key_the_first_caption_is_encoded_unless_it_is_there(tmp_path, m
     expected = [i for i, t in enumerate(texts) if t not in held and t not in texts[:i]]
     p, total = open_plan(tmp_path, texts, held=held)
     assert len(p.ranges) == -(-30 // rows) and total == len(expected) == 7
-    found = [plan.to_encode(p, shard).tolist() for shard in range(4)]
+    found = [(plan.to_encode(p, shard) // plan._SLOTS).tolist() for shard in range(4)]
     assert found == [expected[:2], expected[2:4], expected[4:6], expected[6:]]
 
 
@@ -55,8 +56,9 @@ def test_a_plan_may_be_empty(tmp_path):
 def test_given_captions_come_before_those_of_the_data():
     digits = open_pictures(Data("diffusion_jax.examples.digits"), 16)
     captions = plan.Captions(["one", "two"], digits, len(digits), 2)
-    texts = captions.read(np.arange(1, 600))
+    numbers, texts = captions.of_items(np.arange(1, 600))
     assert texts == ["two", *digits.texts(np.arange(598))]
+    assert captions.read(numbers[[2, 0]]) == [texts[2], "two"]
     assert len(captions) == len(digits) + 2
 
 

@@ -8,15 +8,20 @@ import pathlib
 import re
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from configs import quickstart
 from diffusion_jax import engines
-from diffusion_jax.config.settings import Text
+from diffusion_jax.config.settings import Data, Text
+from diffusion_jax.data import sources
 from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.machine import sharding
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.text import embed
+from imagen_jax import settings as imagen_settings
+from imagen_jax import train as imagen_train
 from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
 
@@ -231,6 +236,67 @@ def copy(source, target):
     return target
 
 
+@pytest.fixture
+def edited(tmp_path):
+    """A folder of four pictures with captions, and a config that stores their embeddings."""
+    folder = digits.write_examples(tmp_path / "data", 4, size=8)
+    c = quickstart.get_config()
+    c.unet.image_size = 8
+    c.text.store = str(tmp_path / "store")
+    c.data.update(source="folder", path=str(folder), threads=0)
+    return folder, c.to_dict()
+
+
+def test_captions_that_are_edited_after_a_kill_are_encoded(edited, monkeypatch):
+    folder, c = edited
+    (folder / "00001.txt").write_text((folder / "00000.txt").read_text())  # Encoded once.
+
+    def killed(*given):
+        raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fill.shards, "write_shard", killed)
+        with pytest.raises(InterruptedError):
+            fill.run(fill.open_job(c), WORK)
+    (folder / "00001.txt").write_text("a caption that is new")
+    fill.run(fill.open_job(c), WORK)
+    opened = store.Store(c["text"]["store"])
+    texts = [path.read_text().strip() for path in sorted(folder.glob("*.txt"))]
+    assert (opened.find(store.keys_of(texts, opened.identity)) >= 0).all()
+
+
+def test_embeddings_that_are_not_finite_end_the_command_with_the_caption(edited):
+    folder, c = edited
+    job = fill.open_job(c)
+    frozen = jax.tree.map(np.array, job.encoder.frozen)
+    caption = (folder / "00002.txt").read_text().strip()
+    words = job.encoder.tokenize([caption])
+
+    def broken(frozen, batch):
+        text, mask = job.encoder.encode(frozen, batch)
+        of_caption = (batch["text_ids"] == words["text_ids"][0]).all(1)
+        return jax.numpy.where(of_caption[:, None, None], np.nan, text), mask
+
+    encoder = job.encoder._replace(frozen=frozen, encode=broken)
+    job.encode = functools.partial(fill.encode.on_own_devices, encoder)
+    with pytest.raises(ValueError, match=f"the embeddings of {caption!r} are not finite: check te"):
+        fill.run(job, WORK)
+
+
+def test_training_refuses_captions_that_are_not_stored_before_its_first_step(edited):
+    folder, c = edited
+    fill.run(fill.open_job(c), WORK)
+    s, mesh = imagen_settings.read_settings(c), sharding.make_mesh(1, -1, 1, jax.local_devices())
+    open_batches = lambda: imagen_train.open_batches(s, lookup.open_encoder(s.text), mesh).close()
+    open_batches()
+    (folder / "00003.txt").write_text("a caption that is new")
+    (folder / "00002.txt").write_text("")
+    with pytest.raises(
+        ValueError, match=r"1 of 3 captions are not in the store .*, such as 'a capt"
+    ):
+        open_batches()
+
+
 def test_captions_may_come_from_a_file(tmp_path, weights):
     (tmp_path / "captions.txt").write_text("one\n\n two \none\n")
     job = fill.open_job(
@@ -238,6 +304,23 @@ def test_captions_may_come_from_a_file(tmp_path, weights):
     )
     assert fill.run(job, WORK)["captions"] == 2
     store.Store(tmp_path / "store").read(["two", "one"])
+
+
+def test_a_store_holds_all_captions_of_a_picture(tmp_path, weights):
+    pictures = digits.write_examples(tmp_path / "pictures", 3, size=8)
+    for number, picture in enumerate(sorted(pictures.glob("*.png"))):
+        picture.with_suffix(".txt").write_text(f"{number}\none of all\n{number} again")
+    data = {"data__source": "folder", "data__path": str(pictures), "data__text": "txt:lines"}
+    job = fill.open_job(config(tmp_path / "store", weights, prompts=("a prompt",), **data))
+    assert fill.estimate(job, "int8").startswith("10 captions of")
+    assert fill.run(job, WORK)["captions"] == 1 + 3 + 1 + 3  # "one of all" is stored once.
+    store.Store(tmp_path / "store").read(["a prompt", "0", "2", "2 again", "one of all"])
+    opened = sources.open_pictures(Data("folder", path=str(pictures), text="txt:lines"), 8)
+    encoder = lookup.open_encoder(job.text)
+    lookup.check_captions(job.text, encoder, opened)
+    (pictures / "00002.txt").write_text("2\nedited")
+    with pytest.raises(ValueError, match="'edited'"):
+        lookup.check_captions(job.text, encoder, opened)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What start finds out about pictures, and the copies that it trains on instead."""
 
 import io
+import pathlib
 
 import numpy as np
 import pytest
@@ -29,6 +30,18 @@ def test_tall_pictures_are_noticed_and_padded(tall, tmp_path):
     assert padded.records.texts(range(3)) == ["picture a", "picture b", "picture c"]
     first = np.asarray(Image.open(io.BytesIO(padded.records.read([0])[0].image)))
     assert (first[:, 16:48] == [255, 0, 0]).all() and (first[:, :16] == 255).all()
+
+
+def test_what_is_left_out_is_in_the_description(tall):
+    root = pathlib.Path(tall.data.path)
+    (root / "d.png").touch()
+    (root / "e.svg").touch()
+    rows = pictures.described(pictures.read(tall.data._replace(uncaptioned="drop")))
+    assert [row for row in rows if row[0] in ("files", "left out")] == [
+        ("files", "3 pictures, 3 texts"),
+        ("left out", "1 format: e.svg"),
+        ("left out", "1 no_caption: d.png"),
+    ]
 
 
 def test_warnings_of_the_image_library_become_one_line(tall, monkeypatch):

@@ -12,7 +12,7 @@ from diffusion_jax.start.pictures import PictureSet
 from diffusion_jax.start.questions import ASK, FINETUNE
 
 ROOT = pathlib.Path(__file__).parents[3]
-SHIPPED = Shipped(str(ROOT / "models/emoji32"), "emoji32", ())
+SHIPPED = Shipped(str(ROOT / "models/emoji32"), "emoji32")
 
 
 def photos(count=60, side=3_000.0, p95=2.0, words=("fox",), speed=14.5):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data import pictures
+from diffusion_jax.data.captions import Captions
 from diffusion_jax.text import meaning, vocabulary
 from diffusion_jax.train import command, loop
 
@@ -152,6 +153,12 @@ def test_training_keeps_the_words_of_an_even_sample_of_captions(tmp_path, monkey
     before = len(rows)
     command.keep_vocabulary(tmp_path, given)  # A run that continues reads nothing.
     assert len(rows) == before
+
+
+def test_all_captions_of_a_picture_count(tmp_path):
+    command.keep_vocabulary(tmp_path, inputs([Captions(("one", "two"), (0.9, 0.1)), "three"])[0])
+    kept = vocabulary.read(tmp_path)
+    assert kept and kept.words == {"one", "two", "three"} and kept.num_captions == 3
 
 
 @pytest.mark.parametrize("changes", [{"start": print}, {"open_prompts": None}])

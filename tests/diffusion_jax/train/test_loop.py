@@ -9,6 +9,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
@@ -44,6 +45,13 @@ def sometimes_nan(task):
         return factor * value, metrics
 
     return task._replace(loss=loss)
+
+
+def test_by_default_the_average_of_a_short_run_shows_what_was_learned(tmp_path):
+    state = train(tmp_path, settings=Optimizer(lr=1e-2, warmup=0), steps=20)
+    apart = lambda other: float(optax.tree.norm(optax.tree.sub(state.params, other)))
+    # With a constant rate of 0.9999, 99.8 % of the way would be left.
+    assert apart(state.ema["0.9999"]) < 0.3 * apart(TASK.init(jax.random.key(RUN.seed)))
 
 
 def train(
@@ -285,7 +293,7 @@ def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):
         train(tmp_path)
     (run,) = json.loads((tmp_path / log.MANIFEST).read_text())["runs"]
     assert (run["seed"], run["first_step"], run["config"]) == (5, 0, {"a": [1, 2]})
-    assert read(tmp_path) == []
+    assert not (tmp_path / log.METRICS).exists()
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
@@ -331,6 +339,78 @@ def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_t
     jax.tree.map(np.testing.assert_array_equal, seen[-1], state.ema["0.9"])
 
 
+def test_a_drawing_that_does_not_fit_in_the_memory_costs_the_picture_only(tmp_path, caplog):
+    saved = []
+
+    def too_large(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    def score(draw, params):
+        # The checkpoint comes first; the end of it may still be written in the background.
+        names = [path.name.partition(".")[0] for path in (tmp_path / runs.CHECKPOINTS).iterdir()]
+        saved.append(max(map(int, names)))
+        return {"evaluation/mean": 1.0}
+
+    changes = {"steps": 4, "sample_every": 2, "save_every": 2}
+    task = TASK._replace(sample=too_large)
+    state = train(tmp_path, task, evaluation=loop.Scoring(16, score), **changes)
+    assert state.step == 4 and saved == [2, 4]
+    for step in (2, 4):
+        assert f"samples of step {step} do not fit in the memory and are left out" in caplog.text
+    names = [(line["step"], name) for line in read(tmp_path) for name in line]
+    assert [step for step, name in names if name == "out_of_memory/samples"] == [2, 4]
+    assert [step for step, name in names if name == "evaluation/mean"] == [2, 4]
+    assert not (tmp_path / "samples").exists()
+    train(tmp_path, task, evaluation=loop.Scoring(16, score), **changes)  # Not tried again.
+    assert len([line for line in read(tmp_path) if "out_of_memory/samples" in line]) == 2
+
+
+def test_scores_that_end_the_process_twice_are_left_out(tmp_path, caplog):
+    class Killed(BaseException):
+        pass
+
+    def kill(draw, params):
+        raise Killed
+
+    changes = {"steps": 4, "save_every": 4}
+    for _ in range(2):
+        assert "are left out" not in caplog.text
+        with pytest.raises(Killed):
+            train(tmp_path, evaluation=loop.Scoring(16, kill), **changes)
+    scoring = loop.Scoring(16, lambda draw, params: {"evaluation/mean": 1.0})
+    train(tmp_path, evaluation=scoring, **changes)
+    assert "evaluation of step 2 are left out: the process ended 2 times" in caplog.text
+    assert [line["step"] for line in read(tmp_path) if "evaluation/mean" in line] == [4]
+    assert not (tmp_path / loop.MEASURING).exists()
+
+
+def test_what_a_run_did_not_draw_and_score_before_it_stopped_follows_when_it_continues(tmp_path):
+    changes = {"save_every": 2, "sample_every": 0}
+    train(tmp_path, steps=4, **changes)
+    scoring = loop.Scoring(16, lambda draw, params: {"evaluation/mean": 1.0})
+    for _ in range(2):  # The second time, nothing is missing.
+        train(tmp_path, steps=4, evaluation=scoring, **changes | {"sample_every": 2})
+    assert [line["step"] for line in read(tmp_path) if "evaluation/mean" in line] == [4]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000004.png"]
+
+
+def test_examples_are_drawn_in_batches(tmp_path, monkeypatch):
+    drawn = []
+
+    def sample(params, frozen, batch, keys, guidance):
+        drawn.append(len(keys))
+        return TASK.sample(params, frozen, batch, keys, guidance)
+
+    sheets_of = []
+    for most in (64, 2):
+        monkeypatch.setattr(f"{__name__}.EXAMPLES", EXAMPLES._replace(most=most))
+        folder = tmp_path / str(most)
+        train(folder, TASK._replace(sample=sample), steps=1, sample_every=1)
+        sheets_of.append(np.asarray(Image.open(folder / "samples/step_00000001.png"), int))
+    assert drawn == [3, 2]  # Traced once for each batch size.
+    assert np.abs(sheets_of[0] - sheets_of[1]).max() <= 1
+
+
 def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path):
     train(tmp_path, steps=5, traced=range(2, 4))
     (file,) = (tmp_path / trace.FOLDER).rglob("*.xplane.pb")
@@ -360,3 +440,25 @@ def test_full_memory_says_what_is_in_it_and_what_to_change(tmp_path):
     assert "largest parts are: the step's temporaries 65536.0" in said and "ema 0.0" in said
     assert "processes 4 samples per device: try --config.optimizer.micro_batch=2" in said
     assert (tmp_path / out_of_memory.PROFILE).stat().st_size > 100
+
+
+def test_tensorflow_is_imported_while_the_step_compiles(tmp_path, monkeypatch):
+    order, compiled_all = [], loop.compiled_all
+    monkeypatch.setattr(loop.events, "import_beside", lambda: order.append("import"))
+    compiling = lambda *args: order.append("compile") or compiled_all(*args)
+    monkeypatch.setattr(loop, "compiled_all", compiling)
+    train(tmp_path, steps=1)
+    assert order == ["import", "compile"]
+
+
+def test_the_step_is_compiled_with_the_options_for_exact_resume(tmp_path, monkeypatch):
+    """Options for GPUs, which a CPU's compiler accepts and ignores."""
+    options, kept = {"xla_gpu_exclude_nondeterministic_ops": True}, []
+    tuned = loop.autotuning.Autotuning(options, "autotuning_1.txt")
+    monkeypatch.setattr(loop.autotuning, "find", lambda workdir, deterministic: tuned)
+    monkeypatch.setattr(loop.autotuning, "keep", lambda *args: kept.append(args))
+    compiled, used = loop.compiled, []
+    monkeypatch.setattr(loop, "compiled", lambda *args: used.append(args[-1]) or compiled(*args))
+    train(tmp_path, steps=1)
+    assert used == [options] and kept == [(tmp_path, tuned)]
+    assert log.read_manifest(tmp_path)[0]["autotuning"] == "autotuning_1.txt"

@@ -53,6 +53,16 @@ def test_a_cosine_shorter_than_its_warmup_is_an_error():
         optimizer.warmup_cosine(lr=0.1, warmup=10, steps=10)
 
 
+def test_a_schedule_that_begins_anew_is_that_of_the_remaining_steps():
+    settings = Optimizer(0.8, schedule="cosine", warmup=4, restart=20)
+    anew, fresh = optimizer.make_schedule(settings, 34), optimizer.warmup_cosine(0.8, 4, 14)
+    steps = np.arange(14)
+    np.testing.assert_array_equal(anew(20 + steps), fresh(steps))
+    assert float(anew(20)) == pytest.approx(0.8 / 5) and float(anew(34)) == pytest.approx(0)
+    with pytest.raises(ValueError, match=r"optimizer\.restart is 20, but the run ends at step 20"):
+        optimizer.check(settings, 20)
+
+
 def test_adamw_is_the_papers_update_with_decay_on_biases_too():
     rng = np.random.default_rng(0)
     params = {"kernel": rng.normal(size=(3, 2)), "bias": rng.normal(size=2)}

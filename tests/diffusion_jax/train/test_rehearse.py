@@ -3,12 +3,16 @@
 import logging
 import os
 import pathlib
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import quickstart
+from diffusion_jax import runs
+from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.data import pipeline
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
@@ -57,6 +61,7 @@ def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
     assert lines["parameters"] == f"{trained:,} trained, {toy.WIDTH**2:,} frozen"
     assert lines["device"] == "2 x cpu, 1 process; mesh: replica 1, fsdp 2, tensor 1"
     assert lines["data"].startswith("34,221 pictures; image 8x8x3, text_ids 6, text_mask 6;")
+    assert lines["files"] == "34,221 pictures"
     assert lines["batch"] == "8 images per step: 1 pass of 4 on each device"
     assert lines["drawing"] == "3 examples of 8x8"
     assert lines["workdir"] == f"{tmp_path / 'new'}: a new run"
@@ -100,6 +105,16 @@ def test_an_array_that_is_no_picture_is_refused_with_its_shape(tmp_path):
         told(tmp_path, broken(sample=lambda *_: jnp.ones((3, 8, 8, 4))))
 
 
+def test_the_memory_for_drawing_is_estimated_in_batches(tmp_path, monkeypatch, caplog):
+    few = told(tmp_path)["drawn at once"]
+    assert re.fullmatch(r"3 pictures on each device, for which it needs about 0\.00 GB", few)
+    many = EXAMPLES._replace(most=2)
+    monkeypatch.setattr(f"{__name__}.EXAMPLES", many)
+    assert told(tmp_path)["drawn at once"].startswith("2 pictures on each device, for which")
+    told(tmp_path, device_memory=2e5, ignore_memory=True)
+    assert "drawing 2 pictures at once may not fit into a device's memory: it needs" in caplog.text
+
+
 def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):
     held, _ = records()
     told(tmp_path, records=held)
@@ -108,6 +123,55 @@ def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):
     with pytest.raises(ZeroDivisionError) as raised:
         told(tmp_path, task, records=held)
     assert "while rehearsing the held-out loss" in raised.value.__notes__[-1]
+
+
+LONG = Optimizer(lr=1e-3, warmup=10, ema_decays=(0.99, 0.9999), ema_warmup=False)
+
+
+@pytest.mark.parametrize(
+    "steps, changes, visible, warning",
+    [
+        (500, {}, "0.117 epochs; the learning rate reaches 100% of optimizer.lr; pictures show the "
+         "average 0.9999, 4.9% of it from training",
+         "at the last step, 95 % of the average that pictures are drawn with are the initial "
+         "weights, because its decay rate is 0.9999: set optimizer.ema_warmup=True"),
+        (500, {"ema_warmup": True}, "average 0.9999, 100.0% of it from training", ""),
+        (500, {"ema_decays": ()}, "0.117 epochs; the learning rate reaches 100% of optimizer.lr",
+         ""),
+        (50_000, {}, "11.7 epochs; the learning rate reaches 100% of optimizer.lr; pictures show "
+         "the average 0.9999, 99.3% of it from training", ""),
+        (499, {"warmup": 9999, "ema_warmup": True}, "the learning rate reaches 5% of optimizer.lr",
+         "the learning rate reaches only 5 % of optimizer.lr, because optimizer.warmup is 9999, "
+         "but the run has 499 steps: lower optimizer.warmup"),
+    ],
+)  # fmt: skip
+def test_what_pictures_will_show_is_said(tmp_path, caplog, steps, changes, visible, warning):
+    lines = told(tmp_path, run=RUN._replace(steps=steps), settings=LONG._replace(**changes))
+    assert visible in lines["visible"]
+    assert warning in caplog.text and bool(warning) == bool(caplog.text)
+
+
+@pytest.mark.parametrize(
+    "schedule, before, after",
+    [("cosine", "0", "50"), ("wsd", "0", "100"), ("constant", "", ""), ("inverse_sqrt", "", "")],
+)
+def test_a_learning_rate_that_jumps_when_a_run_goes_on_is_said(
+    tmp_path, caplog, schedule, before, after
+):
+    settings = OPTIMIZER._replace(schedule=schedule, warmup=0)
+    steps = 10
+    train(tmp_path, steps=steps)
+    config = quickstart.get_config().to_dict() | {"steps": steps}
+    config["optimizer"] |= {"schedule": schedule, "warmup": 0}
+    runs.claim(tmp_path, config)
+    told(tmp_path, run=RUN._replace(steps=2 * steps), settings=settings)
+    line = (
+        f"at step 10, the learning rate jumps from {before} % to {after} % of optimizer.lr, "
+        f"because the schedule '{schedule}' now ends at step 20 instead of 10; to warm up again "
+        "instead, set "
+        "optimizer.restart=10"
+    )
+    assert (line in caplog.text) == bool(before) == ("jumps" in caplog.text)
 
 
 def test_a_run_that_goes_on_says_from_where_and_how_long_it_takes(tmp_path):

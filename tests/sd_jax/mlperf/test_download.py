@@ -11,9 +11,10 @@ import pytest
 
 from sd_jax import prepare
 from sd_jax.mlperf import download
-from sd_jax.mlperf.download import CLIP, MOMENTS, VAE
+from sd_jax.mlperf.download import CLIP, IMAGES, MOMENTS, VAE
 
 RNG = np.random.default_rng(0)
+TAG = '"v0"'
 CHECKPOINT = RNG.bytes(3 * 2**20 + 5)
 SETS = {
     MOMENTS: {"tars/00000.tar": RNG.bytes(2000), "tars/00001.tar": RNG.bytes(2**20)},
@@ -42,13 +43,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.asked.append((self.path.rpartition("/")[2], start))
         if self.path not in self.server.files:
             return self.send_error(404)
-        content = self.server.files[self.path].replace(b"URL", self.server.url.encode())[start:]
-        if start and not content:
+        content = self.server.files[self.path].replace(b"URL", self.server.url.encode())
+        if start >= len(content) > 0:
             return self.send_error(416)
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", TAG)
+        self.send_header("Content-Length", str(len(content) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(content[start:])
 
     def log_message(self, *_):
         pass
@@ -108,6 +112,7 @@ def fetch(server, tmp_path, name=VAE, **how):
 def test_a_killed_download_continues(server, tmp_path):
     (tmp_path / VAE).mkdir()
     (tmp_path / VAE / ".512-base-ema.ckpt.part").write_bytes(CHECKPOINT[:1000])
+    (tmp_path / VAE / ".512-base-ema.ckpt.version").write_text(TAG)
     fetch(server, tmp_path)
     assert (tmp_path / VAE / "512-base-ema.ckpt").read_bytes() == CHECKPOINT
     assert asked(server) == [("512-base-ema.ckpt", 1000)]
@@ -178,6 +183,21 @@ def test_a_store_that_fsspec_reads_serves_too(tmp_path):
     assert download.download(MOMENTS, tmp_path, "memory://mirror/metadata") == 2
     for path, content in SETS[MOMENTS].items():
         assert (tmp_path / MOMENTS / path).read_bytes() == content
+
+
+def test_the_raw_images_are_downloaded_only_if_they_are_named(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "SETS", {MOMENTS: {}, IMAGES: {}})
+    command = ["mlperf", f"--out={tmp_path}", f"--source={server.url}/metadata"]
+    prepare.main(command)
+    assert (tmp_path / MOMENTS).exists() and not (tmp_path / IMAGES).exists()
+    sums = f"{hashlib.md5(b'tar').hexdigest()}  a.tar\n"
+    server.files |= {
+        f"/metadata/stable-diffusion-{IMAGES}.md5": sums.encode(),
+        f"/metadata/stable-diffusion-{IMAGES}.uri": b"URL/images",
+        "/images/a.tar": b"tar",
+    }
+    prepare.main([*command, "--sets", IMAGES])
+    assert (tmp_path / "laion-400m-filtered-images-dataset" / "a.tar").read_bytes() == b"tar"
 
 
 def test_the_tokenizer_comes_from_the_hub(tmp_path, monkeypatch):

@@ -13,10 +13,14 @@ from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare import fetch
 
 CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
+TAG = '"v0"'
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Gives CONTENT under any name but /gone, ranges unless /whole, half of it once from /breaks"""
+    """Gives CONTENT under any name but /gone, ranges unless /whole, half of it once from /breaks.
+
+    Like a server that does not know If-Range, it sends ranges of any version.
+    """
 
     def do_GET(self):
         start = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") : -1])
@@ -30,11 +34,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes */{len(CONTENT)}")
             self.send_header("Content-Length", "0")
             return self.end_headers()
+        content = self.server.content
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(CONTENT) - start))
+        for name, value in self.server.marks.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content) - start))
+        if start:
+            sent = start + self.server.shift
+            self.send_header("Content-Range", f"bytes {sent}-{len(content) - 1}/{len(content)}")
         self.end_headers()
-        breaks = self.path == "/breaks" and not start
-        self.wfile.write(CONTENT[start : len(CONTENT) // 2 if breaks else None])
+        breaks = self.path == "/breaks" and len(self.server.starts) == 1
+        self.wfile.write(content[start : len(content) // 2 if breaks else None])
+        if breaks:
+            self.server.after_the_break()
 
     def log_message(self, *_):
         pass
@@ -43,7 +55,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.starts = []
+        server.starts, server.content, server.marks, server.shift = [], CONTENT, {"ETag": TAG}, 0
+        server.after_the_break = lambda: None
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         server.url = f"http://127.0.0.1:{server.server_port}"
@@ -53,6 +66,11 @@ def server():
 
 
 SHA512 = hashlib.sha512(CONTENT).hexdigest()
+
+
+def write_part(folder, name, content):
+    (folder / f".{name}.part").write_bytes(content)
+    (folder / f".{name}.version").write_text(TAG)
 
 
 def test_files_arrive_whole_and_are_not_asked_for_again(server, tmp_path):
@@ -67,14 +85,14 @@ def test_files_arrive_whole_and_are_not_asked_for_again(server, tmp_path):
 
 @pytest.mark.parametrize("name, start", [("range.bin", 1000), ("whole.bin", 1000)])
 def test_a_killed_download_continues(server, tmp_path, name, start):
-    (tmp_path / f".{name}.part").write_bytes(CONTENT[:start])
+    write_part(tmp_path, name, CONTENT[:start])
     (path,) = fetch.fetch([f"{server.url}/{name}"], tmp_path, {name: SHA512})
     assert path.read_bytes() == CONTENT
     assert server.starts == [(f"/{name}", start)]
 
 
 def test_a_part_that_is_all_there_is_taken(server, tmp_path):
-    (tmp_path / ".a.part").write_bytes(CONTENT)
+    write_part(tmp_path, "a", CONTENT)
     (path,) = fetch.fetch([f"{server.url}/a"], tmp_path, {"a": SHA512})
     assert path.read_bytes() == CONTENT
     assert server.starts == [("/a", len(CONTENT))]
@@ -83,7 +101,7 @@ def test_a_part_that_is_all_there_is_taken(server, tmp_path):
 def test_a_part_longer_than_the_file_is_started_again(server, tmp_path):
     storage.write_whole("memory://longer/b", CONTENT)
     for name in ("a", "b"):
-        (tmp_path / f".{name}.part").write_bytes(b"x" * (len(CONTENT) + 1))
+        write_part(tmp_path, name, b"x" * (len(CONTENT) + 1))
     for url in (f"{server.url}/a", "memory://longer/b"):
         (path,) = fetch.fetch([url], tmp_path)  # Without a hash.
         assert path.read_bytes() == CONTENT
@@ -95,6 +113,49 @@ def test_a_connection_that_breaks_is_taken_up_again(server, tmp_path, monkeypatc
     (path,) = fetch.fetch([f"{server.url}/breaks"], tmp_path, {"breaks": SHA512})
     assert path.read_bytes() == CONTENT
     assert server.starts == [("/breaks", 0), ("/breaks", len(CONTENT) // 2)]
+
+
+CHANGED = CONTENT[::-1]
+
+
+@pytest.mark.parametrize(
+    "old, new, second",
+    [
+        ({"ETag": TAG}, {"ETag": '"v1"'}, len(CONTENT) // 2),
+        ({"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"},
+         {"Last-Modified": "Fri, 02 Jan 2026 00:00:00 GMT"}, len(CONTENT) // 2),
+        ({"ETag": 'W/"v0"'}, {"ETag": 'W/"v0"'}, 0),
+        ({}, {}, 0),
+    ],
+    ids=["ETag", "Last-Modified", "weak ETag", "no mark"],
+)  # fmt: skip
+def test_a_file_that_changes_during_its_download_is_downloaded_again(
+    server, tmp_path, monkeypatch, old, new, second
+):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    server.marks = old
+    change = lambda: (setattr(server, "content", CHANGED), setattr(server, "marks", new))
+    server.after_the_break = change
+    (path,) = fetch.fetch([f"{server.url}/breaks"], tmp_path)
+    assert path.read_bytes() == CHANGED
+    starts = [start for _, start in server.starts]
+    assert starts == [0, second, *([0] if second else [])]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_range_that_starts_elsewhere_is_not_appended(server, tmp_path):
+    server.shift = 5
+    write_part(tmp_path, "a", CONTENT[:1000])
+    (path,) = fetch.fetch([f"{server.url}/a"], tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert server.starts == [("/a", 1000), ("/a", 0)]
+
+
+def test_a_part_of_another_version_in_a_bucket_is_downloaded_again(tmp_path):
+    storage.write_whole("memory://changed/a", CONTENT)
+    write_part(tmp_path, "a", CHANGED[:1000])
+    (path,) = fetch.fetch(["memory://changed/a"], tmp_path)
+    assert path.read_bytes() == CONTENT
 
 
 def test_a_wrong_hash_leaves_nothing(server, tmp_path):

@@ -71,7 +71,10 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
     others.touch()
     arguments = ("validate", "--source=folder", f"--path={folder}", f"--out={tmp_path}/report")
     assert run(*arguments) == 0
-    report = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert "files          11 pictures, 11 texts\nleft out       1 no_caption: 00006.png\n" in err
+    assert report["left_out_first"] == {"no_caption": ["00006.png"]}
     assert json.loads((tmp_path / "report/report.json").read_text()) == report
     with Image.open(tmp_path / "report/samples.png") as sheet:
         assert sheet.width == 4 + 8 * 132  # Ten usable pictures: eight in a row.
@@ -90,7 +93,7 @@ def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == {"no_caption": 1, "written": 11}
     assert run("index", f"--path={tmp_path}/tars") == 0
     counts = json.loads(capsys.readouterr().out)
-    assert counts == {"tars": 3, "records": 11, "files": 22, "truncated": 0}
+    assert counts == {"tars": 3, "records": 11, "files": 22, "damaged": 0}
     assert len(list((tmp_path / "tars").glob("*.tar.index.npz"))) == 3
 
 

@@ -97,6 +97,9 @@ def test_kinds_of_images_are_told_by_their_first_bytes():
     assert reshard.image_kind(b"RIFF1234WEBPVP8") == "webp"
     assert reshard.image_kind(b"RIFF1234WAVE") is None
     assert reshard.image_kind(b"") is None
+    bitmap = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(bitmap, "BMP")
+    assert reshard.image_kind(bitmap.getvalue()) == "bmp"
 
 
 def test_shrunken_images_are_padded_to_squares_or_keep_their_shape(tmp_path):

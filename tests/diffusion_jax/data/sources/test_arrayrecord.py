@@ -104,7 +104,7 @@ def test_what_is_written_protobuf_reads(example):
     assert {name: list(values) for name, values in read.items()} == {
         name: [value] for name, value in features.items()
     }
-    assert arrayrecord.decode(arrayrecord.encode(features)) == features
+    assert arrayrecord.decode(arrayrecord.encode(features)) == {k: [v] for k, v in features.items()}
 
 
 def test_what_protobuf_writes_is_read_numbers_passed_over(example):
@@ -116,8 +116,8 @@ def test_what_protobuf_writes_is_read_numbers_passed_over(example):
     feature["score"].float_list.value.append(0.5)
     feature["none"].bytes_list.SetInParent()
     assert arrayrecord.decode(message.SerializeToString()) == {
-        "image": b"\xff\xd8" + bytes(300),
-        "captions": b"one",
+        "image": [b"\xff\xd8" + bytes(300)],
+        "captions": [b"one", b"two"],
     }
 
 

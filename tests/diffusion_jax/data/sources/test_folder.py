@@ -1,10 +1,16 @@
 """Folders of images with texts, and what is said when they are not that."""
 
+import itertools
+import os
+import pathlib
+
 import numpy as np
 import pytest
 
+from diffusion_jax.data import guess
 from diffusion_jax.data.records import suffix_of
 from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.examples.digits import pictures as digits
 
 
@@ -79,7 +85,7 @@ def test_unknown_choices_are_refused(folder):
         ValueError, match=r"data\.text is 'json': add the field's name, such as json:c"
     ):
         Folder(folder, text="json")
-    with pytest.raises(ValueError, match=r"'txt:caption': .* follow json or jsonl or parquet, so"):
+    with pytest.raises(ValueError, match=r"'txt:caption': .* follow json or csv or"):
         Folder(folder, text="txt:caption")
     with pytest.raises(ValueError, match="the suffix of text files is 'doc': it must end in txt"):
         Folder(folder, text="doc")
@@ -88,3 +94,109 @@ def test_unknown_choices_are_refused(folder):
 def test_suffix_is_what_follows_the_first_dot():
     assert suffix_of("a.b/0001.T5.npy") == "t5.npy"
     assert suffix_of("a.b/0001") == ""
+
+
+def test_linked_folders_and_files_are_followed_once(tmp_path):
+    for name in ("elsewhere/deep/1.png", "data/sub/2.png", "one/3.png"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+        path.with_suffix(".txt").write_text(name)
+    data = tmp_path / "data"
+    (data / "0_linked").symlink_to(tmp_path / "elsewhere")
+    (data / "again").symlink_to(tmp_path / "elsewhere")
+    (data / "a_loop").symlink_to(data)
+    (data / "sub/b_loop").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(data)
+    (data / "itself.png").symlink_to(data / "itself.png")
+    (data / "nothing.png").symlink_to(tmp_path / "missing.png")
+    for suffix in ("png", "txt"):
+        (data / f"3.{suffix}").symlink_to(tmp_path / f"one/3.{suffix}")
+    records = Folder(data)
+    assert [(r.name, r.text) for r in records.read(range(len(records)))] == [
+        ("0_linked/deep/1.png", "elsewhere/deep/1.png"), ("3.png", "one/3.png"),
+        ("sub/2.png", "data/sub/2.png")]  # fmt: skip
+    # The loops and the second link to one folder, and the two broken links.
+    assert records.left_out() == {"link": 6}
+
+
+def test_every_file_is_used_or_left_out_for_a_reason(tmp_path):
+    names = {
+        "pictures": ["1.JPG", "2.tiff", "3.avif", "4.a.gif"],
+        "texts": ["1.txt", "2.txt"],
+        "companions": ["1.json", "meta.csv", "5.TXT.npy"],
+        "format": ["a.svg", "b.heic", "no_suffix", "c.zip"],
+        "no_picture": ["d.txt", "e.TXT"],
+        "hidden": [".git/1.png", "__MACOSX/1.jpg", "._1.jpg", "sub/.DS_Store", "Thumbs.db"],
+    }
+    for name in itertools.chain(*names.values()):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    os.mkfifo(tmp_path / "pipe.png")  # Reading it would never end.
+    rows = dict.fromkeys(Folder(tmp_path, uncaptioned="drop").inventory().rows())
+    assert list(rows) == [
+        ("files", "2 pictures, 2 texts, 3 companions"),
+        ("left out", "5 hidden: ._1.jpg, .git, Thumbs.db, ..."),
+        ("left out", "1 special: pipe.png"),
+        ("left out", "4 format: a.svg, b.heic, c.zip, ..."),
+        ("left out", "2 no_picture: d.txt, e.TXT"),
+        ("left out", "2 no_caption: 3.avif, 4.a.gif"),
+    ]
+
+
+def test_files_that_this_user_cannot_read_are_damaged(folder, monkeypatch):
+    read = pathlib.Path.read_bytes
+
+    def refuse(path):
+        if path.name in ("00001.png", "00002.txt"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    texts = [record.text for record in Folder(folder).read(range(4))]
+    assert isinstance(Folder(folder).texts([2])[0], Unusable)
+    assert [isinstance(t, Unusable) and t.reason for t in texts] == [
+        False,
+        *["unreadable"] * 2,
+        False,
+    ]
+    scandir = os.scandir
+
+    def refuse_folder(path):
+        if os.path.basename(path) == "closed":
+            raise PermissionError(path)
+        return scandir(path)
+
+    (folder / "closed").mkdir()
+    monkeypatch.setattr(os, "scandir", refuse_folder)
+    assert Folder(folder).left_out() == {"unreadable": 1}
+
+
+def test_a_text_may_have_the_whole_name_of_its_image(tmp_path):
+    for name in ("1.jpg", "2.png", "2.jpg"):
+        (tmp_path / name).touch()
+        (tmp_path / f"{name}.txt").write_text(f"text of {name}")
+    (tmp_path / "1.en.txt").touch()
+    records = Folder(tmp_path)
+    assert records.texts([0, 1, 2]) == ["text of 1.jpg", "text of 2.jpg", "text of 2.png"]
+    assert records.left_out() == {"no_picture": 1}
+    assert guess.guess(str(tmp_path)).text == "txt"
+
+
+def test_the_package_that_reads_a_format_is_named(tmp_path):
+    (tmp_path / "1.HEIC").touch()
+    with pytest.raises(
+        ValueError, match=r"found heic; check the path, or install pillow-heif, whi"
+    ):
+        Folder(tmp_path)
+
+
+def test_names_that_are_not_utf8_are_read_and_printed(tmp_path, capsys):
+    root = os.fsencode(tmp_path)
+    for name in (b"caf\xe9.png", b"caf\xe9.txt", b"\xe9t\xe9.svg"):
+        with open(os.path.join(root, name), "wb") as file:
+            file.write(b"a cafe")
+    records = Folder(tmp_path)
+    assert records.texts([0]) == ["a cafe"] and records.keys(np.arange(1)) > 0
+    print(records.inventory().rows()[1][1])
+    assert capsys.readouterr().out == "1 format: \\xe9t\\xe9.svg\n"

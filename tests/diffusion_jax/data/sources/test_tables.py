@@ -1,4 +1,4 @@
-"""Captions in metadata.jsonl, in img2dataset's parquet and in json beside the images."""
+"""Captions in tables of several kinds, and in json beside the images."""
 
 import json
 
@@ -6,6 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.transforms import Unusable
 
@@ -35,7 +36,7 @@ def test_jsonl_names_files_beside_itself(tmp_path):
     folder = Folder(tmp_path, text="jsonl:text", uncaptioned="drop")
     assert texts(folder) == {"train/a.png": "one", "train/b/c.jpg": "two"}
     assert folder.texts([1, 0]) == ["two", "one"]
-    assert folder.left_out() == {"no_caption": 1}
+    assert folder.left_out() == {"no_caption": 1, "row_without_image": 1}
 
 
 def test_img2datasets_folders_and_parquet(tmp_path):
@@ -53,7 +54,10 @@ def test_img2datasets_folders_and_parquet(tmp_path):
         "00000/000000002.jpg": "caption 2",
         "00001/000010000.webp": "caption 10000",
     }
-    with pytest.raises(ValueError, match=r"no column 'text', but only key, caption, status"):
+    with pytest.raises(
+        ValueError,
+        match=r"a 'text'; the columns are caption, key, status",
+    ):
         Folder(tmp_path, text="parquet:text")
 
 
@@ -80,3 +84,101 @@ def test_tables_that_say_nothing_are_named(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"file_name": "a.jpg"}\n{')
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2: "):
         Folder(tmp_path, text="jsonl:text")
+
+
+def table(root, name, content):
+    (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return Folder(root, text=f"{name.rpartition('.')[2]}:text", uncaptioned="drop")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_csv_and_tsv_are_read_like_jsonl(tmp_path, encoding):
+    images(tmp_path, "a.png", "b.png")
+    for name, content in (
+        ("m.csv", 'file_name,text\r\na.png,"é, ""one""\nand more"\r\nb.png,two\r\n'),
+        ("m.tsv", 'text\tfilename\n"é, ""one""\nand more"\ta.png\ntwo\tb.png\n'),
+        ("m.jsonl", json.dumps({"file_name": "a.png", "text": 'é, "one"\nand more'})
+         + '\n{"file_name": "b.png", "text": "two"}'),
+    ):  # fmt: skip
+        folder = table(tmp_path, name, content.encode(encoding))
+        assert texts(folder) == {"a.png": 'é, "one"\nand more', "b.png": "two"}
+
+
+def test_a_caption_that_is_not_utf8_is_named_with_its_file_line_and_byte(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    (text, good) = table(tmp_path, "m.csv", b"file_name,text\na.png,caf\xe9\nb.png,x").texts([0, 1])
+    expected = f"broken_text: {tmp_path}/m.csv, line 2: the text is not UTF-8 text (byte 0xe9)"
+    assert (str(text), good) == (expected, "x")
+
+
+def test_names_in_other_forms_find_their_images(tmp_path):
+    images(tmp_path, "d/A.PNG", "d/e/b.png", "caf\u00e9.png", "c.png")
+    content = "file_name,text\nd\\e\\b.png,b\nD/a.png,a\ncafe\u0301.png,accent\n./c.png,dot\n"
+    expected = {"d/A.PNG": "a", "d/e/b.png": "b", "caf\u00e9.png": "accent", "c.png": "dot"}
+    assert texts(table(tmp_path, "m.csv", content)) == expected
+    names = [str(tmp_path / "d/e/b.png"), str(tmp_path / "c.png")]
+    lines = "".join(json.dumps({"file_name": n, "text": n[-5:]}) + "\n" for n in names)
+    assert texts(table(tmp_path, "m.jsonl", lines)) == {"d/e/b.png": "b.png", "c.png": "c.png"}
+
+
+def test_images_may_be_in_another_folder_if_no_row_finds_its_image_beside_the_table(tmp_path):
+    images(tmp_path, "Images/a.png", "Images/b.png")
+    folder = table(tmp_path, "m.csv", "image,text\na.png,one\nb.png,two\nc.png,three\n")
+    assert texts(folder) == {"Images/a.png": "one", "Images/b.png": "two"}
+    # Here, the table is beside its images: the row of b.png is not about another folder's b.png.
+    images(tmp_path, "a.png")
+    folder = table(tmp_path, "m.csv", "image,text\na.png,one\nb.png,two\n")
+    assert texts(folder) == {"a.png": "one"}
+    assert folder.left_out() == {"row_without_image": 1, "no_caption": 2}
+    assert folder.inventory().first["row_without_image"] == [f"{tmp_path}/m.csv, line 3: b.png"]
+
+
+def test_several_rows_of_an_image_are_several_captions(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nb.png,three\na.png,two\n")
+    assert texts(folder) == {"a.png": Captions(("one", "two"), (0.5, 0.5)), "b.png": "three"}
+    (tmp_path / "old.csv").write_text("file_name,text\nb.png,old\n")
+    with pytest.raises(ValueError, match=r"both .*/m\.csv and .*/old\.csv describe b\.png: remove"):
+        Folder(tmp_path, text="csv:text")
+
+
+def test_cocos_captions_are_read_with_the_images_in_any_folder(tmp_path):
+    images(tmp_path, "train2014/x_7.jpg", "train2014/x_9.jpg")
+    notes = [{"id": i, "image_id": 7 + 2 * (i // 5), "caption": f"caption {i}"} for i in range(10)]
+    listed = [{"id": n, "file_name": f"x_{n}.jpg"} for n in (7, 9)]
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations/captions.json").write_text(
+        json.dumps({"images": listed, "annotations": notes})
+    )
+    boxes = [{"id": 1, "image_id": 7, "category_id": 3, "bbox": [1, 2, 3, 4]}]
+    (tmp_path / "annotations/instances.json").write_text(
+        json.dumps({"images": listed, "annotations": boxes})
+    )
+    (tmp_path / "annotations/list.json").write_text("[]")
+    found = texts(Folder(tmp_path, text="coco:caption"))
+    assert found["train2014/x_9.jpg"].texts == tuple(f"caption {i}" for i in range(5, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("m.jsonl", '{"file_name": null, "text": "x"}', "line 1: file_name is null, not the name"),
+        ("m.jsonl", '{"file_name": 7, "text": "x"}', "line 1: file_name is 7, not the name"),
+        ("m.jsonl", '{"file_name": ["a.png"], "text": "x"}', r'file_name is \["a.png"\], not the'),
+        ("m.jsonl", '{"file_name": "a.png", "text": 7}', "line 1: text is 7, not a text"),
+        (
+            "m.jsonl",
+            '{"file_name": "a.png", "text": "x"}\n{"text": "y"}',
+            "2: file_name is null",
+        ),
+        ("m.csv", "file_name,text\na.png,one,two\n", r'line 2 has 3 cells.*"a.png", "one", "two"'),
+        ("m.csv", "file_name,text\n,one\n", 'm.csv, line 2: file_name is "", not the name'),
+        ("m.csv", "picture,text\na.png,one\n", "no row of m.csv .*; the columns are picture, text"),
+        ("m.csv", "file_name,title\na.png,one\n", "a 'text'; the columns are file_name, title"),
+    ],
+)
+def test_a_malformed_row_is_one_line_with_file_row_and_value(tmp_path, name, content, message):
+    images(tmp_path, "a.png")
+    with pytest.raises(ValueError, match=message) as error:
+        table(tmp_path, name, content)
+    assert "\n" not in str(error.value)

@@ -58,7 +58,11 @@ def test_members_of_one_stem_are_a_record(tmp_path, format):
     records = WebDataset(tar)
     assert records_of(records) == [(b"first", "one"), (b"second", "two"), (b"third", "three")]
     assert records.read([1])[0].name == f"{tar}/c/1.png"
-    assert records.left_out() == {}
+    assert records.inventory().rows() == [
+        ("files", "3 pictures, 3 texts, 1 companions"),
+        ("left out", f"1 no_picture: {tar}/only.txt"),
+        ("left out", f"1 hidden: {tar}/b/._1.jpg"),
+    ]
 
 
 def test_embeddings_are_members_too(tmp_path):
@@ -141,8 +145,9 @@ def test_whole_records_of_a_truncated_tar_are_used_and_it_is_counted(tmp_path):
     tar.write_bytes(tar.read_bytes()[: 5 * 1536 + 700])  # In the last image: 512 + 600 + padding.
     records = WebDataset(tar)
     assert len(records) == 2
-    assert records.left_out() == {"truncated_tar": 1}
-    assert WebDataset(tar).left_out() == {"truncated_tar": 1}  # Also from the index.
+    lost = {"no_picture": 1, "truncated_tar": 1}
+    assert records.left_out() == WebDataset(tar).left_out() == lost
+    assert os.listdir(tmp_path) == ["a.tar"]  # Reading it again may succeed.
 
 
 def test_images_without_captions_are_named_or_dropped(tmp_path):
@@ -161,7 +166,9 @@ def test_images_without_captions_are_named_or_dropped(tmp_path):
 def test_what_is_no_tar_says_so(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w:gz"):
         pass
-    with pytest.raises(ValueError, match=r"cannot read .*a\.tar as a tar \(.*\): decompress it if"):
+    with pytest.raises(
+        ValueError, match=r"cannot read .*a\.tar as a tar \(compressed\): decompress it"
+    ):
         WebDataset(tmp_path / "a.tar")
     empty = write_tar(tmp_path / "e/b.tar", {"1.txt": b"no image"})
     with pytest.raises(ValueError, match=r"no images in .*b.tar: .* and found txt"):
@@ -196,6 +203,7 @@ def bucket(tmp_path):
 
 @pytest.mark.parametrize("path", ["", "/s-{0..1}.tar", "/s-{0,1}.tar"])
 def test_tars_in_an_object_store_are_read_as_local_ones(tmp_path, bucket, path):
+    storage.write_whole(f"{bucket}/._s-0.tar", b"a fork of macOS")
     assert records_of(WebDataset(bucket + path)) == records_of(WebDataset(tmp_path / "local"))
 
 
@@ -313,3 +321,168 @@ def test_damaged_embeddings_are_unusable_and_the_rest_is_read(tmp_path):
     texts = WebDataset(write_tar(tmp_path / "a.tar", members), text="npy").texts([0, 1])
     np.testing.assert_array_equal(texts[0], np.eye(2))
     assert isinstance(texts[1], Unusable) and texts[1].reason == "broken_text"
+
+
+def tar_of(path, num=20):
+    """A tar of records 0.jpg, 0.txt, 1.jpg, ..., as bytes, with the offsets of its headers."""
+    members = {f"{i}.{s}": b"%d %s" % (i, s.encode()) for i in range(num) for s in ("jpg", "txt")}
+    whole = write_tar(path / "whole.tar", members, tarfile.USTAR_FORMAT).read_bytes()
+    return bytearray(whole), range(0, num * 2048, 1024)
+
+
+PAIRS = [(b"%d jpg" % i, f"{i} txt") for i in range(20)]
+
+
+@pytest.mark.parametrize("at", [5, 124, 130, 148, 156, 257, 345])
+def test_a_flipped_bit_in_a_header_hides_one_file_only(tmp_path, at):
+    whole, headers = tar_of(tmp_path)
+    whole[headers[10] + at] ^= 1  # The header of 5.jpg.
+    tar = tmp_path / "damaged" / "a.tar"
+    tar.parent.mkdir()
+    tar.write_bytes(whole)
+    records = WebDataset(tar, max_broken=0.1)
+    assert records_of(records) == PAIRS[:5] + PAIRS[6:]
+    assert records.left_out() == {"no_picture": 1, "broken_header": 1}
+    assert records.inventory().first["broken_header"] == [f"{tar}/byte {headers[10]}"]
+    assert os.listdir(tar.parent) == ["a.tar"]  # Neither an index nor a listing is kept.
+    with pytest.raises(
+        ValueError, match=r"such as .*/byte 10240, hide 1 files or more, a larger sha"
+    ):
+        WebDataset(tar, max_broken=0.04)
+
+
+def test_damaged_headers_at_both_ends_and_lost_captions_are_counted(tmp_path):
+    whole, headers = tar_of(tmp_path)
+    for number in (0, 11, 39):  # 0.jpg, 5.txt and 19.txt.
+        whole[headers[number] + 150] ^= 1
+    (tmp_path / "a.tar").write_bytes(whole)
+    records = WebDataset(tmp_path / "a.tar", max_broken=0.2)
+    assert records_of(records) == PAIRS[1:5] + PAIRS[6:19]
+    assert records.left_out() == {"no_picture": 1, "broken_record": 2, "broken_header": 3}
+
+
+def test_a_page_of_zeros_is_damage_and_its_files_are_counted(tmp_path):
+    whole, headers = tar_of(tmp_path)
+    whole[headers[10] : headers[18]] = bytes(8 * 1024)
+    (tmp_path / "a.tar").write_bytes(whole)
+    records = WebDataset(tmp_path / "a.tar", max_broken=0.5)
+    assert records_of(records) == PAIRS[:5] + PAIRS[9:]
+    assert records.left_out() == {"broken_header": 8}
+
+
+def test_a_damaged_header_of_a_long_name_hides_the_file_with_this_name(tmp_path):
+    for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        members = {f"{'x' * 120}/{i}.{s}": b"%d %s" % (i, s.encode())
+                   for i in range(20) for s in ("jpg", "txt")}  # fmt: skip
+        whole = bytearray(write_tar(tmp_path / "a.tar", members, format).read_bytes())
+        whole[10 * 2048 + 3] ^= 1  # Two more blocks per file: the long name, and its header.
+        (tmp_path / "a.tar").write_bytes(whole)
+        records = WebDataset(tmp_path / "a.tar", max_broken=0.1)
+        assert records_of(records) == PAIRS[:5] + PAIRS[6:]
+        assert records.left_out() == {"no_picture": 1, "broken_header": 1}
+
+
+def test_joined_tars_are_read_to_the_end(tmp_path):
+    whole, headers = tar_of(tmp_path)
+    end = headers[-1] + 1024
+    marked, appended = bytes(whole) * 3, bytes(whole[:end]) * 2 + bytes(whole)  # cat, tar -A.
+    for joined in (marked, appended):
+        (tmp_path / "a.tar").write_bytes(joined)
+        records = WebDataset(tmp_path / "a.tar")
+        assert records_of(records) == PAIRS * 3
+        assert records.left_out() == {}
+    (tmp_path / "a.tar").write_bytes(marked + b"no header")
+    assert WebDataset(tmp_path / "a.tar", max_broken=0.1).left_out() == {"broken_header": 1}
+    (tmp_path / "a.tar").write_bytes(bytes(whole[: headers[10]]) + bytes(2**21))  # Preallocated.
+    assert WebDataset(tmp_path / "a.tar").left_out() == {"truncated_tar": 1}
+
+
+def test_files_of_records_with_one_key_are_never_mixed(tmp_path):
+    names = ["a.txt", "b.jpg", "b.txt", "a.jpg", "a.txt", "c.jpg", "c.txt", "c.jpg", "c.txt"]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"%d" % number))
+    records = WebDataset(tmp_path / "a.tar")
+    assert records_of(records) == [(b"1", "2"), (b"5", "6"), (b"7", "8")]
+    assert records.left_out() == {"duplicate_key": 3}  # Which caption is that of a.jpg?
+
+
+def test_every_member_is_used_or_left_out_for_a_reason(tmp_path):
+    members = {
+        "a/1.JPG": b"1", "a/1.txt": b"one", "a/1.json": b"{}", "a/1.cls": b"3",
+        "a/2.gif": b"2", "a/2.txt": b"two", "a/2.png": b"second",
+        "3.v1.png": b"3", "3.v1.txt": b"three", "4.mp4": b"4", "4": b"no suffix",
+        ".DS_Store": b"", "__MACOSX/1.jpg": b"", "alone.txt": b"t",
+    }  # fmt: skip
+    tar = write_tar(tmp_path / "s/a.tar", members)
+    with tarfile.open(tar, "a") as opened:
+        types = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE
+        for name, kind in zip(("5.png", "6.png", "7.png", "folder"), types, strict=True):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "a/1.JPG"
+            opened.addfile(info)
+    for name in ("b.tar.gz", "c.tgz", "stats.json", "._a.tar"):
+        (tmp_path / "s" / name).write_bytes(b"")
+    rows = [
+        ("files", "2 pictures, 2 texts, 2 companions"),
+        ("left out", f"2 dot_in_name: {tar}/3.v1.png, {tar}/3.v1.txt"),
+        ("left out", f"2 format: {tar}/4.mp4, {tar}/4"),
+        ("left out", f"1 no_picture: {tar}/alone.txt"),
+        ("left out", f"1 second_picture: {tar}/a/2.gif"),
+        ("left out", f"2 hidden: {tar}/.DS_Store, {tar}/__MACOSX/1.jpg"),
+        ("left out", f"2 link: {tar}/5.png, {tar}/6.png"),
+        ("left out", f"1 special: {tar}/7.png"),
+    ]
+    assert sorted(WebDataset(tar).inventory().rows()) == sorted(rows)
+    of_folder = dict.fromkeys(WebDataset(tar.parent).inventory().rows())
+    assert ("left out", f"4 format: {tar}/4.mp4, {tar}/4, {tar.parent}/b.tar.gz, ...") in of_folder
+    assert ("left out", f"3 hidden: {tar}/.DS_Store, {tar}/__MACOSX/1.jpg, ._a.tar") in of_folder
+
+
+def test_an_index_by_another_user_is_not_believed(tmp_path, monkeypatch):
+    tar = write_tar(
+        tmp_path / "s/a.tar", {"1.jpg": b"1", "1.txt": b"t", "2.jpg": b"2", "2.txt": b"u"}
+    )
+    WebDataset(tar)
+    (index,), (listed,) = tar.parent.glob("*.npz"), tar.parent.glob("records-*")
+    scans, scan = [], tars.scan
+    monkeypatch.setattr(tars, "scan", lambda path: scans.append(path) or scan(path))
+    WebDataset(tar)
+    assert not scans
+    status = os.stat
+    written = {str(index), str(listed)}
+
+    def by_another(path, **options):
+        found = status(path, **options)
+        uid = found.st_uid + (os.fspath(path) in written)
+        return os.stat_result((*found[:4], uid, *found[5:]))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", by_another)
+        patched.setattr(os, "geteuid", lambda: 1234)  # Neither root nor the other user.
+        assert not tars.is_trusted(index, str(tar)) and not tars.is_trusted(listed, str(tar))
+        assert tars.is_trusted(tar, str(tar))
+    index.chmod(0o666)
+    listed.chmod(0o666)  # Now every user may have written them.
+    assert records_of(WebDataset(tar)) == [(b"1", "t"), (b"2", "u")]
+    assert scans == [str(tar)]
+
+
+def test_the_cache_in_the_shared_temporary_folder_is_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.undo()  # The fixture's cache.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    home, shared = tars.cache_folders()
+    assert shared == tmp_path / f"diffusion_jax-{os.geteuid()}"
+    shared.symlink_to(tmp_path)  # By someone else.
+    assert tars.cache_folders() == [home]
+    shared.unlink()
+    shared.mkdir(0o700)
+    assert tars.cache_folders() == [home, shared]
+    shared.chmod(0o777)
+    assert tars.cache_folders() == [home]
+    tars._save(tars.scan(str(write_tar(tmp_path / "a.tar", {"1.txt": b""}))), np.zeros(3), [
+        str(home / "a.npz")])  # fmt: skip
+    assert home.stat().st_mode & 0o777 == 0o700

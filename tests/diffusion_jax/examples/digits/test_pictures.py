@@ -1,5 +1,7 @@
 """The coloured digits: which there are, which are held out, and how they look."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -106,3 +108,9 @@ def test_the_command_writes_a_tar_that_can_be_read(tmp_path):
     assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(
         np.arange(5) * 617
     )[1]
+
+
+def test_without_scikit_learn_an_error_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match=r"the digits come with scikit-learn .*: pip install"):
+        digits.load.__wrapped__("train")

@@ -1,0 +1,293 @@
+"""Measure what matters on an accelerator within a few minutes, the most valuable parts first.
+
+    python -m benchmarks.accelerator --minutes=9 --out=measured
+    python -m benchmarks.accelerator --list
+    python -m benchmarks.accelerator --only=emoji --minutes=5 --out=measured
+    JAX_PLATFORMS=cpu python -m benchmarks.accelerator --rehearse --out=rehearsed
+
+Each part runs in a process of its own, with a time limit. A part that fails, hangs or runs out of
+memory does not stop the others, and a part that does not fit into the remaining minutes is left
+out. As soon as a part ends, its results are appended to OUT/results.jsonl and its output to
+OUT/log.txt. At the end, the command writes the table that it prints to OUT/table.md: measured
+rates, beside the rates that the planner expects and those that others have published.
+
+The part "emoji" trains configs/emoji64.py on data/emoji (see configs/emoji32.py) for the rest of
+the time, and writes the packed model to OUT/emoji64.tar. No file in OUT is larger than 16 MB.
+
+--rehearse runs every part with a tiny model, two parts at a time, to find mistakes on a CPU.
+"""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from absl import app, flags
+
+_MINUTES = flags.DEFINE_float("minutes", 9.0, "Minutes until the command must have ended.")
+_OUT = flags.DEFINE_string("out", None, "Folder for the results; created if needed.")
+_ONLY = flags.DEFINE_list("only", [], "Names of parts to run; default: all.")
+_LIST = flags.DEFINE_bool("list", False, "Print the parts and exit.")
+_REHEARSE = flags.DEFINE_bool("rehearse", False, "Run every part with a tiny model.")
+_CACHE = flags.DEFINE_string("compilation_cache", "", "Folder for compiled programs.")
+_LEAST_S = 40  # A part is left out if fewer seconds remain.
+_LIMIT_BYTES = 16_000_000
+_TINY_STEPS = ("--steps=1", "--warmup=0", "--batch=2")
+_TINY_BASE = (
+    "--config.unet.image_size=16", "--config.unet.embed_dim=32", "--config.unet.channel_mult=(1,)",
+    "--config.unet.num_res_blocks=1", "--config.unet.attention_resolutions=()",
+    "--config.unet.head_dim=32", "--config.unet.cond_dim=32", "--config.text.width=32",
+    "--config.text.max_tokens=8", *_TINY_STEPS,
+)  # fmt: skip
+_TINY_SR = (
+    "--config.unet.image_size=32", "--config.unet.embed_dim=32", "--config.unet.channel_mult=(1,2)",
+    "--config.unet.num_res_blocks=(1,1)", "--config.unet.attention_levels=()",
+    "--config.text.width=32", "--config.text.max_tokens=8", *_TINY_STEPS,
+)  # fmt: skip
+_TINY_SD = (
+    "--config.unet.width=32", "--config.unet.channel_mult=(1,)", "--config.unet.head_dim=32",
+    "--config.unet.attention_levels=(0,)", "--config.unet.num_res_blocks=1",
+    "--config.latents.image_size=64", "--config.unet.attention_impl=auto", *_TINY_STEPS,
+)  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A command to run, with its time limit."""
+
+    name: str
+    about: str
+    command: tuple[str, ...]
+    """Module and flags."""
+    seconds: int
+    """Time limit."""
+    tiny: tuple[str, ...] = ()
+    """Flags to add in a rehearsal."""
+    variables: Mapping[str, str] = {}
+    """Environment variables to set."""
+    published: float | None = None
+    """Samples/s per GPU that others have published for this model."""
+    source: str = ""
+    """Where this rate is from."""
+
+
+def _step(config: str, *flags: str) -> tuple[str, ...]:
+    return ("benchmarks.train_step", f"--config=configs/{config}.py", *flags)
+
+
+_BASE = _step("base64_500m", "--batch=64", "--steps=10")
+_BASE_BLOCK = (*_BASE, "--config.unet.num_res_blocks=1")
+_SD = _step("sd2_512_base", "--batch=32", "--steps=10")
+_SD_BLOCK = (*_SD, "--config.unet.num_res_blocks=1")
+_NEMO, _MLPERF = "NeMo, H100", "MLPerf, H200, the UNet alone"
+_CUDNN, _XLA = "--config.unet.attention_impl=cudnn", "--config.unet.attention_impl=xla"
+PARTS = (
+    Part("machine", "driver, devices, checks of all operations, speed of products and "
+         "convolutions", ("diffusion_jax.doctor", "--json"), 120),
+    Part("base64_block", "base64_500m, one block per level, batch 64", _BASE_BLOCK, 150,
+         _TINY_BASE),
+    Part("base64", "base64_500m, batch 64", _BASE, 240, _TINY_BASE, {}, 202.4, _NEMO),
+    Part("base64_largest", "base64_500m, the largest batch that the planner expects to fit",
+         _step("base64_500m", "--batch=0", "--steps=5"), 240, _TINY_BASE, {}, 202.4, _NEMO),
+    Part("sd2_block_cudnn", "sd2_512_base on latents, one block per level, batch 32, cuDNN's "
+         "attention", (*_SD_BLOCK, _CUDNN), 150, _TINY_SD),
+    Part("sd2_block_xla", "the same with XLA's attention", (*_SD_BLOCK, _XLA), 150, _TINY_SD),
+    Part("sd2_cudnn", "sd2_512_base on latents, batch 32, cuDNN's attention", (*_SD, _CUDNN), 240,
+         _TINY_SD, {}, 149.6, _MLPERF),
+    Part("sd2_xla", "the same with XLA's attention", (*_SD, _XLA), 240, _TINY_SD, {}, 149.6,
+         _MLPERF),
+    Part("resume", "the quick start: interrupted and uninterrupted runs compared bit for bit; "
+         "pictures in batches of 1, 8 and 64", ("benchmarks.exact_resume",), 300,
+         ("--tiny", "--steps=2", "--pictures=2", "--both=False")),
+    Part("kernels", "every form of the operations of UNets",
+         ("benchmarks.kernels", "--batch=16", "--size=32", "--width=512", "--dtype=bfloat16",
+          "--repeats=3"), 120,
+         ("--batch=1", "--size=8", "--width=64", "--repeats=1", "--group_s=0")),
+    Part("kernels_64", "the same for 320 channels at 64x64",
+         ("benchmarks.kernels", "--batch=16", "--size=64", "--width=320", "--dtype=bfloat16",
+          "--repeats=3"), 120,
+         ("--batch=1", "--size=8", "--width=64", "--repeats=1", "--group_s=0")),
+    Part("latency", "Stable Diffusion 2: seconds from tokens to pixels, batches 1 and 4",
+         ("benchmarks.sd_latency", "--model=2", "--batches=1,4", "--rounds=3"), 240,
+         ("--tiny", "--size=64", "--steps=2", "--rounds=1", "--batches=1", "--dtype=float32")),
+    Part("base64_2b", "base64_2b, batch 16", _step("base64_2b", "--batch=16", "--steps=5"), 240,
+         _TINY_BASE, {}, 61.9, _NEMO),
+    Part("sr256_600m", "sr256_600m, batch 16", _step("sr256_600m", "--batch=16", "--steps=5"), 240,
+         _TINY_SR, {}, 170.8, _NEMO),
+    Part("sr1024_600m", "sr1024_600m on crops of 256, batch 16",
+         _step("sr1024_600m", "--batch=16", "--steps=5"), 240,
+         _TINY_SR, {}, 181.6, _NEMO),
+    Part("sr256_400m", "sr256_400m, batch 8", _step("sr256_400m", "--batch=8", "--steps=5"), 240,
+         (*_TINY_BASE, "--config.unet.image_size=32"), {}, 50.7, _NEMO),
+    Part("command_buffers", "base64_block with convolutions in CUDA graphs", _BASE_BLOCK, 150,
+         _TINY_BASE, {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+CONVOLUTION"}),
+    Part("o1", "base64_block with JAX_OPTIMIZATION_LEVEL=O1", _BASE_BLOCK, 150, _TINY_BASE,
+         {"JAX_OPTIMIZATION_LEVEL": "O1"}),
+    Part("not_deterministic", "base64_block with kernels whose results vary between calls",
+         (*_BASE_BLOCK, "--config.deterministic=False"), 150, _TINY_BASE),
+    Part("emoji", "a training of configs/emoji64.py for the rest of the time",
+         ("benchmarks.emoji_training",), 3600, ("--rehearse",)),
+)  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """Run the parts, and print the table of results."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    if _LIST.value:
+        for part in PARTS:
+            print(f"{part.name:18} {part.about} (at most {part.seconds} s)")
+        return
+    names = [part.name for part in PARTS]
+    if unknown := [name for name in _ONLY.value if name not in names]:
+        raise app.UsageError(f"--only={','.join(unknown)}: the parts are {', '.join(names)}", 2)
+    if not _OUT.value:
+        raise app.UsageError("--out is missing: name a folder for the results", 2)
+    out = pathlib.Path(_OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in PARTS if part.name in (_ONLY.value or names)]
+    end, lock = time.monotonic() + 60 * _MINUTES.value, threading.Lock()
+    with concurrent.futures.ThreadPoolExecutor(2 if _REHEARSE.value else 1) as pool:
+        results = list(pool.map(lambda part: _run(part, out, end, lock), parts))
+    table = _table(results)
+    (out / "table.md").write_text(table)
+    print(table, flush=True)
+    failed = [row["part"] for row in results if row["status"] == "failed"]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; {out / 'log.txt'} has their output")
+
+
+def _run(part: Part, out: pathlib.Path, end: float, lock: threading.Lock) -> dict[str, Any]:
+    """Run a part if enough time is left, keep its results, and return them."""
+    left = end - time.monotonic()
+    row: dict[str, Any] = {"part": part.name, "about": part.about}
+    row |= {"published": part.published, "source": part.source}
+    if left < _LEAST_S:
+        row |= {"status": "left out", "seconds": 0.0, "results": []}
+        text = f"{left:.0f} s are left, and a part needs at least {_LEAST_S} s"
+    else:
+        start = time.monotonic()
+        status, text, errors = _execute(part, out, min(part.seconds, left - 5))
+        seconds = time.monotonic() - start
+        row |= {"status": status, "seconds": seconds, "results": _parse(text)}
+        text += errors
+    with lock:
+        _append(out / "results.jsonl", json.dumps(row) + "\n")
+        _append(out / "log.txt", f"==== {part.name}: {row['status']}\n{text[-1_000_000:]}\n")
+        print(f"{part.name}: {row['status']} after {row['seconds']:.0f} s", flush=True)
+    return row
+
+
+def _execute(part: Part, out: pathlib.Path, limit: float) -> tuple[str, str, str]:
+    """Run a part's command for at most `limit` seconds. Returns (status, output, errors)."""
+    command, variables = [sys.executable, "-m", *part.command], {**os.environ, **part.variables}
+    if _REHEARSE.value:
+        command += part.tiny
+        variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # Compiles three times as fast.
+    if part.name == "emoji":
+        command += [f"--minutes={limit / 60}", f"--out={out}"]
+    if _CACHE.value:
+        variables["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(_CACHE.value).absolute())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        text, errors = process.communicate(timeout=limit)
+        return "failed" if process.returncode else "done", text, errors
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # The part's own child processes, too.
+        text, errors = process.communicate()
+        return f"stopped after {limit:.0f} s", text, errors
+
+
+def _parse(text: str) -> list[Any]:
+    """Return the JSON values in a part's output: the whole output, or each line that is JSON."""
+    try:
+        return [json.loads(text)]
+    except ValueError:
+        rows = []
+    for line in text.splitlines():
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+        elif line.startswith("|"):
+            rows.append(line)
+    return rows
+
+
+def _append(path: pathlib.Path, text: str) -> None:
+    """Append text to a file, unless the file would become larger than 16 MB."""
+    if not path.exists() or path.stat().st_size + len(text.encode()) < _LIMIT_BYTES:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Format the results as Markdown: the machine, the training rates, and all other output."""
+    lines = [_machine(results), "", *_rates(results)]
+    for row in results:
+        values = [v for v in row["results"] if "samples_per_second" not in v]
+        if row["part"] == "machine" or not values:
+            continue
+        lines += ["", f"**{row['part']}**: {row['about']} ({row['status']})", ""]
+        lines += [v if isinstance(v, str) else f"- `{json.dumps(v)}`" for v in values]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line that names the device, the driver, the versions and the commit."""
+    query = "--query-gpu=name,driver_version,memory.total"
+    try:
+        smi = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True
+        ).stdout.strip()
+    except FileNotFoundError:
+        smi = "no NVIDIA driver"
+    report = next((row["results"][0] for row in results
+                   if row["part"] == "machine" and row["results"]), {})  # fmt: skip
+    jax = next((line for line in report.get("jax", []) if line.startswith("jax:")), "")
+    versions = ", ".join(f"{name} {version}" for name, version in
+                         report.get("versions", {}).items())  # fmt: skip
+    wrong = [row["check"] for row in report.get("checks", []) if row["verdict"] != "right"]
+    checks = f"checks that are not right: {', '.join(wrong)}" if wrong else "all checks are right"
+    parts = [smi, " ".join(jax.split()), versions, f"commit {report.get('git')}",
+             f"rates {report.get('rates')}", checks]  # fmt: skip
+    return "; ".join(part for part in parts if part)
+
+
+def _rates(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the rows of the table of training rates."""
+    lines = [
+        "| part | batch | samples/s | planned | published | TFLOP/s | MFU | peak GiB | planned GiB "
+        "| compilation, s | status |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    number = lambda value, digits=1: "" if value is None else f"{value:,.{digits}f}"
+    percent = lambda value: "" if value is None else f"{100 * value:.1f} %"
+    for row in results:
+        measured = [v for v in row["results"] if "samples_per_second" in v]
+        for v in measured or [None] * (row["status"] != "done"):
+            published = f"{row['published']} ({row['source']})" if row["published"] else ""
+            figures = [""] * 8
+            if v:
+                planned = v["planned"] or {}
+                figures = [
+                    str(v["batch"]), number(v["samples_per_second"]),
+                    number(planned.get("samples_per_second")), published, number(v["tflops"]),
+                    percent(v["mfu"]), number(v["peak_memory_gib"]),
+                    number(planned.get("memory_gib")), number(v["compile_s"]),
+                ]  # fmt: skip
+            else:
+                figures = ["", "", "", published, "", "", "", "", ""]
+            lines.append(f"| {row['part']} | {' | '.join(figures)} | {row['status']} |")
+    return lines
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,104 @@
+"""Several captions of one picture: data.text="txt,json:long*0.5", lists, and lines of a file.
+
+The pipeline chooses one of them for each sample, as a function of the seed and the sample's number.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diffusion_jax.data.transforms import Unusable
+
+
+class Captions(NamedTuple):
+    """The texts of a picture that has several."""
+
+    texts: tuple[Any, ...]
+    weights: tuple[float, ...]
+    """The probability that a sample gets each text. The sum is 1."""
+
+    def at(self, share: float) -> Any:
+        """Return the text at `share`, a number in [0, 1), of the cumulated weights."""
+        index = int(np.searchsorted(np.cumsum(self.weights), share, side="right"))
+        return self.texts[min(index, len(self.texts) - 1)]
+
+
+def alternatives(text: str) -> list[tuple[str, float]]:
+    """Split data.text into places of texts and their weights: "txt,json:long*0.5".
+
+    Raises:
+        ValueError: a place is empty, or a weight is not a number above 0.
+    """
+    parts = []
+    for part in text.split(","):
+        name, star, number = part.strip().partition("*")
+        try:
+            weight = float(number) if star else 1.0
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 < weight < math.inf:
+            raise ValueError(
+                f"data.text is {text!r}: write the places of the texts with commas between them, "
+                "each with * and a weight above 0 if they differ, such as txt,json:long*0.5"
+            )
+        parts.append((name, weight))
+    return parts
+
+
+def join(parts: Iterable[tuple[Any, float]]) -> Any:
+    """Join (text, weight) pairs: return Captions, or the text itself if there is only one.
+
+    A text may be Captions, which share the weight, or an Unusable error. Missing texts, errors with
+    the reason "no_caption", are left out if others exist. Any other error is returned.
+    """
+    pairs, missing = [], Unusable("no_caption", "it holds no text")
+    for text, weight in parts:
+        if isinstance(text, Captions):
+            pairs += [(t, weight * w) for t, w in zip(*text, strict=True)]
+        elif not isinstance(text, Unusable):
+            pairs.append((text, weight))
+        elif text.reason == missing.reason:
+            missing = text
+        else:
+            return text
+    if len(pairs) < 2:
+        return pairs[0][0] if pairs else missing
+    texts, weights = zip(*pairs, strict=True)
+    return Captions(texts, tuple(weight / sum(weights) for weight in weights))
+
+
+def long_enough(text: Any, min_chars: int) -> Any:
+    """Return the text of a record without captions of fewer than `min_chars` characters.
+
+    Raises Unusable with the reason "short_caption" if no caption is left.
+    """
+    pairs = zip(*text, strict=True) if isinstance(text, Captions) else [(text, 1.0)]
+    kept = [pair for pair in pairs if not isinstance(pair[0], str) or len(pair[0]) >= min_chars]
+    if not kept:
+        longest = max(every(text), key=len)
+        raise Unusable(
+            "short_caption",
+            f"{longest!r} has {len(longest)} characters, data.min_chars is {min_chars}",
+        )
+    return join(kept)
+
+
+def every(text: Any) -> tuple[Any, ...]:
+    """Return all texts of a record: those of Captions, or the one text."""
+    return text.texts if isinstance(text, Captions) else (text,)
+
+
+def first(text: Any) -> Any:
+    """Return the first text of a record."""
+    return every(text)[0]
+
+
+def chosen(texts: Sequence[Any], seed: int, samples: Iterable[int]) -> list[Any]:
+    """Return one text for each sample, chosen by the seed and the sample's number."""
+    share = lambda number: np.random.default_rng((seed, number, 2)).random()
+    return [
+        text.at(share(number)) if isinstance(text, Captions) else text
+        for text, number in zip(texts, samples, strict=True)
+    ]

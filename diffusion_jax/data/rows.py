@@ -1,0 +1,193 @@
+"""Reads the rows of tables: .csv, .tsv, .jsonl, .json and .parquet.
+
+A .json holds a list of texts or of objects, an object with a text or an object for each image's
+name, as in kohya's meta_cap.json, or COCO's annotations. Prompts and the captions of folders come
+from such tables. Only CR and LF end a line.
+"""
+
+import csv
+import json
+import pathlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from diffusion_jax.machine import untrusted
+
+Row = tuple[str, dict[str, Any]]
+"""The place of a row for messages, such as "metadata.csv, line 3", and its cells, keyed by column.
+
+Bytes of the cells that are not UTF-8 are surrogates, as by the error handler "surrogateescape"."""
+CAPTION = "caption"
+"""The column of a JSON row that is a text alone, not an object."""
+_LIKELY = (CAPTION, "text", "prompt", "description", "title")
+_SHOWN = 60  # The largest number of characters of a value in a message.
+
+
+def read(path: pathlib.Path) -> Iterator[Row]:
+    """Yield the rows of a table. The suffix of the path, a key of READERS, selects the format.
+
+    Blank lines are skipped. COCO's annotations come in the order of their ids, and their image's
+    name is the cell "file_name".
+
+    Raises:
+        ValueError: a row is malformed, or the file is not in the format of its suffix.
+        OSError: the file cannot be read.
+    """
+    untrusted.refuse_pipe(path)
+    if path.suffix.lower() not in READERS:
+        raise ValueError(f"{path} is not a table: use {', '.join(READERS)}")
+    return READERS[path.suffix.lower()](path)
+
+
+def likely(columns: Collection[str]) -> list[str]:
+    """Return the columns with common names for captions, the likeliest first."""
+    names = lambda name: (name, f"{name}s")
+    return [column for name in _LIKELY for column in columns if column.lower() in names(name)]
+
+
+def shown(value: Any) -> str:
+    """Return a value of a row for a message, as short JSON."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _decoded(path: pathlib.Path) -> str:
+    try:
+        return untrusted.decode(path.read_bytes(), "surrogateescape")
+    except ValueError as error:
+        raise ValueError(f"{path} is {error}") from error
+
+
+def _csv(path: pathlib.Path) -> Iterator[Row]:
+    return _separated(path, ",;\t")  # Excel writes semicolons where a comma is the decimal point.
+
+
+def _tsv(path: pathlib.Path) -> Iterator[Row]:
+    return _separated(path, "\t")
+
+
+def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
+    """Yield the rows of a table whose cells are separated by one of `delimiters`."""
+    numbered, width = _cells(path, delimiters)
+    if not numbered:
+        return
+    header = [name.strip() for name in numbered[0][1]]
+    if twice := {name for name in header if header.count(name) > 1}:
+        raise ValueError(f"{path} has several columns {min(twice)!r}: give each its own name")
+    for number, cells in numbered[1:]:
+        place = f"{path}, line {number}"
+        if len(cells) != width:
+            advice = "; quote a cell that holds a separator" if len(cells) > width else ""
+            raise ValueError(
+                f"{place} has {len(cells)} cells, but the first line names {width} columns: "
+                f"{shown(cells)}{advice}"
+            )
+        yield place, dict(zip(header, cells, strict=True))
+
+
+def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[str]]], int]:
+    """Return (line number, cells) of each row, and the number of columns.
+
+    A quote at the start of a cell may begin a quoted cell, which may have several lines, or be part
+    of the text. Of these two readings, the one that fills all columns in all rows is used.
+
+    Raises:
+        ValueError: both readings fill all columns, and they differ.
+    """
+    lines = untrusted.split_lines(_decoded(path))
+    first = next((line for line in lines if line.strip()), "")
+    delimiter = max(delimiters, key=first.count)
+    options = {"delimiter": delimiter, "strict": True, "skipinitialspace": delimiter != "\t"}
+    try:
+        alone = [(n, _line(line, options)) for n, line in enumerate(lines, 1)]
+    except csv.Error as error:
+        raise ValueError(f"{path} is no table: {error}; write .jsonl") from error
+    alone = [(number, cells) for number, cells in alone if cells not in ([], [""])]
+    width = len(alone[0][1]) if alone else 0
+    joined, start = [], 1
+    reader = csv.reader((line + "\n" for line in lines), **options)
+    try:
+        for cells in reader:
+            if cells not in ([], [""]):
+                joined.append((start, cells))
+            start = reader.line_num + 1
+    except csv.Error:  # A quote inside a quoted cell, or one that is never closed.
+        return alone, width
+    if alone == joined or any(len(cells) != width for _, cells in alone):
+        return joined, width
+    if any(len(cells) != width for _, cells in joined):
+        return alone, width
+    number = next(a[0] for a, b in zip(alone, joined, strict=False) if a != b)
+    raise ValueError(
+        f"{path}, line {number}: a quote opens here and closes on a later line, so it may be text "
+        f"or enclose several lines ({shown(lines[number - 1])}): double the quote, or write .jsonl"
+    )
+
+
+def _line(line: str, options: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one line. A quote that is not closed before a separator is text."""
+    try:
+        return next(csv.reader([line], **options), [])
+    except csv.Error:
+        return next(csv.reader([line], **options, quoting=csv.QUOTE_NONE))
+
+
+def _jsonl(path: pathlib.Path) -> Iterator[Row]:
+    for number, line in enumerate(untrusted.split_lines(_decoded(path)), 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            yield place, _object(_parsed(line, place))
+
+
+def _json(path: pathlib.Path) -> Iterator[Row]:
+    content, images, noun = _parsed(_decoded(path), str(path)), {}, "item"
+    if isinstance(content, dict) and isinstance(content.get("annotations"), list):
+        listed = content.get("images")
+        for image in map(_object, listed if isinstance(listed, list) else []):
+            images[str(image.get("id"))] = image.get("file_name")
+        content, noun = content["annotations"], "annotation"
+        if all(type(a.get("id")) is int for a in map(_object, content)):
+            content = sorted(content, key=lambda a: a["id"])
+    elif isinstance(content, dict) and all(isinstance(v, dict | str) for v in content.values()):
+        content = [{"file_name": name, **_object(value)} for name, value in content.items()]
+    if not isinstance(content, list):
+        raise ValueError(
+            f"{path} holds {shown(content)}: it needs a list of texts or of objects, an object "
+            "with a text for each image's name, or COCO's annotations"
+        )
+    for number, item in enumerate(content, 1):
+        row = _object(item)
+        image = str(row.get("image_id"))
+        name = {"file_name": images[image]} if image in images else {}
+        label = f" (id {row['id']})" if "id" in row else ""
+        yield f"{path}, {noun} {number}{label}", {**row, **name}
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return untrusted.parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{place}: invalid JSON: {error}") from error
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {CAPTION: value}
+
+
+def _parquet(path: pathlib.Path) -> Iterator[Row]:
+    import pyarrow.parquet  # Slow to import, and needed by few data sets.
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            # Structs are embedded images.
+            names = [f.name for f in file.schema_arrow if not pyarrow.types.is_struct(f.type)]
+            for batch in file.iter_batches(columns=names):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}; copy or write it again") from error
+
+
+READERS = {".csv": _csv, ".tsv": _tsv, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}

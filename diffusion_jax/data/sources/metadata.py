@@ -1,0 +1,202 @@
+"""Reads the captions of a folder's images from tables, such as Hugging Face's metadata.jsonl.
+
+In most tables, a column (one of _FILES) holds the image's path relative to the table. In
+img2dataset's tables, the column "key" holds the image's name without suffix, and the image is in a
+folder with the table's stem, such as 00000 for 00000.parquet. In COCO's annotations ("coco"), the
+images may be in any folder.
+"""
+
+import collections
+import functools
+import os
+import pathlib
+import posixpath
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from diffusion_jax.data import captions, records, rows
+from diffusion_jax.data.inventory import TEXTS, Inventory
+from diffusion_jax.data.transforms import Unusable
+
+SUFFIXES = {
+    "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
+}  # fmt: skip
+"""The suffix of each kind of table in data.text."""
+_FILES, _KEY = ("file_name", "filename", "image", "path"), "key"
+
+
+class _Images:
+    """The images of a folder, found by names in several forms."""
+
+    def __init__(self, root: pathlib.Path, images: Sequence[str]):
+        self.paths = set(images)
+        self._images, self._roots = images, (os.path.abspath(root), os.path.realpath(root))
+        self.by = functools.cache(self._by)
+        """by(form) maps form(path) to the path of each image, if no other path has this form."""
+
+    def _by(self, form: Callable[[str], str]) -> dict[str, str]:
+        forms = list(map(form, self._images))
+        counts = collections.Counter(forms)
+        return {f: i for f, i in zip(forms, self._images, strict=True) if counts[f] == 1}
+
+    def path(self, folder: str, name: str) -> str:
+        """Return the path, relative to the root, of a name in a table in `folder`.
+
+        Backslashes in names separate folders.
+        """
+        path = posixpath.join(folder, name)
+        if path in self.paths:
+            return path
+        path = posixpath.join(folder, name.strip().replace("\\", "/"))
+        full = posixpath.normpath(posixpath.join(self._roots[0], path))
+        for root in self._roots:
+            if full.startswith(f"{root}/"):
+                return full[len(root) + 1 :]
+        return path
+
+
+def read(
+    root: pathlib.Path,
+    names: Sequence[str],
+    images: Sequence[str],
+    kind: str,
+    field: str,
+    inventory: Inventory,
+) -> dict[str, Any]:
+    """Return the captions in all tables of one kind, keyed by image.
+
+    Several rows of one image are several captions
+    (captions.Captions). A caption that is not UTF-8 is an Unusable error.
+
+    Args:
+        root: the folder.
+        names: sorted paths of all files, relative to `root`.
+        images: the paths among these that are images.
+        kind: the kind of tables, a key of SUFFIXES.
+        field: the column of captions.
+        inventory: gets the rows without an image, and the tables without names of images.
+
+    Raises:
+        ValueError: there is no table, a row is malformed, two tables describe one image, or no row
+            has both an image and a caption.
+    """
+    tables = [name for name in names if name.lower().endswith(SUFFIXES[kind])]
+    if not tables:
+        raise ValueError(
+            f"no {SUFFIXES[kind]} files in {root}, but data.text={kind}:{field} reads the captions "
+            "from such files: set data.text to the format that holds the captions, such as txt"
+        )
+    found, table_of, columns, opened = {}, {}, set[str](), _Images(root, images)
+    for table in tables:
+        texts = _read_table(root, table, field, opened, columns, inventory)
+        for image, several in texts.items():
+            if image in found:
+                raise ValueError(
+                    f"both {root / table_of[image]} and {root / table} describe {image}: remove "
+                    "one of the tables"
+                )
+            found[image] = captions.join((text, 1.0) for text in several)
+            table_of[image] = table
+    if not found:
+        raise ValueError(
+            f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
+            f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set data.text to "
+            f"{kind}:COLUMN with the caption column"
+        )
+    return found
+
+
+def name_column(row: Mapping[str, Any]) -> str:
+    """Return the column of a row that names an image, or "" if there is none."""
+    return next((name for name in (*_FILES, _KEY) if name in row), "")
+
+
+def _read_table(
+    root: pathlib.Path,
+    table: str,
+    field: str,
+    images: _Images,
+    columns: set[str],
+    inventory: Inventory,
+) -> Mapping[str, list[Any]]:
+    """Return the captions of each image in a table. The table's columns are added to `columns`.
+
+    Raises ValueError if a row is malformed.
+    """
+    folder, stem = posixpath.dirname(table), _stem(table)
+    texts, column = collections.defaultdict[str, list[Any]](list), ""
+    later: list[tuple[str, str, Any]] = []
+    for place, row in rows.read(root / table):
+        columns.update(row)
+        column = column or name_column(row)
+        if not column:
+            inventory.add("table_without_file_name", [table])
+            return {}
+        name, cell = row.get(column), row.get(field)
+        if not (isinstance(name, str) and name) and not (column == _KEY and type(name) is int):
+            raise ValueError(
+                f"{place}: {column} is {rows.shown(name)}, not the name of an image: correct or "
+                "remove the row"
+            )
+        if cell is None:  # The image counts as one without a caption.
+            continue
+        if not isinstance(cell, str | list):
+            raise ValueError(f"{place}: {field} is {rows.shown(cell)}, not a text: correct it")
+        text = records.cell_text(cell)
+        if isinstance(text, Unusable):
+            text = Unusable(text.reason, f"{place}: {str(text).partition(': ')[2]}")
+        if column == _KEY:
+            image = images.by(_stem).get(posixpath.join(stem, str(name)), "")
+        else:
+            image = images.path(folder, str(name))
+        if image in images.paths:
+            texts[image].append(text)
+        else:
+            later.append((place, image or str(name), text))
+    if column:
+        inventory.add(TEXTS, [table])
+    if column != _KEY:
+        # Prefer exact names: these rows may only describe images that no other row describes.
+        for form in (_folded, _stem, _base):
+            if form is not _base or not texts:
+                later = _assign(texts, later, images, form)
+    inventory.add("row_without_image", [f"{place}: {name}" for place, name, _ in later])
+    return texts
+
+
+def _assign(
+    texts: dict[str, list[Any]],
+    rows_left: Sequence[tuple[str, str, Any]],
+    images: _Images,
+    form: Callable[[str], str],
+) -> list[tuple[str, str, Any]]:
+    """Add the texts of rows (place, name, text) whose names have the same form as an image's path.
+
+    Return the other rows, including those about an image that another row names differently.
+    """
+    if not rows_left:
+        return []
+    exact, others, names = set(texts), [], collections.defaultdict[str, set[str]](set)
+    found = [images.by(form).get(form(name), "") for _, name, _ in rows_left]
+    for image, (_, name, _) in zip(found, rows_left, strict=True):
+        names[image].add(name)
+    for image, row in zip(found, rows_left, strict=True):
+        if not image or image in exact or len(names[image]) > 1:
+            others.append(row)
+        else:
+            texts[image].append(row[2])
+    return others
+
+
+def _stem(name: str) -> str:
+    return posixpath.splitext(name)[0]
+
+
+def _folded(name: str) -> str:
+    """Return a name without regard to case and to the form of accents."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def _base(name: str) -> str:
+    return _folded(posixpath.basename(name))

@@ -1,0 +1,106 @@
+"""Convert images of all modes to upright 8-bit sRGB."""
+
+import functools
+import io
+from collections.abc import Callable
+
+import numpy as np
+from absl import logging
+from PIL import Image, ImageCms, ImageOps
+
+_WHITE = {"I": 65535, "F": 1}
+"""The value of white in images of more than 8 bits, by the first letter of their mode."""
+_SPACES = {
+    "RGB": ("RGB", "RGBX", "YCbCr", "L", "P", "1"),
+    "GRAY": ("L", "1"),
+    "CMYK": ("CMYK",),
+    "Lab": ("LAB",),
+}
+"""The modes of images, without transparency, whose pixels a profile of a colour space describes."""
+
+
+def to_rgb(
+    image: Image.Image, resize: Callable[[Image.Image], Image.Image] = lambda image: image
+) -> Image.Image:
+    """Return an image of mode RGB: upright, in sRGB, with white in place of transparent pixels.
+
+    The EXIF orientation and the colour profile of the image are applied. 16-bit and float pixels
+    are scaled to 8 bits. `image` itself may be changed.
+
+    Args:
+        image: the image.
+        resize: resizes or crops the upright image before its colours are converted, which takes
+            less time for fewer pixels.
+
+    Raises:
+        ValueError: a pixel of more than 8 bits is not in the range from black to white, which is 0
+            to 65535 for integers, and 0 to 1 for floats.
+        OSError, SyntaxError and others: the image is damaged.
+    """
+    ImageOps.exif_transpose(image, in_place=True)  # By default, every image is copied.
+    profile = image.info.get("icc_profile") or (_lab_profile() if image.mode == "LAB" else b"")
+    is_grey = image.mode == "LA"
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+        image = image.convert("L" if is_grey else "RGB")
+    elif image.mode[0] in _WHITE:
+        image = _to_8_bits(image)
+    transform = _transform(profile, image.mode) if profile else None
+    if transform is None:
+        return resize(_converted(image, "RGB"))
+    pixels = resize(_converted(image, transform.inputMode))
+    converted = ImageCms.applyTransform(pixels, transform)
+    assert converted is not None  # It is None only for changes in place.
+    return converted
+
+
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    return image if image.mode == mode else image.convert(mode)  # `convert` copies every image.
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit and float pixels. 32-bit integers have no usual white, except in PGM files."""
+    white, pixels = _WHITE[image.mode[0]], np.asarray(image)
+    low, high = pixels.min(), pixels.max()
+    if not 0 <= low <= high <= white or (image.mode == "I" and image.format == "TIFF"):
+        raise ValueError(
+            f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits"
+        )
+    return Image.fromarray(np.rint(pixels * (255 / white)).astype(np.uint8))
+
+
+@functools.lru_cache(maxsize=64)
+def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """Return the conversion of a colour profile to sRGB, for images of this mode.
+
+    The result is None if the conversion would change no value by more than 1 of 255, as for sRGB
+    profiles, or if the profile is damaged or describes pixels of another kind.
+    """
+    try:
+        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        space = opened.profile.xcolor_space.strip()  # pyright: ignore[reportAttributeAccessIssue]
+        if mode not in _SPACES.get(space, ()):
+            raise ValueError(f"it is a profile for {space}")
+        source = {"GRAY": "L", "Lab": "LAB"}.get(space, space)
+        transform = ImageCms.buildTransform(opened, _srgb(), source, "RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError) as error:
+        logging.warning("ignored the colour profile of an image of mode %s: %s", mode, error)
+        return None
+    if source in ("RGB", "L"):
+        lattice = np.stack(np.meshgrid(*[np.arange(0, 256, 15, dtype=np.uint8)] * 3), -1)
+        colours = Image.fromarray(lattice.reshape(-1, 1, 3)).convert(source)
+        converted = np.asarray(ImageCms.applyTransform(colours, transform)).astype(int)
+        if np.abs(converted - np.asarray(colours.convert("RGB"))).max() <= 1:
+            return None
+    return transform
+
+
+@functools.cache
+def _srgb() -> ImageCms.ImageCmsProfile:
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+
+
+@functools.cache
+def _lab_profile() -> bytes:
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()

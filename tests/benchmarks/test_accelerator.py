@@ -1,0 +1,82 @@
+"""The command that measures everything on an accelerator."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from absl import flags
+
+from benchmarks import accelerator
+from benchmarks.accelerator import Part
+from tests.imagen_jax.commands import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _parsed_flags():
+    flags.FLAGS.mark_as_parsed()
+
+
+def run(part, out, seconds=100.0):
+    out.mkdir(exist_ok=True)
+    return accelerator._run(part, out, time.monotonic() + seconds, threading.Lock())
+
+
+def test_a_part_that_hangs_is_killed_and_its_output_kept(tmp_path):
+    code = "import time; print('{\"a\": 1}', flush=True); time.sleep(60)"
+    row = run(Part("hanging", "", ("timeit", "-n1", "-r1", code), 3), tmp_path)
+    assert row["status"] == "stopped after 3 s" and row["results"] == [{"a": 1}]
+    kept = json.loads((tmp_path / "results.jsonl").read_text())
+    assert kept["part"] == "hanging" and kept["results"] == [{"a": 1}]
+
+
+def test_a_part_that_fails_is_kept_with_its_output(tmp_path):
+    row = run(Part("failing", "", ("no_such_module",), 30), tmp_path)
+    assert row["status"] == "failed"
+    assert "No module named no_such_module" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_part_that_no_longer_fits_is_left_out(tmp_path):
+    row = run(Part("late", "", ("timeit", "pass"), 30), tmp_path, seconds=20)
+    assert row["status"] == "left out"
+    assert "20 s are left, and a part needs at least 40 s" in (tmp_path / "log.txt").read_text()
+
+
+def test_files_do_not_grow_beyond_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "_LIMIT_BYTES", 10)
+    accelerator._append(tmp_path / "log.txt", "123456")
+    accelerator._append(tmp_path / "log.txt", "789012")
+    assert (tmp_path / "log.txt").read_text() == "123456"
+
+
+def test_the_table_puts_measured_planned_and_published_rates_side_by_side():
+    measured = {
+        "samples_per_second": 210.04, "batch": 64, "tflops": 210.7, "mfu": 0.2129,
+        "peak_memory_gib": 30.0, "compile_s": 61.0,
+        "planned": {"samples_per_second": 394.0, "memory_gib": 25.46},
+    }  # fmt: skip
+    row = {"part": "base64", "about": "", "status": "done", "seconds": 80.0, "results": [measured]}
+    lines = accelerator._rates([row | {"published": 202.4, "source": "NeMo, H100"}])
+    assert lines[-1] == (
+        "| base64 | 64 | 210.0 | 394.0 | 202.4 (NeMo, H100) | 210.7 | 21.3 % | 30.0 | 25.5 "
+        "| 61.0 | done |"
+    )
+
+
+@pytest.mark.gate
+@pytest.mark.slow
+def test_the_rehearsal_runs_every_part(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.accelerator", "--rehearse", "--minutes=15"]
+    command += [f"--out={tmp_path}", f"--compilation_cache={ROOT / '.jax_cache'}"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + (tmp_path / "log.txt").read_text()[-5000:]
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["part"] for row in rows} == {part.name for part in accelerator.PARTS}
+    assert {row["status"] for row in rows} == {"done"}
+    assert all(row["results"] for row in rows)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["emoji64.png", "emoji64.tar", "log.txt", "results.jsonl", "table.md"]

@@ -1,0 +1,59 @@
+"""XLA's choices of GPU kernels: kept in the workdir, and loaded when a run continues."""
+
+import hashlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from absl import logging
+
+from diffusion_jax.machine import log
+from diffusion_jax.train import autotuning
+
+DUMP, LOAD = "xla_gpu_dump_autotune_results_to", "xla_gpu_load_autotune_results_from"
+ONLY = "xla_gpu_exclude_nondeterministic_ops"
+
+
+@pytest.fixture
+def _on_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def test_on_a_cpu_nothing_is_set_or_written(tmp_path):
+    tuned = autotuning.find(tmp_path, deterministic=True)
+    autotuning.keep(tmp_path, tuned)
+    assert tuned == autotuning.Autotuning({}) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path):
+    first = autotuning.find(tmp_path, deterministic=True)
+    assert first.options == {ONLY: True, DUMP: str(first.written)} and first.loaded == ""
+    pathlib.Path(str(first.written)).write_text("kernel 7")  # As XLA does when it compiles.
+    autotuning.keep(tmp_path, first)
+    digest = hashlib.sha256(b"kernel 7").hexdigest()[:16]
+    name = f"autotuning_{log.version('jaxlib')}_{digest}.txt"
+    assert (tmp_path / name).read_text() == "kernel 7"
+    second = autotuning.find(tmp_path, deterministic=False)
+    assert second.options == {ONLY: False, LOAD: str(tmp_path / name)}
+    assert second.loaded == name
+    autotuning.keep(tmp_path, second)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_choices_of_another_jaxlib_are_not_loaded_and_this_is_logged(tmp_path, caplog):
+    (tmp_path / "autotuning_0.0.1_abc.txt").write_text("kernel 7")
+    with caplog.at_level(logging.WARNING):
+        tuned = autotuning.find(tmp_path, deterministic=True)
+    assert LOAD not in tuned.options and DUMP in tuned.options
+    assert "autotuning_0.0.1_abc.txt was written by another jaxlib" in caplog.text
+
+
+def test_this_jaxlib_knows_the_options(tmp_path):
+    options = {ONLY: True, DUMP: str(tmp_path / "chosen.txt")}
+    program = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile(compiler_options=options)
+    assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_unknown"):
+        jax.jit(jnp.sin).lower(1.0).compile(compiler_options={"xla_gpu_unknown": True})
