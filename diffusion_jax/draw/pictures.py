@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags, logging
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.machine import files, rgb, untrusted
 
 IMAGE, MASK = "image", "mask"
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that defines them.
@@ -120,41 +120,35 @@ def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | No
         if mask is not None:
             raise ValueError("a mask was given without an image to draw over: give an image too")
         return None
-    image = upright(image, "RGB", "the image")
+    image = upright(image.copy(), "RGB", "the image")
     if mask is not None:
-        mask = upright(mask, "L", "the mask")
+        mask = upright(mask.copy(), "L", "the mask")
         _check_mask(mask, image, "the mask")
     return Pictures([image], [] if mask is None else [mask])
 
 
 def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
-    """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
+    """Return an image of mode "RGB" as training reads it (rgb.to_rgb), or of mode "L" for a mask.
 
-    Grey levels of 16 bits are scaled to 8. Transparent pixels become white in a picture, as in
-    training, and black in a mask. `name` is the image's name in error messages.
+    Transparent pixels become white in a picture and black in a mask. `image` itself may be changed.
+    `name` is its name in error messages.
 
     Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
     shows other colours than black and white.
     """
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # Pillow would clip 16 bits to white.
-        levels = np.asarray(image)
-        if levels.min() < 0 or levels.max() > 65535:
-            raise ValueError(f"{name} has grey levels of more than 16 bits: save it with 8 bits")
-        image = Image.fromarray(np.rint(levels / 257).astype(np.uint8))
-    elif image.mode == "F":
-        raise ValueError(f"{name} has floating-point pixels: save it with 8 bits per channel")
-    if not image.has_transparency_data:
-        return image.convert(mode)
-    rgba, under = image.convert("RGBA"), "black" if mode == "L" else "white"
-    flat = Image.alpha_composite(Image.new("RGBA", rgba.size, under), rgba).convert(mode)
-    opaque = np.asarray(flat)[np.asarray(rgba)[..., 3] == 255]
-    if mode == "L" and ((opaque > 15) & (opaque < 240)).any():
-        raise ValueError(
-            f"{name} is a picture with transparent parts, which does not say what to redraw: give "
-            "a mask that is white at the parts to redraw and black elsewhere"
-        )
-    return flat
+    if mode == "L" and image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "black"), rgba).convert("L")
+        image.info, opaque = rgba.info, np.asarray(image)[np.asarray(rgba)[..., 3] == 255]
+        if ((opaque > 15) & (opaque < 240)).any():
+            raise ValueError(
+                f"{name} is a picture with transparent parts, which does not say what to redraw: "
+                "give a mask that is white at the parts to redraw and black elsewhere"
+            )
+    try:
+        return rgb.to_rgb(image).convert(mode)
+    except ValueError as error:
+        raise ValueError(f"{name} has {error}") from error
 
 
 def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:
