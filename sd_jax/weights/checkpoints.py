@@ -274,7 +274,7 @@ def _from_file(
     if found.ignored:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(found.ignored.items()))
         report.append(f"arrays of other networks, not used: {listed}")
-    predicts = facts.predicts or ("v" if file_parts.V_PREDICTION in found.marks else None)
+    predicts = "v" if file_parts.V_PREDICTION in found.marks else facts.predicts
     scheduler = ddim(zero_snr=True) if file_parts.ZERO_SNR in found.marks else None
     return Checkpoint(
         unet_part, vae_part, report, text_part, predicts, facts.latent_size, facts.scale, scheduler

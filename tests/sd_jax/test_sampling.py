@@ -206,6 +206,16 @@ def test_a_strength_that_takes_no_step_is_an_error(strength):
         check_pipeline(PIPELINE._replace(strength=strength))
 
 
+@pytest.mark.parametrize(
+    ("channels", "family"),
+    [(9, "an inpainting model"), (8, "InstructPix2Pix"), (5, "a depth model")],
+)
+def test_a_unet_that_reads_more_than_latents_is_named(channels, family):
+    unet = PIPELINE.unet.clone(in_channels=channels)
+    with pytest.raises(ValueError, match=f"^the UNet reads {channels} channels, as {family}"):
+        check_pipeline(PIPELINE._replace(unet=unet))
+
+
 @pytest.mark.oracles
 @pytest.mark.skipif(not ORACLES.exists(), reason="the saved cases beside the project are not here")
 def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):

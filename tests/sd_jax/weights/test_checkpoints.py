@@ -302,6 +302,9 @@ def test_marks_of_a_file_are_used_and_arrays_of_other_networks_are_counted(folde
     assert schedulers.read_diffusion(from_folder.scheduler) == ("v", "zero_terminal_snr")
     checkpoints.save_file(from_folder, tmp_path / "b.safetensors")
     again = checkpoints.load(tmp_path / "b.safetensors")
+    eps = YAML.replace("timesteps: 1000", "timesteps: 1000\n    parameterization: eps")
+    (tmp_path / "ldm.yaml").write_text(eps)  # The mark goes before a config.
+    assert load(tmp_path / "a.npz").predicts == "v" and load(folder / "a.npz").predicts is None
     assert again.predicts == "v" and again.scheduler == read.scheduler
 
 
