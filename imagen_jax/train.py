@@ -21,6 +21,7 @@ import numpy as np
 from diffusion_jax import finetune
 from diffusion_jax.data import captions, sources
 from diffusion_jax.data.pipeline import Batches, training_batches
+from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import to_range
@@ -70,16 +71,17 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
     a run on stored embeddings that has no prompts or no text encoder for them.
     """
     factor, prompts = s.super_resolution.factor, s.run.prompts
+    most = default_batch_size(*s.output_shape)
     if factor == 1 and (not s.data.embedded or (prompts and s.text.weights)):
         texts = _open_prompts(s, encoder)(prompts)(prompts)
-        return loop.Examples(texts, prompts, s.sampler.guidance)
+        return loop.Examples(texts, prompts, s.sampler.guidance, most)
     images, texts = batches.pictures.read(np.arange(min(_SHOWN, len(batches.pictures))))
     texts = [captions.first(text) for text in texts]
     batch = encoder.tokenize(texts)
     if factor > 1:
         batch["low_res"] = np.asarray(super_resolution.shrink(to_range(images), factor))
     labels = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
-    return loop.Examples(batch, tuple(labels), s.sampler.guidance)
+    return loop.Examples(batch, tuple(labels), s.sampler.guidance, most)
 
 
 def _open_prompts(s: Settings, encoder: TextEncoder) -> loop.OpenPrompts:

@@ -27,6 +27,7 @@ from diffusion_jax import finetune
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
+from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.precache.moments import check_originals
@@ -56,7 +57,8 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     # because a store of embeddings must hold the empty and the negative prompt.
     prompts, negative_prompt = s.run.prompts, s.sampler.negative_prompt
     tokenize = lambda texts: sampling.prompts(encoder, texts, negative_prompt)
-    examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance)
+    most = default_batch_size(*s.pipeline.output_shape)
+    examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance, most)
 
     def open_prompts(prompts):
         lookup.open_prompts(s.text, encoder, False, prompts)  # Raises if the store lacks a prompt.

@@ -19,6 +19,7 @@ from diffusion_jax import systems
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import training_batches
 from diffusion_jax.diffusion.precond import DISTANCES
+from diffusion_jax.draw.program import default_batch_size
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.train import loop
@@ -82,13 +83,16 @@ def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
     Raises:
         ValueError, OSError: The data are missing or do not fit the settings.
     """
-    pictures = sources.open_pictures(s.data, s.reconstruction.image_size)
+    side = s.reconstruction.image_size
+    pictures = sources.open_pictures(s.data, side)
     batches = training_batches(pictures, lambda texts: {}, s.run, s.data, mesh)
 
     # The first pictures, to be reconstructed during training.
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
-    examples = loop.Examples({"image": np.asarray(to_range(images))}, captions, guidance=1.0)
+    examples = loop.Examples(
+        {"image": np.asarray(to_range(images))}, captions, 1.0, default_batch_size(side, side)
+    )
 
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None
     return loop.Inputs(make_task(s), batches, examples, start=start)

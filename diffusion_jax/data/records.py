@@ -308,10 +308,12 @@ def check_any(num_images: int, place: Any, suffixes: Iterable[str], images: str)
     """
     if num_images == 0:
         others = _list(suffixes)
-        tars = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        advice = ", or read the tars with data.source=webdataset" if "tar" in others else ""
+        for suffix, package in (("heic", "pillow-heif"), ("jxl", "pillow-jxl-plugin")):
+            advice += f", or install {package}, which reads .{suffix}" if suffix in others else ""
         raise ValueError(
             f"no images in {place}: looked for {images} and found {others or 'no files at all'}; "
-            f"check the path{tars}"
+            f"check the path{advice}"
         )
 
 

@@ -1,6 +1,8 @@
 """Decodes, resizes and crops images to uint8 RGB pixels."""
 
+import functools
 import io
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import UInt8
@@ -54,7 +56,8 @@ def crop(
         raise Unusable(
             "too_elongated", f"{image.width}x{image.height}, data.max_aspect is {max_aspect}"
         )
-    return np.asarray(_resize(_decode(image, max(smallest)), smallest, shape, place))
+    cut = functools.partial(_resize, smallest=smallest, shape=shape, place=place)
+    return np.asarray(_decode(image, max(smallest), cut))
 
 
 def size_of(data: bytes) -> tuple[int, int]:
@@ -85,13 +88,17 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
     Raises:
         Unusable: with reason "broken_image" as in `crop`.
     """
-    image = _decode(_open(data), size)
-    scale = min(1.0, size / (max(image.size) if pad else min(image.size)))
-    width, height = (max(1, round(side * scale)) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
+
+    def resize(image: Image.Image) -> Image.Image:
+        scale = min(1.0, size / (max(image.size) if pad else min(image.size)))
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        return image.resize((width, height), Image.Resampling.BICUBIC)
+
+    image = _decode(_open(data), size, resize)
     if pad:
         square = Image.new("RGB", (max(image.size), max(image.size)), "white")
-        square.paste(image, ((square.width - width) // 2, (square.height - height) // 2))
+        left, top = (square.width - image.width) // 2, (square.height - image.height) // 2
+        square.paste(image, (left, top))
         image = square
     out = io.BytesIO()
     image.save(out, "png")
@@ -109,12 +116,15 @@ def _open(data: bytes) -> Image.Image:
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 
 
-def _decode(image: Image.Image, size: int) -> Image.Image:
+def _decode(
+    image: Image.Image, size: int, resize: Callable[[Image.Image], Image.Image]
+) -> Image.Image:
+    """Return the resized image in sRGB. `size` is the largest side that `resize` may need."""
     try:
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is several times faster. At
         # least twice the target size is kept, so the antialiasing below determines the result.
         image.draft(None, (2 * size, 2 * size))
-        return rgb.to_rgb(image)
+        return rgb.to_rgb(image, resize)
     except Exception as error:  # Pillow notices truncated files only here.
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 import functools
 import io
+from collections.abc import Callable
 
 import numpy as np
 from absl import logging
@@ -9,16 +10,27 @@ from PIL import Image, ImageCms, ImageOps
 
 _WHITE = {"I": 65535, "F": 1}
 """The value of white in images of more than 8 bits, by the first letter of their mode."""
-_SPACES = {"RGB": ("RGB", "L", "P", "1"), "GRAY": ("L", "1"), "CMYK": ("CMYK",), "Lab": ("LAB",)}
+_SPACES = {
+    "RGB": ("RGB", "RGBX", "YCbCr", "L", "P", "1"),
+    "GRAY": ("L", "1"),
+    "CMYK": ("CMYK",),
+    "Lab": ("LAB",),
+}
 """The modes of images, without transparency, whose pixels a profile of a colour space describes."""
-_LATTICE = np.stack(np.meshgrid(*[np.arange(0, 256, 15, dtype=np.uint8)] * 3), -1)
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(
+    image: Image.Image, resize: Callable[[Image.Image], Image.Image] = lambda image: image
+) -> Image.Image:
     """Return an image of mode RGB: upright, in sRGB, with white in place of transparent pixels.
 
     The EXIF orientation and the colour profile of the image are applied. 16-bit and float pixels
     are scaled to 8 bits. `image` itself may be changed.
+
+    Args:
+        image: the image.
+        resize: resizes or crops the upright image before its colours are converted, which takes
+            less time for fewer pixels.
 
     Raises:
         ValueError: a pixel of more than 8 bits is not in the range from black to white, which is 0
@@ -27,19 +39,24 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """
     ImageOps.exif_transpose(image, in_place=True)  # By default, every image is copied.
     profile = image.info.get("icc_profile") or (_lab_profile() if image.mode == "LAB" else b"")
-    is_transparent = image.has_transparency_data
-    if image.mode == "RGB" and not profile and not is_transparent:
-        return image
-    if image.mode[0] in _WHITE:
+    is_grey = image.mode == "LA"
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+        image = image.convert("L" if is_grey else "RGB")
+    elif image.mode[0] in _WHITE:
         image = _to_8_bits(image)
-    if not is_transparent:
-        return _to_srgb(image, profile)
-    rgba = image.convert("RGBA")
-    if profile:
-        colours = _to_srgb(image.convert("L" if image.mode == "LA" else "RGB"), profile)
-        colours.putalpha(rgba.getchannel("A"))
-        rgba = colours
-    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    transform = _transform(profile, image.mode) if profile else None
+    if transform is None:
+        return resize(_converted(image, "RGB"))
+    pixels = resize(_converted(image, transform.inputMode))
+    converted = ImageCms.applyTransform(pixels, transform)
+    assert converted is not None  # It is None only for changes in place.
+    return converted
+
+
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    return image if image.mode == mode else image.convert(mode)  # `convert` copies every image.
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
@@ -51,16 +68,6 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
             f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits"
         )
     return Image.fromarray(np.rint(pixels * (255 / white)).astype(np.uint8))
-
-
-def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """Convert an image without transparency to sRGB pixels of mode RGB."""
-    transform = _transform(profile, image.mode) if profile else None
-    if transform is None:
-        return image.convert("RGB")
-    converted = ImageCms.applyTransform(image.convert(transform.inputMode), transform)
-    assert converted is not None  # It is None only for changes in place.
-    return converted
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,7 +88,8 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         logging.warning("ignored the colour profile of an image of mode %s: %s", mode, error)
         return None
     if source in ("RGB", "L"):
-        colours = Image.fromarray(_LATTICE.reshape(-1, 1, 3)).convert(source)
+        lattice = np.stack(np.meshgrid(*[np.arange(0, 256, 15, dtype=np.uint8)] * 3), -1)
+        colours = Image.fromarray(lattice.reshape(-1, 1, 3)).convert(source)
         converted = np.asarray(ImageCms.applyTransform(colours, transform)).astype(int)
         if np.abs(converted - np.asarray(colours.convert("RGB"))).max() <= 1:
             return None

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,6 +104,17 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
     return Program(_needed(equations, outputs), inputs, outputs, arrays)
 
 
+def loops(jaxpr: core.Jaxpr) -> Iterator[core.Jaxpr]:
+    """Yield a jaxpr, and those of its loops and branches, which `flatten` does not inline."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in subjaxprs(equation):
+            bodies = loops(inner)
+            if equation.primitive.name in _CALLS:
+                next(bodies)  # Inlined.
+            yield from bodies
+
+
 def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
     """Return the variables that are sharded over devices, and the variables that are partial sums.
 
@@ -167,14 +178,14 @@ def lifetimes(
         sizes = (0, bytes_ / samples) if varies else (bytes_, 0)
         rows.append((start, stop + (not in_place), *sizes))
     rows += [(written.get(var, end) + 1, end + 1, bytes_, 0) for var, bytes_ in results.items()]
-    columns = np.array(rows, np.float64).T
+    columns = np.array(rows, np.float64).reshape(-1, 4).T
     return Lifetimes(columns[0].astype(int), columns[1].astype(int), columns[2], columns[3])
 
 
 def peak(arrays: Lifetimes, batch: int) -> int:
     """Return the largest number of bytes in use at one time, for a batch of `batch` samples."""
     sizes = arrays.fixed + batch * arrays.each
-    change = np.zeros(int(arrays.stop.max()) + 2)
+    change = np.zeros(int(arrays.stop.max(initial=0)) + 2)
     np.add.at(change, arrays.start, sizes)
     np.add.at(change, arrays.stop, -sizes)
     return int(change.cumsum().max())

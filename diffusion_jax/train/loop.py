@@ -8,7 +8,7 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
-from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import distributed, events, flops, sheets
-from diffusion_jax.machine.log import MetricWriter, write_manifest
+from diffusion_jax.draw.program import Draw, even_batch_size, in_batches, make_draw
+from diffusion_jax.machine import distributed, events, files, flops, sheets
+from diffusion_jax.machine.log import METRICS, MetricWriter, read_sound_metrics, write_manifest
 from diffusion_jax.machine.sharding import (
     ambient,
     batch_sharding,
@@ -52,6 +52,10 @@ from diffusion_jax.train.state import (
 from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
+MEASURING = "measuring.txt"
+"""The file that names the step whose pictures and scores are being computed, and the number of
+attempts."""
+_ATTEMPTS = 2
 OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
 """Maps all prompts of an evaluation to a function that tokenizes a batch of these prompts."""
 
@@ -65,6 +69,13 @@ class Examples(NamedTuple):
     batch: Texts
     captions: tuple[str, ...]
     guidance: float
+    most: int = 64
+    """The largest number of pictures that are drawn at once."""
+
+    @property
+    def at_once(self) -> int:
+        """The number of pictures per batch, so that all batches have almost the same size."""
+        return even_batch_size(self.most, len(self.captions)) if self.captions else 0
 
 
 class Scoring(NamedTuple):
@@ -78,6 +89,9 @@ class Scoring(NamedTuple):
     rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
     """Draws one batch and computes the features that the scores need. A rehearsal calls this
     function, but only traces the programs that draw and that compute features."""
+    before_save: bool = False
+    """Whether the scores come before the checkpoint of their step, as quick ones may: then they are
+    computed again if the run is interrupted between the two."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
         """Return whether this step reached or passed a multiple of `every` images."""
@@ -163,7 +177,18 @@ def train(
         first_step = int(state.step)
         tuned = autotuning.find(workdir, run.deterministic)
         write_manifest(workdir, config, run.seed, first_step, tuned.loaded)
+        draw = make_draw(task.sample, frozen, mesh)
+        rows = run.batch_size // settings.accumulate
+        heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
+        measure = functools.partial(
+            _measure, inputs=inputs, run=run, draw=draw, heldout_losses=heldout_losses,
+            workdir=workdir, before=_attempt(workdir),
+        )  # fmt: skip
+        missing = _missing(first_step, inputs, run, workdir)
         if first_step >= run.steps:
+            if missing:
+                with contextlib.closing(MetricWriter(workdir, config, first_step)) as writer:
+                    measure(missing, first_step, state, writer)
             logging.info("%s is at step %d already: nothing to train", workdir, first_step)
             return state
         events.import_beside()
@@ -173,7 +198,6 @@ def train(
 
         # Compile the step for each shape of batches. From here on, OutOfMemory lists what fills the
         # device.
-        rows = run.batch_size // settings.accumulate
         batch = to_global(next(batches), batch_sharding(mesh))
         explained = out_of_memory.explained(
             workdir, {**state._asdict(), "frozen": frozen, "batch": batch}, rows // batch_ways(mesh)
@@ -189,16 +213,17 @@ def train(
             each.step.memory_analysis().temp_size_in_bytes for each in programs.values()
         )
 
-        # Set up metrics, reports, drawing, scores and snapshots, which compile at first use.
+        # Set up metrics, reports and snapshots.
         writer = MetricWriter(workdir, config, first_step)
         stack.callback(writer.close)
         stack.callback(trace.close)
         progress = Progress(run, writer, mesh.size, batches)
         skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
-        draw = make_draw(task.sample, frozen, mesh)
-        heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
         snapshot_steps = snapshot_every(settings, run.steps)
         snapshots = checkpoints.snapshots() if snapshot_steps else None
+        if missing:
+            with progress.paused(), watchdog.paused():
+                measure(missing, first_step, state, writer)
 
         for step in range(first_step + 1, run.steps + 1):
             # Take a step. The host runs up to IN_FLIGHT steps ahead of the devices.
@@ -228,28 +253,10 @@ def train(
                         frozen, skipped_batch, keys, replicated(mesh), names,
                     )  # fmt: skip
 
-            # Draw the examples, score pictures, and measure the held-out loss.
-            if _is_due(step, run.sample_every, run.steps):
-                with progress.paused(), watchdog.paused():
-                    images = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
-                    if np.isfinite(images).all():
-                        sheet = sheets.contact_sheet(
-                            sheets.to_uint8(images), inputs.examples.captions
-                        )
-                        _write_sheet(workdir / "samples", step, sheet)
-                        writer.write_images(step, {"samples": sheet[None]})
-                    else:
-                        logging.warning("step %d: pictures are not finite; no sheet is saved", step)
-            if evaluation and (evaluation.is_due(step, run.batch_size) or step == run.steps):
+            # Save. The watchdog is not paused, because a save waits for all processes and may hang.
+            if evaluation and evaluation.before_save and _is_scored(evaluation, step, run):
                 with progress.paused(), watchdog.paused():
                     writer.write_scalars(step, evaluation.score(draw, averaged(state)))
-            if records and heldout_losses and _is_due(step, records.every, run.steps):
-                with progress.paused(), watchdog.paused():
-                    writer.write_scalars(
-                        step, heldout.of_all(heldout_losses, state.params, state.ema)
-                    )
-
-            # Save. The watchdog is not paused, because a save waits for all processes and may hang.
             if snapshots and _is_due(step, snapshot_steps, run.steps):
                 with progress.paused():
                     snapshots.save(step, state)
@@ -257,6 +264,13 @@ def train(
                 with progress.paused():
                     writer.flush()  # Write the metrics to disk before the checkpoint.
                     checkpoints.save(step, state, batches, config, read_back=not stopped)
+
+            # Draw the examples, score pictures, and measure the held-out loss. A run that is told
+            # to stop does so when it continues.
+            due = _due(step, inputs, run)
+            if due and (not stopped or step == run.steps):
+                with progress.paused(), watchdog.paused():
+                    measure(due, step, state, writer)
             if last:
                 break
 
@@ -269,6 +283,98 @@ def train(
 def _is_due(step: int, every: int, steps: int) -> bool:
     """Return whether an event is due: at multiples of `every` and at the end; never for 0."""
     return every > 0 and (step % every == 0 or step == steps)
+
+
+def _due(step: int, inputs: Inputs, run: Run) -> list[str]:
+    """Return which of "samples", "evaluation" and "heldout" are due after a step's checkpoint."""
+    evaluation, records = inputs.evaluation, inputs.records
+    scored = evaluation and not evaluation.before_save and _is_scored(evaluation, step, run)
+    due = {
+        "samples": _is_due(step, run.sample_every, run.steps),
+        "evaluation": scored,
+        "heldout": records and _is_due(step, records.every, run.steps),
+    }
+    return [name for name, is_due in due.items() if is_due]
+
+
+def _is_scored(evaluation: Scoring, step: int, run: Run) -> bool:
+    return evaluation.is_due(step, run.batch_size) or step == run.steps
+
+
+def _missing(step: int, inputs: Inputs, run: Run, workdir: pathlib.Path) -> list[str]:
+    """Return what was due after the checkpoint of `step`, but was not drawn or measured then."""
+    due = _due(step, inputs, run) if 0 < step <= run.steps else []
+    metrics = workdir / METRICS
+    lines = read_sound_metrics(metrics) if due and metrics.exists() else []
+    names = {name for line in lines if line["step"] == step for name in line}
+    done = {name for kind in names for name in (kind.partition("/")[0], kind)}
+    if due and _sheet(workdir, step).exists():
+        done.add("samples")
+    missing = [name for name in due if not {name, f"out_of_memory/{name}"} & done]
+    return distributed.gather_text(" ".join(missing))[0].split()
+
+
+def _attempt(workdir: pathlib.Path) -> tuple[int, int]:
+    """Return the step whose measurements ended the last process, and the number of attempts."""
+    marker = workdir / MEASURING
+    text = marker.read_text() if marker.exists() else "0 0"
+    step, attempts = map(int, distributed.gather_text(text)[0].split())
+    return step, attempts
+
+
+def _measure(
+    names: Sequence[str], step: int, state: TrainState, writer: MetricWriter, inputs: Inputs,
+    run: Run, draw: Draw, heldout_losses: Any, workdir: pathlib.Path, before: tuple[int, int],
+) -> None:  # fmt: skip
+    """Draw the samples, score pictures and measure the held-out loss, as far as `names` says.
+
+    `before` is the result of `_attempt` when the run continued. If the measurements of this step
+    have ended the process _ATTEMPTS times, they are left out.
+    """
+    attempts = before[1] if before[0] == step else 0
+    if attempts >= _ATTEMPTS:
+        logging.error(
+            "%s of step %d are left out: the process ended %d times while it drew or scored them, "
+            "perhaps for lack of memory", " and ".join(names), step, attempts,
+        )  # fmt: skip
+        writer.write_scalars(step, {f"out_of_memory/{name}": 1 for name in names})
+        return
+    marker = workdir / MEASURING
+    if jax.process_index() == 0:
+        files.write_whole(marker, f"{step} {attempts + 1}")
+    for name in names:
+        with _left_out_if_too_large(name, step, writer):
+            if name == "samples":
+                images = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
+                if np.isfinite(images).all():
+                    pixels = sheets.to_uint8(images)
+                    sheet = sheets.contact_sheet(pixels, inputs.examples.captions)
+                    _write_sheet(_sheet(workdir, step), sheet)
+                    writer.write_images(step, {"samples": sheet[None]})
+                else:
+                    logging.warning("step %d: pictures are not finite; no sheet is saved", step)
+            elif name == "evaluation" and inputs.evaluation:
+                writer.write_scalars(step, inputs.evaluation.score(draw, averaged(state)))
+            elif name == "heldout":
+                losses = heldout.of_all(heldout_losses, state.params, state.ema)
+                writer.write_scalars(step, losses)
+    if jax.process_index() == 0:
+        marker.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _left_out_if_too_large(name: str, step: int, writer: MetricWriter) -> Iterator[None]:
+    """Log an error, and count it in the metrics, if a measurement does not fit in the memory."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        logging.error(
+            "%s of step %d do not fit in the memory and are left out; training goes on. %s",
+            name, step, (str(error).splitlines() or ["MemoryError"])[0][:200],
+        )  # fmt: skip
+        writer.write_scalars(step, {f"out_of_memory/{name}": 1})
 
 
 def make_step(
@@ -404,10 +510,15 @@ def _draw_examples(draw, params, examples, seed):
     """Draw the examples from fixed seeds."""
     seeds = [(seed + i) % (MOST + 1) for i in range(len(examples.captions))]
     guidance = np.full(len(seeds), examples.guidance, np.float32)
-    return draw(params, examples.batch, seeds, guidance)
+    parts = in_batches(draw, params, examples.batch, seeds, guidance, examples.at_once)
+    return np.concatenate(list(parts))
 
 
-def _write_sheet(folder, step, sheet):
+def _sheet(workdir, step):
+    return workdir / "samples" / f"step_{step:08}.png"
+
+
+def _write_sheet(path, sheet):
     if jax.process_index() == 0:
-        folder.mkdir(exist_ok=True)
-        sheets.write_png(folder / f"step_{step:08}.png", sheet)
+        path.parent.mkdir(exist_ok=True)
+        sheets.write_png(path, sheet)

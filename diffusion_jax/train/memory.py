@@ -83,6 +83,22 @@ def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, pa
     )
 
 
+def drawing(task: Task, params: Any, texts: Any, rows: int) -> int:
+    """Estimate the bytes on one device that temporary arrays take while it draws `rows` pictures.
+
+    `params` holds the shapes of the parameters, and `texts` a batch of texts of any size. The
+    estimate is the largest of the sampler's loops.
+    """
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), SAMPLES))
+    guidance = jax.ShapeDtypeStruct((SAMPLES,), jnp.float32)
+    arguments = (params, shapes(task.frozen), batch_of(texts, SAMPLES), keys, guidance)
+    closed = jax.make_jaxpr(task.sample)(*arguments)
+    return max(
+        peak(traced_memory.lifetimes(traced_memory.flatten(body), SAMPLES, frozenset(), {}), rows)
+        for body in traced_memory.loops(closed.jaxpr)
+    )
+
+
 class Disk(NamedTuple):
     """The disk space of a run: bytes per checkpoint and snapshot, and how many of each are kept."""
 

@@ -80,7 +80,7 @@ def rehearse(
             shapes.append(_shapes_of({k: x for k, x in of_bucket.items() if x.ndim == 4}))
             jax.eval_shape(step, state, frozen, batch, memory.abstract_key())
         traced = memory.trace(task, state, example)
-    drawn = _rehearse_drawing(inputs, state.params, mesh)
+    drawn, rows_drawn = _rehearse_drawing(inputs, state.params, mesh)
     if inputs.records:
         with _named("the held-out loss"), programs.rehearsal():
             one = inputs.records.first()
@@ -88,6 +88,11 @@ def rehearse(
     samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
     need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
     passes = "1 pass" if settings.accumulate == 1 else f"{settings.accumulate} passes"
+    at_once = []
+    if rows_drawn:
+        temporary = memory.drawing(task, state.params, inputs.examples.batch, rows_drawn)
+        drawing = need._replace(batch=0, temporary=temporary)
+        at_once.append(("drawn at once", _drawing_memory(drawing, rows_drawn, limit)))
     rows = [
         ("device", _devices(mesh)),
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
@@ -98,6 +103,7 @@ def rehearse(
         ("memory", _memory(need, limit, ignore_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
+        *at_once,
         ("visible", _visible(run, settings, len(inputs.batches.pictures))),
         *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone),
     ]
@@ -150,10 +156,11 @@ def _jump(workdir: pathlib.Path, run: Run, settings: Optimizer, step: int) -> No
         )  # fmt: skip
 
 
-def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
+def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> tuple[str, int]:
     """Trace the sampler for the examples, with and without guidance, and for a scored batch.
 
-    Returns a phrase for the report: the pictures and scores that training will produce.
+    Returns a phrase for the report, the pictures and scores that training will produce, and the
+    number of example pictures that each device draws at once.
     """
     examples, evaluation, parts = inputs.examples, inputs.evaluation, []
     with programs.rehearsal():
@@ -166,11 +173,25 @@ def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
             with _named("the evaluation"):
                 evaluation.rehearse(draw, params)
             parts.append(f"scores after every {_number(evaluation.every, 'image')}")
-    return ", ".join(parts) or "nothing during training"
+    text = ", ".join(parts) or "nothing during training"
+    return text, -(-examples.at_once // sharding.batch_ways(mesh))
+
+
+def _drawing_memory(need: memory.Bytes, rows: int, limit: float | int) -> str:
+    """Return a phrase with the memory for drawing. Log a warning if it may not fit on a device."""
+    pictures = _number(rows, "picture")
+    if need.total > memory.USABLE * limit:
+        logging.warning(
+            "drawing %s at once may not fit into a device's memory: it needs about %.2f of %.1f GB;"
+            " pictures that do not fit are left out. Draw smaller ones, or set sample_every=0",
+            pictures, need.total / 1e9, limit / 1e9,
+        )  # fmt: skip
+    return f"{pictures} on each device, for which it needs about {need.total / 1e9:.2f} GB"
 
 
 def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...]:
-    seeds, texts = list(range(len(examples.captions))), examples.batch
+    seeds, captions = list(range(examples.at_once)), examples.captions[: examples.at_once]
+    texts = {name: array[: len(seeds)] for name, array in examples.batch.items()}
     images = draw(params, texts, seeds, np.full(len(seeds), examples.guidance, np.float32))
     guided, unguided = images.shape[1:], draw(params, texts, seeds, None).shape[1:]
     if guided != unguided or len(guided) != 3 or guided[2] != 3:
@@ -179,7 +200,7 @@ def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...
             f"without guidance, but returned {list(guided)} and {list(unguided)}: check the Task's "
             "sample function"
         )
-    sheets.contact_sheet(sheets.to_uint8(images), examples.captions)
+    sheets.contact_sheet(sheets.to_uint8(images), captions)
     return images.shape[1:3]
 
 

@@ -285,7 +285,7 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
             run.log.start("block_start", metadata=run.at(step))
         return {}
 
-    return loop.Scoring(run.samples(run.interval), log_block)
+    return loop.Scoring(run.samples(run.interval), log_block, before_save=True)
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:

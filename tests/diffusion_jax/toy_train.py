@@ -65,8 +65,8 @@ def _die(*_):
 def _at_step():
     add, added = progress.Progress.add, []
 
-    def dying(self, metrics):
-        add(self, metrics)
+    def dying(self, *arguments):
+        add(self, *arguments)
         added.append(1)
         if len(added) == 2:
             _die()

@@ -58,7 +58,8 @@ def merge(
 
     Returns:
         The numbers of "merged" records and of "no_embedding" records, which are dropped because
-        they have no embedding. Skipped tars are not counted.
+        they have no embedding, and of records with a "duplicate_key", which are dropped too.
+        Skipped tars are not counted.
 
     Raises:
         ValueError: If no embedding belongs to any record.

@@ -55,7 +55,7 @@ class Folder(Records):
         suffixes = names.values()
         is_image = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
         images = [name for name in names if is_image(name)]
-        records.check_any(len(images), self._root, suffixes, "jpg, png, webp, ... files")
+        records.check_any(len(images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
         for part in parts:
             if part.suffix in metadata.SUFFIXES:
                 place = part.suffix, part.field

@@ -243,5 +243,5 @@ def test_a_profile_that_does_not_fit_is_ignored_with_a_warning(caplog):
 
 
 def test_lab_images_are_converted():
-    lab = Image.new("LAB", (8, 8), (255, 128, 128))  # L = 100, a = b = 0: white.
+    lab = Image.new("LAB", (32, 32), (255, 128, 128))  # L = 100, a = b = 0: white.
     assert square(encode(lab, "TIFF"), 8).min() >= 254

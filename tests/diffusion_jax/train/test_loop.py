@@ -339,6 +339,78 @@ def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_t
     jax.tree.map(np.testing.assert_array_equal, seen[-1], state.ema["0.9"])
 
 
+def test_a_drawing_that_does_not_fit_in_the_memory_costs_the_picture_only(tmp_path, caplog):
+    saved = []
+
+    def too_large(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    def score(draw, params):
+        # The checkpoint comes first; the end of it may still be written in the background.
+        names = [path.name.partition(".")[0] for path in (tmp_path / runs.CHECKPOINTS).iterdir()]
+        saved.append(max(map(int, names)))
+        return {"evaluation/mean": 1.0}
+
+    changes = {"steps": 4, "sample_every": 2, "save_every": 2}
+    task = TASK._replace(sample=too_large)
+    state = train(tmp_path, task, evaluation=loop.Scoring(16, score), **changes)
+    assert state.step == 4 and saved == [2, 4]
+    for step in (2, 4):
+        assert f"samples of step {step} do not fit in the memory and are left out" in caplog.text
+    names = [(line["step"], name) for line in read(tmp_path) for name in line]
+    assert [step for step, name in names if name == "out_of_memory/samples"] == [2, 4]
+    assert [step for step, name in names if name == "evaluation/mean"] == [2, 4]
+    assert not (tmp_path / "samples").exists()
+    train(tmp_path, task, evaluation=loop.Scoring(16, score), **changes)  # Not tried again.
+    assert len([line for line in read(tmp_path) if "out_of_memory/samples" in line]) == 2
+
+
+def test_scores_that_end_the_process_twice_are_left_out(tmp_path, caplog):
+    class Killed(BaseException):
+        pass
+
+    def kill(draw, params):
+        raise Killed
+
+    changes = {"steps": 4, "save_every": 4}
+    for _ in range(2):
+        assert "are left out" not in caplog.text
+        with pytest.raises(Killed):
+            train(tmp_path, evaluation=loop.Scoring(16, kill), **changes)
+    scoring = loop.Scoring(16, lambda draw, params: {"evaluation/mean": 1.0})
+    train(tmp_path, evaluation=scoring, **changes)
+    assert "evaluation of step 2 are left out: the process ended 2 times" in caplog.text
+    assert [line["step"] for line in read(tmp_path) if "evaluation/mean" in line] == [4]
+    assert not (tmp_path / loop.MEASURING).exists()
+
+
+def test_what_a_run_did_not_draw_and_score_before_it_stopped_follows_when_it_continues(tmp_path):
+    changes = {"save_every": 2, "sample_every": 0}
+    train(tmp_path, steps=4, **changes)
+    scoring = loop.Scoring(16, lambda draw, params: {"evaluation/mean": 1.0})
+    for _ in range(2):  # The second time, nothing is missing.
+        train(tmp_path, steps=4, evaluation=scoring, **changes | {"sample_every": 2})
+    assert [line["step"] for line in read(tmp_path) if "evaluation/mean" in line] == [4]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000004.png"]
+
+
+def test_examples_are_drawn_in_batches(tmp_path, monkeypatch):
+    drawn = []
+
+    def sample(params, frozen, batch, keys, guidance):
+        drawn.append(len(keys))
+        return TASK.sample(params, frozen, batch, keys, guidance)
+
+    sheets_of = []
+    for most in (64, 2):
+        monkeypatch.setattr(f"{__name__}.EXAMPLES", EXAMPLES._replace(most=most))
+        folder = tmp_path / str(most)
+        train(folder, TASK._replace(sample=sample), steps=1, sample_every=1)
+        sheets_of.append(np.asarray(Image.open(folder / "samples/step_00000001.png"), int))
+    assert drawn == [3, 2]  # Traced once for each batch size.
+    assert np.abs(sheets_of[0] - sheets_of[1]).max() <= 1
+
+
 def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path):
     train(tmp_path, steps=5, traced=range(2, 4))
     (file,) = (tmp_path / trace.FOLDER).rglob("*.xplane.pb")

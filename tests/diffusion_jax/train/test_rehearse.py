@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import re
 import shutil
 
 import jax
@@ -102,6 +103,16 @@ def test_an_array_that_is_no_picture_is_refused_with_its_shape(tmp_path):
     message = r"of the same shape .* returned \[8, 8, 4\] and \[8, 8, 4\]: check the Task's sample"
     with pytest.raises(ValueError, match=message):
         told(tmp_path, broken(sample=lambda *_: jnp.ones((3, 8, 8, 4))))
+
+
+def test_the_memory_for_drawing_is_estimated_in_batches(tmp_path, monkeypatch, caplog):
+    few = told(tmp_path)["drawn at once"]
+    assert re.fullmatch(r"3 pictures on each device, for which it needs about 0\.00 GB", few)
+    many = EXAMPLES._replace(most=2)
+    monkeypatch.setattr(f"{__name__}.EXAMPLES", many)
+    assert told(tmp_path)["drawn at once"].startswith("2 pictures on each device, for which")
+    told(tmp_path, device_memory=2e5, ignore_memory=True)
+    assert "drawing 2 pictures at once may not fit into a device's memory: it needs" in caplog.text
 
 
 def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):

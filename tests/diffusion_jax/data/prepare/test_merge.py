@@ -48,6 +48,19 @@ def test_each_image_gets_its_own_embedding(tars):
     assert merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out") == {}
 
 
+def test_a_damaged_header_hides_one_file_and_repeated_keys_are_left_out(tars):
+    image = tars / "images/00000.tar"
+    whole = bytearray(image.read_bytes())
+    whole[3 * 1024 + 5] ^= 1  # The header of 0001.txt.
+    image.write_bytes(whole)
+    end = 6 * 1024  # Of the members of three records.
+    second = tars / "images/00001.tar"
+    second.write_bytes(second.read_bytes()[: end // 3] + second.read_bytes())  # 0000 twice.
+    counts = merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
+    assert counts == {"merged": 4, "no_embedding": 1, "duplicate_key": 1}
+    assert WebDataset(tars / "out/00000.tar", "npy").read([1])[0].image == b"01"
+
+
 def test_files_of_a_record_need_not_be_adjacent(tars):
     """As in a tar of all images, then all texts; hidden files (macOS's) are no records."""
     with tarfile.open(tars / "00000.tar", "w") as opened:

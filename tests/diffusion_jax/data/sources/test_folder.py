@@ -183,6 +183,14 @@ def test_a_text_may_have_the_whole_name_of_its_image(tmp_path):
     assert guess.guess(str(tmp_path)).text == "txt"
 
 
+def test_the_package_that_reads_a_format_is_named(tmp_path):
+    (tmp_path / "1.HEIC").touch()
+    with pytest.raises(
+        ValueError, match=r"found heic; check the path, or install pillow-heif, whi"
+    ):
+        Folder(tmp_path)
+
+
 def test_names_that_are_not_utf8_are_read_and_printed(tmp_path, capsys):
     root = os.fsencode(tmp_path)
     for name in (b"caf\xe9.png", b"caf\xe9.txt", b"\xe9t\xe9.svg"):
