@@ -236,8 +236,8 @@ def test_fields_that_cannot_change_stored_moments_are_refused(folder, tmp_path, 
     with pytest.raises(ValueError) as error:
         stored(tmp_path / "out", **fields)
     assert str(error.value) == (
-        f"data.{name}={value!r} has no effect on stored moments: leave it out, encode with it "
-        "(sd_jax.precache; not flips and random crops), or train on the images themselves"
+        f"data.{name}={value!r} cannot change moments that are stored: leave it out, or train on "
+        "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
     )
 
 
