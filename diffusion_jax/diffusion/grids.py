@@ -144,7 +144,7 @@ def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas
     """
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
     sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
-    return sigmas, _times_of(noise, sigmas[: s.steps], np.round if placement.rounded else None)
+    return sigmas, _times_of(noise, s, sigmas[: s.steps], np.round if placement.rounded else None)
 
 
 def exponential(
@@ -156,7 +156,9 @@ def exponential(
     """
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
-    return sigmas, _times_of(noise, sigmas[: s.steps], np.floor if placement.rounded else None)
+    # diffusers computes the last time as 998.99... and rounds it down.
+    down = lambda times: np.floor(np.maximum(times - 1e-3, 0))
+    return sigmas, _times_of(noise, s, sigmas[: s.steps], down if placement.rounded else None)
 
 
 GRIDS: dict[str, Spacing | str] = {
@@ -241,16 +243,20 @@ def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | 
     return (jnp.minimum(sigmas, s.sigma_max or jnp.inf), times) if noise.steps else (sigmas, None)
 
 
-def _times_of(noise: Noise, sigmas: Sigmas, rounded: Callable | None) -> Times | None:
+def _times_of(noise: Noise, s: Any, sigmas: Sigmas, rounded: Callable | None) -> Times | None:
     """Convert levels to times of a discrete schedule, by linear interpolation in ln sigma.
 
-    The function `rounded`, if it is not None, then rounds the times. Return None for a continuous
-    schedule.
+    If s.sigma_max lies above all levels of the schedule but the last, it replaces the last level,
+    as in diffusers at zero terminal SNR. The function `rounded`, if it is not None, then rounds the
+    times. Return None for a continuous schedule.
     """
     if not noise.steps:
         return None
     steps = np.arange(noise.steps, dtype=np.float32)
-    times = np.interp(np.log(sigmas), np.log(_level(noise)(jnp.asarray(steps))), steps)
+    levels = np.array(_level(noise)(jnp.asarray(steps)))
+    if s.sigma_max > levels[-2]:
+        levels[-1] = min(levels[-1], s.sigma_max)
+    times = np.interp(np.log(sigmas), np.log(levels), steps)
     return rounded(times) if rounded else times
 
 

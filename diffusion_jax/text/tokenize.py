@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
+from diffusion_jax.weights import pretrained
+
 _PIECE = 2048  # Maximum characters that ftfy cleans at once, far more than CLIP reads.
 _BPE = "bpe_simple_vocab_16e6.txt.gz"
 # Splits T5's control tokens, so that their names in a caption are never read as control tokens.
@@ -133,14 +135,19 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
     Args:
         path: the folder.
         open_clip: if True, clean texts with ftfy and pad with id 0, as in OpenCLIP. If False, pad
-            with the end token, as in transformers' CLIPTokenizer.
+            with the end token, as in transformers' CLIPTokenizer. If True and the folder was
+            written by transformers with "!" as padding, as those of Stable Diffusion 2, texts are
+            not cleaned, and every "!" is read as id 0, as in transformers.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer.
         ValueError: the tokenizer is damaged or not CLIP's.
     """
     folder = pathlib.Path(path)
-    if (folder / "tokenizer.json").is_file():
+    pads_with_mark = open_clip and _pads_with_mark(folder)
+    if pads_with_mark:
+        tokenizer = _read_clip(folder)
+    elif (folder / "tokenizer.json").is_file():
         tokenizer = _read_json(folder / "tokenizer.json")
     elif (folder / "merges.txt").is_file() and (folder / "vocab.json").is_file():
         files = str(folder / "vocab.json"), str(folder / "merges.txt")
@@ -158,6 +165,8 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
             f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|> or no "
             "<|endoftext|>"
         )
+    if pads_with_mark:
+        return Tokenize(tokenizer, begin=begin, end=end, pad=0)
     if open_clip:
         return Tokenize(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
     return Tokenize(tokenizer, begin=begin, end=end, pad=end)
@@ -193,6 +202,23 @@ def _transformers() -> Any:
     import transformers
 
     return transformers
+
+
+def _pads_with_mark(folder: pathlib.Path) -> bool:
+    """Return whether transformers' files in a folder name "!" as the token of the padding."""
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            pad = pretrained.read_json(folder / name).get("pad_token")
+            return (pad.get("content") if isinstance(pad, dict) else pad) == "!"
+    return False
+
+
+def _read_clip(folder: pathlib.Path) -> Tokenizer:
+    try:
+        clip = _transformers().CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return clip.backend_tokenizer
+    except Exception as error:  # A damaged file fails in many ways.
+        raise ValueError(f"cannot read the tokenizer in {folder}: {error}") from error
 
 
 def _read_json(path: pathlib.Path) -> Tokenizer:

@@ -103,12 +103,12 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
 
 
 def check_finite(state: StateDict) -> None:
-    """Raise ValueError if arrays hold NaN or infinite values. The message names the arrays."""
+    """Raise ValueError if arrays hold NaN or infinite values. The message names the first."""
     bad = [name for name, array in state.items() if not np.isfinite(array).all()]
     if bad:
         raise ValueError(
-            f"{len(bad)} of {len(state)} arrays hold NaN or infinite values: {some(bad)}. Use an "
-            "undamaged file, or one of an earlier step of its training"
+            f"{len(bad)} of {len(state)} arrays hold NaN or infinite values, such as {bad[0]}: use "
+            "an undamaged file"
         )
 
 

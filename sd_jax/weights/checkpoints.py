@@ -103,6 +103,8 @@ def load(
         facts = ldm_config.read(model_config, norm_groups)
         return _from_file(state, facts, ema, norm_groups, heads, parts)
     except ValueError as error:
+        if str(path) in str(error):
+            raise
         raise ValueError(f"{path}: {error}") from error
 
 

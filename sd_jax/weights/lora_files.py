@@ -59,8 +59,7 @@ _FAMILIES = (
     (r"\.[ab][12]\.weight", "GLoRA"),
     (r"\.lora_embedding_[AB]", "a LoRA of token embeddings"),
     (r"\.diff(_b)?$|\.[wb]_norm$|\.set_weight$", "a set of weight differences"),
-    (r"\.lora_\w+(\.\w+)?\.bias$|^base_model\..*\.bias$", "a LoRA with biases"),
-    (r"modules_to_save", "a LoRA with whole modules"),
+    (r"\.lora_\w+(\.\w+)?\.bias$", "a LoRA with biases"),
     (r"emb_params|string_to_param|^clip_[lg]$", "a textual inversion embedding"),
 )
 """Patterns of array names, and the kinds of adapters that have them."""

@@ -25,40 +25,69 @@ class Scheduler(NamedTuple):
 
     sampler: str
     """Name of this project's sampler that takes the same steps."""
+    options: str
+    """Names of the class's own options; _SHARED has the options of all classes. As in diffusers'
+    from_config, other options in a config are ignored: they belong to other classes."""
     defaults: Config = MappingProxyType({})
     """Default values of the class's options, where they differ from those of most schedulers."""
     only: Config = MappingProxyType({})
     """Maps options of the class to the tuple of their supported values."""
+    exact_end: bool = False
+    """Whether sampling at zero terminal SNR starts from noise without any signal."""
     exploding: bool = False
     """Whether sampling starts from noise of the first sigma instead of standard deviation 1, unless
     the timesteps are spaced as "leading"."""
 
 
+_SHARED = "_class_name prediction_type timestep_spacing steps_offset"
+# diffusers reads sigma_min and sigma_max from the config even in classes without these options.
+_GRIDS = "use_karras_sigmas use_exponential_sigmas use_beta_sigmas sigma_min sigma_max"
+_SOLVER = "thresholding solver_order solver_type lower_order_final use_flow_sigmas"
 _LDM = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True}
 SCHEDULERS: Mapping[str, Scheduler] = {
-    "DDIMScheduler": Scheduler("ddim", _LDM),
+    "DDIMScheduler": Scheduler(
+        "ddim",
+        "clip_sample set_alpha_to_one thresholding rescale_betas_zero_snr",
+        _LDM,
+        exact_end=True,
+    ),
     "PNDMScheduler": Scheduler(
-        "plms", {"timestep_spacing": "leading", "set_alpha_to_one": False, "skip_prk_steps": False}
+        "plms",
+        "set_alpha_to_one skip_prk_steps",
+        {"timestep_spacing": "leading", "set_alpha_to_one": False, "skip_prk_steps": False},
     ),
     "DDPMScheduler": Scheduler(
         "ddpm",
+        "clip_sample thresholding rescale_betas_zero_snr variance_type",
         {"timestep_spacing": "leading", "clip_sample": True},
         {"variance_type": ("fixed_small", "fixed_small_log")},
+        exact_end=True,
     ),
-    "EulerDiscreteScheduler": Scheduler("euler", exploding=True),
-    "EulerAncestralDiscreteScheduler": Scheduler("euler_ancestral", exploding=True),
-    "HeunDiscreteScheduler": Scheduler("heun", exploding=True),
+    "EulerDiscreteScheduler": Scheduler(
+        "euler",
+        f"rescale_betas_zero_snr interpolation_type timestep_type {_GRIDS} final_sigmas_type",
+        exploding=True,
+    ),
+    "EulerAncestralDiscreteScheduler": Scheduler(
+        "euler_ancestral", "rescale_betas_zero_snr", exploding=True
+    ),
+    "HeunDiscreteScheduler": Scheduler("heun", f"clip_sample {_GRIDS}", exploding=True),
     "DPMSolverMultistepScheduler": Scheduler(
         "dpmpp_2m",
+        f"algorithm_type rescale_betas_zero_snr final_sigmas_type euler_at_final use_lu_lambdas "
+        f"{_SOLVER} {_GRIDS}",
         only={"solver_order": (2, 1), "solver_type": ("midpoint", "logrho", "bh1", "bh2")},
     ),
     "DEISMultistepScheduler": Scheduler(
         "deis",
+        f"algorithm_type {_SOLVER} {_GRIDS}",
         {"final_sigmas_type": "sigma_min"},
         {"solver_order": (2, 1, 3), "solver_type": ("logrho", "midpoint", "heun", "bh1", "bh2")},
     ),
     "UniPCMultistepScheduler": Scheduler(
         "unipc",
+        f"rescale_betas_zero_snr final_sigmas_type predict_x0 disable_corrector solver_p {_SOLVER} "
+        f"{_GRIDS}",
         only={"solver_type": ("bh2", "midpoint", "heun", "logrho"), "lower_order_final": (True,)},
     ),
 }
@@ -97,7 +126,7 @@ def read_diffusion(config: Config) -> tuple[str, str]:
             f"the scheduler's prediction_type is {kind!r}, but only {' and '.join(predictions)} "
             "are supported"
         )
-    noise = ZERO_SNR if config.get("rescale_betas_zero_snr") else "scaled_linear"
+    noise = ZERO_SNR if _own(config).get("rescale_betas_zero_snr") else "scaled_linear"
     return predictions[kind], noise
 
 
@@ -111,14 +140,14 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
     if name not in SCHEDULERS:
         raise ValueError(f"the scheduler {name} is not one of {', '.join(SCHEDULERS)}")
     scheduler = SCHEDULERS[name]
-    config = {**scheduler.defaults, **config}
+    predicts, noise = read_diffusion(config)
+    config = {**scheduler.defaults, **_own(config)}
     for option, values in {**_ONLY, **scheduler.only}.items():
         if option in config and config[option] not in values:
             raise ValueError(
                 f"{name}'s {option} is {config[option]!r}, but only "
                 f"{' or '.join(map(repr, values))} is supported"
             )
-    predicts, noise = read_diffusion(config)
     spacing = config.get("timestep_spacing", "linspace")
     ldm = scheduler.defaults.get("set_alpha_to_one") is not None
     at_zero = config["set_alpha_to_one"] if ldm else config.get("final_sigmas_type") != "sigma_min"
@@ -128,8 +157,8 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
         end="zero" if at_zero else "sigma_min",
         offset=config.get("steps_offset", 0),
         unit_start=not scheduler.exploding or spacing == "leading",
-        # At zero terminal SNR, diffusers uses alpha bar = 2^-24, except in DDIM.
-        sigma_max=4096.0 if noise == ZERO_SNR and not ldm else 0.0,
+        # At zero terminal SNR, diffusers uses alpha bar = 2^-24, except in DDIM and DDPM.
+        sigma_max=4096.0 if noise == ZERO_SNR and not scheduler.exact_end else 0.0,
     )
     grids = [grid for grid in ("karras", "exponential") if config.get(f"use_{grid}_sigmas")]
     if grids and s.end != "zero":
@@ -138,6 +167,14 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
             "because sigma_min would occur twice in the grid"
         )
     return _with_sigma_grid(config, s, grids[0], noise, scheduler.exploding) if grids else s
+
+
+def _own(config: Config) -> Config:
+    """Return the options of a scheduler_config.json that its class has."""
+    if not (scheduler := SCHEDULERS.get(config.get("_class_name", ""))):
+        return config
+    names = f"{_SHARED} {scheduler.options}".split()
+    return {name: config[name] for name in names if name in config}
 
 
 def _solver(config: Config, sampler: str, predicts: str) -> str:

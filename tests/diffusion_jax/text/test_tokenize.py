@@ -8,6 +8,7 @@ import ftfy
 import numpy as np
 import pytest
 import sentencepiece
+import transformers
 
 from diffusion_jax.text import tokenize
 from tests.diffusion_jax.text.tiny_weights import FIXTURES, ROOT, spiece
@@ -117,6 +118,31 @@ def test_open_clip_pads_with_0_and_others_with_the_end(clip_folder):
     for open_clip, pad in ((True, 0), (False, 2513)):
         tokens = tokenize.clip(clip_folder, open_clip=open_clip)(["a cat"], 6)
         assert tokens["text_ids"].tolist() == [[2512, 320, 2368, 2513, pad, pad]]
+
+
+@pytest.mark.parametrize("text", ["wow!", "hello!!! world", "!", "a!b", "caf\u00e9 &amp; it's!"])
+def test_an_exclamation_mark_is_token_0_in_folders_of_stable_diffusion_2(
+    clip_folder, tmp_path, text
+):
+    """transformers splits texts at the token of the padding, and does not clean them."""
+    vocab, merges = tokenize._read_open_ai(clip_folder / "bpe_simple_vocab_16e6.txt.gz")
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in merges)]
+    (tmp_path / "merges.txt").write_text("\n".join(lines) + "\n")
+    names = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "!"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    config = names | {"pad_token": "<|endoftext|>", "tokenizer_class": "CLIPTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.CLIPTokenizer.from_pretrained(str(tmp_path))
+    expected = theirs(text, padding="max_length", max_length=40, truncation=True)["input_ids"]
+    begin, *_, end = expected[: expected.index(theirs.eos_token_id) + 1]
+    assert (begin, end) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert expected[: expected.index(end)].count(0) == text.count("!") > 0
+    ours = tokenize.clip(tmp_path, open_clip=True)([text], 40)["text_ids"][0]
+    assert ours.tolist() == expected
+    (tmp_path / "special_tokens_map.json").unlink()
+    mended = ids(tokenize.clip(tmp_path, open_clip=True), text)
+    assert mended == ids(tokenize.clip(clip_folder, open_clip=True), text)
 
 
 def test_open_clip_resolves_entities(clip_folder):

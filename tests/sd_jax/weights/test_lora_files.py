@@ -268,7 +268,7 @@ def test_factors_that_are_not_finite_are_named(opened, tmp_path, value):
         tmp_path / "a.safetensors", dict(zip(LAYOUTS["peft"], (down, up), strict=True))
     )
     message = (
-        r"a.safetensors: 1 of 2 arrays hold NaN or infinite values: unet\.mid_.*lora_A\.weight"
+        r"a.safetensors: 1 of 2 arrays hold NaN or infinite values, such as unet\.mid_.*lora_A"
     )
     with pytest.raises(ValueError, match=message):
         lora_files.apply([str(tmp_path / "a.safetensors")], opened)

@@ -62,4 +62,4 @@ def test_draws_as_diffusers_does(case):
     expected = images(SAVED[str(case)])
     error = float(jnp.abs(actual - expected).max() / jnp.abs(expected).max())
     print(f"{error:.1e}")
-    assert error < 1e-4
+    assert error < 3e-5  # Euler from sigma 4096 loses digits in float32; all others reach 5e-6.
