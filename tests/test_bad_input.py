@@ -117,6 +117,10 @@ sample --workdir=D/list --prompt=a | D/list/config.json: it holds a list, not a 
 sample --workdir=D/none --prompt=a | D/none holds no config.json
 sample --prompts=D/binary.txt | D/binary.txt is not UTF-8 text (byte 0x80 at offset 128, line 2)
 sample --prompts=D/empty.txt | D/empty.txt holds no prompts
+sample --prompts=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
+evaluate --prompts=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
+precache --captions=D/short.tsv | D/short.tsv, line 3 has 1 cells, but the first line names 2
+metrics clip D/images --prompts=D/short.tsv --clip=x | D/short.tsv, line 3 has 1 cells, but the
 sample --prompts=D/none.txt | No such file or directory: 'D/none.txt'
 sample --prompts=D/empty | Is a directory: 'D/empty'
 sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
@@ -273,6 +277,7 @@ def files(tmp_path_factory):
     (folder / "file").write_text("no folder")
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     (folder / "empty.txt").write_text("\n \n")
+    (folder / "short.tsv").write_text("id\tcaption\n1\ta\n2\n")
     Image.new("RGB", (20, 20)).save(folder / "images" / "0.png")
     (folder / "images" / "0.txt").write_text("a cat")
     Image.new("L", (4, 3)).save(folder / "wide.png")

@@ -98,7 +98,10 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
     first = next((line for line in lines if line.strip()), "")
     delimiter = max(delimiters, key=first.count)
     options = {"delimiter": delimiter, "strict": True, "skipinitialspace": delimiter != "\t"}
-    alone = [(n, _line(line, options)) for n, line in enumerate(lines, 1)]
+    try:
+        alone = [(n, _line(line, options)) for n, line in enumerate(lines, 1)]
+    except csv.Error as error:
+        raise ValueError(f"{path} is no table: {error}; write .jsonl") from error
     alone = [(number, cells) for number, cells in alone if cells not in ([], [""])]
     width = len(alone[0][1]) if alone else 0
     joined, start = [], 1

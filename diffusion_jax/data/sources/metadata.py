@@ -7,15 +7,17 @@ images may be in any folder.
 """
 
 import collections
+import functools
 import os
 import pathlib
 import posixpath
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from diffusion_jax.data import captions, records, rows
 from diffusion_jax.data.inventory import TEXTS, Inventory
+from diffusion_jax.data.transforms import Unusable
 
 SUFFIXES = {
     "csv": ".csv", "tsv": ".tsv", "jsonl": ".jsonl", "parquet": ".parquet", "coco": ".json"
@@ -24,19 +26,34 @@ SUFFIXES = {
 _FILES, _KEY = ("file_name", "filename", "image", "path"), "key"
 
 
-class _Images(NamedTuple):
-    """The images of a folder, found by several kinds of names.
+class _Images:
+    """The images of a folder, found by names in several forms."""
 
-    An image that shares its name of a kind with another image is missing from that kind.
-    """
+    def __init__(self, root: pathlib.Path, images: Sequence[str]):
+        self.paths = set(images)
+        self._images, self._roots = images, (os.path.abspath(root), os.path.realpath(root))
+        self.by = functools.cache(self._by)
+        """by(form) maps form(path) to the path of each image, if no other path has this form."""
 
-    path: Mapping[str, str]
-    stem: Mapping[str, str]
-    """By the path without suffix."""
-    folded: Mapping[str, str]
-    """By the path without regard to case and to the form of accents."""
-    base: Mapping[str, str]
-    """By the folded name without folders."""
+    def _by(self, form: Callable[[str], str]) -> dict[str, str]:
+        forms = list(map(form, self._images))
+        counts = collections.Counter(forms)
+        return {f: i for f, i in zip(forms, self._images, strict=True) if counts[f] == 1}
+
+    def path(self, folder: str, name: str) -> str:
+        """Return the path, relative to the root, of a name in a table in `folder`.
+
+        Backslashes in names separate folders.
+        """
+        path = posixpath.join(folder, name)
+        if path in self.paths:
+            return path
+        path = posixpath.join(folder, name.strip().replace("\\", "/"))
+        full = posixpath.normpath(posixpath.join(self._roots[0], path))
+        for root in self._roots:
+            if full.startswith(f"{root}/"):
+                return full[len(root) + 1 :]
+        return path
 
 
 def read(
@@ -70,10 +87,7 @@ def read(
             f"no {SUFFIXES[kind]} files in {root}, but data.text={kind}:{field} reads the captions "
             "from such files: set data.text to the format that holds the captions, such as txt"
         )
-    stem = lambda name: posixpath.splitext(name)[0]
-    base = lambda name: _folded(posixpath.basename(name))
-    opened = _Images(*(_unique(images, of) for of in (str, stem, _folded, base)))
-    found, table_of, columns = {}, {}, set[str]()
+    found, table_of, columns, opened = {}, {}, set[str](), _Images(root, images)
     for table in tables:
         texts = _read_table(root, table, field, opened, columns, inventory)
         for image, several in texts.items():
@@ -110,7 +124,7 @@ def _read_table(
 
     Raises ValueError if a row is malformed.
     """
-    folder, stem = posixpath.dirname(table), posixpath.splitext(table)[0]
+    folder, stem = posixpath.dirname(table), _stem(table)
     texts, column = collections.defaultdict[str, list[Any]](list), ""
     later: list[tuple[str, str, Any]] = []
     for place, row in rows.read(root / table):
@@ -130,65 +144,59 @@ def _read_table(
         if not isinstance(cell, str | list):
             raise ValueError(f"{place}: {field} is {rows.shown(cell)}, not a text: correct it")
         text = records.cell_text(cell)
+        if isinstance(text, Unusable):
+            text = Unusable(text.reason, f"{place}: {str(text).partition(': ')[2]}")
         if column == _KEY:
-            image = images.stem.get(posixpath.join(stem, str(name)))
+            image = images.by(_stem).get(posixpath.join(stem, str(name)), "")
         else:
-            name = _relative(root, folder, str(name))
-            image = images.path.get(name)
-        if image is None:
-            later.append((place, str(name), text))
-        else:
+            image = images.path(folder, str(name))
+        if image in images.paths:
             texts[image].append(text)
+        else:
+            later.append((place, image or str(name), text))
     if column:
         inventory.add(TEXTS, [table])
     if column != _KEY:
         # Prefer exact names: these rows may only describe images that no other row describes.
-        later = _assign(texts, later, images.folded, _folded)
-        later = _assign(texts, later, images.stem, str)
-        if not texts:
-            later = _assign(texts, later, images.base, lambda n: _folded(posixpath.basename(n)))
+        for form in (_folded, _stem, _base):
+            if form is not _base or not texts:
+                later = _assign(texts, later, images, form)
     inventory.add("row_without_image", [f"{place}: {name}" for place, name, _ in later])
     return texts
 
 
 def _assign(
     texts: dict[str, list[Any]],
-    unnamed: Iterable[tuple[str, str, Any]],
-    images: Mapping[str, str],
-    fold: Callable[[str], str],
+    rows_left: Sequence[tuple[str, str, Any]],
+    images: _Images,
+    form: Callable[[str], str],
 ) -> list[tuple[str, str, Any]]:
-    """Add the texts of rows (place, name, text) whose names differ from an image's only in form.
+    """Add the texts of rows (place, name, text) whose names have the same form as an image's path.
 
-    `images` maps names to images after `fold`. Return the rows that name no image, or one that
-    another row names differently.
+    Return the other rows, including those about an image that another row names differently.
     """
-    exact, left, names = set(texts), [], collections.defaultdict[str, set[str]](set)
-    unnamed = list(unnamed)
-    for _, name, _ in unnamed:
-        names[images.get(fold(name), "")].add(name)
-    for row in unnamed:
-        image = images.get(fold(row[1]), "")
+    if not rows_left:
+        return []
+    exact, others, names = set(texts), [], collections.defaultdict[str, set[str]](set)
+    found = [images.by(form).get(form(name), "") for _, name, _ in rows_left]
+    for image, (_, name, _) in zip(found, rows_left, strict=True):
+        names[image].add(name)
+    for image, row in zip(found, rows_left, strict=True):
         if not image or image in exact or len(names[image]) > 1:
-            left.append(row)
+            others.append(row)
         else:
             texts[image].append(row[2])
-    return left
+    return others
 
 
-def _relative(root: pathlib.Path, folder: str, name: str) -> str:
-    """Return the path in a table as a path relative to `root`. Backslashes separate folders."""
-    name = posixpath.join(folder, name.strip().replace("\\", "/"))
-    full = posixpath.normpath(posixpath.join(os.path.abspath(root), name))
-    for base in (os.path.abspath(root), os.path.realpath(root)):
-        if full.startswith(f"{base}/"):
-            return full[len(base) + 1 :]
-    return name
+def _stem(name: str) -> str:
+    return posixpath.splitext(name)[0]
 
 
 def _folded(name: str) -> str:
+    """Return a name without regard to case and to the form of accents."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def _unique(images: Sequence[str], of: Callable[[str], str]) -> dict[str, str]:
-    counts = collections.Counter(map(of, images))
-    return {of(image): image for image in images if counts[of(image)] == 1}
+def _base(name: str) -> str:
+    return _folded(posixpath.basename(name))

@@ -55,8 +55,8 @@ def _check_fields(data: Data, stored: Mapping[str, Any] | None) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)} has no effect on stored moments: leave it out, encode with it "
-            "(sd_jax.precache; not flips and random crops), or train on the images themselves"
+            f"{', '.join(wrong)} cannot change moments that are stored: leave it out, or train on "
+            "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
         )
 
 

@@ -73,7 +73,8 @@ class WebDataset(Records):
             if not inventory.damaged():
                 raise
             raise ValueError(
-                f"{error}. Damaged tars, which the log names, may cause this"
+                f"tars in {path} are damaged: copy or download them again. This may be the cause: "
+                f"{error}"
             ) from error
 
     def __len__(self) -> int:
@@ -138,8 +139,9 @@ class WebDataset(Records):
     def _place(self, index: int) -> tuple[str, Spans]:
         """Return the tar of a record, and the (offset, size) of its image and of its texts."""
         tar = int(np.searchsorted(self._listing.firsts, index, side="right")) - 1
-        spans = (self._listing.spans[index].reshape(-1, 2) * np.array([tars.BLOCK, 1])).tolist()
-        return self._listing.tars[tar], spans
+        numbers = self._listing.spans[index].tolist()
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return self._listing.tars[tar], [(block * tars.BLOCK, size) for block, size in pairs]
 
     def _record(self, tar: str, spans: Spans, contents: Iterator[bytes]) -> Record:
         ranges = [(first, next(contents)) for first, _ in _parts(spans)]

@@ -104,6 +104,7 @@ def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
         ("p.tsv", "id\tcaption\n1\ta\n2\n3\tb\n", r'3 has 1 cells, but .* 2 columns: \["2"\]'),
         ("p.csv", "id,caption\n1,cat, asleep\n", r'2 has 3 cells.*\["1", "cat", "asleep"\]'),
         ("p.csv", "caption,caption\na,b\n", "p.csv has several columns 'caption'"),
+        ("p.csv", f"caption\n{'a' * 200_000}\n", "p.csv is no table: field larger than"),
         ("p.jsonl", '"a"\n{"caption": 7}', "p.jsonl, line 2: caption is 7, not a text"),
         ("p.jsonl", '{"caption": "a"}\n{"x": 7}', "p.jsonl, line 2 has no column 'caption', but x"),
         ("p.jsonl", '"a"\n{', "p.jsonl, line 2: invalid JSON"),

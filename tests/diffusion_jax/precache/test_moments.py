@@ -211,6 +211,7 @@ def test_training_names_the_pictures_that_changed_since_they_were_encoded(folder
     run(folder, out)
     shutil.copytree(folder, tmp_path / "copy")
     shutil.rmtree(folder)
+    caplog.clear()
     moments.check_originals(out)  # The originals cannot be reached.
     shutil.copytree(tmp_path / "copy", folder, copy_function=shutil.copy)
     moments.check_originals(out)  # They were copied.
@@ -235,8 +236,8 @@ def test_fields_that_cannot_change_stored_moments_are_refused(folder, tmp_path, 
     with pytest.raises(ValueError) as error:
         stored(tmp_path / "out", **fields)
     assert str(error.value) == (
-        f"data.{name}={value!r} has no effect on stored moments: leave it out, encode with it "
-        "(sd_jax.precache; not flips and random crops), or train on the images themselves"
+        f"data.{name}={value!r} cannot change moments that are stored: leave it out, or train on "
+        "the images themselves; resize, min_size and max_aspect also work in sd_jax.precache"
     )
 
 

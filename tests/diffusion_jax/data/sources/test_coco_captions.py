@@ -13,6 +13,7 @@ from PIL import Image
 from tensorflow_datasets.core.utils import file_utils
 
 from diffusion_jax.data import prompts
+from diffusion_jax.data.captions import every, first
 from diffusion_jax.data.sources.tfds import Tfds
 from diffusion_jax.metrics import images
 from tests.imagen_jax import commands
@@ -37,9 +38,11 @@ def coco(tmp_path_factory):
 def test_it_is_read_at_random_by_its_name(coco):
     assert len(list(coco.glob("*.tfrecord-*"))) == 4
     records = Tfds("coco_captions@val", "captions/text")
-    texts = records.texts(range(len(records)))
+    several = records.texts(range(len(records)))
+    texts = [first(text) for text in several]
+    assert [len(every(text)) for text in several] == [5] * 8
     assert sorted(texts) == [f"number {i}, caption 0" for i in range(52, 60)]
-    assert [record.text for record in records.read([5, 2])] == [texts[5], texts[2]]
+    assert [record.text for record in records.read([5, 2])] == [several[5], several[2]]
 
 
 def test_its_captions_are_prompts_of_an_evaluation(coco):

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.sources import arrayrecord, arrow
 from diffusion_jax.data.sources.arrow import Arrow, Rows
 from diffusion_jax.data.sources.tfds import Tfds
@@ -93,6 +94,39 @@ def test_tfds_without_tensorflow(prepared):
         (b"image 2", "number 2"), (b"image 0", "number 0")]  # fmt: skip
     nested = Tfds(f"{prepared}@train[1:]", "captions/text")
     assert [record.text for record in nested.read([0, 1])] == ["c1", "c2"]
+
+
+def test_all_captions_of_an_example_are_read(prepared, tmp_path):
+    shutil.copytree(prepared, folder := tmp_path / "1.0.0")
+    example = arrayrecord._Example()
+    feature = example.features.feature
+    for name, values in (
+        ("image", [b"image"]), ("caption", [b"one"]), ("captions/text", [b"two", b" three"])
+    ):  # fmt: skip
+        feature[name].bytes_list.value.extend(values)
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["splits"][0]["shardLengths"] = ["1"]
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    write_messages(next(folder.glob("*array_record*")), [example.SerializeToString()])
+    several = Tfds(f"{folder}@train", "captions/text,caption*2").read([0])[0].text
+    assert several == Captions(("two", "three", "one"), (1 / 6, 1 / 6, 2 / 3))
+
+
+def test_lists_and_several_columns_are_captions(tmp_path):
+    image = [{"bytes": b"x", "path": None}] * 3
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    columns = {"text": [["a", "b"], [], None], "long": ["c", None, "d"]}
+    table = pyarrow.table({"image": pyarrow.array(image, kind), **columns})
+    texts = Rows(table, "t", "text*2,long").texts([0, 1, 2])
+    assert texts[0] == Captions(("a", "b", "c"), (1 / 3, 1 / 3, 1 / 3)) and texts[2] == "d"
+    assert isinstance(texts[1], Unusable) and texts[1].reason == "no_caption"
+
+
+def write_messages(path, messages):
+    writer = arrayrecord.array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for message in messages:
+        writer.write(message)
+    writer.close()
 
 
 def test_mistakes_about_tfds_are_named(prepared):

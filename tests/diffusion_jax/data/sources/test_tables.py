@@ -104,6 +104,13 @@ def test_csv_and_tsv_are_read_like_jsonl(tmp_path, encoding):
         assert texts(folder) == {"a.png": 'é, "one"\nand more', "b.png": "two"}
 
 
+def test_a_caption_that_is_not_utf8_is_named_with_its_file_line_and_byte(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    (text, good) = table(tmp_path, "m.csv", b"file_name,text\na.png,caf\xe9\nb.png,x").texts([0, 1])
+    expected = f"broken_text: {tmp_path}/m.csv, line 2: the text is not UTF-8 text (byte 0xe9)"
+    assert (str(text), good) == (expected, "x")
+
+
 def test_names_in_other_forms_find_their_images(tmp_path):
     images(tmp_path, "d/A.PNG", "d/e/b.png", "caf\u00e9.png", "c.png")
     content = "file_name,text\nd\\e\\b.png,b\nD/a.png,a\ncafe\u0301.png,accent\n./c.png,dot\n"
@@ -112,6 +119,13 @@ def test_names_in_other_forms_find_their_images(tmp_path):
     names = [str(tmp_path / "d/e/b.png"), str(tmp_path / "c.png")]
     lines = "".join(json.dumps({"file_name": n, "text": n[-5:]}) + "\n" for n in names)
     assert texts(table(tmp_path, "m.jsonl", lines)) == {"d/e/b.png": "b.png", "c.png": "c.png"}
+
+
+def test_a_row_in_another_form_describes_no_image_that_other_rows_describe(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nA.png,gone\nB.PNG,x\nB.png,y\n")
+    assert texts(folder) == {"a.png": "one"}
+    assert folder.left_out()["row_without_image"] == 3
 
 
 def test_images_may_be_in_another_folder_if_no_row_finds_its_image_beside_the_table(tmp_path):
