@@ -7,7 +7,7 @@ import numpy as np
 from absl import flags, logging
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.machine import files, rgb, untrusted
 
 IMAGE, MASK = "image", "mask"
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that defines them.
@@ -68,7 +68,7 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     Raises:
         ValueError: The number of pictures or of masks is not 0, 1 or `num_texts`, a mask has no
             picture or another size than its picture, or a file is damaged.
-        OSError: A file is missing, or is not a JPEG, PNG or WebP image.
+        OSError: A file is missing, or is not an image that Pillow can read.
     """
     opened = [open_picture(path, "RGB", "--image") for path in images]
     white = [open_picture(path, "L", "--mask") for path in masks]
@@ -93,12 +93,12 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
     Raises:
         ValueError: The file is damaged, has too many pixels, or has pixels of an unknown range.
-        OSError: The file is missing, or is not a JPEG, PNG or WebP image.
+        OSError: The file is missing, or is not an image that Pillow can read.
     """
     try:
         image = untrusted.open_image(files.local(path))
     except UnidentifiedImageError as error:
-        raise OSError(f"{flag}={path} is not a JPEG, PNG or WebP image") from error
+        raise OSError(f"{flag}={path} is not an image that Pillow can read") from error
     except OSError as error:
         raise OSError(f"{flag}={path} cannot be opened: {error}") from error
     except ValueError as error:
@@ -130,26 +130,22 @@ def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | No
 def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
     """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
 
-    Grey levels of 16 bits are scaled to 8. Transparent pixels become white in a picture, as in
-    training, and black in a mask. `name` is the image's name in error messages.
+    Its colours are those of training (see rgb.to_rgb), but transparent pixels of a mask become
+    black. `name` is the image's name in error messages.
 
     Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
     shows other colours than black and white.
     """
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # Pillow would clip 16 bits to white.
-        levels = np.asarray(image)
-        if levels.min() < 0 or levels.max() > 65535:
-            raise ValueError(f"{name} has grey levels of more than 16 bits: save it with 8 bits")
-        image = Image.fromarray(np.rint(levels / 257).astype(np.uint8))
-    elif image.mode == "F":
-        raise ValueError(f"{name} has floating-point pixels: save it with 8 bits per channel")
-    if not image.has_transparency_data:
-        return image.convert(mode)
-    rgba, under = image.convert("RGBA"), "black" if mode == "L" else "white"
-    flat = Image.alpha_composite(Image.new("RGBA", rgba.size, under), rgba).convert(mode)
-    opaque = np.asarray(flat)[np.asarray(rgba)[..., 3] == 255]
-    if mode == "L" and ((opaque > 15) & (opaque < 240)).any():
+    try:
+        flat = rgb.to_rgb(image, background="black" if mode == "L" else "white")
+    except ValueError as error:
+        raise ValueError(f"{name} has {error}") from error
+    flat = flat.convert(mode)
+    if mode == "RGB" or not image.has_transparency_data:
+        return flat
+    opaque = np.asarray(flat)[np.asarray(image.convert("RGBA"))[..., 3] == 255]
+    if ((opaque > 15) & (opaque < 240)).any():
         raise ValueError(
             f"{name} is a picture with transparent parts, which does not say what to redraw: give "
             "a mask that is white at the parts to redraw and black elsewhere"

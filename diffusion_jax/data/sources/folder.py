@@ -76,7 +76,7 @@ class Folder(Records):
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
         for part, texts in self._texts:
-            if lacking := [name for name in self._images if name in captioned - texts.keys()]:
+            if lacking := sorted(captioned - texts.keys()):
                 logging.warning("%d of %d pictures have no %s, only other texts; the first: %s",
                                 len(lacking), len(captioned), part.text, lacking[0])  # fmt: skip
 
