@@ -143,7 +143,7 @@ train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
 train --config.data.prior=D/images | no .jsonl files in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13
 sd_sample --prompt=a --image=D/none.png | --image=D/none.png cannot be opened: [Errno 2] No such
-sd_sample --prompt=a --image=D/file | --image=D/file is not a JPEG, PNG or WebP image
+sd_sample --prompt=a --image=D/file | --image=D/file is not an image that Pillow can read
 sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength is 0.0: it must be above 0
 sd_sample --prompt=a --model=D/file | give exactly one of --workdir=FOLDER (a training run)
 evaluate --name=../../x | --name=../../x: give the name of a folder under evaluation/, not a path

@@ -4,7 +4,7 @@ The pipeline chooses one of them for each sample, as a function of the seed and 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,7 +95,7 @@ def first(text: Any) -> Any:
     return every(text)[0]
 
 
-def chosen(texts: Sequence[Any], seed: int, samples: Iterable[int]) -> list[Any]:
+def chosen(texts: Iterable[Any], seed: int, samples: Iterable[int]) -> list[Any]:
     """Return one text for each sample, chosen by the seed and the sample's number."""
     share = lambda number: np.random.default_rng((seed, number, 2)).random()
     return [

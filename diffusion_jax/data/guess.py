@@ -82,7 +82,8 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
             return _of_table(path, root, text)
     if text or not stems:
         return _data("folder", path, text)
-    beside = [f for f in files if f.with_suffix("") in stems | images]
+    named = stems | images
+    beside = [f for f in files if f.with_suffix("") in named]
     places = [suffix for suffix in TEXTS if suffix in map(kind, beside)]
     places.append(_field("json", _fields(f.read_bytes() for f in beside if kind(f) == "json")))
     counts, errors = {}, []

@@ -34,7 +34,7 @@ class Record(NamedTuple):
     """An encoded image with its caption or text embeddings."""
 
     image: bytes
-    """The contents of a JPEG, PNG or WebP file, or of an .npy file of VAE moments."""
+    """The contents of an image file, or of an .npy file of VAE moments."""
     text: Any
     """A caption, text embeddings [tokens, width], captions.Captions with several of these, or an
     Unusable error if no text can be read."""

@@ -200,7 +200,7 @@ def members(path: str, inventory: Inventory) -> Iterator[Member]:
         raise ValueError(f"cannot read {path} as a tar ({reason}")
     if inventory.damaged():
         logging.warning(
-            "%s is damaged, and at least %d files in it are lost: copy or download it again",
+            "%s is damaged, and files in it are lost (%d or more): copy or download it again",
             path, inventory.damaged(),
         )  # fmt: skip
 

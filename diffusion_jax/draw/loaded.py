@@ -179,7 +179,7 @@ class Loaded:
         if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
             logging.warning("%s", line)
         over = pictures.opened(image, mask)
-        small = low_res and pictures.upright(low_res.copy(), "RGB", "the picture to enlarge")
+        small = low_res and pictures.upright(low_res, "RGB", "the picture to enlarge")
         inputs = Inputs(over, small and np.asarray(small))
         values = {**values, **self._size_of(over and over.images[0], values)}
         strengths = self._strengths(strength) if image else [None] * len(self.stages)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from absl import flags, logging
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from diffusion_jax.machine import files, rgb, untrusted
 
@@ -68,7 +68,7 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     Raises:
         ValueError: The number of pictures or of masks is not 0, 1 or `num_texts`, a mask has no
             picture or another size than its picture, or a file is damaged.
-        OSError: A file is missing, or is not a JPEG, PNG or WebP image.
+        OSError: A file is missing, or is not an image that Pillow can read.
     """
     opened = [open_picture(path, "RGB", "--image") for path in images]
     white = [open_picture(path, "L", "--mask") for path in masks]
@@ -93,12 +93,12 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
     Raises:
         ValueError: The file is damaged, has too many pixels, or has pixels of an unknown range.
-        OSError: The file is missing, or is not a JPEG, PNG or WebP image.
+        OSError: The file is missing, or is not an image that Pillow can read.
     """
     try:
         image = untrusted.open_image(files.local(path))
     except UnidentifiedImageError as error:
-        raise OSError(f"{flag}={path} is not a JPEG, PNG or WebP image") from error
+        raise OSError(f"{flag}={path} is not an image that Pillow can read") from error
     except OSError as error:
         raise OSError(f"{flag}={path} cannot be opened: {error}") from error
     except ValueError as error:
@@ -120,35 +120,37 @@ def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | No
         if mask is not None:
             raise ValueError("a mask was given without an image to draw over: give an image too")
         return None
-    image = upright(image.copy(), "RGB", "the image")
+    image = upright(image, "RGB", "the image")
     if mask is not None:
-        mask = upright(mask.copy(), "L", "the mask")
+        mask = upright(mask, "L", "the mask")
         _check_mask(mask, image, "the mask")
     return Pictures([image], [] if mask is None else [mask])
 
 
 def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
-    """Return an image of mode "RGB" as training reads it (rgb.to_rgb), or of mode "L" for a mask.
+    """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
 
-    Transparent pixels become white in a picture and black in a mask. `image` itself may be changed.
-    `name` is its name in error messages.
+    Its colours are those of training (see rgb.to_rgb), but transparent pixels of a mask become
+    black. `name` is the image's name in error messages.
 
     Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
     shows other colours than black and white.
     """
-    if mode == "L" and image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "black"), rgba).convert("L")
-        image.info, opaque = rgba.info, np.asarray(image)[np.asarray(rgba)[..., 3] == 255]
-        if ((opaque > 15) & (opaque < 240)).any():
-            raise ValueError(
-                f"{name} is a picture with transparent parts, which does not say what to redraw: "
-                "give a mask that is white at the parts to redraw and black elsewhere"
-            )
+    image = ImageOps.exif_transpose(image)
     try:
-        return rgb.to_rgb(image).convert(mode)
+        flat = rgb.to_rgb(image, background="black" if mode == "L" else "white")
     except ValueError as error:
         raise ValueError(f"{name} has {error}") from error
+    flat = flat.convert(mode)
+    if mode == "RGB" or not image.has_transparency_data:
+        return flat
+    opaque = np.asarray(flat)[np.asarray(image.convert("RGBA"))[..., 3] == 255]
+    if ((opaque > 15) & (opaque < 240)).any():
+        raise ValueError(
+            f"{name} is a picture with transparent parts, which does not say what to redraw: give "
+            "a mask that is white at the parts to redraw and black elsewhere"
+        )
+    return flat
 
 
 def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:

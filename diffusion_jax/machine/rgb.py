@@ -20,9 +20,11 @@ _SPACES = {
 
 
 def to_rgb(
-    image: Image.Image, resize: Callable[[Image.Image], Image.Image] = lambda image: image
+    image: Image.Image,
+    resize: Callable[[Image.Image], Image.Image] = lambda image: image,
+    background: str = "white",
 ) -> Image.Image:
-    """Return an image of mode RGB: upright, in sRGB, with white in place of transparent pixels.
+    """Return an image of mode RGB: upright, in sRGB, without transparency.
 
     The EXIF orientation and the colour profile of the image are applied. 16-bit and float pixels
     are scaled to 8 bits. `image` itself may be changed.
@@ -31,6 +33,7 @@ def to_rgb(
         image: the image.
         resize: resizes or crops the upright image before its colours are converted, which takes
             less time for fewer pixels.
+        background: the colour behind transparent pixels.
 
     Raises:
         ValueError: a pixel of more than 8 bits is not in the range from black to white, which is 0
@@ -42,7 +45,7 @@ def to_rgb(
     is_grey = image.mode == "LA"
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
         image = image.convert("L" if is_grey else "RGB")
     elif image.mode[0] in _WHITE:
         image = _to_8_bits(image)

@@ -39,7 +39,7 @@ _FIELDS = ("source", "path", "text", "uncaptioned", "prior", "resize", "min_size
 """Fields of the data group that determine what is encoded, apart from the crop."""
 _PLACE = ("data.source", "data.path")
 _CHUNK = 256  # Records that are compared together.
-_SECONDS = 15  # After this time, `check_originals` reads no further records.
+_SECONDS = 15.0  # After this time, `check_originals` reads no further records.
 Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 

@@ -131,6 +131,19 @@ def test_a_sparse_giant_is_left_out(tmp_path):
     assert len(index.span) == 0 and peak < MEGABYTE
 
 
+@pytest.mark.parametrize("size", [-512, -1024, -(10**9)])
+def test_a_negative_size_of_a_member_does_not_lead_back(tmp_path, size):
+    header = bytearray(tarfile.TarInfo("a.png").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = size.to_bytes(12, "big", signed=True)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    good = tarfile.TarInfo("b.png").tobuf()
+    (tmp_path / "a.tar").write_bytes(good + header + good + bytes(1024))
+    index = tars.scan(str(tmp_path / "a.tar"))
+    assert index.span.tolist() == [[512, 0], [1536, 0]]
+    assert index.inventory.left_out() == {"broken_header": 1}
+
+
 def test_many_members_of_a_tar_take_less_memory_than_their_headers(tmp_path):
     header, count = tarfile.TarInfo("a.png").tobuf(), 20000
     (tmp_path / "a.tar").write_bytes(header * count + bytes(1024))

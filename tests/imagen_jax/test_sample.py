@@ -150,7 +150,7 @@ def test_a_word_that_is_no_flag_is_refused(trained, tmp_path):
     assert "unknown arguments ['a red one']: write --prompt='a red one'" in ended.err + ended.out
 
 
-@pytest.mark.parametrize("flag", ["--num_images=0", "--seed=-1", "--seed=2147483648"])
+@pytest.mark.parametrize("flag", ["--num_images=0", "--seed=-1", "--seed=18446744073709551616"])
 def test_a_number_out_of_range_is_refused_by_its_flag(trained, tmp_path, flag):
     ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "--prompt=a", flag)
     assert ended.code == 2

@@ -6,6 +6,7 @@ the server still has this version. It downloads an incomplete file from its star
 marks no versions, or if the files are written to a bucket.
 """
 
+import email.message
 import hashlib
 import pathlib
 import re
@@ -214,7 +215,7 @@ def _mark(part: pathlib.Path) -> pathlib.Path:
     return part.with_suffix(".version")
 
 
-def _version(headers: Mapping[str, str]) -> str:
+def _version(headers: email.message.Message) -> str:
     """Return the value of If-Range for a file with these headers, or "" if they mark no version.
 
     A weak ETag does not promise equal bytes.

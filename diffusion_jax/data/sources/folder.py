@@ -55,7 +55,7 @@ class Folder(Records):
         suffixes = names.values()
         is_image = lambda name: names[name].rpartition(".")[2] in untrusted.image_suffixes()
         images = [name for name in names if is_image(name)]
-        records.check_any(len(images), self._root, suffixes, "jpg, png, webp, ... files")
+        records.check_any(len(images), self._root, suffixes, "pictures (jpg, png, webp, ...)")
         for part in parts:
             if part.suffix in metadata.SUFFIXES:
                 place = part.suffix, part.field
@@ -76,7 +76,7 @@ class Folder(Records):
         self._inventory.add(PICTURES, self._images)
         self._inventory.add("no_caption", bare)
         for part, texts in self._texts:
-            if lacking := [name for name in self._images if name in captioned - texts.keys()]:
+            if lacking := sorted(captioned - texts.keys()):
                 logging.warning("%d of %d pictures have no %s, only other texts; the first: %s",
                                 len(lacking), len(captioned), part.text, lacking[0])  # fmt: skip
 

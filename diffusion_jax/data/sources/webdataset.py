@@ -63,7 +63,7 @@ class WebDataset(Records):
         self._check_damage(max_broken)
         num_bare, first = inventory.counts["no_caption"], inventory.first.get("no_caption", [])
         num_images = len(self) + num_bare
-        kind = f"{', '.join(images)} files" if images else "jpg, png, webp, ... files"
+        kind = f"{', '.join(images)} files" if images else "pictures (jpg, png, webp, ...)"
         try:
             records.check_any(num_images, path, facts["suffixes"], kind)
             records.check_captions(

@@ -11,7 +11,7 @@ def test_the_flag_of_a_picture_that_cannot_be_opened_is_named(tmp_path, monkeypa
     text, large = tmp_path / "text.png", tmp_path / "large.png"
     text.write_text("no picture")
     Image.new("L", (20, 20)).save(large)
-    with pytest.raises(OSError, match=rf"^--mask={text} is not a JPEG, PNG or WebP image$"):
+    with pytest.raises(OSError, match=rf"^--mask={text} is not an image that Pillow can read$"):
         pictures.open_picture(str(text), "L", "--mask")
     with pytest.raises(OSError, match=rf"^--image={tmp_path}/none cannot be opened: \[Errno 2\]"):
         pictures.open_picture(f"{tmp_path}/none", "RGB", "--image")
@@ -42,12 +42,10 @@ def test_grey_levels_of_16_bits_are_scaled_to_8(tmp_path):
     assert np.asarray(mask)[0].tolist() == [0, 1, 128, 255]
 
 
-@pytest.mark.parametrize(("mode", "value"), [("F", 2.5), ("I", 2**20)])
+@pytest.mark.parametrize(("mode", "value"), [("F", 1.5), ("I", 2**20)])
 def test_pixels_without_a_known_range_are_refused(mode, value):
     image = Image.new(mode, (4, 4), value)
-    with pytest.raises(
-        ValueError, match=r"^--image=a\.tiff has pixels of mode [FI] from .*: save the image with 8"
-    ):
+    with pytest.raises(ValueError, match=r"^--image=a\.tiff has pixels of mode [FI] from"):
         pictures.upright(image, "RGB", "--image=a.tiff")
 
 

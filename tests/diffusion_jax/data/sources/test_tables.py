@@ -121,6 +121,13 @@ def test_names_in_other_forms_find_their_images(tmp_path):
     assert texts(table(tmp_path, "m.jsonl", lines)) == {"d/e/b.png": "b.png", "c.png": "c.png"}
 
 
+def test_a_row_in_another_form_describes_no_image_that_other_rows_describe(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nA.png,gone\nB.PNG,x\nB.png,y\n")
+    assert texts(folder) == {"a.png": "one"}
+    assert folder.left_out()["row_without_image"] == 3
+
+
 def test_images_may_be_in_another_folder_if_no_row_finds_its_image_beside_the_table(tmp_path):
     images(tmp_path, "Images/a.png", "Images/b.png")
     folder = table(tmp_path, "m.csv", "image,text\na.png,one\nb.png,two\nc.png,three\n")
