@@ -108,10 +108,11 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     work = Work(SHARD, 8, Share(1, 2))  # Begins in the middle.
     with pytest.raises(KeyboardInterrupt):
         encode_moments.run(opened, killed, tmp_path, identity, work)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]
+    names = ["000001.tar", encode_moments.LISTS, moments.MANIFEST]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == names
     assert precache.encode(s, tmp_path, Work(SHARD, 1, dry_run=True)) == 1
     assert "would encode 2 of 3 shards of 4 images into" in capsys.readouterr().out
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == names
     assert precache.encode(s, tmp_path / "new", Work(SHARD, 1, dry_run=True)) == 0
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"incomplete: run the command that wrote them"):
