@@ -17,6 +17,7 @@ the time, and writes the packed model to OUT/emoji64.tar. No file in OUT is larg
 --rehearse runs every part with a tiny model, two parts at a time, to find mistakes on a CPU.
 """
 
+import argparse
 import concurrent.futures
 import json
 import os
@@ -29,14 +30,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import app, flags
-
-_MINUTES = flags.DEFINE_float("minutes", 9.0, "Minutes until the command must have ended.")
-_OUT = flags.DEFINE_string("out", None, "Folder for the results; created if needed.")
-_ONLY = flags.DEFINE_list("only", [], "Names of parts to run; default: all.")
-_LIST = flags.DEFINE_bool("list", False, "Print the parts and exit.")
-_REHEARSE = flags.DEFINE_bool("rehearse", False, "Run every part with a tiny model.")
-_CACHE = flags.DEFINE_string("compilation_cache", "", "Folder for compiled programs.")
 _LEAST_S = 40  # A part is left out if fewer seconds remain.
 _LIMIT_BYTES = 16_000_000
 _TINY_STEPS = ("--steps=1", "--warmup=0", "--batch=2")
@@ -136,34 +129,45 @@ PARTS = (
 )  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts, and print the table of results."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
-    if _LIST.value:
+    names = [part.name for part in PARTS]
+    split = lambda text: text.split(",")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=9.0, help="minutes until the command must have ended")
+    add("--out", type=pathlib.Path, help="folder for the results; created if needed")
+    add("--only", type=split, default=names, help="names of parts to run; default: all")
+    add("--list", action="store_true", help="print the parts and exit")
+    add("--rehearse", action="store_true", help="run every part with a tiny model")
+    add("--compilation_cache", type=pathlib.Path, help="folder for compiled programs")
+    options = parser.parse_args(arguments)
+    if options.list:
         for part in PARTS:
             print(f"{part.name:18} {part.about} (at most {part.seconds} s)")
         return
-    names = [part.name for part in PARTS]
-    if unknown := [name for name in _ONLY.value if name not in names]:
-        raise app.UsageError(f"--only={','.join(unknown)}: the parts are {', '.join(names)}", 2)
-    if not _OUT.value:
-        raise app.UsageError("--out is missing: name a folder for the results", 2)
-    out = pathlib.Path(_OUT.value)
-    out.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in PARTS if part.name in (_ONLY.value or names)]
-    end, lock = time.monotonic() + 60 * _MINUTES.value, threading.Lock()
-    with concurrent.futures.ThreadPoolExecutor(2 if _REHEARSE.value else 1) as pool:
-        results = list(pool.map(lambda part: _run(part, out, end, lock), parts))
+    if unknown := [name for name in options.only if name not in names]:
+        parser.error(f"--only={','.join(unknown)}: the parts are {', '.join(names)}")
+    if options.out is None:
+        parser.error("--out is missing: name a folder for the results")
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in PARTS if part.name in options.only]
+    end, lock = time.monotonic() + 60 * options.minutes, threading.Lock()
+    with concurrent.futures.ThreadPoolExecutor(2 if options.rehearse else 1) as pool:
+        results = list(pool.map(lambda part: _run(part, options, end, lock), parts))
     table = _table(results)
-    (out / "table.md").write_text(table)
+    (options.out / "table.md").write_text(table)
     print(table, flush=True)
     failed = [row["part"] for row in results if row["status"] == "failed"]
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}; {out / 'log.txt'} has their output")
+        sys.exit(f"failed: {', '.join(failed)}; {options.out / 'log.txt'} has their output")
 
 
-def _run(part: Part, out: pathlib.Path, end: float, lock: threading.Lock) -> dict[str, Any]:
+def _run(
+    part: Part, options: argparse.Namespace, end: float, lock: threading.Lock
+) -> dict[str, Any]:
     """Run a part if enough time is left, keep its results, and return them."""
     left = end - time.monotonic()
     row: dict[str, Any] = {"part": part.name, "about": part.about}
@@ -173,27 +177,29 @@ def _run(part: Part, out: pathlib.Path, end: float, lock: threading.Lock) -> dic
         text = f"{left:.0f} s are left, and a part needs at least {_LEAST_S} s"
     else:
         start = time.monotonic()
-        status, text, errors = _execute(part, out, min(part.seconds, left - 5))
+        status, text, errors = _execute(part, options, min(part.seconds, left - 5))
         seconds = time.monotonic() - start
         row |= {"status": status, "seconds": seconds, "results": _parse(text)}
         text += errors
     with lock:
-        _append(out / "results.jsonl", json.dumps(row) + "\n")
-        _append(out / "log.txt", f"==== {part.name}: {row['status']}\n{text[-1_000_000:]}\n")
+        _append(options.out / "results.jsonl", json.dumps(row) + "\n")
+        _append(
+            options.out / "log.txt", f"==== {part.name}: {row['status']}\n{text[-1_000_000:]}\n"
+        )
         print(f"{part.name}: {row['status']} after {row['seconds']:.0f} s", flush=True)
     return row
 
 
-def _execute(part: Part, out: pathlib.Path, limit: float) -> tuple[str, str, str]:
+def _execute(part: Part, options: argparse.Namespace, limit: float) -> tuple[str, str, str]:
     """Run a part's command for at most `limit` seconds. Returns (status, output, errors)."""
     command, variables = [sys.executable, "-m", *part.command], {**os.environ, **part.variables}
-    if _REHEARSE.value:
+    if options.rehearse:
         command += part.tiny
         variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # Compiles three times as fast.
     if part.name == "emoji":
-        command += [f"--minutes={limit / 60}", f"--out={out}"]
-    if _CACHE.value:
-        variables["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(_CACHE.value).absolute())
+        command += [f"--minutes={limit / 60}", f"--out={options.out}"]
+    if options.compilation_cache:
+        variables["JAX_COMPILATION_CACHE_DIR"] = str(options.compilation_cache.absolute())
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables,
         start_new_session=True,
@@ -290,4 +296,4 @@ def _rates(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

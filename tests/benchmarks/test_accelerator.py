@@ -1,5 +1,6 @@
 """The command that measures everything on an accelerator."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -8,21 +9,15 @@ import threading
 import time
 
 import pytest
-from absl import flags
 
 from benchmarks import accelerator
 from benchmarks.accelerator import Part
 from tests.imagen_jax.commands import ROOT
 
 
-@pytest.fixture(autouse=True)
-def _parsed_flags():
-    flags.FLAGS.mark_as_parsed()
-
-
 def run(part, out, seconds=100.0):
-    out.mkdir(exist_ok=True)
-    return accelerator._run(part, out, time.monotonic() + seconds, threading.Lock())
+    options = argparse.Namespace(out=out, rehearse=False, compilation_cache=None)
+    return accelerator._run(part, options, time.monotonic() + seconds, threading.Lock())
 
 
 def test_a_part_that_hangs_is_killed_and_its_output_kept(tmp_path):
