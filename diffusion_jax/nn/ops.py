@@ -129,8 +129,8 @@ def linear(
 
 
 def linear_halves(
-    x: Float[Array, "*B C"], kernel: Float[Array, "C 2*D"], bias: Float[Array, "2*D"]
-) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    x: Float[Array, "*B C"], kernel: Float[Array, "C D"], bias: Float[Array, "D"]
+) -> tuple[Float[Array, "*B D//2"], Float[Array, "*B D//2"]]:
     """Return both halves of linear(x, kernel, bias).
 
     GPUs compute two products: after one product, the backward pass joins the gradients of the
