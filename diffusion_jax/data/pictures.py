@@ -319,7 +319,7 @@ class Decoded(Pictures):
         """
         with self._lock:
             unusable = collections.Counter(self._unusable.values())
-        return {**unusable, **self._records.left_out()}
+        return dict(unusable + collections.Counter(self._records.left_out()))
 
     def inventory(self) -> Inventory:
         return self._records.inventory()

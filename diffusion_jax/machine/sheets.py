@@ -66,7 +66,8 @@ def _wrapped(caption: str, font: Any, width: int) -> list[str]:
     A line may have 8 letters even if these are wider than `width`.
     """
     lines: list[str] = []
-    for letters in range(max(8, len(caption)), 7, -1):
+    caption = caption[: 3 * max(width, 8)]  # More cannot fit: a letter is at least a pixel wide.
+    for letters in range(max(8, min(width, len(caption))), 7, -1):
         lines = textwrap.wrap(caption, letters)[:3]
         if all(font.getlength(line) <= width for line in lines):
             break

@@ -6,6 +6,7 @@ run's shapes. The rehearsal takes seconds and finds errors that would otherwise 
 training. If it finds none, it returns a report that describes the run.
 """
 
+import collections
 import contextlib
 import datetime
 import math
@@ -40,6 +41,9 @@ from diffusion_jax.train.state import TrainState, init_state, warmup_decay
 from diffusion_jax.weights import restore
 
 Rows = list[tuple[str, str]]
+_SAMPLED, _READ_AT_ONCE = 256, 32
+"""Number of pictures that `--rehearse` reads, and how many of them at once."""
+_SECONDS = 5.0  # After this time, it reads no further pictures.
 
 
 def rehearse(
@@ -98,6 +102,7 @@ def rehearse(
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
         ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
         *inputs.batches.pictures.inventory().rows(),
+        *([("read", _sample(inputs.batches.pictures))] if alone else []),
         *([("buckets", "; ".join(shapes))] if len(shapes) > 1 else []),
         ("batch", f"{run.batch_size:,} images per step: {passes} of {samples} on each device"),
         ("memory", _memory(need, limit, ignore_memory)),
@@ -109,6 +114,25 @@ def rehearse(
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
+
+
+def _sample(pictures: Any) -> str:
+    """Read pictures that are spread over the data set, and say how many cannot be used, and why.
+
+    At most _SAMPLED pictures are read, for at most _SECONDS seconds. Raises ValueError if more of
+    them are damaged than data.max_broken allows.
+    """
+    rows = np.unique(np.linspace(0, len(pictures) - 1, _SAMPLED).astype(int))
+    before, start, count = collections.Counter(pictures.skipped()), time.monotonic(), 0
+    for first in range(0, len(rows), _READ_AT_ONCE):
+        chunk = rows[first : first + _READ_AT_ONCE]
+        pictures.read(chunk)
+        count += len(chunk)
+        if time.monotonic() - start > _SECONDS:
+            break
+    skipped = collections.Counter(pictures.skipped()) - before
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
+    return f"{count:,} pictures; " + (f"left out: {reasons}" if reasons else "all can be used")
 
 
 def _visible(run: Run, settings: Optimizer, pictures: int) -> str:

@@ -61,6 +61,13 @@ def test_counts_include_what_the_source_left_out(tmp_path):
     assert opened.skipped() == {"no_caption": 1}
 
 
+def test_files_left_out_at_opening_and_at_reading_for_one_reason_are_added(folder, monkeypatch):
+    opened = open_pictures(Data("folder", path=str(folder)), 16)
+    monkeypatch.setattr(opened._records, "left_out", lambda: {"broken_image": 5, "format": 1})
+    opened.read(np.arange(40))
+    assert opened.skipped() == {"broken_image": 2 + 5, "format": 1}
+
+
 def test_when_nothing_can_be_used_it_ends_with_counts(folder):
     opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
     with pytest.raises(

@@ -95,3 +95,10 @@ def test_a_png_holds_the_very_pixels_and_nothing_else_is_left(tmp_path):
         assert (opened.format, opened.mode) == ("PNG", "RGB")
         np.testing.assert_array_equal(np.asarray(opened), image[::-1])
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_a_caption_of_thousands_of_words_is_wrapped_like_its_beginning():
+    """Trying every line length of the whole caption would take minutes."""
+    font = sheets._font("word")
+    lines = sheets._wrapped("word " * 5_000, font, 96)
+    assert lines == sheets._wrapped("word " * 40, font, 96) and len(lines) == 3

@@ -8,6 +8,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from configs import quickstart
@@ -17,7 +18,7 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import loop
-from diffusion_jax.train.rehearse import rehearse
+from diffusion_jax.train.rehearse import _sample, rehearse
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.machine.test_writer import end, hold
@@ -62,11 +63,32 @@ def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
     assert lines["device"] == "2 x cpu, 1 process; mesh: replica 1, fsdp 2, tensor 1"
     assert lines["data"].startswith("34,221 pictures; image 8x8x3, text_ids 6, text_mask 6;")
     assert lines["files"] == "34,221 pictures"
+    assert lines["read"] == "256 pictures; all can be used"
     assert lines["batch"] == "8 images per step: 1 pass of 4 on each device"
     assert lines["drawing"] == "3 examples of 8x8"
     assert lines["workdir"] == f"{tmp_path / 'new'}: a new run"
     assert lines["rehearsed"].endswith("nothing was compiled")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_rehearsal_reads_some_pictures_and_counts_those_that_cannot_be_used():
+    class Damaged:
+        def __init__(self):
+            self.found = {"no_caption": 5}
+
+        def __len__(self):
+            return 400
+
+        def read(self, indices):
+            damaged = int((indices % 25 == 0).sum())
+            self.found["broken_image"] = self.found.get("broken_image", 0) + damaged
+
+        def skipped(self):
+            return self.found
+
+    rows = np.unique(np.linspace(0, 399, 256).astype(int))
+    expected = int((rows % 25 == 0).sum())
+    assert _sample(Damaged()) == f"256 pictures; left out: {expected} broken_image"
 
 
 def test_the_scores_on_the_way_are_rehearsed_with_zeros(tmp_path):
