@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 from absl import logging
-from PIL import Image, ImageCms, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 
 _WHITE = {"I": 65535, "F": 1}
 """The value of white in images of more than 8 bits, by the first letter of their mode."""
@@ -70,11 +70,18 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         raise ValueError(
             f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits"
         )
+    if image.mode == "I;16" and _white_is_zero(image):  # Pillow inverts 8 bits only.
+        pixels = white - pixels
     scaled = Image.fromarray(np.rint(pixels * (255 / white)).astype(np.uint8))
     if "transparency" in image.info:  # Pillow would clip the other pixels at 255.
         opaque = pixels != image.info["transparency"]
         scaled.putalpha(Image.fromarray(opaque.astype(np.uint8) * 255))
     return scaled
+
+
+def _white_is_zero(image: Image.Image) -> bool:
+    tags = getattr(image, "tag_v2", {})  # Of a TIFF.
+    return tags.get(ExifTags.Base.PhotometricInterpretation) == 0
 
 
 @functools.lru_cache(maxsize=64)

@@ -167,6 +167,15 @@ def test_deep_grey_images_are_scaled_to_8_bits(format, dtype):
     assert (square(encode(Image.fromarray(half), format), 8) == 128).all()
 
 
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+@pytest.mark.parametrize(("white_is_zero", "expected"), [(True, 117), (False, 138)])
+def test_a_16_bit_tiff_whose_zero_is_white_is_inverted(compression, white_is_zero, expected):
+    image = Image.fromarray(np.full((8, 8), 65535 - 30000, np.uint16))
+    tags = {262: 0 if white_is_zero else 1}  # PhotometricInterpretation.
+    data = encode(image, "TIFF", compression=compression, tiffinfo=tags)
+    assert (square(data, 8) == expected).all()
+
+
 def test_pixels_whose_white_is_unknown_are_unusable():
     for value, dtype in (
         (300, np.float32),
