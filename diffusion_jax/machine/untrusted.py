@@ -102,7 +102,7 @@ def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:
 
 
 def decode(content: bytes, errors: str = "strict") -> str:
-    """Decode text in UTF-8, or in UTF-16 with a byte order mark. A mark is removed.
+    """Decode text in UTF-8, or in UTF-16 with a byte order mark. Marks at the start are removed.
 
     `errors` is that of bytes.decode: "strict", or "surrogateescape" to keep bytes that are not
     UTF-8. Raises ValueError if the text has another encoding; the message names the first bad byte.
@@ -121,7 +121,12 @@ def decode(content: bytes, errors: str = "strict") -> str:
         raise ValueError(
             "not UTF-8 text (it holds NUL characters, as UTF-16 does): save it in UTF-8"
         )
-    return text
+    return without_marks(text)
+
+
+def without_marks(text: str) -> str:
+    """Remove the byte order marks at the start of a text. Converted files may have several."""
+    return text.lstrip("\ufeff")
 
 
 def split_lines(text: str) -> list[str]:
