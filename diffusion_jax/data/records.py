@@ -248,7 +248,7 @@ def cell_text(cell: Any) -> Any:
     except UnicodeEncodeError as error:
         # A byte that is not UTF-8 was decoded to 0xDC00 plus this byte.
         return not_utf8(ord(cell[error.start]) - 0xDC00)
-    return cell.removeprefix("\ufeff").strip()
+    return untrusted.without_marks(cell).strip()
 
 
 def not_utf8(byte: int) -> Unusable:

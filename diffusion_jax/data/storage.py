@@ -26,8 +26,11 @@ _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created"
              "last_modified")  # fmt: skip
 """Fields of an fsspec listing that change when a file's contents change. A kind of store provides
 only some of these fields."""
-# Names that begin with a dot, and names of macOS, Synology and Windows.
-_HIDDEN = re.compile(r"(^|/)(\.(?!\.?(/|$))|(__MACOSX|@eaDir|Thumbs\.db|desktop\.ini)(/|$))")
+# Names that begin with a dot, and names of macOS, Synology, Windows and Linux.
+_HIDDEN = re.compile(
+    r"(^|/)(\.(?!\.?(/|$))|(__MACOSX|@eaDir|Thumbs\.db|desktop\.ini|\$(?i:RECYCLE\.BIN)"
+    r"|System Volume Information|lost\+found)(/|$))"
+)
 _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 

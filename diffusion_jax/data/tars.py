@@ -20,6 +20,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -368,7 +369,19 @@ def _listed(name: str, inventory: Inventory) -> list[str]:
         )
     known = ("tar", *records.KNOWN)
     inventory.add("format", [n for n in names if suffix_of(n).rpartition(".")[2] not in known])
-    return tars
+    return tars if storage.is_url(name) else _without_links(tars, name, inventory)
+
+
+def _without_links(tars: list[str], folder: str, inventory: Inventory) -> list[str]:
+    """Leave out local tars that are links to other ones of `tars`, and add them to `inventory`."""
+    with ThreadPoolExecutor(32) as threads:  # Shared disks have a high latency.
+        places = [(s.st_dev, s.st_ino) for s in threads.map(os.stat, tars)]
+        are_links = threads.map(os.path.islink, tars)
+        rows = sorted(zip(are_links, tars, places, strict=True))  # Links come last.
+    kept = {place: tar for _, tar, place in reversed(rows)}
+    left_out = [tar for _, tar, place in rows if kept[place] != tar]
+    inventory.add("link", [os.path.relpath(tar, folder) for tar in left_out])
+    return sorted(kept.values())
 
 
 def _wdinfo(path: str) -> list[str]:

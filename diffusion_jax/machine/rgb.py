@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 from absl import logging
-from PIL import Image, ImageCms, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 
 _WHITE = {"I": 65535, "F": 1}
 """The value of white in images of more than 8 bits, by the first letter of their mode."""
@@ -42,13 +42,13 @@ def to_rgb(
     """
     ImageOps.exif_transpose(image, in_place=True)  # By default, every image is copied.
     profile = image.info.get("icc_profile") or (_lab_profile() if image.mode == "LAB" else b"")
+    if image.mode[0] in _WHITE:
+        image = _to_8_bits(image)
     is_grey = image.mode == "LA"
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba)
         image = image.convert("L" if is_grey else "RGB")
-    elif image.mode[0] in _WHITE:
-        image = _to_8_bits(image)
     transform = _transform(profile, image.mode) if profile else None
     if transform is None:
         return resize(_converted(image, "RGB"))
@@ -70,7 +70,18 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         raise ValueError(
             f"pixels of mode {image.mode} from {low} to {high}: save the image with 8 or 16 bits"
         )
-    return Image.fromarray(np.rint(pixels * (255 / white)).astype(np.uint8))
+    if image.mode == "I;16" and _white_is_zero(image):  # Pillow inverts 8 bits only.
+        pixels = white - pixels
+    scaled = Image.fromarray(np.rint(pixels * (255 / white)).astype(np.uint8))
+    if "transparency" in image.info:  # Pillow would clip the other pixels at 255.
+        opaque = pixels != image.info["transparency"]
+        scaled.putalpha(Image.fromarray(opaque.astype(np.uint8) * 255))
+    return scaled
+
+
+def _white_is_zero(image: Image.Image) -> bool:
+    tags = getattr(image, "tag_v2", {})  # Of a TIFF.
+    return tags.get(ExifTags.Base.PhotometricInterpretation) == 0
 
 
 @functools.lru_cache(maxsize=64)

@@ -79,13 +79,30 @@ def open_image(source: bytes | str | os.PathLike[str], formats: Sequence[str] = 
     """
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        return Image.open(file, formats=tuple(formats) or image_formats())
+        image = Image.open(file, formats=tuple(formats) or image_formats())
     except (Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+    if image.format == "PNG" and "transparency" in image.info:
+        _scale_transparent_colour(image)
+    return image
+
+
+def _scale_transparent_colour(image: ImageFile.ImageFile) -> None:
+    """Scale the transparent colour of a PNG to 8 bits, as Pillow scales the pixels but not it.
+
+    Of 16-bit RGB pixels, Pillow keeps the high bytes. Colours that share them with the transparent
+    one, and so differ from it by less than 1 of 255, become transparent too.
+    """
+    colour, kind = image.info["transparency"], image.tile[0].args if image.tile else ""
+    if kind in ("L;2", "L;4"):
+        white = 2 ** int(kind[2:]) - 1
+        image.info["transparency"] = (colour & white) * (255 // white)
+    elif kind == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
 def decode(content: bytes, errors: str = "strict") -> str:
-    """Decode text in UTF-8, or in UTF-16 with a byte order mark. A mark is removed.
+    """Decode text in UTF-8, or in UTF-16 with a byte order mark. Marks at the start are removed.
 
     `errors` is that of bytes.decode: "strict", or "surrogateescape" to keep bytes that are not
     UTF-8. Raises ValueError if the text has another encoding; the message names the first bad byte.
@@ -104,7 +121,12 @@ def decode(content: bytes, errors: str = "strict") -> str:
         raise ValueError(
             "not UTF-8 text (it holds NUL characters, as UTF-16 does): save it in UTF-8"
         )
-    return text
+    return without_marks(text)
+
+
+def without_marks(text: str) -> str:
+    """Remove the byte order marks at the start of a text. Converted files may have several."""
+    return text.lstrip("\ufeff")
 
 
 def split_lines(text: str) -> list[str]:

@@ -125,6 +125,20 @@ def test_lines_of_a_file_are_captions_if_data_text_says_so(tmp_path):
     assert lines == Captions(("a cat", "a dog\u2028that sleeps"), (0.5, 0.5))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_several_byte_order_marks_are_no_part_of_a_caption_or_prompt(tmp_path, encoding):
+    folder = digits.write_examples(tmp_path, 1, size=8)
+    text = "\ufeff\ufeff\ufeffa cat \ufeff".encode(encoding)
+    (folder / "00000.txt").write_bytes(text)
+    rows = "\ufeff\ufefffile_name,caption\n00000.png,\ufeff\ufeffa cat"
+    (folder / "metadata.csv").write_bytes(rows.encode(encoding))
+    (tmp_path / "prompts.txt").write_bytes(text)
+    assert Folder(folder).texts([0]) == ["a cat \ufeff"]
+    assert Folder(folder, "csv:caption").texts([0]) == ["a cat"]
+    assert prompts.read(str(folder / "metadata.csv")) == ["a cat"]
+    assert prompts.read(str(tmp_path / "prompts.txt")) == ["a cat \ufeff"]
+
+
 def test_short_captions_are_not_chosen_and_a_picture_with_others_is_kept():
     several = Captions(("a", "a cat", "a dog"), (0.5, 0.25, 0.25))
     assert captions.long_enough(several, 2) == Captions(("a cat", "a dog"), (0.5, 0.5))

@@ -1,9 +1,12 @@
 """Paths and URLs behave alike; memory:// stands for an object store."""
 
+import tarfile
+
 import fsspec
 import pytest
 
-from diffusion_jax.data import storage
+from diffusion_jax.data import storage, tars
+from diffusion_jax.data.inventory import Inventory
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -65,3 +68,20 @@ def test_a_store_that_fails_once_is_asked_again(monkeypatch):
 def test_an_unknown_store_says_what_is_missing():
     with pytest.raises(ValueError, match="no reader for nope://"):
         storage.exists("nope://bucket/a.tar")
+
+
+@pytest.mark.parametrize("name", ["$RECYCLE.BIN", "$Recycle.Bin", "lost+found",
+                                  "System Volume Information"])  # fmt: skip
+def test_folders_of_windows_and_linux_are_hidden_in_folders_and_tars(tmp_path, name):
+    for path in (f"data/{name}/1.png", f"data/sub/{name}/1.png", f"data/sub/my {name}/1.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"")
+    inventory = Inventory()
+    kept = f"sub/my {name}/1.png"
+    assert storage.walk(str(tmp_path / "data"), inventory) == [str(tmp_path / "data" / kept)]
+    assert inventory.first == {"hidden": [name, f"sub/{name}"]}
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "data", "")
+    inventory = Inventory()
+    assert [m.name for m in tars.members(str(tmp_path / "a.tar"), inventory)] == [kept]
+    assert sorted(inventory.first["hidden"]) == sorted([f"{name}/1.png", f"sub/{name}/1.png"])

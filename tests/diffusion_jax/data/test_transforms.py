@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -166,6 +167,15 @@ def test_deep_grey_images_are_scaled_to_8_bits(format, dtype):
     assert (square(encode(Image.fromarray(half), format), 8) == 128).all()
 
 
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+@pytest.mark.parametrize(("white_is_zero", "expected"), [(True, 117), (False, 138)])
+def test_a_16_bit_tiff_whose_zero_is_white_is_inverted(compression, white_is_zero, expected):
+    image = Image.fromarray(np.full((8, 8), 65535 - 30000, np.uint16))
+    tags = {262: 0 if white_is_zero else 1}  # PhotometricInterpretation.
+    data = encode(image, "TIFF", compression=compression, tiffinfo=tags)
+    assert (square(data, 8) == expected).all()
+
+
 def test_pixels_whose_white_is_unknown_are_unusable():
     for value, dtype in (
         (300, np.float32),
@@ -183,6 +193,36 @@ def test_a_transparent_colour_of_an_rgb_png_becomes_white():
     image.paste((200, 0, 0), (0, 0, 4, 8))
     pixels = square(encode(image, transparency=(1, 2, 3)), 8)
     assert (pixels[:, :4] == (200, 0, 0)).all() and (pixels[:, 4:] == 255).all()
+
+
+def png(depth, kind, row, transparent):
+    """A PNG of this bit depth and colour type with four equal rows and a transparent colour."""
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", 4, 4, depth, kind, 0, 0, 0),
+        b"tRNS": struct.pack(f">{len(transparent)}H", *transparent),
+        b"IDAT": zlib.compress((b"\0" + row) * 4),
+        b"IEND": b"",
+    }
+    ends = {name: struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks.items()}
+    parts = [struct.pack(">I", len(d)) + name + d + ends[name] for name, d in chunks.items()]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize(("depth", "kind", "row", "transparent", "opaque"), [
+    (1, 0, b"\x10", (1,), (0, 0, 0)),
+    (2, 0, b"\xa9", (1,), (170, 170, 170)),
+    (4, 0, b"\xaa\xa5", (5,), (170, 170, 170)),
+    (8, 0, b"\xaa\xaa\xaa\5", (5,), (170, 170, 170)),
+    (16, 0, b"\xaa\xaa" * 3 + b"\0\5", (5,), (170, 170, 170)),
+    (8, 2, b"\3\2\1" * 3 + b"\1\2\3", (1, 2, 3), (3, 2, 1)),
+    (16, 2, struct.pack(">12H", *(30000, 10000, 50000) * 3, 50000, 10000, 30000),
+     (50000, 10000, 30000), (117, 39, 195)),
+])  # fmt: skip
+def test_a_transparent_colour_of_a_png_of_any_depth_becomes_white(
+    depth, kind, row, transparent, opaque
+):
+    pixels = square(png(depth, kind, row, transparent), 4)
+    assert (pixels[:, :3] == opaque).all() and (pixels[:, 3] == 255).all()
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])

@@ -7,6 +7,7 @@ import os
 import pathlib
 import pickle
 import re
+import shutil
 import tarfile
 import threading
 
@@ -439,6 +440,21 @@ def test_every_member_is_used_or_left_out_for_a_reason(tmp_path):
     of_folder = dict.fromkeys(WebDataset(tar.parent).inventory().rows())
     assert ("left out", f"4 format: {tar}/4.mp4, {tar}/4, {tar.parent}/b.tar.gz, ...") in of_folder
     assert ("left out", f"3 hidden: {tar}/.DS_Store, {tar}/__MACOSX/1.jpg, ._a.tar") in of_folder
+
+
+def test_a_tar_is_read_once_if_links_lead_to_it_but_its_copies_are_read(tmp_path):
+    folder, outside = tmp_path / "s", tmp_path / "outside.tar"
+    tar = write_tar(folder / "b.tar", {"1.png": b"1", "1.txt": b"one"})
+    write_tar(outside, {"2.png": b"2", "2.txt": b"two"})
+    shutil.copy(tar, folder / "copy.tar")
+    (folder / "a.tar").symlink_to(tar)
+    os.link(tar, folder / "hard.tar")
+    for name in ("x.tar", "y.tar"):
+        (folder / name).symlink_to(outside)
+    opened = WebDataset(folder)
+    assert [os.path.basename(name) for name in opened.files()] == ["b.tar", "copy.tar", "x.tar"]
+    assert opened.texts(range(3)) == ["one", "one", "two"]
+    assert ("left out", "3 link: hard.tar, a.tar, y.tar") in opened.inventory().rows()
 
 
 def test_an_index_by_another_user_is_not_believed(tmp_path, monkeypatch):
