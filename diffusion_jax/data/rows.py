@@ -92,7 +92,8 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
     of the text. Of these two readings, the one that fills all columns in all rows is used.
 
     Raises:
-        ValueError: both readings fill all columns, and they differ.
+        ValueError: both readings fill all columns, and they differ; or a quote is never closed, and
+            quoted cells before it have several lines.
     """
     lines = untrusted.split_lines(_decoded(path))
     first = next((line for line in lines if line.strip()), "")
@@ -111,7 +112,14 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
             if cells not in ([], [""]):
                 joined.append((start, cells))
             start = reader.line_num + 1
-    except csv.Error:  # A quote inside a quoted cell, or one that is never closed.
+    except csv.Error as error:  # A quote inside a quoted cell, or one that is never closed.
+        wrong = next((number for number, cells in alone if len(cells) != width), start)
+        if wrong < start and all(len(cells) == width for _, cells in joined):
+            raise ValueError(
+                f"{path}, line {start}: a quote opens here and is never closed, but cells before "
+                f"it have several lines ({shown(lines[start - 1])}): close or double the quote, or "
+                "write .jsonl"
+            ) from error
         return alone, width
     if alone == joined or any(len(cells) != width for _, cells in alone):
         return joined, width

@@ -75,6 +75,19 @@ def test_an_open_quote_is_text_and_swallows_no_rows(tmp_path):
         read(tmp_path, "p.tsv", 'id\tcaption\n1\t"open\n2\t6 inches"\n')
 
 
+@pytest.mark.parametrize("rest", ["2,dog", '2,a 5" dog\n3,b'])
+def test_an_open_quote_after_cells_of_several_lines_is_named_with_its_line(tmp_path, rest):
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, "p.csv", f'id,caption\n0,"a, b\nc"\n1,"cat\n{rest}\n')
+    assert str(error.value) == (
+        f"{tmp_path}/p.csv, line 4: a quote opens here and is never closed, but cells before it "
+        r'have several lines ("1,\"cat"): close or double the quote, or write .jsonl'
+    )
+    # The wrong row is before the open quote.
+    with pytest.raises(ValueError, match="line 2 has 3 cells"):
+        read(tmp_path, "p.csv", 'id,caption\n0,a, b\n1,"c\nd"\n2,"cat\n')
+
+
 def test_json_holds_texts_objects_or_cocos_annotations(tmp_path):
     assert read(tmp_path, "p.json", '["a", "b"]') == ["a", "b"]
     assert read(tmp_path, "p.json", '[{"prompt": "a"}, {"prompt": "b"}]') == ["a", "b"]
