@@ -1,5 +1,6 @@
 """Prompts from text files and tables: no row is split, swallowed, shifted or replaced."""
 
+import gzip
 import json
 
 import pyarrow
@@ -102,6 +103,24 @@ def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
     assert drawn == prompts.read(tmp_path / "p.txt", 5)
     assert len(set(drawn)) == 5 and drawn != prompts.read(tmp_path / "p.txt", 5, seed=1)
     assert prompts.fingerprint(drawn) != prompts.fingerprint(drawn[::-1])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"caption\na cat\na\0dog",
+            "not UTF-8 text (it holds NUL characters, 1 in all, the first in line 3; UTF-16 has "
+            "many): save it in UTF-8, without NUL characters",
+        ),
+        (gzip.compress(b"a", mtime=0), "compressed by gzip: decompress it, as with gzip -d"),
+    ],
+)
+def test_a_nul_character_is_named_with_its_line_and_gzip_as_gzip(tmp_path, content, message):
+    for name in ("p.csv", "p.jsonl", "p.txt"):
+        with pytest.raises(ValueError) as error:
+            read(tmp_path, name, content)
+        assert str(error.value) == f"{tmp_path / name} is {message}"
 
 
 @pytest.mark.parametrize(
