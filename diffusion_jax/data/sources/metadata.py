@@ -129,7 +129,8 @@ def _read_table(
     later: list[tuple[str, str, Any]] = []
     for place, row in rows.read(root / table):
         columns.update(row)
-        column = column or name_column(row)
+        if not column or (column != _KEY and column not in row):  # Rows of .jsonl may differ.
+            column = next((name for name in _FILES if name in row), column or name_column(row))
         if not column:
             inventory.add("table_without_file_name", [table])
             return {}

@@ -140,6 +140,17 @@ def test_images_may_be_in_another_folder_if_no_row_finds_its_image_beside_the_ta
     assert folder.inventory().first["row_without_image"] == [f"{tmp_path}/m.csv, line 3: b.png"]
 
 
+def test_rows_may_name_their_images_in_different_columns(tmp_path):
+    images(tmp_path, "a.png", "b.png", "c.png")
+    rows = [{"image": "a.png", "file_name": "b.png"}, {"file_name": "c.png"}, {"image": "b.png"}]
+    rows = [{**row, "text": f"{n}"} for n, row in enumerate(rows)]
+    folder = table(tmp_path, "m.jsonl", "\n".join(map(json.dumps, rows[1:])))
+    assert texts(folder) == {"b.png": "2", "c.png": "1"}
+    # A row with both keeps the column of the rows before it.
+    folder = table(tmp_path, "m.jsonl", "\n".join(map(json.dumps, rows[2:] + rows[:2])))
+    assert texts(folder) == {"b.png": "2", "a.png": "0", "c.png": "1"}
+
+
 def test_several_rows_of_an_image_are_several_captions(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nb.png,three\na.png,two\n")
