@@ -151,6 +151,23 @@ def test_rows_may_name_their_images_in_different_columns(tmp_path):
     assert texts(folder) == {"b.png": "2", "a.png": "0", "c.png": "1"}
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a%20b.png", "it does not exist"),
+        ("a.png", "several pictures have its name: x/a.png, y/a.png"),
+    ],
+)
+def test_paths_that_name_no_picture_are_shown_instead_of_the_columns(tmp_path, name, reason):
+    images(tmp_path, "a b.png", "x/a.png", "y/a.png")
+    with pytest.raises(ValueError) as error:
+        table(tmp_path, "m.csv", f"file_name,text\n{name},one\nz.png,two\n")
+    assert str(error.value) == (
+        f'{tmp_path}/m.csv, line 2 names "{name}", but {reason}; no other row with a '
+        "caption names a picture either: write paths relative to the table"
+    )
+
+
 def test_several_rows_of_an_image_are_several_captions(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nb.png,three\na.png,two\n")
