@@ -17,6 +17,12 @@ Row = tuple[str, dict[str, Any]]
 """The place of a row for messages, such as "metadata.csv, line 3", and its cells, keyed by column.
 
 Bytes of the cells that are not UTF-8 are surrogates, as by the error handler "surrogateescape"."""
+
+
+class Alone(dict[str, Any]):
+    """The cells of a row of .jsonl that is a text or another value, not an object."""
+
+
 CAPTION = "caption"
 """The column of a JSON row that is a text alone, not an object."""
 _LIKELY = (CAPTION, "text", "prompt", "description", "title")
@@ -179,7 +185,7 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {CAPTION: value}
+    return value if isinstance(value, dict) else Alone({CAPTION: value})
 
 
 def _parquet(path: pathlib.Path) -> Iterator[Row]:

@@ -104,6 +104,9 @@ def read(
     if not found and lost:
         raise ValueError(_no_picture(*lost[0], images))
     if not found:
+        place, row = next(rows.read(root / tables[0]), ("", {}))
+        if isinstance(row, rows.Alone):
+            raise ValueError(f"{place} {_no_name(row)}: write an object for each image on a line")
         raise ValueError(
             f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
             f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set data.text to "
@@ -120,6 +123,13 @@ def _no_picture(place: str, name: str, images: Sequence[str]) -> str:
         f"{place} names {rows.shown(name)}, but {ambiguous if same[1:] else 'it does not exist'}; "
         "no other row with a caption names a picture either: write paths relative to the table"
     )
+
+
+def _no_name(row: Mapping[str, Any]) -> str:
+    """Return, for a message, why a row names no image."""
+    if isinstance(row, rows.Alone):
+        return f"is {rows.shown(row[rows.CAPTION])}, not an object"
+    return f"has no {_FILES[0]}, but only {', '.join(row) or 'an empty object'}"
 
 
 def name_column(row: Mapping[str, Any]) -> str:
@@ -142,11 +152,16 @@ def _read_table(
     folder, stem = posixpath.dirname(table), _stem(table)
     texts, column = collections.defaultdict[str, list[Any]](list), ""
     later: list[tuple[str, str, Any]] = []
-    for place, row in rows.read(root / table):
+    for place, row in (cells := rows.read(root / table)):
         columns.update(row)
         if not column or (column != _KEY and column not in row):  # Rows of .jsonl may differ.
             column = next((name for name in _FILES if name in row), column or name_column(row))
         if not column:
+            named = (other for other, later in cells if name_column(later))
+            if table.lower().endswith(".jsonl") and (other := next(named, "")):
+                raise ValueError(
+                    f"{place} {_no_name(row)}; {other} names an image: correct or remove the row"
+                )
             inventory.add("table_without_file_name", [table])
             return {}, []
         name, cell = row.get(column), row.get(field)

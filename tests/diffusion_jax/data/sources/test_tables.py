@@ -168,6 +168,37 @@ def test_paths_that_name_no_picture_are_shown_instead_of_the_columns(tmp_path, n
     )
 
 
+GOOD = '{"file_name": "a.png", "text": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            f'{{"text": "y"}}\n\n{GOOD}',
+            "has no file_name, but only text; {}, line 3 names an image: correct or remove the row",
+        ),
+        (
+            f'"hello"\n{GOOD}',
+            'is "hello", not an object; {}, line 2 names an image: correct or remove the row',
+        ),
+        ('"hello"', 'is "hello", not an object: write an object for each image on a line'),
+        ('["a.png"]', 'is ["a.png"], not an object: write an object for each image on a line'),
+    ],
+)
+def test_a_first_row_of_jsonl_that_names_no_image_is_named(tmp_path, content, message):
+    images(tmp_path, "a.png")
+    with pytest.raises(ValueError) as error:
+        table(tmp_path, "m.jsonl", content)
+    path = tmp_path / "m.jsonl"
+    assert str(error.value) == f"{path}, line 1 {message.format(path)}"
+    # A table of other things is left out.
+    path.write_text('"hello"\n')
+    (tmp_path / "good.jsonl").write_text(GOOD)
+    folder = Folder(tmp_path, text="jsonl:text")
+    assert folder.left_out() == {"table_without_file_name": 1}
+
+
 def test_several_rows_of_an_image_are_several_captions(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nb.png,three\na.png,two\n")
