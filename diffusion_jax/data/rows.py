@@ -17,6 +17,12 @@ Row = tuple[str, dict[str, Any]]
 """The place of a row for messages, such as "metadata.csv, line 3", and its cells, keyed by column.
 
 Bytes of the cells that are not UTF-8 are surrogates, as by the error handler "surrogateescape"."""
+
+
+class Alone(dict[str, Any]):
+    """The cells of a row of .jsonl that is a text or another value, not an object."""
+
+
 CAPTION = "caption"
 """The column of a JSON row that is a text alone, not an object."""
 _LIKELY = (CAPTION, "text", "prompt", "description", "title")
@@ -92,7 +98,8 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
     of the text. Of these two readings, the one that fills all columns in all rows is used.
 
     Raises:
-        ValueError: both readings fill all columns, and they differ.
+        ValueError: both readings fill all columns, and they differ; or a quote is never closed, and
+            quoted cells before it have several lines.
     """
     lines = untrusted.split_lines(_decoded(path))
     first = next((line for line in lines if line.strip()), "")
@@ -111,7 +118,14 @@ def _cells(path: pathlib.Path, delimiters: str) -> tuple[list[tuple[int, list[st
             if cells not in ([], [""]):
                 joined.append((start, cells))
             start = reader.line_num + 1
-    except csv.Error:  # A quote inside a quoted cell, or one that is never closed.
+    except csv.Error as error:  # A quote inside a quoted cell, or one that is never closed.
+        wrong = next((number for number, cells in alone if len(cells) != width), start)
+        if wrong < start and all(len(cells) == width for _, cells in joined):
+            raise ValueError(
+                f"{path}, line {start}: a quote opens here and is never closed, but cells before "
+                f"it have several lines ({shown(lines[start - 1])}): close or double the quote, or "
+                "write .jsonl"
+            ) from error
         return alone, width
     if alone == joined or any(len(cells) != width for _, cells in alone):
         return joined, width
@@ -171,7 +185,7 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {CAPTION: value}
+    return value if isinstance(value, dict) else Alone({CAPTION: value})
 
 
 def _parquet(path: pathlib.Path) -> Iterator[Row]:

@@ -105,8 +105,11 @@ def decode(content: bytes, errors: str = "strict") -> str:
     """Decode text in UTF-8, or in UTF-16 with a byte order mark. Marks at the start are removed.
 
     `errors` is that of bytes.decode: "strict", or "surrogateescape" to keep bytes that are not
-    UTF-8. Raises ValueError if the text has another encoding; the message names the first bad byte.
+    UTF-8. Raises ValueError if the text has another encoding or is compressed by gzip; the message
+    names the first bad byte.
     """
+    if content.startswith(b"\x1f\x8b"):
+        raise ValueError("compressed by gzip: decompress it, as with gzip -d")
     marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     encoding = "utf-16" if content.startswith(marks) else "utf-8-sig"
     try:
@@ -117,9 +120,11 @@ def decode(content: bytes, errors: str = "strict") -> str:
             f"not {encoding.removesuffix('-sig').upper()} text (byte 0x{byte:02x} at offset "
             f"{error.start}, line {line}): save it in UTF-8"
         ) from error
-    if "\0" in text:
+    if number := text.count("\0"):
+        line = text.count("\n", 0, text.index("\0")) + 1
         raise ValueError(
-            "not UTF-8 text (it holds NUL characters, as UTF-16 does): save it in UTF-8"
+            f"not UTF-8 text (it holds NUL characters, {number:,} in all, the first in line "
+            f"{line}; UTF-16 has many): save it in UTF-8, without NUL characters"
         )
     return without_marks(text)
 

@@ -88,8 +88,10 @@ def read(
             "from such files: set data.text to the format that holds the captions, such as txt"
         )
     found, table_of, columns, opened = {}, {}, set[str](), _Images(root, images)
+    lost: list[tuple[str, str]] = []
     for table in tables:
-        texts = _read_table(root, table, field, opened, columns, inventory)
+        texts, later = _read_table(root, table, field, opened, columns, inventory)
+        lost += later
         for image, several in texts.items():
             if image in found:
                 raise ValueError(
@@ -98,13 +100,36 @@ def read(
                 )
             found[image] = captions.join((text, 1.0) for text in several)
             table_of[image] = table
+    inventory.add("row_without_image", [f"{place}: {name}" for place, name in lost])
+    if not found and lost:
+        raise ValueError(_no_picture(*lost[0], images))
     if not found:
+        place, row = next(rows.read(root / tables[0]), ("", {}))
+        if isinstance(row, rows.Alone):
+            raise ValueError(f"{place} {_no_name(row)}: write an object for each image on a line")
         raise ValueError(
             f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
             f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set data.text to "
             f"{kind}:COLUMN with the caption column"
         )
     return found
+
+
+def _no_picture(place: str, name: str, images: Sequence[str]) -> str:
+    """Return the error message for tables without the name of an image. The place names `name`."""
+    same = [image for image in images if _base(image) == _base(name)]
+    ambiguous = f"several pictures have its name: {', '.join(same[:3])}"
+    return (
+        f"{place} names {rows.shown(name)}, but {ambiguous if same[1:] else 'it does not exist'}; "
+        "no other row with a caption names a picture either: write paths relative to the table"
+    )
+
+
+def _no_name(row: Mapping[str, Any]) -> str:
+    """Return, for a message, why a row names no image."""
+    if isinstance(row, rows.Alone):
+        return f"is {rows.shown(row[rows.CAPTION])}, not an object"
+    return f"has no {_FILES[0]}, but only {', '.join(row) or 'an empty object'}"
 
 
 def name_column(row: Mapping[str, Any]) -> str:
@@ -119,20 +144,26 @@ def _read_table(
     images: _Images,
     columns: set[str],
     inventory: Inventory,
-) -> Mapping[str, list[Any]]:
-    """Return the captions of each image in a table. The table's columns are added to `columns`.
+) -> tuple[Mapping[str, list[Any]], list[tuple[str, str]]]:
+    """Return the captions of each image in a table, and (place, name) of rows without an image.
 
-    Raises ValueError if a row is malformed.
+    The table's columns are added to `columns`. Raises ValueError if a row is malformed.
     """
     folder, stem = posixpath.dirname(table), _stem(table)
     texts, column = collections.defaultdict[str, list[Any]](list), ""
     later: list[tuple[str, str, Any]] = []
-    for place, row in rows.read(root / table):
+    for place, row in (cells := rows.read(root / table)):
         columns.update(row)
-        column = column or name_column(row)
+        if not column or (column != _KEY and column not in row):  # Rows of .jsonl may differ.
+            column = next((name for name in _FILES if name in row), column or name_column(row))
         if not column:
+            named = (other for other, later in cells if name_column(later))
+            if table.lower().endswith(".jsonl") and (other := next(named, "")):
+                raise ValueError(
+                    f"{place} {_no_name(row)}; {other} names an image: correct or remove the row"
+                )
             inventory.add("table_without_file_name", [table])
-            return {}
+            return {}, []
         name, cell = row.get(column), row.get(field)
         if not (isinstance(name, str) and name) and not (column == _KEY and type(name) is int):
             raise ValueError(
@@ -161,8 +192,7 @@ def _read_table(
         for form in (_folded, _stem, _base):
             if form is not _base or not texts:
                 later = _assign(texts, later, images, form)
-    inventory.add("row_without_image", [f"{place}: {name}" for place, name, _ in later])
-    return texts
+    return texts, [(place, name) for place, name, _ in later]
 
 
 def _assign(

@@ -1,5 +1,6 @@
 """Prompts from text files and tables: no row is split, swallowed, shifted or replaced."""
 
+import gzip
 import json
 
 import pyarrow
@@ -75,6 +76,19 @@ def test_an_open_quote_is_text_and_swallows_no_rows(tmp_path):
         read(tmp_path, "p.tsv", 'id\tcaption\n1\t"open\n2\t6 inches"\n')
 
 
+@pytest.mark.parametrize("rest", ["2,dog", '2,a 5" dog\n3,b'])
+def test_an_open_quote_after_cells_of_several_lines_is_named_with_its_line(tmp_path, rest):
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, "p.csv", f'id,caption\n0,"a, b\nc"\n1,"cat\n{rest}\n')
+    assert str(error.value) == (
+        f"{tmp_path}/p.csv, line 4: a quote opens here and is never closed, but cells before it "
+        r'have several lines ("1,\"cat"): close or double the quote, or write .jsonl'
+    )
+    # The wrong row is before the open quote.
+    with pytest.raises(ValueError, match="line 2 has 3 cells"):
+        read(tmp_path, "p.csv", 'id,caption\n0,a, b\n1,"c\nd"\n2,"cat\n')
+
+
 def test_json_holds_texts_objects_or_cocos_annotations(tmp_path):
     assert read(tmp_path, "p.json", '["a", "b"]') == ["a", "b"]
     assert read(tmp_path, "p.json", '[{"prompt": "a"}, {"prompt": "b"}]') == ["a", "b"]
@@ -89,6 +103,24 @@ def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
     assert drawn == prompts.read(tmp_path / "p.txt", 5)
     assert len(set(drawn)) == 5 and drawn != prompts.read(tmp_path / "p.txt", 5, seed=1)
     assert prompts.fingerprint(drawn) != prompts.fingerprint(drawn[::-1])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"caption\na cat\na\0dog",
+            "not UTF-8 text (it holds NUL characters, 1 in all, the first in line 3; UTF-16 has "
+            "many): save it in UTF-8, without NUL characters",
+        ),
+        (gzip.compress(b"a", mtime=0), "compressed by gzip: decompress it, as with gzip -d"),
+    ],
+)
+def test_a_nul_character_is_named_with_its_line_and_gzip_as_gzip(tmp_path, content, message):
+    for name in ("p.csv", "p.jsonl", "p.txt"):
+        with pytest.raises(ValueError) as error:
+            read(tmp_path, name, content)
+        assert str(error.value) == f"{tmp_path / name} is {message}"
 
 
 @pytest.mark.parametrize(

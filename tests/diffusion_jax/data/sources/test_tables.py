@@ -140,6 +140,65 @@ def test_images_may_be_in_another_folder_if_no_row_finds_its_image_beside_the_ta
     assert folder.inventory().first["row_without_image"] == [f"{tmp_path}/m.csv, line 3: b.png"]
 
 
+def test_rows_may_name_their_images_in_different_columns(tmp_path):
+    images(tmp_path, "a.png", "b.png", "c.png")
+    rows = [{"image": "a.png", "file_name": "b.png"}, {"file_name": "c.png"}, {"image": "b.png"}]
+    rows = [{**row, "text": f"{n}"} for n, row in enumerate(rows)]
+    folder = table(tmp_path, "m.jsonl", "\n".join(map(json.dumps, rows[1:])))
+    assert texts(folder) == {"b.png": "2", "c.png": "1"}
+    # A row with both keeps the column of the rows before it.
+    folder = table(tmp_path, "m.jsonl", "\n".join(map(json.dumps, rows[2:] + rows[:2])))
+    assert texts(folder) == {"b.png": "2", "a.png": "0", "c.png": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a%20b.png", "it does not exist"),
+        ("a.png", "several pictures have its name: x/a.png, y/a.png"),
+    ],
+)
+def test_paths_that_name_no_picture_are_shown_instead_of_the_columns(tmp_path, name, reason):
+    images(tmp_path, "a b.png", "x/a.png", "y/a.png")
+    with pytest.raises(ValueError) as error:
+        table(tmp_path, "m.csv", f"file_name,text\n{name},one\nz.png,two\n")
+    assert str(error.value) == (
+        f'{tmp_path}/m.csv, line 2 names "{name}", but {reason}; no other row with a '
+        "caption names a picture either: write paths relative to the table"
+    )
+
+
+GOOD = '{"file_name": "a.png", "text": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            f'{{"text": "y"}}\n\n{GOOD}',
+            "has no file_name, but only text; {}, line 3 names an image: correct or remove the row",
+        ),
+        (
+            f'"hello"\n{GOOD}',
+            'is "hello", not an object; {}, line 2 names an image: correct or remove the row',
+        ),
+        ('"hello"', 'is "hello", not an object: write an object for each image on a line'),
+        ('["a.png"]', 'is ["a.png"], not an object: write an object for each image on a line'),
+    ],
+)
+def test_a_first_row_of_jsonl_that_names_no_image_is_named(tmp_path, content, message):
+    images(tmp_path, "a.png")
+    with pytest.raises(ValueError) as error:
+        table(tmp_path, "m.jsonl", content)
+    path = tmp_path / "m.jsonl"
+    assert str(error.value) == f"{path}, line 1 {message.format(path)}"
+    # A table of other things is left out.
+    path.write_text('"hello"\n')
+    (tmp_path / "good.jsonl").write_text(GOOD)
+    folder = Folder(tmp_path, text="jsonl:text")
+    assert folder.left_out() == {"table_without_file_name": 1}
+
+
 def test_several_rows_of_an_image_are_several_captions(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nb.png,three\na.png,two\n")
