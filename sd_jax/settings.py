@@ -324,12 +324,12 @@ def check_pipeline(p: Pipeline) -> None:
             "steps, but at least one is needed: increase strength or sampler.steps"
         )
     channels = (p.vae.latent_channels, p.unet.in_channels, p.unet.out_channels)
-    if family := _OTHER_UNETS.get(p.unet.in_channels):
-        raise ValueError(
-            f"the UNet reads {p.unet.in_channels} channels, as {family} does: choose a model that "
-            "draws from texts alone, whose UNet reads only the latents"
-        )
     if len(set(channels)) > 1:
+        if family := _OTHER_UNETS.get(p.unet.in_channels):
+            raise ValueError(
+                f"the UNet reads {p.unet.in_channels} channels, as {family} does: choose a model "
+                "that draws from texts alone, whose UNet reads only the latents"
+            )
         raise ValueError(
             f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: set them "
             "to the same number"

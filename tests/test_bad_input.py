@@ -67,7 +67,7 @@ train --config.steps=0 | steps is 0: it must be above 0
 train --config.steps=abc | flag --config.steps=abc: give a whole number, not 'abc'
 train --config.optimizer.lr=x | flag --config.optimizer.lr=x: give a number, not 'x'
 train --config.seed=-1 | seed is -1: it must be from 0 to below 18446744073709551616
-train --config.seed=4294967296 | seed is 4294967296: it must be from 0
+train --config.seed=18446744073709551616 | seed is 18446744073709551616: it must be from 0
 train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 is not divisible by
 train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
 train --config.mesh.fsdp=3 | mesh replica=1, fsdp=3, tensor=1 does not fit 1 devices
@@ -108,7 +108,7 @@ train --config.data.source=folder --config.data.path=D/images --config.data.min_
 train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.parquet
 train --config.data.source=mixture | data.mixture is empty: the data source 'mixture' needs
 sd_train --config.vae.weights= | vae.weights is empty: name a diffusers directory
-sd_train --config.vae.weights=/nowhere | no file or folder /nowhere
+sd_train --config.vae.weights=/nowhere | no file /nowhere
 vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be from 1 to
 sd_sample --workdir=D/imagen --prompt=a | D/imagen is a run of imagen_jax, not of sd_jax
 sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax

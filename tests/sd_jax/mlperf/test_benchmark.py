@@ -125,7 +125,7 @@ def test_what_cannot_judge_is_refused(asked, tmp_path):
     ):
         benchmark.open_judge(asked._replace(prompts="nowhere.tsv"))
     (tmp_path / "captions.tsv").write_text("image_id\ttext\n1\ta\n")
-    with refused(r"captions.tsv has no column id"):
+    with refused(r"captions.tsv, line 2 has no column id: the first line must"):
         benchmark.open_judge(asked)
     tiny_benchmark.write_reference(tmp_path, Gaussian(np.zeros(4), np.eye(4), 9))
     (tmp_path / "captions.tsv").write_text("image_id\tid\tcaption\n1\t2\ta\n2\t3\tb\n")
