@@ -199,6 +199,15 @@ def test_a_first_row_of_jsonl_that_names_no_image_is_named(tmp_path, content, me
     assert folder.left_out() == {"table_without_file_name": 1}
 
 
+def test_an_empty_cell_of_csv_is_an_empty_text_like_that_of_an_empty_file(tmp_path):
+    images(tmp_path, "a.png", "b.png")
+    folder = table(tmp_path, "m.csv", "file_name,text\na.png,\nb.png,two\n")
+    (tmp_path / "a.txt").write_text("")
+    beside = Folder(tmp_path, text="txt", uncaptioned="drop")
+    assert (folder.texts([0, 1]), beside.texts([0])) == (["", "two"], [""])
+    assert folder.left_out() == {}
+
+
 def test_several_rows_of_an_image_are_several_captions(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nb.png,three\na.png,two\n")
