@@ -78,8 +78,6 @@ def load_model(
     """
     # The networks.
     opened = checkpoints.load(path, ema, file.norm_groups, config=file.config)
-    for line in opened.report:
-        logging.info("%s: %s", path, line)
     vae_weights, text_weights = overrides.get("vae.weights"), overrides.get("text.weights")
     unet, vae, text = _whole(path, opened, vae_weights, text_weights, file.lora or ())
     p = _pipeline(path, opened, file, unet.network, vae.network)._replace(strength=strength)
@@ -97,6 +95,8 @@ def load_model(
     s = settle({})
     settings.check_pipeline(s)
     check_fits(*s.output_shape, s.vae.width * s.vae.channel_mult[0])
+    for line in opened.report:
+        logging.info("%s: %s", path, line)
     logging.info(
         "%s: predicts %s, computes in %s, attention %s, sampler %s%s",
         path, s.diffusion.predicts, jnp.dtype(s.unet.dtype).name, s.unet.attention_impl,
