@@ -205,7 +205,6 @@ def test_disk_counts_snapshots_in_their_type():
     assert (none.snapshots, none.total) == (0, 3 * kept.checkpoint)
 
 
-@pytest.mark.gate
 @pytest.mark.slow
 def test_widths_are_a_swept_axis_of_a_run_and_weights_of_a_folder(tmp_path):
     work, made = tmp_path / "run", tmp_path / "made"
