@@ -93,7 +93,7 @@ def run(model: Model, mesh: Mesh) -> Timing:
     traced, trace_s = measure.timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = measure.timed(traced.lower)
     options = autotuning.deterministic_options(model.run.deterministic)
-    compiled, compile_s = measure.timed(lambda: lowered.compile(compiler_options=options))
+    compiled, compile_s = measure.timed(lambda: autotuning.compile_step(lowered, options))
     metrics = {}
 
     def train() -> Any:

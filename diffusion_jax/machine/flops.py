@@ -27,6 +27,8 @@ def _of_equation(equation: core.JaxprEqn) -> int:
         return _of_dot(equation)
     if name == "conv_general_dilated":
         return _of_convolution(equation)
+    if name.startswith(("dot_product_attention_fwd", "dot_product_attention_bwd")):
+        return _of_cudnn(equation)
     if equation.params.get("name") == "recomputed":
         return 0
     inside = [count(jaxpr) for jaxpr in subjaxprs(equation)]
@@ -58,6 +60,13 @@ def _of_convolution(equation: core.JaxprEqn) -> int:
     taps = math.prod(kernel) // outputs  # Window size x input channels per output value.
     zeros = math.prod(equation.params["lhs_dilation"])
     return 2 * math.prod(_shape(equation.outvars[0])) * taps // zeros
+
+
+def _of_cudnn(equation: core.JaxprEqn) -> int:
+    """Count cuDNN's attention: two products forward, and four backward."""
+    queries, keys = _shape(equation.invars[0]), _shape(equation.invars[1])
+    products = 2 if "fwd" in equation.primitive.name else 4
+    return products * 2 * math.prod(queries) * keys[1]
 
 
 def _shape(variable: Any) -> tuple[int, ...]:

@@ -9,12 +9,15 @@ https://openxla.org/xla/determinism. On CPUs and TPUs, nothing of this is needed
 """
 
 import hashlib
+import json
 import pathlib
 import tempfile
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from jax.extend.mlir import ir
 
 from diffusion_jax.machine import files, log
 
@@ -35,6 +38,35 @@ def deterministic_options(deterministic: bool) -> dict[str, str | bool]:
     if jax.default_backend() != "gpu":
         return {}
     return {"xla_gpu_exclude_nondeterministic_ops": deterministic}
+
+
+def compile_step(
+    lowered: jax.stages.Lowered, options: Mapping[str, str | bool]
+) -> jax.stages.Compiled:
+    """Compile a lowered training step with these options of XLA.
+
+    If nondeterministic kernels are excluded, all gradients of cuDNN's attention are marked as
+    deterministic first. XLA itself marks only the first one of several equal calls, and then cannot
+    run the others ("IndexError: raw_hash_map<>::at", in jaxlib 0.10.2 to 0.12).
+    """
+    if options.get("xla_gpu_exclude_nondeterministic_ops"):
+        _mark_deterministic(lowered.compiler_ir().operation)
+    return lowered.compile(compiler_options=dict(options))
+
+
+def _mark_deterministic(operation: Any) -> None:
+    """Mark the gradients of cuDNN's attention in a StableHLO operation, in place."""
+    attributes = operation.attributes
+    is_call = operation.name == "stablehlo.custom_call"
+    if is_call and attributes["call_target_name"].value == "__cudnn$fmhaSoftmaxBackward":
+        config = json.loads(attributes["backend_config"].value)
+        config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+        text = ir.StringAttr.get(json.dumps(config), context=operation.context)
+        attributes["backend_config"] = text
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                _mark_deterministic(inner.operation)
 
 
 def find(workdir: pathlib.Path, deterministic: bool) -> Autotuning:

@@ -471,7 +471,7 @@ def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) 
     times.append(time.time())
     lowered = traced.lower()
     times.append(time.time())
-    executable = lowered.compile(compiler_options={**options})
+    executable = autotuning.compile_step(lowered, options)
     times.append(time.time())
     logging.info(
         "the train step for %s: traced in %.1f s, lowered in %.1f s, compiled in %.1f s",

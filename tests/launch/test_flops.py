@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax.extend import core
+
 from diffusion_jax.machine import flops
 from diffusion_jax.train import memory
 from launch.planner import systems
@@ -72,3 +74,20 @@ def test_loops_count_as_often_as_they_run_and_branches_at_their_costliest():
     assert count(jax.checkpoint(lambda x: jnp.einsum("bij,bkj->bik", x, x)), (3, 4, 5)) == (
         2 * 3 * 4 * 4 * 5
     )
+
+
+def test_attention_of_cudnn_costs_as_much_as_all_scores_at_once():
+    """JAX traces cuDNN's attention only where cuDNN is installed: here, its two operations alone."""
+    q = jax.ShapeDtypeStruct((2, 24, 4, 8), jnp.float32)
+    k = v = jax.ShapeDtypeStruct((2, 40, 4, 8), jnp.float32)
+    forward = core.Primitive("dot_product_attention_fwd_wrapper")
+    forward.def_abstract_eval(lambda q, k, v: q)
+    backward = core.Primitive("dot_product_attention_bwd_wrapper")
+    backward.multiple_results = True
+    backward.def_abstract_eval(lambda q, k, v: [q, k, v])
+    attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="xla")
+    total = lambda *qkv: attend(*qkv).sum()
+    of = lambda function: flops.count(jax.make_jaxpr(function)(q, k, v).jaxpr)
+    assert of(forward.bind) == of(attend) == 2 * 2 * 2 * 4 * 24 * 40 * 8
+    both = of(forward.bind) + of(backward.bind)
+    assert both == of(jax.grad(total, (0, 1, 2))) == 3 * of(attend)

@@ -1,6 +1,7 @@
 """XLA's choices of GPU kernels: kept in the workdir, and loaded when a run continues."""
 
 import hashlib
+import json
 import pathlib
 
 import jax
@@ -57,3 +58,24 @@ def test_this_jaxlib_knows_the_options(tmp_path):
     assert program(jnp.ones(3)).tolist() == [2, 2, 2]
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_unknown"):
         jax.jit(jnp.sin).lower(1.0).compile(compiler_options={"xla_gpu_unknown": True})
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_all_gradients_of_cudnns_attention_are_marked_as_deterministic(deterministic):
+    """XLA marks only the first of several equal calls, and then fails at the others."""
+    config = json.dumps({"cudnn_fmha_backend_config": {"fmha_scale": 0.125}})
+
+    def step(x):
+        for name in ("__cudnn$fmhaSoftmax", *2 * ["__cudnn$fmhaSoftmaxBackward"]):
+            call = jax.ffi.ffi_call(
+                name, jax.ShapeDtypeStruct(x.shape, x.dtype),
+                custom_call_api_version=2, legacy_backend_config=config,
+            )  # fmt: skip
+            x = jax.lax.cond(x[0] > 0, call, jnp.sin, x)  # Calls within other operations count too.
+        return x
+
+    lowered = jax.jit(step).lower(jnp.ones(3))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="fmhaSoftmax"):  # Not known on CPUs.
+        autotuning.compile_step(lowered, {ONLY: deterministic})
+    assert lowered.as_text().count("fmha_scale") == 3
+    assert lowered.as_text().count("force_deterministic") == (2 if deterministic else 0)
