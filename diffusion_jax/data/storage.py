@@ -67,10 +67,10 @@ def walk(folder: str, inventory: Inventory) -> list[str]:
     """
     if is_url(folder):
         system = _system(folder)
-        names = sorted(system.unstrip_protocol(name) for name in system.find(folder))
-        hidden = [name for name in names if is_hidden(os.path.basename(name))]
-        inventory.add("hidden", hidden)
-        return sorted(set(names) - set(hidden))
+        root, names = fsspec.core.url_to_fs(folder)[1], system.find(folder)
+        hidden = [name for name in names if is_hidden(name[len(root) :])]
+        inventory.add("hidden", [system.unstrip_protocol(name) for name in sorted(hidden)])
+        return sorted(system.unstrip_protocol(name) for name in {*names} - {*hidden})
     files: list[str] = []
     folders, linked, seen = [folder], [], set[tuple[int, int]]()
     while folders or linked:

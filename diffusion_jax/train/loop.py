@@ -8,7 +8,7 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
-from diffusion_jax.draw.program import Draw, even_batch_size, in_batches, make_draw
-from diffusion_jax.machine import distributed, events, files, flops, sheets
-from diffusion_jax.machine.log import METRICS, MetricWriter, read_sound_metrics, write_manifest
+from diffusion_jax.draw.program import make_draw
+from diffusion_jax.machine import distributed, events, flops
+from diffusion_jax.machine.log import MetricWriter, write_manifest
 from diffusion_jax.machine.sharding import (
     ambient,
     batch_sharding,
@@ -34,10 +34,11 @@ from diffusion_jax.machine.sharding import (
     replicated,
     shardings,
 )
-from diffusion_jax.seeds import MOST, halves, keys_of
+from diffusion_jax.seeds import halves, keys_of
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
+from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.progress import IN_FLIGHT, Progress
 from diffusion_jax.train.state import (
@@ -52,50 +53,8 @@ from diffusion_jax.train.state import (
 from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
-MEASURING = "measuring.txt"
-"""The file that names the step whose pictures and scores are being computed, and the number of
-attempts."""
-_ATTEMPTS = 2
 OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
 """Maps all prompts of an evaluation to a function that tokenizes a batch of these prompts."""
-
-
-class Examples(NamedTuple):
-    """The prompts of the example pictures that training draws, always from the same seeds.
-
-    `batch` holds the tokenized prompts, `captions` their texts, and `guidance` the guidance scale.
-    """
-
-    batch: Texts
-    captions: tuple[str, ...]
-    guidance: float
-    most: int = 64
-    """The largest number of pictures that are drawn at once."""
-
-    @property
-    def at_once(self) -> int:
-        """The number of pictures per batch, so that all batches have almost the same size."""
-        return even_batch_size(self.most, len(self.captions)) if self.captions else 0
-
-
-class Scoring(NamedTuple):
-    """The scores that training computes every `every` images and at the end of the run.
-
-    `score` maps the drawing function and the parameters to scores, keyed by name.
-    """
-
-    every: int
-    score: Callable[[Draw, Params], Mapping[str, float]]
-    rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
-    """Draws one batch and computes the features that the scores need. A rehearsal calls this
-    function, but only traces the programs that draw and that compute features."""
-    before_save: bool = False
-    """Whether the scores come before the checkpoint of their step, as quick ones may: then they are
-    computed again if the run is interrupted between the two."""
-
-    def is_due(self, step: int, batch_size: int) -> bool:
-        """Return whether this step reached or passed a multiple of `every` images."""
-        return step * batch_size // self.every > (step - 1) * batch_size // self.every
 
 
 class Inputs(NamedTuple):
@@ -180,15 +139,15 @@ def train(
         draw = make_draw(task.sample, frozen, mesh)
         rows = run.batch_size // settings.accumulate
         heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
-        measure = functools.partial(
-            _measure, inputs=inputs, run=run, draw=draw, heldout_losses=heldout_losses,
-            workdir=workdir, before=_attempt(workdir),
+        measurements = Measurements(
+            run, inputs.examples, evaluation, records, draw, heldout_losses, workdir,
+            attempt(workdir),
         )  # fmt: skip
-        missing = _missing(first_step, inputs, run, workdir)
+        missing = measurements.missing(first_step)
         if first_step >= run.steps:
             if missing:
                 with contextlib.closing(MetricWriter(workdir, config, first_step)) as writer:
-                    measure(missing, first_step, state, writer)
+                    measurements.take(missing, first_step, state, writer)
             logging.info("%s is at step %d already: nothing to train", workdir, first_step)
             return state
         events.import_beside()
@@ -223,7 +182,7 @@ def train(
         snapshots = checkpoints.snapshots() if snapshot_steps else None
         if missing:
             with progress.paused(), watchdog.paused():
-                measure(missing, first_step, state, writer)
+                measurements.take(missing, first_step, state, writer)
 
         for step in range(first_step + 1, run.steps + 1):
             # Take a step. The host runs up to IN_FLIGHT steps ahead of the devices.
@@ -254,10 +213,10 @@ def train(
                     )  # fmt: skip
 
             # Save. The watchdog is not paused, because a save waits for all processes and may hang.
-            if evaluation and evaluation.before_save and _is_scored(evaluation, step, run):
+            if evaluation and measurements.is_scored(step, before_save=True):
                 with progress.paused(), watchdog.paused():
                     writer.write_scalars(step, evaluation.score(draw, averaged(state)))
-            if snapshots and _is_due(step, snapshot_steps, run.steps):
+            if snapshots and is_due(step, snapshot_steps, run.steps):
                 with progress.paused():
                     snapshots.save(step, state)
             if step % run.save_every == 0 or last:
@@ -267,10 +226,10 @@ def train(
 
             # Draw the examples, score pictures, and measure the held-out loss. A run that is told
             # to stop does so when it continues.
-            due = _due(step, inputs, run)
+            due = measurements.due(step)
             if due and (not stopped or step == run.steps):
                 with progress.paused(), watchdog.paused():
-                    measure(due, step, state, writer)
+                    measurements.take(due, step, state, writer)
             if last:
                 break
 
@@ -278,103 +237,6 @@ def train(
             with progress.waiting():
                 batch = to_global(next(batches), batch_sharding(mesh))
     return state
-
-
-def _is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether an event is due: at multiples of `every` and at the end; never for 0."""
-    return every > 0 and (step % every == 0 or step == steps)
-
-
-def _due(step: int, inputs: Inputs, run: Run) -> list[str]:
-    """Return which of "samples", "evaluation" and "heldout" are due after a step's checkpoint."""
-    evaluation, records = inputs.evaluation, inputs.records
-    scored = evaluation and not evaluation.before_save and _is_scored(evaluation, step, run)
-    due = {
-        "samples": _is_due(step, run.sample_every, run.steps),
-        "evaluation": scored,
-        "heldout": records and _is_due(step, records.every, run.steps),
-    }
-    return [name for name, is_due in due.items() if is_due]
-
-
-def _is_scored(evaluation: Scoring, step: int, run: Run) -> bool:
-    return evaluation.is_due(step, run.batch_size) or step == run.steps
-
-
-def _missing(step: int, inputs: Inputs, run: Run, workdir: pathlib.Path) -> list[str]:
-    """Return what was due after the checkpoint of `step`, but was not drawn or measured then."""
-    due = _due(step, inputs, run) if 0 < step <= run.steps else []
-    metrics = workdir / METRICS
-    lines = read_sound_metrics(metrics) if due and metrics.exists() else []
-    names = {name for line in lines if line["step"] == step for name in line}
-    done = {name for kind in names for name in (kind.partition("/")[0], kind)}
-    if due and _sheet(workdir, step).exists():
-        done.add("samples")
-    missing = [name for name in due if not {name, f"out_of_memory/{name}"} & done]
-    return distributed.gather_text(" ".join(missing))[0].split()
-
-
-def _attempt(workdir: pathlib.Path) -> tuple[int, int]:
-    """Return the step whose measurements ended the last process, and the number of attempts."""
-    marker = workdir / MEASURING
-    text = marker.read_text() if marker.exists() else "0 0"
-    step, attempts = map(int, distributed.gather_text(text)[0].split())
-    return step, attempts
-
-
-def _measure(
-    names: Sequence[str], step: int, state: TrainState, writer: MetricWriter, inputs: Inputs,
-    run: Run, draw: Draw, heldout_losses: Any, workdir: pathlib.Path, before: tuple[int, int],
-) -> None:  # fmt: skip
-    """Draw the samples, score pictures and measure the held-out loss, as far as `names` says.
-
-    `before` is the result of `_attempt` when the run continued. If the measurements of this step
-    have ended the process _ATTEMPTS times, they are left out.
-    """
-    attempts = before[1] if before[0] == step else 0
-    if attempts >= _ATTEMPTS:
-        logging.error(
-            "%s of step %d are left out: the process ended %d times while it drew or scored them, "
-            "perhaps for lack of memory", " and ".join(names), step, attempts,
-        )  # fmt: skip
-        writer.write_scalars(step, {f"out_of_memory/{name}": 1 for name in names})
-        return
-    marker = workdir / MEASURING
-    if jax.process_index() == 0:
-        files.write_whole(marker, f"{step} {attempts + 1}")
-    for name in names:
-        with _left_out_if_too_large(name, step, writer):
-            if name == "samples":
-                images = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
-                if np.isfinite(images).all():
-                    pixels = sheets.to_uint8(images)
-                    sheet = sheets.contact_sheet(pixels, inputs.examples.captions)
-                    _write_sheet(_sheet(workdir, step), sheet)
-                    writer.write_images(step, {"samples": sheet[None]})
-                else:
-                    logging.warning("step %d: pictures are not finite; no sheet is saved", step)
-            elif name == "evaluation" and inputs.evaluation:
-                writer.write_scalars(step, inputs.evaluation.score(draw, averaged(state)))
-            elif name == "heldout":
-                losses = heldout.of_all(heldout_losses, state.params, state.ema)
-                writer.write_scalars(step, losses)
-    if jax.process_index() == 0:
-        marker.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _left_out_if_too_large(name: str, step: int, writer: MetricWriter) -> Iterator[None]:
-    """Log an error, and count it in the metrics, if a measurement does not fit in the memory."""
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        logging.error(
-            "%s of step %d do not fit in the memory and are left out; training goes on. %s",
-            name, step, (str(error).splitlines() or ["MemoryError"])[0][:200],
-        )  # fmt: skip
-        writer.write_scalars(step, {f"out_of_memory/{name}": 1})
 
 
 def make_step(
@@ -504,21 +366,3 @@ def first_state(
     params = {**state.params, **start()}
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
-
-
-def _draw_examples(draw, params, examples, seed):
-    """Draw the examples from fixed seeds."""
-    seeds = [(seed + i) % (MOST + 1) for i in range(len(examples.captions))]
-    guidance = np.full(len(seeds), examples.guidance, np.float32)
-    parts = in_batches(draw, params, examples.batch, seeds, guidance, examples.at_once)
-    return np.concatenate(list(parts))
-
-
-def _sheet(workdir, step):
-    return workdir / "samples" / f"step_{step:08}.png"
-
-
-def _write_sheet(path, sheet):
-    if jax.process_index() == 0:
-        path.parent.mkdir(exist_ok=True)
-        sheets.write_png(path, sheet)

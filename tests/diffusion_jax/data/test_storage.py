@@ -80,6 +80,12 @@ def test_folders_of_windows_and_linux_are_hidden_in_folders_and_tars(tmp_path, n
     kept = f"sub/my {name}/1.png"
     assert storage.walk(str(tmp_path / "data"), inventory) == [str(tmp_path / "data" / kept)]
     assert inventory.first == {"hidden": [name, f"sub/{name}"]}
+    url = f"memory://{tmp_path.name}/.hidden/data"  # Only what lies below the folder can be hidden.
+    for path in (f"{name}/1.png", f"sub/{name}/1.png", kept):
+        storage.write_whole(f"{url}/{path}", b"")
+    inventory = Inventory()
+    assert [found.partition("/data/")[2] for found in storage.walk(url, inventory)] == [kept]
+    assert inventory.counts == {"hidden": 2}
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(tmp_path / "data", "")
     inventory = Inventory()

@@ -19,7 +19,7 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.draw import program
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import checksums, log, sharding, sheets
-from diffusion_jax.train import checkpoint, loop, out_of_memory, progress, trace
+from diffusion_jax.train import checkpoint, loop, measuring, out_of_memory, progress, trace
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 
@@ -381,7 +381,7 @@ def test_scores_that_end_the_process_twice_are_left_out(tmp_path, caplog):
     train(tmp_path, evaluation=scoring, **changes)
     assert "evaluation of step 2 are left out: the process ended 2 times" in caplog.text
     assert [line["step"] for line in read(tmp_path) if "evaluation/mean" in line] == [4]
-    assert not (tmp_path / loop.MEASURING).exists()
+    assert not (tmp_path / measuring.MEASURING).exists()
 
 
 def test_what_a_run_did_not_draw_and_score_before_it_stopped_follows_when_it_continues(tmp_path):
