@@ -84,7 +84,7 @@ def run(model: Model, mesh: Mesh) -> Timing:
     replicated, split = sharding.replicated(mesh), sharding.batch_sharding(mesh)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated)(0)
     layout = sharding.shardings(model.state, mesh, rules)
-    state = jax.jit(create, out_shardings=layout)(key)
+    state = loop.new_state(create, key, layout)
     frozen = _filled(memory.shapes(task.frozen), lambda w: sharding.shardings(w, mesh, rules))
     rows = memory.batch_of(model.example, model.run.batch_size)
     batch = _filled(rows, lambda rows: jax.tree.map(lambda _: split, rows))

@@ -50,7 +50,8 @@ def compile_step(
     run the others ("IndexError: raw_hash_map<>::at", in jaxlib 0.10.2 to 0.12).
     """
     if options.get("xla_gpu_exclude_nondeterministic_ops"):
-        _mark_deterministic(lowered.compiler_ir().operation)
+        module: Any = lowered.compiler_ir()
+        _mark_deterministic(module.operation)
     return lowered.compile(compiler_options=dict(options))
 
 

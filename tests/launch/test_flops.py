@@ -5,7 +5,6 @@ import importlib
 import jax
 import jax.numpy as jnp
 import pytest
-
 from jax.extend import core
 
 from diffusion_jax.machine import flops
@@ -77,7 +76,7 @@ def test_loops_count_as_often_as_they_run_and_branches_at_their_costliest():
 
 
 def test_attention_of_cudnn_costs_as_much_as_all_scores_at_once():
-    """JAX traces cuDNN's attention only where cuDNN is installed: here, its two operations alone."""
+    """JAX traces cuDNN's attention only where cuDNN is installed: here, two stand-ins."""
     q = jax.ShapeDtypeStruct((2, 24, 4, 8), jnp.float32)
     k = v = jax.ShapeDtypeStruct((2, 40, 4, 8), jnp.float32)
     forward = core.Primitive("dot_product_attention_fwd_wrapper")
