@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 from jax.extend import core
 from jax.sharding import NamedSharding
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Key
 
 from diffusion_jax.machine import files
 from diffusion_jax.machine.sharding import ambient
@@ -113,14 +113,15 @@ class Observed(NamedTuple):
 
 def investigate(
     path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
-    batch: Batch, keys: Sequence[PRNGKeyArray], everywhere: NamedSharding, names: Names,
+    batch: Batch, keys: Key[Array, "B"], accumulate: int, everywhere: NamedSharding, names: Names,
 ) -> None:  # fmt: skip
     """Run the batch of `step` again, and write a report on non-finite values to `path`.
 
     Every process must call this function with the same arguments. `params` holds the parameters
-    after step `now`. `keys` holds a key for each micro batch of `step`. `everywhere` is the
-    replicated sharding. `names` gives the names of the pictures in the batch. If the batch cannot
-    run again, usually for lack of memory, no report is written, and a warning is logged.
+    after step `now`. `keys` are the images' keys, and the batch is divided into `accumulate` micro
+    batches. `everywhere` is the replicated sharding. `names` gives the names of the pictures in the
+    batch. If the batch cannot run again, usually for lack of memory, no report is written, and a
+    warning is logged.
     """
     logging.warning(
         "the loss or gradient of step %d is not finite: running its batch again to find the module "
@@ -128,7 +129,7 @@ def investigate(
         step,
     )
     try:
-        observed = watch(loss_fn, params, frozen, batch, keys, everywhere)
+        observed = watch(loss_fn, params, frozen, batch, keys, accumulate, everywhere)
     except jax.errors.JaxRuntimeError as error:  # Mostly out of memory. Training continues.
         logging.warning(
             "the loss or gradient of step %d is not finite, but its batch could not run again: %s",
@@ -136,7 +137,7 @@ def investigate(
             error,
         )
         return
-    explain(path, step, now, observed, len(keys), names)
+    explain(path, step, now, observed, accumulate, names)
 
 
 def explain(
@@ -182,24 +183,25 @@ def explain(
 
 
 def watch(
-    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch,
-    keys: Sequence[PRNGKeyArray], everywhere: NamedSharding,
+    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch, keys: Key[Array, "B"],
+    accumulate: int, everywhere: NamedSharding,
 ) -> Observed:  # fmt: skip
     """Run a step's loss and gradient again, and check the output of each module.
 
     The micro batches run in order, up to the first with a non-finite value. The result describes
-    the last micro batch that ran. `keys` holds the key of each micro batch. The function needs
-    about as much memory and compile time as a training step. Every process must call it with the
+    the last micro batch that ran. `keys` are the images' keys, and the batch is divided into
+    `accumulate` micro batches. The function needs about as much memory and compile time as a
+    training step. Every process must call it with the
     same arguments.
     """
-    parts = jax.jit(split, static_argnums=1)(batch, len(keys))
+    parts = jax.jit(split, static_argnums=1)((batch, keys), accumulate)
     part = lambda index: jax.tree.map(lambda x: x[index], parts)
     gradient = ambient(everywhere.mesh, jax.value_and_grad(loss_fn, has_aux=True))
-    closed = jax.make_jaxpr(gradient)(params, frozen, part(0), keys[0])
-    walk = _Walk(len(jax.tree.leaves(part(0))[0]))
+    closed = jax.make_jaxpr(gradient)(params, frozen, *part(0))
+    walk = _Walk(len(part(0)[1]))
 
-    def run(params, frozen, batch, key):
-        inputs = jax.tree.leaves((params, frozen, batch, key))
+    def run(params, frozen, batch, keys):
+        inputs = jax.tree.leaves((params, frozen, batch, keys))
         walk.run(closed.jaxpr, closed.consts, inputs, "")
         walk.look()
         bad = {"params": jax.tree.map(_bad, params), "batch": jax.tree.map(walk.rows_of, batch)}
@@ -208,14 +210,14 @@ def watch(
     again = jax.jit(run, out_shardings=everywhere)
 
     def see(index):
-        out = again(params, frozen, part(index), keys[index])
+        out = again(params, frozen, *part(index))
         bad, rows, inputs, labels = jax.device_get(out)
         leaves, _ = jax.tree.flatten_with_path(inputs)
         named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
         return Observed(index, walk.modules, bad, rows, named, labels)
 
     observed = see(0)
-    for index in range(1, len(keys)):
+    for index in range(1, accumulate):
         if observed.bad.any():
             break
         observed = see(index)
@@ -225,7 +227,7 @@ def watch(
 def labelled(gradient: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
     """Wrap the gradient function of a loss so that it also returns the arrays that the loss labels.
 
-    The new function maps (params, frozen, batch, key) to (the gradient's result, labels). The
+    The new function maps (params, frozen, batch, keys) to (the gradient's result, labels). The
     labels are the "sigma" and "loss" of each sample, [B], if the loss labels these arrays.
     """
 

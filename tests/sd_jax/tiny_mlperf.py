@@ -18,7 +18,8 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.evaluate import loop
 from diffusion_jax.metrics import clip_towers, extractors, weights
 from diffusion_jax.metrics.clip_towers import Clip
-from diffusion_jax.task import Task, loss_by_noise_level
+from diffusion_jax.model import loss_by_noise_level
+from diffusion_jax.task import Task
 from diffusion_jax.train import checkpoint
 from sd_jax import task
 from sd_jax.mlperf import __main__ as mlperf

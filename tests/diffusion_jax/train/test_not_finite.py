@@ -14,7 +14,7 @@ from PIL import Image
 from diffusion_jax.data import pipeline
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
-from diffusion_jax.task import loss_by_noise_level
+from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.train import loop, not_finite
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
