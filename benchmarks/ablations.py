@@ -1,6 +1,6 @@
 """Ablation study on the quick start's coloured digits: change one choice at a time and compare.
 
-    python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md
+    python -m benchmarks.ablations --workdir=runs/ablations --page=docs/lab/ablations.md
     python -m benchmarks.ablations --workdir=runs/ablations --only=sampler,guidance/none --seeds=0
 
 The base is the quick start with half its steps, a constant learning rate and no weighting of the

@@ -1,4 +1,4 @@
-"""Text of docs/ablations.md: tables of scores with confidence intervals, and conclusions."""
+"""Text of docs/lab/ablations.md: tables of scores with confidence intervals, and conclusions."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ NOTES = {
     "built in. It trains on other noise levels than the base.",
     "average": "Each row draws with another average of the same run's weights. *decay* is an "
     "exponential average with a warm-up, *none* uses the last weights, and *width* is a "
-    "[power-function average](evaluation.md#averages-of-any-width). Training computed the averages "
-    "of widths 0.05 and 0.1; those of other widths are computed from snapshots.",
+    "[power-function average](../evaluation.md#averages-of-any-width). Training computed the "
+    "averages of widths 0.05 and 0.1; those of other widths are computed from snapshots.",
 }
 """For each axis, a paragraph that explains the names of its variants."""
 _TIMES = {"step_ms": "ms per step", "steps": "steps", "picture_ms": "ms per picture"}
@@ -199,7 +199,7 @@ def _names(rows: Sequence[str]) -> str:
 
 _NOTHING = """# Ablations
 There are no results yet. `python -m benchmarks.ablations --workdir=runs/ablations
---page=docs/ablations.md` trains, draws, scores and writes this page
+--page=docs/lab/ablations.md` trains, draws, scores and writes this page
 ([benchmarks.md](benchmarks.md#ablations)).
 """
 _INTRODUCTION = """# Ablations
@@ -207,7 +207,7 @@ _INTRODUCTION = """# Ablations
 This page compares training and sampling choices on the coloured digits, for a network of
 {parameters:,} parameters trained for {train_steps:,} steps of 64 pictures. The results may not hold
 for larger models. `python -m benchmarks.ablations --workdir=runs/ablations
---page=docs/ablations.md` trains, draws, scores and writes this page. The same command continues
+--page=docs/lab/ablations.md` trains, draws, scores and writes this page. The same command continues
 after an interruption, and `--only=sampler,guidance/none --seeds=3,4` adds results. Machine:
 {device}, jax {jax}.
 
@@ -224,7 +224,7 @@ picture (`diffusion_jax/examples/digits/judge.py`). *Seen prompts* and *prompts 
 the share of pictures in which all three are right: one picture for each of the 272 prompts seen in
 training, and 8 for each of the 18 prompts never shown in training. FD is the Fréchet distance
 between the judge's features of drawn and real pictures; lower is better. The v-loss is the
-[held-out loss](evaluation.md#a-held-out-loss) at sigma 0.2, 0.5, 1, 2 and 5, computed with the
+[held-out loss](../evaluation.md#a-held-out-loss) at sigma 0.2, 0.5, 1, 2 and 5, computed with the
 weights that drew the pictures. It has the same meaning for every objective, and lower is better.
 
 **All rows have the same budget.** All networks train for the same number of steps and cost about
