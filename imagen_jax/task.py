@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from diffusion_jax.config import named
 from diffusion_jax.diffusion import editing, guides, noise, precond, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import objective as objectives
@@ -147,7 +146,7 @@ def _make_begin(
     strength: float,
 ) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
-    threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance_module.THRESHOLDS)
+    threshold = guidance_module.THRESHOLDS.bound("sampler.threshold", s.sampler.threshold)
     prompt = s.sampler.negative_prompt
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
