@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key
 
-from diffusion_jax.config.ranges import Count, Decay, Multiples, Width
+from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
 from diffusion_jax.nn.layers import dropout, with_remat
@@ -49,7 +49,7 @@ class MagnitudeUNet(Network):
     resolution of the previous one."""
     num_res_blocks: Count = 3
     """Number of residual blocks of each level on the way down; the way up has one more."""
-    attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (16, 8)
+    attention_resolutions: Annotated[Sequence[int], Interval("(0, inf)"), [()]] = (16, 8)
     """The levels with attention, given by their resolutions in patches per side. The middle of the
     network always has attention."""
     attention: Annotated[str, ATTENTION] = "fused"

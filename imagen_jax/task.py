@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import model
-from diffusion_jax.config import named
 from diffusion_jax.diffusion import editing, guidance, guides, samplers
 from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.machine.sharding import RULES
@@ -62,7 +61,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
     """Return what Imagen supplies. The arguments are those of `make_begin`."""
     unet, factor, side = s.unet, s.super_resolution.factor, s.unet.image_size
     objective = objectives.make(s.diffusion)
-    threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
+    threshold = guidance.THRESHOLDS.bound("sampler.threshold", s.sampler.threshold)
     prompt = s.sampler.negative_prompt
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 

@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from diffusion_jax.config.ranges import Amount, Count, Decay, Multiples, Width
+from diffusion_jax.config.ranges import Amount, Count, Decay, Interval, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
@@ -38,9 +38,9 @@ class UNet(Network):
     channel_mult: Multiples = (1, 2, 3, 4)
     """Number of channels of each level, in multiples of `embed_dim`. Each level has half the
     resolution of the previous one."""
-    num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
+    num_res_blocks: Annotated[int | Sequence[int], Interval("(0, inf)")] = 3
     """Number of residual blocks of each level on the way down; the way up has one more."""
-    attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (8, 16, 32)
+    attention_resolutions: Annotated[Sequence[int], Interval("(0, inf)"), [()]] = (8, 16, 32)
     """The levels with attention, given by their resolutions in patches per side. The middle of the
     network always has attention."""
     attention: Annotated[str, BLOCKS] = "fused"

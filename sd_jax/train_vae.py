@@ -46,7 +46,7 @@ def make_task(s: AutoencoderSettings) -> Task:
     [-1, 1], and decodes the mean of the posterior.
     """
     size = s.reconstruction.image_size
-    distance = DISTANCES[s.reconstruction.distance]
+    distance = DISTANCES.bound("reconstruction.distance", s.reconstruction.distance)
 
     def init(key):
         images = jnp.zeros((1, size, size, 3))

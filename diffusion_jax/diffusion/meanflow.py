@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import precond
 from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
@@ -30,7 +31,7 @@ Velocity = Callable[[Any, Any, Images, Times, Times], Images]
 """Maps (params, condition, z, t, h) to u."""
 Span = Callable[[Sigma], Times]
 """Maps noise levels to h."""
-Share = Annotated[int | float, "[0, 1]"]
+Share = Annotated[int | float, Interval("[0, 1]")]
 
 
 class Conditions(NamedTuple):
@@ -61,13 +62,13 @@ class MeanFlow(NamedTuple):
 
 def make(
     *,
-    omega: Annotated[int | float, "[0, inf)"] = 1.0,
-    kappa: Annotated[int | float, "[0, 1)"] = 0.0,
+    omega: Annotated[int | float, Interval("[0, inf)")] = 1.0,
+    kappa: Annotated[int | float, Interval("[0, 1)")] = 0.0,
     low: Share = 0.0,
     high: Share = 1.0,
-    every: Annotated[int, "[1, 1024]"] = 4,
+    every: Annotated[int, Interval("[1, 1024]")] = 4,
     norm_p: Share = 1.0,
-    norm_eps: Annotated[int | float, "(0, inf)"] = 0.01,
+    norm_eps: Annotated[int | float, Interval("(0, inf)")] = 0.01,
 ) -> MeanFlow:
     """Train a network that draws in one step (Geng et al. 2025), with guidance built in.
 

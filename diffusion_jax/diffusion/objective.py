@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import meanflow, noise, precond
 from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network, Precond, Sigma
 
 Losses = Float[Array, "B"]
 LEARNED = "uncertainty"
 """The key under which a task's parameters hold the parameters of a learned weighting."""
-Amount = Annotated[int | float, "[0, inf)"]
+Amount = Annotated[int | float, Interval("[0, inf)")]
 
 
 class Weighting(NamedTuple):
@@ -150,11 +152,11 @@ def make(d: Any) -> Objective:
     predicts = _prediction_field(d)
     return Objective(
         noise.make(d),
-        named.bound(f"diffusion.{predicts}", getattr(d, predicts), precond.PRECONDS, d),
-        DISTANCES[d.distance],
-        named.bound("diffusion.weight", d.weight, WEIGHTINGS, d)(),
+        precond.PRECONDS.bound(f"diffusion.{predicts}", getattr(d, predicts), d),
+        DISTANCES.bound("diffusion.distance", d.distance),
+        WEIGHTINGS.bound("diffusion.weight", d.weight, d)(),
         d.offset_noise,
-        named.bound("diffusion.method", d.method, METHODS)(),
+        METHODS.bound("diffusion.method", d.method)(),
     )
 
 
@@ -215,7 +217,7 @@ def p2(*, k: Amount = 1.0, gamma: Amount = 1.0) -> Weighting:
     return x0_weighting(lambda snr: snr / (k + snr) ** gamma)
 
 
-def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
+def edm(*, sigma_data: Annotated[int | float, Interval("(0, inf)")] = 0.5) -> Weighting:
     """Build EDM's weighting of |D - x0|^2 (Karras et al. 2022, Table 1).
 
     The weight is lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma * sigma_data)^2.
@@ -223,7 +225,7 @@ def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
     return x0_weighting(lambda snr: 1 / sigma_data**2 + snr)
 
 
-def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
+def flow(*, floor: Annotated[int | float, Interval("(0, 1)")] = 0.05) -> Weighting:
     """Build the loss of rectified flow: |D - x0|^2 has weight 1 / t^2, t = sigma / (1 + sigma).
 
     The loss is the squared difference between (x_t - D) / t, the flow that D implies, and eps - x0.
@@ -233,7 +235,7 @@ def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
     return x0_weighting(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
 
 
-def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
+def uncertainty(*, channels: Annotated[int, Interval("[1, 65536]")] = 128) -> Weighting:
     """Build EDM2's learned weighting (Karras et al. 2024): loss / e^u(sigma) + u(sigma).
 
     u is a learned linear function of `channels` fixed random sinusoids of ln(sigma) / 4. The
@@ -255,16 +257,16 @@ def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
     return Weighting(weigh, lambda: {"kernel": jnp.zeros(channels)})
 
 
-WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
-    "min_snr": min_snr,
-    "p2": p2,
-    "edm": edm,
-    "flow": flow,
-    "uncertainty": uncertainty,
-}
+WEIGHTINGS = Table(
+    min_snr=min_snr,
+    p2=p2,
+    edm=edm,
+    flow=flow,
+    uncertainty=uncertainty,
+)
 """The functions that diffusion.weight can name in configs. An entry "MODULE:FUNCTION" is imported
 on use."""
-WeightName = Annotated[str, named.checked(WEIGHTINGS)]
+WeightName = Annotated[str, WEIGHTINGS]
 
 
 def denoise() -> None:
@@ -274,9 +276,6 @@ def denoise() -> None:
     """
 
 
-METHODS: dict[str, Callable[..., meanflow.MeanFlow | None] | str] = {
-    "denoise": denoise,
-    "meanflow": meanflow.make,
-}
+METHODS = Table(denoise=denoise, meanflow=meanflow.make)
 """The functions that diffusion.method can name in configs."""
-MethodName = Annotated[str, named.checked(METHODS)]
+MethodName = Annotated[str, METHODS]
