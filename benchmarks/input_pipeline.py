@@ -261,7 +261,6 @@ def _webdataset(tars: str, size: int, workers: int = 0) -> int:
 
 
 def _grain_alone(folder: str, size: int, workers: int = 0) -> int:
-    """Read the JPEGs of a folder with grain, in a shuffled order."""
     paths = sorted(pathlib.Path(folder).glob("*.jpg"))
 
     def read(path: pathlib.Path) -> tuple[np.ndarray, str]:

@@ -277,7 +277,6 @@ def _clip(width: int) -> Pair:
 
 
 def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
-    """Load a state dict of numpy arrays into a torch module."""
     torch = measure.library("torch")
 
     module.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})

@@ -382,5 +382,4 @@ class Decoded(Pictures):
 
 
 def _checksum(image: Any, text: Any) -> int:
-    """Return the CRC-32 of an encoded or decoded image and a text."""
     return zlib.crc32(str(text).encode("utf-8", "surrogatepass"), zlib.crc32(image))

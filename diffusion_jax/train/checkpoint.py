@@ -223,7 +223,6 @@ class Checkpointer:
         return none if step is None else f"The newest complete checkpoint is from step {step}."
 
     def _write_checksums(self) -> None:
-        """Write the checksum file of the step that is being saved."""
         folders = self._directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
         # In a bucket, an unfinished checkpoint has its final name.
         for folder in list(folders) or [self._directory / str(self._saving)]:
