@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -191,57 +191,63 @@ def watch(
     The micro batches run in order, up to the first with a non-finite value. The result describes
     the last micro batch that ran. `keys` are the images' keys, and the batch is divided into
     `accumulate` micro batches. The function needs about as much memory and compile time as a
-    training step. Every process must call it with the
-    same arguments.
+    training step. Every process must call it with the same arguments.
     """
-    parts = jax.jit(split, static_argnums=1)((batch, keys), accumulate)
-    part = lambda index: jax.tree.map(lambda x: x[index], parts)
-    gradient = ambient(everywhere.mesh, jax.value_and_grad(loss_fn, has_aux=True))
-    closed = jax.make_jaxpr(gradient)(params, frozen, *part(0))
-    walk = _Walk(len(part(0)[1]))
+    modules: list[str] = []
+    gradient = observed_gradient(loss_fn, everywhere)
 
     def run(params, frozen, batch, keys):
-        inputs = jax.tree.leaves((params, frozen, batch, keys))
-        walk.run(closed.jaxpr, closed.consts, inputs, "")
+        _, walk = gradient(params, frozen, batch, keys)
         walk.look()
+        modules[:] = walk.modules
         bad = {"params": jax.tree.map(_bad, params), "batch": jax.tree.map(walk.rows_of, batch)}
         return jnp.stack(walk.bad), jnp.stack(walk.rows), bad, walk.labels
 
     again = jax.jit(run, out_shardings=everywhere)
-
-    def see(index):
-        out = again(params, frozen, *part(index))
-        bad, rows, inputs, labels = jax.device_get(out)
+    observed = None
+    for index, (micro, of_micro) in enumerate(passes(batch, keys, accumulate)):
+        bad, rows, inputs, labels = jax.device_get(again(params, frozen, micro, of_micro))
         leaves, _ = jax.tree.flatten_with_path(inputs)
         named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-        return Observed(index, walk.modules, bad, rows, named, labels)
-
-    observed = see(0)
-    for index in range(1, accumulate):
-        if observed.bad.any():
+        observed = Observed(index, modules, bad, rows, named, labels)
+        if bad.any():
             break
-        observed = see(index)
+    assert observed is not None
     return observed
 
 
-def labelled(gradient: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
-    """Wrap the gradient function of a loss so that it also returns the arrays that the loss labels.
+def passes(
+    batch: Batch, keys: Key[Array, "B"], accumulate: int
+) -> Iterator[tuple[Batch, Key[Array, "b"]]]:
+    """Yield (micro batch, its images' keys) for each of the `accumulate` passes of a step."""
+    parts = jax.jit(split, static_argnums=1)((batch, keys), accumulate)
+    for index in range(accumulate):
+        yield jax.tree.map(lambda x, index=index: x[index], parts)
 
-    The new function maps (params, frozen, batch, keys) to (the gradient's result, labels). The
-    labels are the "sigma" and "loss" of each sample, [B], if the loss labels these arrays.
+
+def observed_gradient(
+    loss_fn: LossFn, everywhere: NamedSharding
+) -> Callable[..., tuple[Any, "Walk"]]:
+    """Return the function (params, frozen, batch, keys) -> (((loss, metrics), gradients), walk).
+
+    It is called inside jax.jit.
     """
+    gradient = ambient(everywhere.mesh, jax.value_and_grad(loss_fn, has_aux=True))
 
     def run(*inputs):
         closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(*inputs)
-        walk = _Walk(len(jax.tree.leaves(inputs[2])[0]))
+        walk = Walk(len(jax.tree.leaves(inputs[2])[0]))
         outputs = walk.run(closed.jaxpr, closed.consts, jax.tree.leaves(inputs), "")
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs), walk.labels
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs), walk
 
     return run
 
 
-class _Walk:
-    """An interpreter of jaxprs that checks whether each module's output is finite."""
+class Walk:
+    """An interpreter of jaxprs that checks whether each module's output is finite.
+
+    `labels` holds the "sigma" and "loss" of each sample, [B], if the loss labels these arrays.
+    """
 
     def __init__(self, batch_size: int) -> None:
         self.modules: list[str] = []
