@@ -213,7 +213,6 @@ def _versions() -> dict[str, str | None]:
 
 
 def _commit() -> str:
-    """Return the first digits of the code's commit; "" outside a checkout."""
     found = log.git_commit(pathlib.Path(__file__))
     return found["commit"][:8] if found else ""
 
