@@ -134,7 +134,6 @@ def _params(workdir: pathlib.Path) -> Any:
 
 
 def _draw(workdir: pathlib.Path) -> None:
-    """Draw the same pictures in batches of several sizes, and print how many are equal."""
     from imagen_jax import notebook
 
     model, count = notebook.load(workdir), int(_PICTURES.value)

@@ -159,7 +159,6 @@ def _result(source: str, peers: Sequence[str], size: int, rows: Sequence[_Row]) 
 
 
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
-    """Read about one epoch with this project's pipeline, and return the number of images."""
     steps = _NUM.value // BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
     batches = pipeline.make_batches(

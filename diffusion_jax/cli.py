@@ -193,7 +193,6 @@ def start(*, alone: bool = False) -> None:
 
 
 def _check_platform() -> None:
-    """Raise ValueError if JAX cannot use a platform that JAX_PLATFORMS names."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.

@@ -145,7 +145,6 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
-    """Draw all images. Process 0 writes the images of each batch as soon as the batch is drawn."""
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
     batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])

@@ -251,7 +251,6 @@ def _score_points(
     subjects: Sequence[Subject], scorer: Scorer, plan: Sweep, training: copies.Training | None,
     out: pathlib.Path,
 ) -> None:  # fmt: skip
-    """Draw and score all prompts at every point and guidance, and write the results to `out`."""
     rows, pictures, copied = [], [], []
     several = any(len(subject.points) > 1 for subject in subjects)
     for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):

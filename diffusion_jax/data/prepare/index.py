@@ -49,7 +49,6 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
 
 
 def _index(names: list[str], threads: int, part: int) -> collections.Counter[str]:
-    """Index group number `part` of the tars, and return the counts of this group."""
     counts = collections.Counter[str]()
     with ThreadPoolExecutor(threads) as pool:
         for one in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):

@@ -172,7 +172,6 @@ class _Places(NamedTuple):
         files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
 
     def find(self, stem: str) -> Any:
-        """Return the table row of the embedding named `stem`, or None if there is none."""
         key = np.frombuffer(_hash(stem), tables.KEY)[0]
         rows = tables.read(self.sorted(tables.range_of(key, self.ranges)), _ROW)
         at = bisect.bisect_left(rows["key"], key)
