@@ -10,16 +10,11 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Mapping
+from typing import Any
 
 from diffusion_jax import systems
 from diffusion_jax.config import named, ranges
-from diffusion_jax.config.reference import (
-    Field,
-    fields,
-    first_sentence,
-    function_of,
-    sentences,
-)
+from diffusion_jax.config.reference import Field, fields, sentences
 from diffusion_jax.config.settings import Run
 from diffusion_jax.systems import System
 
@@ -152,13 +147,11 @@ def _names(path: str) -> str:
     """
     group, _, name = path.partition(".")
     kind = systems.find("imagen_jax").groups[group]
-    hint = typing.get_type_hints(kind, include_extras=True)[name]
+    table: Any = ranges.names_of(typing.get_type_hints(kind, include_extras=True)[name])
     lines = [f"### Names of `{path}`\n", "| name | function | parameters |", "|---|---|---|"]
-    for word in ranges.options(hint):
-        function, about = function_of(hint, word), first_sentence(function_of(hint, word))
-        signature = inspect.signature(function).parameters.values()
-        parameters = [f"`{p.name}={p.default}`" for p in signature if p.kind is p.KEYWORD_ONLY]
-        lines.append(_row(f"`{word}`", about, ", ".join(parameters)))
+    for word in table:
+        parameters = [f"`{p.name}={p.default}`" for p in table.parameters(word).values()]
+        lines.append(_row(f"`{word}`", table.about(word), ", ".join(parameters)))
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import Amount, Count, Counts, Multiples, Width
+from diffusion_jax.config.ranges import Amount, Count, Counts, Interval, Multiples, Width
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
@@ -40,7 +40,7 @@ class EfficientUNet(Network):
     num_res_blocks: Counts = (2, 4, 8, 8, 8)
     """Number of residual blocks of each level, both on the way down and on the way up. The blocks
     of level 0 work at half of the full resolution."""
-    attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (3, 4)
+    attention_levels: Annotated[Sequence[int], Interval("[0, inf)"), [()]] = (3, 4)
     """Levels with attention after their residual blocks, both on the way down and on the way up."""
     attention: Annotated[str, BLOCKS] = "fused"
     """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
@@ -72,14 +72,11 @@ class EfficientUNet(Network):
         text_mask: Bool[Array, "B L"],
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
-        *,
-        train: bool = False,
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. `train` has no effect.
+        `time` is the preconditioner's c_noise.
         """
-        del train
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
         # [B, E], [B, T, D], [B, T]

@@ -52,7 +52,7 @@ class Diffusion(NamedTuple):
     "uniform_flow" (rectified flow), "cosine" or "linear" (continuous DDPM), Stable Diffusion's
     table of 1000 levels ("scaled_linear"), or this table with pure noise as its last level
     ("zero_terminal_snr"). "eps" cannot be predicted with "zero_terminal_snr" or rectified flow."""
-    p_mean: Annotated[float, "(-inf, inf)"] = -1.2
+    p_mean: Annotated[float, ranges.Interval("(-inf, inf)")] = -1.2
     """With the noise "lognormal", the mean of the logarithm of the noise level."""
     p_std: ranges.Positive = 1.2
     """With the noise "lognormal", the standard deviation of the logarithm of the noise level."""
@@ -132,7 +132,7 @@ class Sampler(NamedTuple):
     end: EndName = ""
     """Where the last step ends: without noise ("zero"), or at the smallest noise level
     ("sigma_min"); "" for a default that depends on noise and sampler."""
-    offset: Annotated[int, "[0, 1000]"] = 1
+    offset: Annotated[int, ranges.Interval("[0, 1000]")] = 1
     """The number of timesteps that the grid "leading" adds to all of its times, if diffusion.noise
     is a table of levels. Other grids ignore it."""
     guiding: GuidingName = "cfg"

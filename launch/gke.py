@@ -51,7 +51,7 @@ class Gke(NamedTuple):
     """Seconds between SIGTERM and SIGKILL, during which a run saves a checkpoint."""
     patch: str = ""
     """YAML to merge into the manifest, for example annotations or limits; "" for none."""
-    restarts: Annotated[int, "[0, inf)", (-1,)] = -1
+    restarts: Annotated[int, ranges.Interval("[0, inf)"), (-1,)] = -1
     """Maximum number of restarts on GKE; -1 for the value of job.restarts."""
 
 

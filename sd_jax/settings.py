@@ -34,7 +34,7 @@ from sd_jax.vae import VAE
 
 PIXELS = ("symmetric", "unit")
 DROP_TO = ("empty", "zeros")
-_Level = Annotated[float, "[0, 2097152]"]
+_Level = Annotated[float, ranges.Interval("[0, 2097152]")]
 
 
 class Latents(NamedTuple):
@@ -104,7 +104,7 @@ class Sampler(NamedTuple):
     name: samplers.SamplerName = "plms"
     """The method that steps from noise to an image. Its parameters may follow in brackets, such as
     restart(low=0.5)."""
-    steps: Annotated[int, "[1, 1000]"] = 50
+    steps: Annotated[int, ranges.Interval("[1, 1000]")] = 50
     """Number of steps from noise to an image. More steps take longer and follow the model more
     closely."""
     eta: ranges.Share = 0.0
@@ -129,7 +129,7 @@ class Sampler(NamedTuple):
     end: EndName = ""
     """Where the last step ends: without noise ("zero"), or at the smallest noise level
     ("sigma_min"); "" for a default that depends on noise and sampler."""
-    offset: Annotated[int, "[0, 1000]"] = 1
+    offset: Annotated[int, ranges.Interval("[0, 1000]")] = 1
     """The number of timesteps that the grid "leading" adds to all of its times, if diffusion.noise
     is a table of levels. Other grids ignore it."""
     sigma_min: _Level = 0.0

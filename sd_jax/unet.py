@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.config.ranges import DTYPES, Amount, Count, Multiples, Width
+from diffusion_jax.config.ranges import DTYPES, Amount, Count, Interval, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import (
@@ -42,9 +42,9 @@ class UNet(nn.Module):
     channel_mult: Multiples = (1, 2, 4, 4)
     """Number of channels of each level, in multiples of `width`. Each level but the deepest halves
     the resolution."""
-    num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2
+    num_res_blocks: Annotated[int | Sequence[int], Interval("(0, inf)")] = 2
     """Number of residual blocks of each level on the way down; the way up has one more."""
-    attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (0, 1, 2)
+    attention_levels: Annotated[Sequence[int], Interval("[0, inf)"), [()]] = (0, 1, 2)
     """Levels with transformers; level 0 has the full resolution."""
     transformer_depth: Count = 1
     """Number of blocks in each transformer."""

@@ -1,6 +1,6 @@
 """Config fields that hold a name, or a function call such as "ddim(eta=0.5)".
 
-A table maps names to functions, or to strings "MODULE:FUNCTION" that are imported on use. A config
+A Table maps names to functions, or to strings "MODULE:FUNCTION" that are imported on use. A config
 can set keyword-only parameters of the function in brackets after the name. A parameter that is not
 set takes the value of the field of the same name in the config group. For example, "ddim" alone
 uses sampler.eta. If the group has no such field, the parameter keeps the function's default.
@@ -15,8 +15,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-Function = Callable[..., Any] | str
-
 
 class Call(NamedTuple):
     """A parsed call: a function's name, and the values of its parameters.
@@ -27,6 +25,62 @@ class Call(NamedTuple):
     name: str
     positional: tuple[Any, ...] = ()
     by_name: Mapping[str, Any] = {}
+
+
+class Table(dict[str, Any]):
+    """Functions by name. A config field that can hold the names is annotated with the table."""
+
+    joins = False
+    """Whether a field can join several names by +."""
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function of this name."""
+        return resolved(self[name])
+
+    def about(self, name: str) -> str:
+        """Return the first line of the function's docstring, or ""."""
+        return next(iter((inspect.getdoc(self.function(name)) or "").splitlines()), "")
+
+    def parameters(self, name: str) -> dict[str, inspect.Parameter]:
+        """Return the parameters of the function that a config can set, keyed by their names."""
+        parameters = inspect.signature(self.function(name)).parameters.values()
+        return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def bound(self, field: str, text: str, group: Any = None) -> functools.partial:
+        """Return the function that `text` names, with its parameters bound (see `all_bound`)."""
+        return self.all_bound(field, text, group)[0]
+
+    def all_bound(self, field: str, text: str, group: Any = None) -> list[functools.partial]:
+        """Return the functions that `text` joins by +, with their parameters bound.
+
+        Args:
+            field: The name of the config field that holds `text`, for error messages.
+            text: Names, optionally with parameters in brackets.
+            group: A config group. A parameter that `text` omits takes the value of the group's
+                field of the same name, if there is one. Otherwise, it keeps the function's default.
+
+        Raises:
+            ValueError: A name or a parameter is unknown, a call gives too many values, or `text`
+                joins names although the table does not allow this.
+        """
+        parts = calls(field, text, self)
+        if len(parts) > 1 and not self.joins:
+            raise ValueError(
+                f"{field} is {text!r}: it takes one name, not {len(parts)} joined by +"
+            )
+        return [self._bind(field, call, group) for call in parts]
+
+    def _bind(self, field: str, call: Call, group: Any) -> functools.partial:
+        one_of(field, call.name, self)
+        parameters = list(self.parameters(call.name))
+        written = {**dict(zip(parameters, call.positional, strict=False)), **call.by_name}
+        unknown = [name for name in call.by_name if name not in parameters]
+        if unknown or len(call.positional) > len(parameters):
+            wrong = f"the parameter {unknown[0]}" if unknown else f"{len(call.positional)} values"
+            takes = f"takes only {', '.join(parameters)}" if parameters else "takes no parameters"
+            raise ValueError(f"{field} gives {call.name} {wrong}, but {call.name} {takes}")
+        fields = {name: getattr(group, name) for name in parameters if hasattr(group, name)}
+        return functools.partial(self.function(call.name), **{**fields, **written})
 
 
 def one_of(field: str, value: Any, names: Iterable[str]) -> None:
@@ -62,19 +116,14 @@ def closest(text: str, names: Iterable[str]) -> str:
     return next(iter([*starting, *difflib.get_close_matches(text, names, n=1)]), "")
 
 
-def calls(field: str, text: str, names: Collection[str] = ()) -> list[Call]:
+def calls(field: str, text: str, names: Collection[str] = ()) -> tuple[Call, ...]:
     """Parse one or more calls joined by +, such as "NAME + NAME(VALUE, PARAMETER=VALUE)".
 
     Raises ValueError if the text has another form. The message contains `field`, the name of the
     config field, and may list `names`, the valid names.
     """
     try:
-        node: ast.expr = ast.parse(text.strip(), mode="eval").body
-        parts = []
-        while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            parts.append(node.right)
-            node = node.left
-        return [_call(part) for part in (node, *reversed(parts))]
+        return _parsed(text)
     except (SyntaxError, ValueError) as error:
         if names and "(" not in text:
             one_of(field, text, names)
@@ -84,65 +133,22 @@ def calls(field: str, text: str, names: Collection[str] = ()) -> list[Call]:
         ) from error
 
 
-def bound(
-    field: str, text: str, table: Mapping[str, Function], group: Any = None
-) -> functools.partial:
-    """Return the function that `text` names in a table, with its parameters bound.
-
-    Args:
-        field: The name of the config field that holds `text`, for error messages.
-        text: A name, optionally with parameters in brackets.
-        table: Maps names to functions.
-        group: A config group. A parameter that `text` omits takes the value of the group's field of
-            the same name, if there is one. Otherwise, it keeps the function's default.
-
-    Raises:
-        ValueError: The name or a parameter is unknown, `text` gives too many values, or it joins
-            several names by +.
-    """
-    (call, *more) = calls(field, text, table)
-    if more:
-        raise ValueError(f"{field} is {text!r}: it takes one name, not {len(more) + 1} joined by +")
-    return bind(field, call, table, group)
-
-
-def bind(
-    field: str, call: Call, table: Mapping[str, Function], group: Any = None
-) -> functools.partial:
-    """Return the function that a parsed call names in a table, with its parameters bound.
-
-    The arguments are those of `bound`, but with a parsed call instead of a text. A parameter that
-    the call omits takes the value of the field of the same name in `group`, if there is one. Raises
-    ValueError if the name or a parameter is unknown, or if the call gives too many values.
-    """
-    one_of(field, call.name, table)
-    function = resolved(table[call.name])
-    kinds = inspect.signature(function).parameters.values()
-    parameters = [p.name for p in kinds if p.kind is p.KEYWORD_ONLY]
-    written = {**dict(zip(parameters, call.positional, strict=False)), **call.by_name}
-    unknown = [name for name in call.by_name if name not in parameters]
-    if unknown or len(call.positional) > len(parameters):
-        wrong = f"the parameter {unknown[0]}" if unknown else f"{len(call.positional)} values"
-        takes = f"takes only {', '.join(parameters)}" if parameters else "takes no parameters"
-        raise ValueError(f"{field} gives {call.name} {wrong}, but {call.name} {takes}")
-    fields = {name: getattr(group, name) for name in parameters if hasattr(group, name)}
-    return functools.partial(function, **{**fields, **written})
-
-
-def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.partial]:
-    """Return a function (field, text) that calls `bound` with this table.
-
-    The annotation of a config field can hold the returned function, which then checks the value.
-    """
-    return lambda field, text: bound(field, text, table)
-
-
-def resolved(function: Function) -> Callable[..., Any]:
+def resolved(function: Callable[..., Any] | str) -> Callable[..., Any]:
     """Return the function of a table's entry. A string "MODULE:FUNCTION" is imported."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@functools.lru_cache  # A config's text is parsed once, when the config is checked.
+def _parsed(text: str) -> tuple[Call, ...]:
+    node: ast.expr = ast.parse(text.strip(), mode="eval").body
+    parts = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts.append(node.right)
+        node = node.left
+    return tuple(_call(part) for part in (node, *reversed(parts)))
 
 
 def _call(node: ast.expr) -> Call:

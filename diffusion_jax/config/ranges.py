@@ -2,11 +2,11 @@
 
 The annotation of a field holds its type and its valid values:
 
-- `Annotated[float, "[0, 1)"]` allows the numbers of an interval.
-- `Annotated[str, TABLE]` allows the keys of a table.
-- `Annotated[int, "(0, inf)", (-1,)]` allows the numbers of an interval, and -1.
-- `Annotated[str, FUNCTION]` allows names of functions, with parameters such as "ddim(eta=0.5)".
-  FUNCTION(field, text) parses the text, and raises ValueError if the text is invalid.
+- `Annotated[float, Interval("[0, 1)")]` allows the numbers of an interval.
+- `Annotated[str, NAMES]` allows the strings in a tuple or the keys of a dict.
+- `Annotated[int, Interval("(0, inf)"), (-1,)]` allows the numbers of an interval, and -1.
+- `Annotated[str, TABLE]` with a named.Table allows the names of its functions, with parameters such
+  as "ddim(eta=0.5)".
 """
 
 import dataclasses
@@ -14,30 +14,58 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax.numpy as jnp
 
 from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
+
+
+class Interval:
+    """The numbers between two ends, written as "[0, 1)": from 0, included, to 1, excluded."""
+
+    def __init__(self, text: str) -> None:
+        """Parse the text of an interval."""
+        self.low, self.high = text[1:-1].split(", ")
+        self.includes_low, self.includes_high = text[0] == "[", text[-1] == "]"
+        self._ends = float(self.low), float(self.high)
+
+    def __contains__(self, number: float) -> bool:
+        """Return whether the number lies in the interval."""
+        low, high = self._ends
+        above = low <= number if self.includes_low else low < number
+        return above and (number <= high if self.includes_high else number < high)
+
+    def words(self, number: float = 0) -> str:
+        """Describe the interval, for the error message about `number`, which lies outside it."""
+        if self.low == "-inf":
+            return "finite"
+        if self.high == "inf":
+            finite = " and finite" if math.isinf(number) else ""
+            return (f"{self.low} or more" if self.includes_low else f"above {self.low}") + finite
+        start = "from" if self.includes_low else "above"
+        return f"{start} {self.low} to {'below ' * (not self.includes_high)}{self.high}"
+
 
 DTYPES = ("float32", "bfloat16", "float16")
-Count = Annotated[int, "(0, inf)"]
-Counts = Annotated[Sequence[int], "(0, inf)"]
-Side = Annotated[int, "[1, 16384]"]
+Count = Annotated[int, Interval("(0, inf)")]
+Counts = Annotated[Sequence[int], Interval("(0, inf)")]
+Side = Annotated[int, Interval("[1, 16384]")]
 """The length of an image's side in pixels."""
-Width = Annotated[int, "[1, 65536]"]
+Width = Annotated[int, Interval("[1, 65536]")]
 """A number of channels."""
-Multiples = Annotated[Sequence[int], "[1, 1024]"]
+Multiples = Annotated[Sequence[int], Interval("[1, 1024]")]
 """The number of channels at each level of a network, as multiples of the network's width."""
-Amount = Annotated[int, "[0, inf)"]
-Positive = Annotated[float, "(0, inf)"]
-Share = Annotated[float, "[0, 1]"]
-Decay = Annotated[float, "[0, 1)"]
-Scale = Annotated[float, "[0, 1000]"]
-LowLevel = Annotated[float, "[0, inf)"]
+Amount = Annotated[int, Interval("[0, inf)")]
+Positive = Annotated[float, Interval("(0, inf)")]
+Share = Annotated[float, Interval("[0, 1]")]
+Decay = Annotated[float, Interval("[0, 1)")]
+Scale = Annotated[float, Interval("[0, 1000]")]
+LowLevel = Annotated[float, Interval("[0, inf)")]
 """The lower end of an interval of noise levels."""
-HighLevel = Annotated[float, "(0, inf]"]
+HighLevel = Annotated[float, Interval("(0, inf]")]
 """The upper end of an interval of noise levels."""
 _TRUTH = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True or False"}
@@ -70,44 +98,35 @@ def check_value(field: str, value: Any, hint: Any) -> None:
 
     `field` is the name of the field for the message.
     """
-    kind, ranges = kind_of(hint), getattr(hint, "__metadata__", ())
-    if ranges and callable(ranges[0]):
-        calls = ranges[0](field, value)
-        for call in calls if isinstance(calls, list) else [calls]:
-            parameters = inspect.signature(call.func).parameters
-            for name, argument in call.keywords.items():
+    allowed, *extra = getattr(hint, "__metadata__", (None,))
+    if isinstance(allowed, Table):
+        for function in allowed.all_bound(field, str(value)):
+            parameters = inspect.signature(function.func).parameters
+            for name, argument in function.keywords.items():
                 check_value(f"{field}: {name}", argument, parameters[name].annotation)
-        return
-    tables = [table for table in ranges if not isinstance(table, str)]
-    if any(value in table for table in tables):
-        return
-    if len(tables) == len(ranges) > 0:
-        named.one_of(field, value, tables[0])
-    if words := _misfit(value, kind):
+    elif isinstance(allowed, Collection):
+        named.one_of(field, value, allowed)
+    elif any(value in values for values in extra):
+        pass
+    elif words := _misfit(value, kind_of(hint)):
         raise ValueError(f"{field} is {value!r}: it must be {words}")
-    for interval in (part for part in ranges if isinstance(part, str)):
-        if value == ():
-            raise ValueError(f"{field} is empty: give one number or more")
+    elif allowed and value == ():
+        raise ValueError(f"{field} is empty: give one number or more")
+    elif allowed:
         for number in value if isinstance(value, tuple) else (value,):
-            if not _inside(number, interval):
-                others = "".join(f", or {x}" for table in tables for x in table if x != ())
-                words = _in_words(interval, number)
-                raise ValueError(f"{field} is {value}: it must be {words}{others}")
+            if number not in allowed:
+                words = allowed.words(number) + "".join(f", or {x}" for x, *_ in extra if x != ())
+                raise ValueError(f"{field} is {value}: it must be {words}")
 
 
 def kind_of(hint: Any) -> Any:
-    """Return an annotation's type without its valid values: Annotated[int, "[0, 1]"] -> int."""
+    """Return an annotation's type without its valid values: int for Annotated[int, (1, 2)]."""
     return getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
 
 
 def read_value(field: str, value: Any, hint: Any) -> Any:
-    """Convert a value to the type of its field's annotation `hint`, check it, and return it.
-
-    `field` is the name of the field. Raises ValueError if the value has another type or is out of
-    range.
-    """
-    value = typed(value, hint)
-    check_value(field, value, hint)
+    """Return a value, converted to the type of `hint` (see `typed`) and checked (`check_value`)."""
+    check_value(field, value := typed(value, hint), hint)
     return value
 
 
@@ -130,7 +149,7 @@ def typed(value: Any, hint: Any) -> Any:
 
 def description(hint: Any) -> str:
     """Describe the values that an annotation allows, such as "a number from 0 to 1"."""
-    if names := options(hint):
+    if names := names_of(hint):
         listed = [name or '""' for name in names]
         return f"one of {', '.join(listed)}"
     kind, limits = kind_of(hint), getattr(hint, "__metadata__", ())
@@ -138,29 +157,19 @@ def description(hint: Any) -> str:
     if typing.get_origin(kind) in (tuple, Sequence):
         text = _PLURALS.get(parts[0], "tuples")
     else:
-        scalar = next(part for part in parts or (kind,) if part in _WORDS)
-        text = _WORDS[scalar]
-    for limit in limits:
-        if not isinstance(limit, str):
-            text += f", or {limit[0]}"
-        elif limit != "(-inf, inf)":
-            text += " " + re.sub(r"(\S+) or more", r"from \1", _in_words(limit, 0))
-            text += ", or inf" if limit.endswith("inf]") else ""
+        text = next(_WORDS[part] for part in parts or (kind,) if part in _WORDS)
+    if limits and limits[0].low != "-inf":
+        interval = limits[0]
+        text += " " + re.sub(r"(\S+) or more", r"from \1", interval.words())
+        text += ", or inf" if interval.high == "inf" and interval.includes_high else ""
+    text += "".join(f", or {extra[0]}" for extra in limits[1:])
     return text + (", or one for each level" if len(parts) > 1 and Ellipsis not in parts else "")
 
 
-def options(hint: Any) -> list[str]:
-    """Return the names that an annotation allows, or [] if it allows no names."""
-    table = getattr(hint, "__metadata__", ("",))[0]
-    if not callable(table):
-        return [] if isinstance(table, str) else list(map(str, table))
-    # FUNCTION(field, text) does not expose its table of names. But the error message for an unknown
-    # name, here "_", lists all names.
-    try:
-        table("", "_")
-    except ValueError as error:
-        return str(error).partition(": choose from ")[2].split(", ")
-    return []
+def names_of(hint: Any) -> Collection[str]:
+    """Return the table or tuple of names that an annotation allows, or () if it allows no names."""
+    first = getattr(hint, "__metadata__", ((),))[0]
+    return () if isinstance(first, Interval) else first
 
 
 def defaults(kind: type) -> dict[str, Any]:
@@ -192,20 +201,3 @@ def _misfit(value: Any, kind: Any) -> str:
     fits = isinstance(value, (int, float) if kind is float else kind)
     fits = fits and isinstance(value, bool) == (kind is bool)
     return "" if fits else _WORDS[kind]
-
-
-def _inside(number: int | float, interval: str) -> bool:
-    low, high = map(float, interval[1:-1].split(", "))
-    above = low <= number if interval[0] == "[" else low < number
-    return above and (number <= high if interval[-1] == "]" else number < high)
-
-
-def _in_words(interval: str, number: int | float) -> str:
-    """Describe an interval in words, for the error message about a number outside it."""
-    (low, high), opened = interval[1:-1].split(", "), interval[0] == "("
-    if low == "-inf":
-        return "finite"
-    if high == "inf":
-        finite = " and finite" if math.isinf(number) else ""
-        return (f"above {low}" if opened else f"{low} or more") + finite
-    return f"{'above' if opened else 'from'} {low} to {'below ' * (interval[-1] == ')')}{high}"

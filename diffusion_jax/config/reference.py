@@ -8,10 +8,10 @@ import functools
 import inspect
 import textwrap
 import typing
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diffusion_jax.config import named, ranges
+from diffusion_jax.config import ranges
+from diffusion_jax.config.named import Table
 
 
 class Field(NamedTuple):
@@ -66,24 +66,5 @@ def abouts(hint: Any) -> dict[str, str]:
 
     Return {} if the annotation allows no names of functions.
     """
-    if not hasattr(hint, "__metadata__") or isinstance(hint.__metadata__[0], tuple):
-        return {}
-    return {name: first_sentence(function_of(hint, name)) for name in ranges.options(hint)}
-
-
-def first_sentence(function: Callable[..., Any]) -> str:
-    """Return the first line of a function's docstring, or ""."""
-    return next(iter((inspect.getdoc(function) or "").splitlines()), "")
-
-
-def function_of(hint: Any, name: str) -> Callable[..., Any]:
-    """Return the function that `name`, the value of a config field, names.
-
-    `hint` is the annotation of the field. Its first metadata is a table of functions, or a function
-    (field, text) that parses the value.
-    """
-    table = hint.__metadata__[0]
-    if not callable(table):
-        return named.resolved(table[name])
-    bound: Any = table("", name)
-    return (bound[0] if isinstance(bound, list) else bound).func
+    table = ranges.names_of(hint)
+    return {name: table.about(name) for name in table} if isinstance(table, Table) else {}

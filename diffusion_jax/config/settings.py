@@ -12,7 +12,16 @@ from typing import Annotated, Any, NamedTuple
 import jax.numpy as jnp
 
 from diffusion_jax.config import named, ranges
-from diffusion_jax.config.ranges import DTYPES, Amount, Count, Decay, Positive, Scale, Share
+from diffusion_jax.config.ranges import (
+    DTYPES,
+    Amount,
+    Count,
+    Decay,
+    Interval,
+    Positive,
+    Scale,
+    Share,
+)
 
 CROPS = ("center", "random")
 INCEPTION_MODES = ("", "pytorch", "tf", "clean", "nemo")
@@ -42,7 +51,7 @@ class Run(NamedTuple):
     optimizer.restart to the step that the run has reached."""
     batch_size: Count
     """The number of training images in a step, over all devices together."""
-    seed: Annotated[int, "[0, 18446744073709551616)"] = 0
+    seed: Annotated[int, Interval("[0, 18446744073709551616)")] = 0
     """The seed of all random numbers of a run: initial weights, order of the data, and noise."""
     log_every: Count = 100
     """Number of steps between two lines in metrics.jsonl."""
@@ -132,26 +141,24 @@ class Optimizer(NamedTuple):
     """Adam's decay rate of the mean squared gradient (the second moment)."""
     eps: Positive = 1e-8
     """Adam's epsilon, which is added to the square root of the second moment."""
-    weight_decay: Annotated[float, "[0, inf)"] = 0.01
+    weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
     """AdamW's weight decay: each update subtracts lr * weight_decay * weight from each weight."""
-    clip: Annotated[float, "(0, inf]"] = 1.0
+    clip: Annotated[float, Interval("(0, inf]")] = 1.0
     """The largest norm of the gradient, over all weights together. A larger gradient is scaled down
     to this norm; inf for no limit."""
-    micro_batch: Annotated[int, "[0, 1048576]"] = 0
+    micro_batch: Annotated[int, Interval("[0, 1048576]")] = 0
     """Number of images per device in one pass of a step, to save memory. The number of passes
-    follows from batch_size and the mesh, and does not change the noise. With 0, `accumulate` sets
-    the number of passes."""
+    follows from batch_size and the mesh. With 0, `accumulate` sets the number of passes."""
     accumulate: Count = 1
-    """Number of passes in which a step processes its batch, to save memory. Each pass draws its own
-    noise."""
-    ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
+    """Number of passes in which a step processes its batch, to save memory."""
+    ema_decays: Annotated[tuple[float, ...], Interval("[0, 1)"), [()]] = (0.9999,)
     """Decay rates of the exponential moving averages of the weights. By default, images are drawn
     with the average that has the largest rate."""
     ema_warmup: bool = True
     """Whether the decay rates of ema_decays are limited to (1 + step) / (10 + step), so that the
     averages soon forget the initial weights. This changes a rate of 0.9999 before step 90,000.
     False keeps the rates constant, as NeMo does."""
-    ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
+    ema_widths: Annotated[tuple[float, ...], Interval("(0, 0.28]"), [()]] = ()
     """Relative widths of power-function averages of the weights (EDM2), such as (0.05, 0.10). After
     training, `python -m diffusion_jax.averages` computes averages of other widths from
     snapshots of these averages."""
@@ -180,7 +187,7 @@ class Lora(NamedTuple):
     when images are drawn."""
     targets: str = "_attn/"
     """A regular expression that selects the layers to adapt by their paths, such as mid_attn/q."""
-    scale: Annotated[float, "[-100, 100]"] = 1.0
+    scale: Annotated[float, Interval("[-100, 100]")] = 1.0
     """A number that also multiplies the factors' product when images are drawn: 1 draws as in
     training, and 0 as without LoRA."""
 
@@ -198,13 +205,13 @@ class MeshShape(NamedTuple):
     Read by diffusion_jax/machine/sharding.py.
     """
 
-    replica: Annotated[int, "(0, inf)", (-1,)] = 1
+    replica: Annotated[int, Interval("(0, inf)"), (-1,)] = 1
     """Number of groups of devices. Each group holds all weights, and processes its part of the
     batch."""
-    fsdp: Annotated[int, "(0, inf)", (-1,)] = -1
+    fsdp: Annotated[int, Interval("(0, inf)"), (-1,)] = -1
     """Number of devices in a group. The weights and the group's part of the batch are split over
     them."""
-    tensor: Annotated[int, "(0, inf)", (-1,)] = 1
+    tensor: Annotated[int, Interval("(0, inf)"), (-1,)] = 1
     """Number of devices that share the convolutions of each residual block."""
 
 
@@ -216,7 +223,7 @@ class Evaluation(NamedTuple):
 
     every: Amount = 0
     """Number of training images (not steps) between two evaluations; 0 for no evaluation."""
-    guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
+    guidance: Annotated[tuple[float, ...], Interval("[0, 1000]")] = (7.5,)
     """The guidance scales. A picture is drawn and scored for every prompt at each scale."""
     prompts: str = ""
     """A file of prompts: .txt with one per line, a table (.csv, .tsv, .jsonl, .json), COCO's .json,
@@ -260,7 +267,7 @@ class Heldout(NamedTuple):
     """Number of steps between two measurements; 0 for none."""
     records: Count = 256
     """The largest number of held-out records to measure."""
-    levels: Annotated[int, "[1, 1000]"] = 8
+    levels: Annotated[int, Interval("[1, 1000]")] = 8
     """Number of noise levels at which each record is measured. They are quantiles of the noise
     levels in training."""
 
@@ -300,7 +307,7 @@ class Data(NamedTuple):
     """The data sets that the source "mixture" combines, each as (weight, source, path, text)."""
     min_size: Amount = 0
     """Leave out images whose shorter side has fewer pixels than this."""
-    max_aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
+    max_aspect: Annotated[float, Interval("[1, inf)"), (0,)] = 0.0
     """Leave out images whose longer side is more than this many times as long as the shorter side;
     0 for no limit."""
     min_chars: Amount = 0
@@ -322,7 +329,7 @@ class Data(NamedTuple):
     threads: Amount = 16
     """Number of threads that prepare batches ahead of training. Each thread prepares one batch at a
     time. With 0, each batch is prepared when it is needed."""
-    heldout: Annotated[float, "[0, 1)"] = 0.0
+    heldout: Annotated[float, Interval("[0, 1)")] = 0.0
     """The share of the images that training never uses. They are kept for the held-out loss."""
     prior: str = ""
     """A folder of pictures that `sample` drew with the base model. They fill every second row of a

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion.noise import Noise, Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Sigma
 
@@ -68,7 +68,7 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: Placement) -
         ValueError: The grid is spaced in time, but the noise defines no times.
     """
     check(noise, name)
-    sigmas, times = named.bound("sampler.grid", name, GRIDS)(noise, s, placement, end)
+    sigmas, times = GRIDS.bound("sampler.grid", name)(noise, s, placement, end)
     if len(sigmas) == s.steps:
         sigmas = jnp.append(sigmas, 0.0 if noise.level is None else noise.level(jnp.zeros(1))[0])
     sigmas = sigmas.at[-1].set(0.0) if end == "zero" else sigmas
@@ -161,15 +161,15 @@ def exponential(
     return sigmas, _times_of(noise, s, sigmas[: s.steps], down if placement.rounded else None)
 
 
-GRIDS: dict[str, Spacing | str] = {
-    "ldm": ldm,
-    "even": even,
-    "leading": leading,
-    "trailing": trailing,
-    "linspace": linspace,
-    "karras": karras,
-    "exponential": exponential,
-}
+GRIDS = Table(
+    ldm=ldm,
+    even=even,
+    leading=leading,
+    trailing=trailing,
+    linspace=linspace,
+    karras=karras,
+    exponential=exponential,
+)
 """The functions that sampler.grid can name in configs. An entry "MODULE:FUNCTION" is imported on
 use."""
 GridName = Annotated[str, GRIDS]

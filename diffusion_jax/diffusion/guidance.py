@@ -9,7 +9,6 @@ A function in GUIDANCE takes a Guide and returns a new one. A function in THRESH
 denoiser and returns a new one.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float
 
 from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion import guides
 from diffusion_jax.diffusion.guides import COND, GUIDE, NEGATIVE, Guidance, Guide, Model, outward
 from diffusion_jax.diffusion.noise import Scalar
@@ -94,11 +94,10 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
     """
     check(s)
     guide = outward(other)
-    for wrapper in bound("sampler.guiding", s.guiding):
+    for wrapper in GUIDANCE.all_bound("sampler.guiding", s.guiding):
         guide = wrapper(guide, model)
     if (s.guidance_low, s.guidance_high) != (0, float("inf")):
-        within = named.Call("interval", (s.guidance_low, s.guidance_high))
-        guide = named.bind("sampler.guiding", within, GUIDANCE)(guide, model)
+        guide = guides.interval(guide, model, low=s.guidance_low, high=s.guidance_high)
     return guide
 
 
@@ -114,15 +113,6 @@ def check(s: Any) -> None:
             f"{s.name!r}, because this sampler also evaluates the network between the levels of "
             "its grid: choose ddim or euler, or heun with churn 0"
         )
-
-
-def bound(field: str, text: str) -> list[functools.partial]:
-    """Parse names joined by +, such as "apg(norm=5) + rescale", and look them up in GUIDANCE.
-
-    Return the functions with their parameters bound. Raises ValueError if a name or a parameter is
-    unknown. `field` is the name of the config field, for error messages.
-    """
-    return [named.bind(field, call, GUIDANCE) for call in named.calls(field, text, GUIDANCE)]
 
 
 def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
@@ -156,45 +146,35 @@ def conditional(
 
     def branches(x, sigma, names):
         own = [name for name in conditions if name in names]
-        rows = joined if len(own) == len(conditions) else conditions[COND]
-        d = by_rows(denoiser_of(rows))(x, sigma, own)
-        return {**d, GUIDE: guide(x, sigma)} if guide and GUIDE in names else d
+        denoise = denoiser_of(joined if len(own) == len(conditions) else conditions[COND])
+        d = denoise(x.repeat(len(own), axis=0), sigma.repeat(len(own)))
+        each = d.reshape(-1, len(own), *x.shape[1:])  # [B, names, H, W, C]
+        by_name = {name: each[:, i] for i, name in enumerate(own)}
+        return {**by_name, GUIDE: guide(x, sigma)} if guide and GUIDE in names else by_name
 
     return branches
 
 
-def by_rows(denoise: Denoiser) -> Branches:
-    """Return a function that evaluates all conditions with a single call of `denoise`.
-
-    The function repeats each image once per condition, calls `denoise` on this joined batch, and
-    splits the result by condition. The rows of `denoise`'s conditions must be ordered by image, and
-    by condition within an image.
-    """
-
-    def branches(x, sigma, names):
-        d = denoise(x.repeat(len(names), axis=0), sigma.repeat(len(names)))
-        each = d.reshape(-1, len(names), *x.shape[1:])  # [B, names, H, W, C]
-        return {name: each[:, i] for i, name in enumerate(names)}
-
-    return branches
+class _Joined(Table):
+    joins = True
 
 
-GUIDANCE: dict[str, Callable[..., Guide] | str] = {
-    "cfg": guides.cfg,
-    "interval": guides.interval,
-    "apg": guides.apg,
-    "cfg_pp": guides.cfg_pp,
-    "rescale": guides.rescale,
-    "perp_neg": guides.perp_neg,
-    "cfg_zero": guides.cfg_zero,
-    "tcfg": guides.tcfg,
-    "fdg": guides.fdg,
-}
+GUIDANCE = _Joined(
+    cfg=guides.cfg,
+    interval=guides.interval,
+    apg=guides.apg,
+    cfg_pp=guides.cfg_pp,
+    rescale=guides.rescale,
+    perp_neg=guides.perp_neg,
+    cfg_zero=guides.cfg_zero,
+    tcfg=guides.tcfg,
+    fdg=guides.fdg,
+)
 """The names that sampler.guiding can join by +. In "first+second", `second` wraps the Guide that
 `first` returns. So at each evaluation, `second` runs first: it may change the estimates of D or the
 guidance scale before it calls `first`, and the result afterwards, as `rescale` does. An entry
 "MODULE:FUNCTION" is imported on use."""
-GuidingName = Annotated[str, bound]
+GuidingName = Annotated[str, GUIDANCE]
 PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale", "tcfg", "fdg")
 """The kinds of guidance that have no effect at guidance scale 1: the guided D equals D_cond."""
 
@@ -220,11 +200,7 @@ def static(denoise: Denoiser) -> Denoiser:
     return lambda x, sigma: jnp.clip(denoise(x, sigma), -1, 1)
 
 
-THRESHOLDS: dict[str, Callable[..., Denoiser] | str] = {
-    "dynamic": dynamic,
-    "static": static,
-    "none": lambda denoise: denoise,
-}
+THRESHOLDS = Table(dynamic=dynamic, static=static, none=lambda denoise: denoise)
 """The functions that sampler.threshold can name in configs. Only Imagen has this field, because the
 latents of Stable Diffusion have no fixed range."""
-ThresholdName = Annotated[str, named.checked(THRESHOLDS)]
+ThresholdName = Annotated[str, THRESHOLDS]

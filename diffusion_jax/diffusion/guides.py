@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 Guidance = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
-Share = Annotated[int | float, "[0, 1]"]
-Amount = Annotated[int | float, "[0, 1000]"]
-Level = Annotated[int | float, "[0, inf]"]
-Count = Annotated[int, "[0, 1000]"]
+Share = Annotated[int | float, Interval("[0, 1]")]
+Amount = Annotated[int | float, Interval("[0, 1000]")]
+Level = Annotated[int | float, Interval("[0, inf]")]
+Count = Annotated[int, Interval("[0, 1000]")]
 _AXES = (1, 2, 3)
 
 

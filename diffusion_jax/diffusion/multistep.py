@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion.noise import Sigmas
 from diffusion_jax.diffusion.onestep import NO_SIGNAL, Draws, same_level
 from diffusion_jax.diffusion.precond import Denoiser, Images
@@ -106,7 +107,7 @@ def dpmpp_2m(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    steps: Annotated[int, "(0, inf)"] = 15,
+    steps: Annotated[int, Interval("(0, inf)")] = 15,
 ) -> Images:
     """Sample with DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), a two-step method in -ln sigma.
 
@@ -174,8 +175,8 @@ def deis(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    order: Annotated[int, "[1, 3]"] = 2,
-    steps: Annotated[int, "(0, inf)"] = 15,
+    order: Annotated[int, Interval("[1, 3]")] = 2,
+    steps: Annotated[int, Interval("(0, inf)")] = 15,
 ) -> Images:
     """Sample with tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3.
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import precond
 from diffusion_jax.diffusion.precond import Sigma
 
@@ -24,8 +25,8 @@ Time = Float[Array, "N"]
 DrawSigma = Callable[[PRNGKeyArray, int], Sigma]
 LogSNR = Callable[[Time], Float[Array, "N"]]
 LogAlphas = Float[Array, "steps"]
-Real = Annotated[int | float, "(-inf, inf)"]
-Positive = Annotated[int | float, "(0, inf)"]
+Real = Annotated[int | float, Interval("(-inf, inf)")]
+Positive = Annotated[int | float, Interval("(0, inf)")]
 
 
 class Noise(NamedTuple):
@@ -69,7 +70,7 @@ def make(d: Any) -> Noise:
 
     Raises ValueError if the name or a parameter is unknown.
     """
-    return named.bound("diffusion.noise", d.noise, NOISES, d)()
+    return NOISES.bound("diffusion.noise", d.noise, d)()
 
 
 def quantiles(noise: Noise, n: int) -> Float[np.ndarray, "{n}"]:
@@ -133,18 +134,18 @@ def ldm_zero_terminal_snr() -> Noise:
     return discrete_noise(zero_terminal_snr(scaled_linear()))
 
 
-NOISES: dict[str, Callable[..., Noise] | str] = {
-    "lognormal": lognormal,
-    "logit_normal": logit_normal,
-    "uniform_flow": uniform_flow,
-    "cosine": cosine,
-    "linear": linear,
-    "scaled_linear": ldm,
-    "zero_terminal_snr": ldm_zero_terminal_snr,
-}
+NOISES = Table(
+    lognormal=lognormal,
+    logit_normal=logit_normal,
+    uniform_flow=uniform_flow,
+    cosine=cosine,
+    linear=linear,
+    scaled_linear=ldm,
+    zero_terminal_snr=ldm_zero_terminal_snr,
+)
 """The functions that diffusion.noise can name in configs. An entry "MODULE:FUNCTION" is imported on
 use."""
-NoiseName = Annotated[str, named.checked(NOISES)]
+NoiseName = Annotated[str, NOISES]
 
 
 def continuous_noise(log_snr: LogSNR) -> Noise:

@@ -9,16 +9,18 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Key
 
 from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import meanflow, noise, precond
 from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network, Precond, Sigma
 
 Losses = Float[Array, "B"]
 LEARNED = "uncertainty"
 """The key under which a task's parameters hold the parameters of a learned weighting."""
-Amount = Annotated[int | float, "[0, inf)"]
+Amount = Annotated[int | float, Interval("[0, inf)")]
 
 
 class Weighting(NamedTuple):
@@ -55,14 +57,15 @@ class Objective(NamedTuple):
         """Return `params`, with the initial parameters of the weighting added if it is learned."""
         return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
 
-    def shifted(self, key: PRNGKeyArray, eps: Images) -> Images:
+    def shifted(self, keys: Key[Array, "B"], eps: Images) -> Images:
         """Return eps plus offset noise: `offset` times one normal draw per image and channel.
 
         Offset noise helps the model to learn the mean brightness of images (Guttenberg 2023).
         """
         if not self.offset:
             return eps
-        return eps + self.offset * jax.random.normal(key, (len(eps), 1, 1, eps.shape[-1]))
+        draw = lambda key: jax.random.normal(key, (1, 1, eps.shape[-1]))
+        return eps + self.offset * jax.vmap(draw)(keys)
 
     def loss(
         self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
@@ -84,28 +87,31 @@ class Objective(NamedTuple):
         return (weighed if counts is None else counts * weighed).mean(), losses
 
     def mean_flow_loss(
-        self, network: meanflow.Network, frozen: meanflow.Network, x0: Images, eps: Images,
-        sigmas: tuple[Sigma, Sigma], kept: meanflow.Kept, counts: Losses | None = None,
+        self, network: meanflow.Network, params: Any, x0: Images, eps: Images,
+        sigmas: tuple[Sigma, Sigma], conditions: meanflow.Conditions, kept: meanflow.Kept,
+        counts: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
         """Compute MeanFlow's mean loss, which training minimises, and each image's mean (u - v)^2.
 
         u is the mean velocity that the network predicts, and v = eps - x0.
 
         Args:
-            network: The network F, as a function with its weights and conditions bound.
-            frozen: The same function as `network`. It computes the targets, through which no
-                gradient flows.
+            network: Maps (params, condition, h) to the network F(x, time).
+            params: The task's parameters.
             x0: Clean images in [-1, 1], or their latents if the model works on latents.
             eps: Standard normal noise.
             sigmas: Two noise levels per image, in any order: the ends of the image's time interval.
+            conditions: The conditions of the images.
             kept: True for the images whose text is not dropped.
             counts: A further weight of each image, as in `loss`.
         """
         assert self.mean_flow is not None
         low, high = jnp.minimum(*sigmas), jnp.maximum(*sigmas)
-        u, of_frozen = (meanflow.velocity_of(f, self.scalings) for f in (network, frozen))
+        u = meanflow.velocity_of(network, self.scalings)
         times = meanflow.time_of(high), meanflow.time_of(low)
-        weighted, squares = meanflow.losses(u, of_frozen, x0, eps, *times, kept, self.mean_flow)
+        weighted, squares = meanflow.losses(
+            u, params, x0, eps, *times, conditions, kept, self.mean_flow
+        )
         mean = (weighted if counts is None else counts * weighted).mean()
         return mean, squares / x0[0].size
 
@@ -146,11 +152,11 @@ def make(d: Any) -> Objective:
     predicts = _prediction_field(d)
     return Objective(
         noise.make(d),
-        named.bound(f"diffusion.{predicts}", getattr(d, predicts), precond.PRECONDS, d),
-        DISTANCES[d.distance],
-        named.bound("diffusion.weight", d.weight, WEIGHTINGS, d)(),
+        precond.PRECONDS.bound(f"diffusion.{predicts}", getattr(d, predicts), d),
+        DISTANCES.bound("diffusion.distance", d.distance),
+        WEIGHTINGS.bound("diffusion.weight", d.weight, d)(),
         d.offset_noise,
-        named.bound("diffusion.method", d.method, METHODS)(),
+        METHODS.bound("diffusion.method", d.method)(),
     )
 
 
@@ -211,7 +217,7 @@ def p2(*, k: Amount = 1.0, gamma: Amount = 1.0) -> Weighting:
     return x0_weighting(lambda snr: snr / (k + snr) ** gamma)
 
 
-def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
+def edm(*, sigma_data: Annotated[int | float, Interval("(0, inf)")] = 0.5) -> Weighting:
     """Build EDM's weighting of |D - x0|^2 (Karras et al. 2022, Table 1).
 
     The weight is lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma * sigma_data)^2.
@@ -219,7 +225,7 @@ def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
     return x0_weighting(lambda snr: 1 / sigma_data**2 + snr)
 
 
-def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
+def flow(*, floor: Annotated[int | float, Interval("(0, 1)")] = 0.05) -> Weighting:
     """Build the loss of rectified flow: |D - x0|^2 has weight 1 / t^2, t = sigma / (1 + sigma).
 
     The loss is the squared difference between (x_t - D) / t, the flow that D implies, and eps - x0.
@@ -229,7 +235,7 @@ def flow(*, floor: Annotated[int | float, "(0, 1)"] = 0.05) -> Weighting:
     return x0_weighting(lambda snr: 1 / jnp.maximum(1 / (1 + jnp.sqrt(snr)), floor) ** 2)
 
 
-def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
+def uncertainty(*, channels: Annotated[int, Interval("[1, 65536]")] = 128) -> Weighting:
     """Build EDM2's learned weighting (Karras et al. 2024): loss / e^u(sigma) + u(sigma).
 
     u is a learned linear function of `channels` fixed random sinusoids of ln(sigma) / 4. The
@@ -251,16 +257,16 @@ def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
     return Weighting(weigh, lambda: {"kernel": jnp.zeros(channels)})
 
 
-WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
-    "min_snr": min_snr,
-    "p2": p2,
-    "edm": edm,
-    "flow": flow,
-    "uncertainty": uncertainty,
-}
+WEIGHTINGS = Table(
+    min_snr=min_snr,
+    p2=p2,
+    edm=edm,
+    flow=flow,
+    uncertainty=uncertainty,
+)
 """The functions that diffusion.weight can name in configs. An entry "MODULE:FUNCTION" is imported
 on use."""
-WeightName = Annotated[str, named.checked(WEIGHTINGS)]
+WeightName = Annotated[str, WEIGHTINGS]
 
 
 def denoise() -> None:
@@ -270,9 +276,6 @@ def denoise() -> None:
     """
 
 
-METHODS: dict[str, Callable[..., meanflow.MeanFlow | None] | str] = {
-    "denoise": denoise,
-    "meanflow": meanflow.make,
-}
+METHODS = Table(denoise=denoise, meanflow=meanflow.make)
 """The functions that diffusion.method can name in configs."""
-MethodName = Annotated[str, named.checked(METHODS)]
+MethodName = Annotated[str, METHODS]

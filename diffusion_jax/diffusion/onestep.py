@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
@@ -39,10 +40,10 @@ def heun(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    churn: Annotated[Scalar, "[0, 1000]"] = 0.0,
-    s_min: Annotated[Scalar, "[0, inf)"] = 0.0,
-    s_max: Annotated[Scalar, "(0, inf]"] = float("inf"),
-    s_noise: Annotated[Scalar, "(0, inf)"] = 1.0,
+    churn: Annotated[Scalar, Interval("[0, 1000]")] = 0.0,
+    s_min: Annotated[Scalar, Interval("[0, inf)")] = 0.0,
+    s_max: Annotated[Scalar, Interval("(0, inf]")] = float("inf"),
+    s_noise: Annotated[Scalar, Interval("(0, inf)")] = 1.0,
 ) -> Images:
     """Sample with Heun's method, and with noise churn at levels in [s_min, s_max] if churn > 0.
 
@@ -109,7 +110,7 @@ def ddim(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    eta: Annotated[Scalar, "[0, 1]"] = 0.0,
+    eta: Annotated[Scalar, Interval("[0, 1]")] = 0.0,
 ) -> Images:
     """Sample with DDIM (Song et al. 2021, equation 12).
 

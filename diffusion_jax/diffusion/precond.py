@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
 
 Sigma = Float[Array, "B"]
 Images = Float[Array, "B H W C"]
@@ -116,16 +116,16 @@ def flow(time: Callable[[Sigma], Sigma]) -> Precond:
     return scalings
 
 
-PRECONDS: dict[str, Callable[..., Precond] | str] = {
-    "edm": lambda time, *, sigma_data=0.5: edm(sigma_data),
-    "eps": epsilon,
-    "x0": x0,
-    "v": velocity,
-    "flow": flow,
-}
+PRECONDS = Table(
+    edm=lambda time, *, sigma_data=0.5: edm(sigma_data),
+    eps=epsilon,
+    x0=x0,
+    v=velocity,
+    flow=flow,
+)
 """The values of diffusion.precond, or of diffusion.predicts in Stable Diffusion. Each function
 builds a preconditioner from `time`, a function from sigma to c_noise."""
-PrecondName = Annotated[str, named.checked(PRECONDS)]
+PrecondName = Annotated[str, PRECONDS]
 
 
 def log_snr(sigma: Sigma) -> Sigma:
@@ -167,7 +167,7 @@ def huber(residual: Images) -> Images:
     return jnp.where(size < 1, size**2 / 2, size - 0.5)
 
 
-DISTANCES: dict[str, Distance] = {"l2": l2, "l1": l1, "huber": huber}
+DISTANCES = Table(l2=l2, l1=l1, huber=huber)
 """The values that diffusion.distance can have in configs."""
 DistanceName = Annotated[str, DISTANCES]
 

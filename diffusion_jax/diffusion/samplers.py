@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from diffusion_jax.config import named
+from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion import grids, multistep, onestep, stochastic
 from diffusion_jax.diffusion.grids import Grid, Placement
 from diffusion_jax.diffusion.noise import Noise, Scalar, Sigmas
@@ -34,23 +35,29 @@ class Method(NamedTuple):
     """The options of the grid that depend on the sampler."""
 
 
+class _Methods(Table):
+    def function(self, name: str) -> Sampler:
+        return named.resolved(self[name].sampler)
+
+
 _UNROUNDED, _WITH_END = Placement(rounded=False), Placement(includes_end=True)
-SAMPLERS: dict[str, Method] = {
-    "heun": Method(onestep.heun, placement=_UNROUNDED),
-    "euler": Method(onestep.euler, placement=_UNROUNDED),
-    "euler_ancestral": Method(onestep.euler_ancestral, placement=_UNROUNDED),
-    "ddim": Method(onestep.ddim, grid="ldm"),
-    "ddpm": Method(onestep.ddpm, grid="ldm", end="sigma_min"),
-    "plms": Method(multistep.plms, grid="ldm"),
-    "plms_v": Method(multistep.plms_v, grid="ldm"),
-    "dpmpp_2m": Method(multistep.dpmpp_2m, placement=_WITH_END),
-    "unipc": Method(multistep.unipc, placement=_WITH_END),
-    "deis": Method(multistep.deis, placement=_WITH_END),
-    "dpmpp_2m_sde": Method(stochastic.dpmpp_2m_sde, placement=_WITH_END),
-    "dpmpp_3m_sde": Method(stochastic.dpmpp_3m_sde, placement=_WITH_END),
-    "restart": Method(stochastic.restart, placement=_UNROUNDED),
-}
+SAMPLERS = _Methods(
+    heun=Method(onestep.heun, placement=_UNROUNDED),
+    euler=Method(onestep.euler, placement=_UNROUNDED),
+    euler_ancestral=Method(onestep.euler_ancestral, placement=_UNROUNDED),
+    ddim=Method(onestep.ddim, grid="ldm"),
+    ddpm=Method(onestep.ddpm, grid="ldm", end="sigma_min"),
+    plms=Method(multistep.plms, grid="ldm"),
+    plms_v=Method(multistep.plms_v, grid="ldm"),
+    dpmpp_2m=Method(multistep.dpmpp_2m, placement=_WITH_END),
+    unipc=Method(multistep.unipc, placement=_WITH_END),
+    deis=Method(multistep.deis, placement=_WITH_END),
+    dpmpp_2m_sde=Method(stochastic.dpmpp_2m_sde, placement=_WITH_END),
+    dpmpp_3m_sde=Method(stochastic.dpmpp_3m_sde, placement=_WITH_END),
+    restart=Method(stochastic.restart, placement=_UNROUNDED),
+)
 """The values that sampler.name can have in configs of Imagen and Stable Diffusion."""
+SamplerName = Annotated[str, SAMPLERS]
 
 
 class Start(NamedTuple):
@@ -88,21 +95,7 @@ def make(s: Any) -> Sampler:
 
     Raises ValueError if the name or a parameter is unknown.
     """
-    return bound("sampler.name", s.name, s)
-
-
-def bound(field: str, text: str, group: Any = None) -> Callable[..., Any]:
-    """Return the sampler that `text` names, such as "heun(churn=40)", with its parameters bound.
-
-    A parameter that `text` omits takes the value of the field of the same name in `group`, if there
-    is one, else its default. `field` is the name of the config field, for error messages. Raises
-    ValueError if the name or a parameter is unknown.
-    """
-    functions = {name: method.sampler for name, method in SAMPLERS.items()}
-    return named.bound(field, text, functions, group)
-
-
-SamplerName = Annotated[str, bound]
+    return SAMPLERS.bound("sampler.name", s.name, s)
 
 
 def method_of(s: Any) -> Method:

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion.multistep import phi
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.onestep import Draws, heun_steps, same_level
 from diffusion_jax.diffusion.precond import Denoiser, Images
 
 Level = Float[Array, ""]
-Strength = Annotated[Scalar, "[0, 1]"]
+Strength = Annotated[Scalar, Interval("[0, 1]")]
 _LOW, _LENGTH = -12.0, 32.0  # Start and length of a path's main piece in log2 sigma.
 _DEPTH = 16  # Halvings: the path is linear within pieces of 3.4e-4 in ln sigma.
 
@@ -140,10 +141,10 @@ def restart(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    low: Annotated[Scalar, "(0, inf)"] = 0.06,
-    high: Annotated[Scalar, "(0, inf)"] = 0.3,
-    repeats: Annotated[int, "[0, 100]"] = 2,
-    inner: Annotated[int, "[1, 100]"] = 4,
+    low: Annotated[Scalar, Interval("(0, inf)")] = 0.06,
+    high: Annotated[Scalar, Interval("(0, inf)")] = 0.3,
+    repeats: Annotated[int, Interval("[0, 100]")] = 2,
+    inner: Annotated[int, Interval("[1, 100]")] = 4,
 ) -> Images:
     """Sample with Restart (Xu et al. 2023, Algorithm 1) and Heun's method, with one interval.
 

@@ -83,7 +83,7 @@ SHARED: Options = {
     ),
     "checkpoint": Option(
         "The step of the checkpoint to draw with; by default the newest undamaged checkpoint.",
-        Annotated[int, "[0, inf)"],
+        Annotated[int, ranges.Interval("[0, inf)")],
     ),
     "guide": Option(
         "A run, WORKDIR or WORKDIR@STEP, whose model guides instead of the negative prompt.",

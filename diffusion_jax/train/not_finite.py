@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 from jax.extend import core
 from jax.sharding import NamedSharding
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Key
 
 from diffusion_jax.machine import files
 from diffusion_jax.machine.sharding import ambient
@@ -113,14 +113,15 @@ class Observed(NamedTuple):
 
 def investigate(
     path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
-    batch: Batch, keys: Sequence[PRNGKeyArray], everywhere: NamedSharding, names: Names,
+    batch: Batch, keys: Key[Array, "B"], accumulate: int, everywhere: NamedSharding, names: Names,
 ) -> None:  # fmt: skip
     """Run the batch of `step` again, and write a report on non-finite values to `path`.
 
     Every process must call this function with the same arguments. `params` holds the parameters
-    after step `now`. `keys` holds a key for each micro batch of `step`. `everywhere` is the
-    replicated sharding. `names` gives the names of the pictures in the batch. If the batch cannot
-    run again, usually for lack of memory, no report is written, and a warning is logged.
+    after step `now`. `keys` are the images' keys, and the batch is divided into `accumulate` micro
+    batches. `everywhere` is the replicated sharding. `names` gives the names of the pictures in the
+    batch. If the batch cannot run again, usually for lack of memory, no report is written, and a
+    warning is logged.
     """
     logging.warning(
         "the loss or gradient of step %d is not finite: running its batch again to find the module "
@@ -128,7 +129,7 @@ def investigate(
         step,
     )
     try:
-        observed = watch(loss_fn, params, frozen, batch, keys, everywhere)
+        observed = watch(loss_fn, params, frozen, batch, keys, accumulate, everywhere)
     except jax.errors.JaxRuntimeError as error:  # Mostly out of memory. Training continues.
         logging.warning(
             "the loss or gradient of step %d is not finite, but its batch could not run again: %s",
@@ -136,7 +137,7 @@ def investigate(
             error,
         )
         return
-    explain(path, step, now, observed, len(keys), names)
+    explain(path, step, now, observed, accumulate, names)
 
 
 def explain(
@@ -182,21 +183,21 @@ def explain(
 
 
 def watch(
-    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch,
-    keys: Sequence[PRNGKeyArray], everywhere: NamedSharding,
+    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch, keys: Key[Array, "B"],
+    accumulate: int, everywhere: NamedSharding,
 ) -> Observed:  # fmt: skip
     """Run a step's loss and gradient again, and check the output of each module.
 
     The micro batches run in order, up to the first with a non-finite value. The result describes
-    the last micro batch that ran. `keys` holds the key of each micro batch. The function needs
-    about as much memory and compile time as a training step. Every process must call it with the
-    same arguments.
+    the last micro batch that ran. `keys` are the images' keys, and the batch is divided into
+    `accumulate` micro batches. The function needs about as much memory and compile time as a
+    training step. Every process must call it with the same arguments.
     """
     modules: list[str] = []
     gradient = observed_gradient(loss_fn, everywhere)
 
-    def run(params, frozen, batch, key):
-        _, walk = gradient(params, frozen, batch, key)
+    def run(params, frozen, batch, keys):
+        _, walk = gradient(params, frozen, batch, keys)
         walk.look()
         modules[:] = walk.modules
         bad = {"params": jax.tree.map(_bad, params), "batch": jax.tree.map(walk.rows_of, batch)}
@@ -204,8 +205,8 @@ def watch(
 
     again = jax.jit(run, out_shardings=everywhere)
     observed = None
-    for index, (micro, key) in enumerate(passes(batch, keys)):
-        bad, rows, inputs, labels = jax.device_get(again(params, frozen, micro, key))
+    for index, (micro, of_micro) in enumerate(passes(batch, keys, accumulate)):
+        bad, rows, inputs, labels = jax.device_get(again(params, frozen, micro, of_micro))
         leaves, _ = jax.tree.flatten_with_path(inputs)
         named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
         observed = Observed(index, modules, bad, rows, named, labels)
@@ -215,17 +216,19 @@ def watch(
     return observed
 
 
-def passes(batch: Batch, keys: Sequence[PRNGKeyArray]) -> Iterator[tuple[Batch, PRNGKeyArray]]:
-    """Yield (micro batch, key) for each pass of a training step; `keys` holds a key for each."""
-    parts = jax.jit(split, static_argnums=1)(batch, len(keys))
-    for index, key in enumerate(keys):
-        yield jax.tree.map(lambda x, index=index: x[index], parts), key
+def passes(
+    batch: Batch, keys: Key[Array, "B"], accumulate: int
+) -> Iterator[tuple[Batch, Key[Array, "b"]]]:
+    """Yield (micro batch, its images' keys) for each of the `accumulate` passes of a step."""
+    parts = jax.jit(split, static_argnums=1)((batch, keys), accumulate)
+    for index in range(accumulate):
+        yield jax.tree.map(lambda x, index=index: x[index], parts)
 
 
 def observed_gradient(
     loss_fn: LossFn, everywhere: NamedSharding
 ) -> Callable[..., tuple[Any, "Walk"]]:
-    """Return the function (params, frozen, batch, key) -> (((loss, metrics), gradients), walk).
+    """Return the function (params, frozen, batch, keys) -> (((loss, metrics), gradients), walk).
 
     It is called inside jax.jit.
     """

@@ -357,7 +357,7 @@ def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
     return {
         "name": name,
         "kind": _KINDS[ranges.kind_of(option.hint)],
-        "options": ranges.options(option.hint),
+        "options": list(map(str, ranges.names_of(option.hint))),
         "about": reference.abouts(option.hint),
         "help": option.help,
         "value": shown[0] if same else ", ".join(map(_short, shown)),

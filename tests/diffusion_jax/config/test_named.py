@@ -12,11 +12,11 @@ def scaled(x, *, factor=2.0, shift=0.0):
     return factor * x + shift
 
 
-TABLE = {"scaled": scaled, "plain": lambda x: x, "elsewhere": "statistics:fmean"}
+TABLE = named.Table(scaled=scaled, plain=lambda x: x, elsewhere="statistics:fmean")
 
 
 def value(text, group=None, x=10.0):
-    return named.bound("group.field", text, TABLE, group)(x)
+    return TABLE.bound("group.field", text, group)(x)
 
 
 def test_a_name_alone_has_the_functions_defaults():
@@ -36,7 +36,7 @@ def test_a_field_of_the_group_comes_before_the_default_and_after_the_brackets():
 
 
 def test_a_function_may_lie_in_a_module_that_is_imported_when_it_is_used():
-    assert named.bound("f", "elsewhere", TABLE)([3.0, 4.0]) == 3.5
+    assert TABLE.bound("f", "elsewhere")([3.0, 4.0]) == 3.5
 
 
 def test_several_are_joined_by_plus_in_their_order():
@@ -82,7 +82,7 @@ def test_what_cannot_be_is_one_line(text, message):
 )
 def test_an_unknown_sampler_is_answered_with_the_likeliest_name_and_all_names(name, meant):
     with pytest.raises(ValueError) as error:
-        samplers.bound("sampler.name", name)
+        samplers.SAMPLERS.bound("sampler.name", name)
     listed = ", ".join(samplers.SAMPLERS)
     question = f"did you mean {meant!r}? Choose" if meant else "choose"
     assert str(error.value) == f"sampler.name is {name!r}: {question} from {listed}"

@@ -106,14 +106,14 @@ class Ranges(NamedTuple):
     """A field of each kind."""
 
     lr: ranges.Positive
-    seed: Annotated[int, "[0, 4294967295]"] = 0
+    seed: Annotated[int, ranges.Interval("[0, 4294967295]")] = 0
     decay: ranges.Decay = 0.9
-    mean: Annotated[float, "(-inf, inf)"] = 0.0
-    clip: Annotated[float, "(0, inf]"] = 1.0
-    aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
+    mean: Annotated[float, ranges.Interval("(-inf, inf)")] = 0.0
+    clip: Annotated[float, ranges.Interval("(0, inf]")] = 1.0
+    aspect: Annotated[float, ranges.Interval("[1, inf)"), (0,)] = 0.0
     sizes: ranges.Counts = (1, 2)
-    blocks: Annotated[int | Sequence[int], "(0, inf)"] = 1
-    decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9,)
+    blocks: Annotated[int | Sequence[int], ranges.Interval("(0, inf)")] = 1
+    decays: Annotated[tuple[float, ...], ranges.Interval("[0, 1)"), [()]] = (0.9,)
     crop: Annotated[str, settings.CROPS] = "center"
     grid: Annotated[str, {"even": 1}] = ""
     prompts: tuple[str, ...] = ()
@@ -222,5 +222,3 @@ def test_every_number_of_a_config_has_its_range(kind):
         numeric = re.search(r"\b(int|float)\b", str(hint)) and not elsewhere
         field_ranges = getattr(hint, "__metadata__", ())
         assert field_ranges or not numeric, f"{kind.__name__}.{field} has no range"
-        for interval in (part for part in field_ranges if isinstance(part, str)):
-            assert re.fullmatch(r"[\[(]-?[\w.]+, [\w.]+[\])]", interval), f"{field}: {interval}"
