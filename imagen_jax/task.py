@@ -11,7 +11,6 @@ from jaxtyping import Array, Key
 
 from diffusion_jax.diffusion import editing, guides, noise, precond, samplers
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.diffusion.noise import Sigmas
 from diffusion_jax.diffusion.objective import Objective
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
@@ -56,7 +55,7 @@ def make_task(
     Raises:
         ValueError: The sampling grid is spaced in time, but the noise defines no times.
     """
-    unet, objective = s.unet, objectives.make(s.diffusion)
+    unet, objective = s.unet, s.diffusion.objective
     samplers.check_grid(objective.noise, s.sampler)
     factor = s.super_resolution.factor
 
@@ -146,7 +145,7 @@ def _make_begin(
     strength: float,
 ) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
-    threshold = guidance_module.THRESHOLDS.bound("sampler.threshold", s.sampler.threshold)
+    threshold = s.sampler.limit
     prompt = s.sampler.negative_prompt
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
@@ -203,7 +202,7 @@ def _denoiser_of(
     `sigmas` is the sampling grid. `scalings` is the preconditioner; by default, the one used in
     training.
     """
-    objective = objectives.make(s.diffusion)
+    objective = s.diffusion.objective
     scalings, span = scalings or objective.scalings, objective.span(sigmas)
 
     def denoiser_of(inputs):

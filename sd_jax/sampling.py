@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import guides, meanflow, precond, samplers
-from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range, with_span
@@ -53,7 +52,7 @@ def make_begin(
             latents. None for no previews.
         guide: The settings of a second model that guides this one; None for no such model.
     """
-    unet, vae, objective = p.unet, p.vae, objectives.make(p.diffusion)
+    unet, vae, objective = p.unet, p.vae, p.diffusion.objective
     sigmas, time = samplers.sampling_grid(objective.noise, p.sampler)
     scalings, factor = objective.precond(time), vae_module.factor(vae)
 
@@ -68,7 +67,7 @@ def make_begin(
         }
         guide_of = None
         if guide:
-            other = objectives.make(guide.diffusion)
+            other = guide.diffusion.objective
             guide_of = _denoiser_of(guide.unet, frozen["guide"], other.scalings, other.span(sigmas))
         denoise = guidance_module.make_denoiser(
             p.sampler, guides.Model(scalings, sigmas), guidance,

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array
 
 from diffusion_jax.diffusion import noise, samplers
-from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.task import (
     Batch,
@@ -43,7 +42,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
             moments without sampling.
     """
     unet, vae = s.unet, s.vae
-    objective = objectives.make(s.diffusion)
+    objective = s.diffusion.objective
     empty = encoder.tokenize([""])
 
     # `params` holds the network's weights and, for learned loss weights, a collection of their
