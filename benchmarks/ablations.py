@@ -1,6 +1,6 @@
 """Ablation study on the quick start's coloured digits: change one choice at a time and compare.
 
-    python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md
+    python -m benchmarks.ablations --workdir=runs/ablations --page=tables.md
     python -m benchmarks.ablations --workdir=runs/ablations --only=sampler,guidance/none --seeds=0
 
 The base is the quick start with half its steps, a constant learning rate and no weighting of the
@@ -13,7 +13,8 @@ not depend on the machine's load. The command also measures the CPU time per ste
 
 The command prints a line of JSON per variant and seed. It stores runs and results in --workdir. So
 the same command continues after an interruption, and commands with other seeds or variants add
-results. With --page=FILE, it also writes a page to FILE that shows all results stored in --workdir.
+results. With --page=FILE, it also writes tables of all results stored in --workdir to FILE, with
+confidence intervals and conclusions.
 """
 
 import bisect
@@ -32,8 +33,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from scipy import stats
 
-from benchmarks import ablations_page, measure
+from benchmarks import measure
 from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, heldout, runs, systems
 from diffusion_jax.config.named import one_of
@@ -63,6 +65,16 @@ LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Noise levels (sigma) of the held-out v-loss, which has the same meaning for all objectives."""
 GUIDE = "the run itself, at a third of its steps"
 """Placeholder for a guide in Variant.drawn. The function `drawn` replaces it by a checkpoint."""
+MEASURES = {
+    "seen_prompt_accuracy": ("seen prompts, %", 100.0, False),
+    "heldout_prompt_accuracy": ("prompts never shown, %", 100.0, False),
+    "fd_digits": ("FD", 1.0, True),
+    "v_loss": ("v-loss", 1.0, True),
+}
+"""Displayed scores, by their name in a result: (heading, factor, whether lower is better).
+
+The factor multiplies the score for display."""
+_TIMES = {"step_ms": "ms per step", "steps": "steps", "picture_ms": "ms per picture"}
 
 
 class Size(NamedTuple):
@@ -93,6 +105,29 @@ class Variant(NamedTuple):
     def key(self) -> str:
         """Name of the result files, without the seed; "base" for the base, which all axes share."""
         return _file_name(f"{self.axis}_{self.name}") if self.trained or self.drawn else "base"
+
+
+class Row(NamedTuple):
+    """Variant of the ablations with its results by seed."""
+
+    axis: str
+    name: str
+    results: Mapping[int, Mapping[str, Any]]
+
+
+class Interval(NamedTuple):
+    """Mean over seeds, and half the width of its 95 % confidence interval.
+
+    For a single seed, `half` is infinite.
+    """
+
+    mean: float
+    half: float
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval contains 0: the mean does not differ significantly from 0."""
+        return abs(self.mean) <= self.half
 
 
 def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
@@ -197,7 +232,7 @@ def select(only: Sequence[str]) -> list[Variant]:
 
 
 def page(root: pathlib.Path) -> str:
-    """Return the Markdown page that shows all results in the workdir `root`."""
+    """Return the tables and conclusions for all results in the workdir `root`."""
     rows = []
     for axis, variants in AXES.items():
         for name, fields in variants.items():
@@ -205,8 +240,8 @@ def page(root: pathlib.Path) -> str:
             paths = sorted((root / "results").glob(f"{key}_*.json"))
             matching = [p for p in paths if re.fullmatch(rf"{re.escape(key)}_\d+", p.stem)]
             results = {int(p.stem.rpartition("_")[2]): json.loads(p.read_text()) for p in matching}
-            rows.append(ablations_page.Row(axis, name, results))
-    return ablations_page.write(rows, measure.machine())
+            rows.append(Row(axis, name, results))
+    return tables(rows)
 
 
 def result(
@@ -361,6 +396,119 @@ def rows(s: Settings, steps: int) -> int:
     with jax.disable_jit():  # Loops run in Python.
         sampler.method.sampler(denoise, x, sigmas, lambda i: x)
     return sum(taken)
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Return the mean and its 95 % confidence interval by Student's t.
+
+    This assumes that the values are independent and normally distributed.
+    """
+    n, mean = len(values), statistics.fmean(values)
+    if n < 2:
+        return Interval(mean, float("inf"))
+    return Interval(mean, stats.t.ppf(0.975, n - 1) * statistics.stdev(values) / n**0.5)
+
+
+def difference(row: Row, base: Row, score: str) -> Interval | None:
+    """Return the interval of the row's score minus the base's score, paired by seed.
+
+    `score` is a key of MEASURES. Returns None if no seed has this score for both
+    the row and the base.
+    """
+    pairs = [
+        (result[score], base.results[seed][score])
+        for seed, result in row.results.items()
+        if score in result and score in base.results.get(seed, {})
+    ]
+    return interval([a - b for a, b in pairs]) if pairs else None
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Return tables and conclusions as Markdown, with a section for each axis that can be compared.
+
+    These are the axes with results for the base and at least one other row.
+    """
+    by_axis = {row.axis: [r for r in rows if r.axis == row.axis and r.results] for row in rows}
+    parts = []
+    for axis, of_axis in by_axis.items():
+        if len(of_axis) > 1 and of_axis[0].results:
+            parts += [f"## {axis.capitalize()}", _table(of_axis), _verdict(of_axis)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> str:
+    shown = lambda score, row: any(score in result for result in row.results.values())
+    scores = [m for m in MEASURES if any(shown(m, row) for row in rows[1:])]
+    heads = [MEASURES[m][0] for m in scores]
+    lines = [_line(["", *heads, *_TIMES.values()]), _line(["---"] * (1 + len(heads) + len(_TIMES)))]
+    for row in rows:
+        cells = [row.name]
+        for score in scores:
+            cells.append(_cell(row, rows[0], score))
+        lines.append(_line([*cells, *(_time(row, name) for name in _TIMES)]))
+    return "\n".join(lines)
+
+
+def _cell(row: Row, base: Row, score: str) -> str:
+    """Format a score with its interval, in bold if it differs significantly from the base."""
+    values = [r[score] for r in row.results.values() if score in r]
+    if not values:
+        return ""
+    _, factor, _ = MEASURES[score]
+    text = _shown(interval(values), factor)
+    apart = None if row is base else difference(row, base, score)
+    return f"**{text}**" if apart and not apart.is_noise else text
+
+
+def _shown(value: Interval, factor: float, sign: str = "") -> str:
+    decimals = ".1f" if factor > 1 else ".3g"
+    half = f" ± {factor * value.half:{decimals}}" if value.half < float("inf") else ""
+    return f"{factor * value.mean:{sign}{decimals}}{half}"
+
+
+def _time(row: Row, name: str) -> str:
+    values = [r[name] for r in row.results.values() if r.get(name)]
+    return f"{statistics.median(values):.3g}" if values else ""
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    """Return one line per score that names the best row and the rows that differ from the base.
+
+    The base is rows[0].
+    """
+    base, lines = rows[0], []
+    for score, (head, factor, less) in MEASURES.items():
+        apart = {row.name: difference(row, base, score) for row in rows[1:]}
+        apart = {name: d for name, d in apart.items() if d is not None}
+        if not apart:
+            continue
+        gain = lambda d, less=less: -d.mean if less else d.mean
+        name, best = max(apart.items(), key=lambda item: gain(item[1]))
+        outside = [n for n, d in apart.items() if not d.is_noise]
+        better = [n for n in outside if gain(apart[n]) > 0]
+        head = head.removesuffix(", %")
+        by = f"{_shown(best, factor, '+')}{' points' if factor > 1 else ''}"
+        if gain(best) > 0:
+            noise = ", not significant" if best.is_noise else ""
+            parts = [f"{head}: *{name}* is best ({by} compared with *{base.name}*{noise})"]
+        else:
+            parts = [f"{head}: *{base.name}*, the base, is best"]
+        if better:
+            parts.append(f"Significantly better than *{base.name}*: {_names(better)}")
+        if worse := [n for n in outside if n not in better]:
+            parts.append(f"Significantly worse: {_names(worse)}")
+        if within := [n for n in apart if n not in outside]:
+            parts.append(f"Not significantly different: {_names(within)}")
+        lines.append(f"- {'. '.join(parts)}.")
+    return "\n".join(lines)
+
+
+def _names(rows: Sequence[str]) -> str:
+    return ", ".join(f"*{name}*" for name in rows)
 
 
 def _file_name(text: str) -> str:

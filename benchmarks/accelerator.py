@@ -268,7 +268,6 @@ def _machine(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _rates(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the rows of the table of training rates."""
     lines = [
         "| part | batch | samples/s | planned | published | TFLOP/s | MFU | peak GiB | planned GiB "
         "| compilation, s | status |",

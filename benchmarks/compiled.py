@@ -3,9 +3,9 @@
     python -m benchmarks.compiled --targets=v5e:4x4 --models=base64_500m,sd2_512_base
     python -m benchmarks.compiled --check
 
-The first command prints the table of docs/performance.md: the estimated cycles of a step by kind of
-work, and the model FLOP utilization (MFU) that follows from the cycles. By default, the command
-compiles each distinct block of a model once and counts it once per call (launch/planner/blocks.py).
+The first command prints the table of docs/lab/performance.md: the estimated cycles of a step by
+kind of work, and the model FLOP utilization (MFU) that follows. By default, the command compiles
+each distinct block of a model once and counts it once per call (launch/planner/blocks.py).
 --whole compiles whole programs, which takes most of an hour for a big model. The command needs
 Linux and libtpu (pip install libtpu). Nothing runs on a TPU.
 
@@ -213,7 +213,6 @@ def _versions() -> dict[str, str | None]:
 
 
 def _commit() -> str:
-    """Return the first digits of the code's commit; "" outside a checkout."""
     found = log.git_commit(pathlib.Path(__file__))
     return found["commit"][:8] if found else ""
 

@@ -84,7 +84,6 @@ def main(argv: list[str]) -> None:
 
 
 def _run(module: str, *arguments: str) -> str:
-    """Run a module's command, and return its output. Raises CalledProcessError if it fails."""
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 

@@ -120,7 +120,6 @@ def _train(workdir: pathlib.Path, exact: bool, kill: bool = False) -> float:
 
 
 def _difference(workdir: pathlib.Path, whole: pathlib.Path) -> dict[str, Any]:
-    """Compare the final parameters of two runs."""
     theirs, ours = jax.tree.leaves(_params(whole)), jax.tree.leaves(_params(workdir))
     differing = sum(int((a != b).sum()) for a, b in zip(ours, theirs, strict=True))
     largest = max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))

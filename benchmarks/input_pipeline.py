@@ -26,18 +26,20 @@ import os
 import pathlib
 import platform
 import statistics
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 import PIL
 import pyarrow
 from absl import app, flags
 from PIL import Image
 
-from benchmarks import input_peers, measure
+from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
@@ -64,7 +66,7 @@ class Rate(NamedTuple):
     """Published speed: of NeMo's Imagen on an H100, or of MLPerf's Stable Diffusion on an H200;
     None if unknown."""
     planned: float
-    """Speed on an H100 that launch.plan predicts (docs/scaling.md)."""
+    """Speed on an H100 that launch.plan predicts (docs/lab/scaling.md)."""
 
 
 RATES = {
@@ -77,12 +79,7 @@ RATES = {
 }
 """Training speeds by config. The rates of sd2_512_base are for training on stored latents; this
 benchmark treats them as if the model read images."""
-_PEERS = {
-    "tarfile": ("webdataset", input_peers.tar_loop),
-    "webdataset": ("webdataset", input_peers.webdataset),
-    "grain": ("folder", input_peers.grain_alone),
-}
-"""Peers by name: (format of the data set that the peer reads, function that reads it)."""
+BATCH = 32
 
 
 def main(argv: list[str]) -> None:
@@ -165,15 +162,15 @@ def _result(source: str, peers: Sequence[str], size: int, rows: Sequence[_Row]) 
 
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
     """Read about one epoch with this project's pipeline, and return the number of images."""
-    steps = _NUM.value // input_peers.BATCH
+    steps = _NUM.value // BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
     batches = pipeline.make_batches(
-        pictures, lambda texts: {}, batch_size=input_peers.BATCH, seed=0, num_threads=threads
+        pictures, lambda texts: {}, batch_size=BATCH, seed=0, num_threads=threads
     )
     with batches:
         for _ in range(steps):
             next(batches)
-    return steps * input_peers.BATCH
+    return steps * BATCH
 
 
 def _write(root: pathlib.Path, num: int, side: int) -> dict[str, tuple[str, str]]:
@@ -233,6 +230,80 @@ def _cpu_name() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def _tar_loop(tars: str, size: int, workers: int = 0) -> int:
+    """Read the tars of a folder in order of their names, with the module tarfile.
+
+    `workers` must be 0.
+    """
+    assert not workers
+    batch, done = [], 0
+    for image, caption in _tar_records(tars):
+        batch.append((_decoded(image, size), caption.decode()))
+        if len(batch) == BATCH:
+            np.stack([pixels for pixels, _ in batch])
+            batch, done = [], done + BATCH
+    return done
+
+
+def _webdataset(tars: str, size: int, workers: int = 0) -> int:
+    """Read the tars of a folder with webdataset and torch's DataLoader, in a shuffled order."""
+    import torch.utils.data  # pyright: ignore[reportMissingImports]
+    import webdataset as wds  # pyright: ignore[reportMissingImports]
+
+    paths = sorted(map(str, pathlib.Path(tars).glob("*.tar")))
+    read = lambda record: (_decoded(record["jpg"], size), record["txt"].decode())
+    shards: Any = wds.WebDataset  # pyright: ignore[reportAttributeAccessIssue]
+    records = shards(paths, shardshuffle=False, empty_check=False).shuffle(1_000).map(read)
+    loader: Any = torch.utils.data.DataLoader(records, BATCH, num_workers=workers, drop_last=True)
+    return sum(len(images) for images, _ in loader)
+
+
+def _grain_alone(folder: str, size: int, workers: int = 0) -> int:
+    paths = sorted(pathlib.Path(folder).glob("*.jpg"))
+
+    def read(path: pathlib.Path) -> tuple[np.ndarray, str]:
+        return _decoded(path.read_bytes(), size), path.with_suffix(".txt").read_text()
+
+    rows = (
+        grain.MapDataset.source(paths).shuffle(seed=0).map(read).batch(BATCH, drop_remainder=True)
+    )
+    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    batches: Any = rows.to_iter_dataset(reading)
+    if workers:
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return sum(len(images) for images, _ in batches)
+
+
+def _decoded(data: bytes, size: int) -> np.ndarray:
+    """Decode an image to uint8 [size, size, 3], resized (bicubic) and centre-cropped."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    scale = size / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _tar_records(path: str) -> Iterator[tuple[bytes, bytes]]:
+    for name in sorted(pathlib.Path(path).glob("*.tar")):
+        record: dict[str, bytes] = {}
+        with tarfile.open(name) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                record[member.name.partition(".")[2]] = file.read() if file else b""
+                if len(record) == 2:
+                    yield record["jpg"], record["txt"]
+                    record = {}
+
+
+_PEERS = {
+    "tarfile": ("webdataset", _tar_loop),
+    "webdataset": ("webdataset", _webdataset),
+    "grain": ("folder", _grain_alone),
+}
+"""Peers by name: (format of the data set that the peer reads, function that reads it)."""
 
 
 if __name__ == "__main__":

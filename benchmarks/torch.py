@@ -1,10 +1,9 @@
 """Compare the CPU time of this project's networks with torch's, for equal weights and inputs.
 
     pip install torch diffusers
-    python -m benchmarks.torch --models=base,efficient,sd --work=forward,gradient,step
+    python -m benchmarks.torch --models=sd --work=forward,gradient,step
     python -m benchmarks.torch --models=t5,clip --work=forward
 
-The models base and efficient are Imagen's UNets, compared with NeMo's (benchmarks/nemo_torch.py).
 sd, encode and decode are Stable Diffusion's UNet and its VAE's encoder and decoder, compared with
 diffusers. t5 (T5-small) and clip (the text tower of CLIP-L) are compared with transformers. The
 command first checks that both networks compute the same numbers, and then runs them in alternation.
@@ -36,17 +35,12 @@ from diffusion_jax.text import clip, clip_weights, t5
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.state import init_state, make_train_step
 from diffusion_jax.weights import torch_weights
-from imagen_jax.efficient_unet import EfficientUNet
-from imagen_jax.unet import UNet
-from imagen_jax.weights import nemo
 from sd_jax import unet as sd
 from sd_jax.vae import VAE
 from sd_jax.weights import formats, names
 
 flags.adopt_module_key_flags(measure)
-_MODELS = flags.DEFINE_list(
-    "models", ["base", "efficient", "sd", "encode", "decode"], "Models to compare."
-)
+_MODELS = flags.DEFINE_list("models", ["sd", "encode", "decode"], "Models to compare.")
 _WORK = flags.DEFINE_list("work", ["forward", "gradient", "step"], "Kinds of work to time.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Timed calls of each network.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", 1, "Number of cores.", lower_bound=1)
@@ -197,48 +191,6 @@ def _step(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return ours, theirs
 
 
-def _nemo_pair(unet: UNet | EfficientUNet, batch: int) -> Pair:
-    torch = measure.library("torch")
-
-    from benchmarks import nemo_torch
-
-    width, length, side = 256, 32, unet.image_size
-    params = _random(nemo.abstract_params(unet, width))
-    theirs = nemo_torch.make(unet, width)
-    state = nemo.to_nemo(params, unet)
-    theirs.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})
-    theirs.to(memory_format=torch.channels_last)  # As in NeMo's launcher.
-    draw = np.random.default_rng(0).standard_normal
-    inputs = {
-        "x": draw((batch, side, side, 3), np.float32),
-        "time": draw(batch, np.float32),
-        "text": draw((batch, length, width), np.float32),
-        "text_mask": np.arange(length) < np.linspace(4, length, batch).astype(int)[:, None],
-    }
-    if unet.low_res:
-        inputs["low_res"] = draw((batch, side // 4, side // 4, 3), np.float32)
-    return Pair(
-        lambda params, inputs: unet.apply(params, **inputs), params, theirs, inputs,
-        lambda module, tensors: module(**tensors),
-    )  # fmt: skip
-
-
-def _base(width: int) -> Pair:
-    unet = UNet(
-        32, embed_dim=width, num_res_blocks=1, attention_resolutions=(8, 16), cond_dim=256,
-        head_dim=min(width, 64),
-    )  # fmt: skip
-    return _nemo_pair(unet, batch=8)
-
-
-def _efficient(width: int) -> Pair:
-    unet = EfficientUNet(
-        64, embed_dim=width, channel_mult=(1, 2, 4), num_res_blocks=(1, 2, 2),
-        attention_levels=(2,), head_dim=min(width, 64),
-    )  # fmt: skip
-    return _nemo_pair(unet, batch=4)
-
-
 def _sd(width: int) -> Pair:
     diffusers = measure.library("diffusers")
 
@@ -325,7 +277,6 @@ def _clip(width: int) -> Pair:
 
 
 def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
-    """Load a state dict of numpy arrays into a torch module."""
     torch = measure.library("torch")
 
     module.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})
@@ -358,8 +309,6 @@ def _tensors(inputs: Inputs) -> dict[str, Any]:
 
 _WORKS = {"forward": _forward, "gradient": _gradient, "step": _step}
 _PAIRS: dict[str, Callable[[int], Pair]] = {
-    "base": _base,
-    "efficient": _efficient,
     "sd": _sd,
     "encode": lambda width: _vae(width, "encode"),
     "decode": lambda width: _vae(width, "decode"),

@@ -210,7 +210,6 @@ def bad_input(
 
 
 def _end(error: Exception, code: int = 1) -> NoReturn:
-    """Print a one-line error message and exit."""
     text = str(error)
     if files.is_full(error):
         text, code = f"{text}: make room, and run the same command again", 1

@@ -10,8 +10,10 @@ of counts. A stage returns the sums of these counts.
 import collections
 import functools
 import importlib.util
+import io
 import json
 import pathlib
+import pickle
 import random
 import shlex
 import sys
@@ -100,7 +102,7 @@ class Beam(NamedTuple):
     The workers of the runner must see the files under the same paths.
 
     `write` and `read` are pickled. They and the arguments bound to them can be module-level
-    functions, plain values and Portable objects.
+    functions, plain values and values that were passed to `made_by`.
     """
 
     options: tuple[str, ...] = ()
@@ -133,8 +135,9 @@ class Beam(NamedTuple):
         # The name is unique, because another command may be working in the same folder.
         counted = path(missing[0]).parent / f".beam-{uuid.uuid4().hex}.tmp"
         counted.mkdir(parents=True)
+        stage = pickled((write, read))
         try:
-            self._run_all(missing, functools.partial(_counted, write, read, counted), counted, noun)
+            self._run_all(missing, functools.partial(_counted, stage, counted), counted, noun)
             total = collections.Counter[str]()
             for i in missing:
                 total.update(json.loads(_counts_of(counted, i).read_text()))
@@ -182,22 +185,8 @@ Engine = Share | Beam
 ALONE = Share()
 
 
-class Portable:
-    """An object, such as an opened data source, that is pickled as the call that created it.
-
-    Unpickling repeats this call, once in each process.
-    """
-
-    _made: tuple[Any, ...] = ()
-
-    def __reduce__(self):
-        if not self._made:
-            raise TypeError(f"{type(self).__name__} cannot be pickled: call made_by on it first")
-        return _make_again, self._made
-
-
-class Program(Portable):
-    """A function that is pickled as the call make(*args) that created it.
+class Program:
+    """A function that reaches Beam's workers as the call make(*args) that created it.
 
     An example is a compiled network with its weights.
     """
@@ -211,18 +200,16 @@ class Program(Portable):
         return self._function(*args)
 
 
-_P = TypeVar("_P", bound=Portable)
+def made_by(value: _T, make: Callable[..., Any], *args: Any) -> _T:
+    """Record that the call make(*args) created a value, such as an opened data source.
 
-
-def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
-    """Record that the call make(*args) created a value, so that the value can be pickled.
-
-    Returns the value. `make` must be a module-level function.
+    Beam's workers repeat this call, once in each process. Returns the value. `make` must be a
+    module-level function.
     """
     module = sys.modules[make.__module__]
     spec = getattr(module, "__spec__", None)  # The real name of a module that runs as __main__.
     name = spec.name if spec else make.__module__
-    value._made = (uuid.uuid4().hex, f"{name}:{make.__qualname__}", args)
+    vars(value)["_made"] = uuid.uuid4().hex, f"{name}:{make.__qualname__}", args
     return value
 
 
@@ -315,29 +302,40 @@ def ahead(function: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[tuple[_
             yield running[0], running[1].result()
 
 
-_REMADE: dict[str, Any] = {}  # Portable objects that this process unpickled, by identifier.
+class _Pickler(pickle.Pickler):
+    """Pickles a value that was passed to `made_by` as the call that created it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        made = getattr(value, "__dict__", {}).get("_made")
+        return (_make_again, made) if made else NotImplemented
+
+
+def pickled(value: Any) -> bytes:
+    """Pickle a value, and values inside it that were passed to `made_by` as their calls."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+_REMADE: dict[str, Any] = {}  # Values that this process made again, by identifier.
 _LOCK = threading.RLock()
+_unpickled = functools.lru_cache(maxsize=4)(pickle.loads)
 
 
 def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
-    """Return the Portable object with the identifier `name`.
-
-    The first call in a process creates it as function(*args). `function` is a string
-    "MODULE:QUALIFIED_NAME".
-    """
     with _LOCK:
         if name not in _REMADE:
             module, _, attribute = function.partition(":")
             make: Any = importlib.import_module(module)
             for part in attribute.split("."):
                 make = getattr(make, part)
-            (value := make(*args))._made = name, function, args  # Runners may pickle it again.
-            _REMADE[name] = value
+            _REMADE[name] = make(*args)
         return _REMADE[name]
 
 
-def _counted(write, read, folder: pathlib.Path, item: int) -> None:
+def _counted(stage: bytes, folder: pathlib.Path, item: int) -> None:
     """Write the file of an item, and then a file with its counts that marks the item as done."""
+    write, read = _unpickled(stage)
     counts = write(item, read(item)) if read else write(item)
     files.write_whole(_counts_of(folder, item), json.dumps(counts or {}))
 

@@ -36,8 +36,8 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
     layers(base, s)  # Raise errors before anything compiles.
     training = functools.partial(_merged, scale=s.alpha_by_rank)
 
-    def loss(params, frozen, batch, key):
-        return task.loss(training(frozen["base"], params), frozen["task"], batch, key)
+    def loss(params, frozen, batch, keys):
+        return task.loss(training(frozen["base"], params), frozen["task"], batch, keys)
 
     def errors(params, frozen, batch, keys, sigma):
         assert task.measure is not None

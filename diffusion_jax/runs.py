@@ -58,6 +58,13 @@ def claim(
             f"{workdir} was made with another config ({different}): "
             "choose another --workdir, or use the config of this workdir"
         )
+    if write and path.exists():
+        begun = untrusted.parse_json(path.read_text()).get("version", 0)
+        if begun < versions.IMAGE_KEYS:
+            logging.warning(
+                "%s was begun by an earlier version. From here on, the noise of each image comes "
+                "from its own key, so it is not what that version would have drawn", workdir,
+            )  # fmt: skip
     if write and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))

@@ -123,14 +123,15 @@ def load_model(
             "files: give --prompt=TEXT or --prompts=FILE instead"
         )
     if embedded:
-        encoder, frozen = lookup.open_encoder(s.text, embedded), ()
+        encoder, text_params = lookup.open_encoder(s.text, embedded), ()
     else:
-        encoder, frozen = model.open_encoder(s.text, mesh, task.RULES, encoders)
+        encoder, text_params = model.open_encoder(s.text, mesh, task.RULES, encoders)
+    frozen = {"text": text_params}
     init_of = lambda settings: task.make_task(settings, encoder).init
     guiding = model.load_guide(guide, "imagen_jax", s, init_of, mesh, task.RULES)
     guide_settings = guiding.settings if guiding else None
     if guiding:
-        frozen = {"text": frozen, "guide": guiding.params}
+        frozen["guide"] = guiding.params
 
     # The UNet, to which a LoRA run adds its factors.
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
@@ -140,8 +141,7 @@ def load_model(
     def begin_of(s, preview, picture_strength):
         check(s)
         share = strength if picture_strength is None else picture_strength
-        begin = task.make_task(s, encoder, guide_settings, share).begin
-        assert begin
+        begin = task.make_begin(s, encoder, guide_settings, share)
         return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
 
     return model.load_model(

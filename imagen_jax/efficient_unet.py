@@ -72,14 +72,11 @@ class EfficientUNet(Network):
         text_mask: Bool[Array, "B L"],
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
-        *,
-        train: bool = False,
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. `train` has no effect.
+        `time` is the preconditioner's c_noise.
         """
-        del train
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
         # [B, E], [B, T, D], [B, T]

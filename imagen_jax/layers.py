@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from diffusion_jax.config.ranges import DTYPES, Count, Side
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS
-from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, dense, uniform
+from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, dense, dropout, uniform
 
 
 class Network(nn.Module):
@@ -59,14 +59,19 @@ class ResBlock(nn.Module):
     skip_scale: float = 1.0
     """The factor by which the shortcut is multiplied."""
     dropout: float = 0.0
-    train: bool = False
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"]):
+    def __call__(
+        self,
+        x: Float[Array, "B _ _ _"],
+        emb: Float[Array, "B E"],
+        dropout_keys: Key[Array, "B"] | None = None,
+    ):
         """Return the new activations, [B, H, W, width].
 
-        If the block resamples, H and W are twice or half those of x.
+        If the block resamples, H and W are twice or half those of x. `dropout_keys` is one key per
+        image; with None, nothing is dropped.
         """
         h = GroupNorm(silu=True, name="norm1")(x)  # [B, H, W, C]
         if self.resample == "down":
@@ -81,7 +86,7 @@ class ResBlock(nn.Module):
         else:
             emb = dense(nn.silu(emb), self.width, "emb", dtype=self.dtype)  # [B, width]
             h = GroupNorm(silu=True, name="norm2")(ops.add_broadcast(h, emb[:, None, None]))
-        h = nn.Dropout(self.dropout, deterministic=not self.train)(h)
+        h = dropout(h, self.dropout, dropout_keys, self.path)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if self.always_project or x.shape[-1] != self.width:
             x = dense(x, self.width, "skip", dtype=self.dtype)  # [B, H, W, width]

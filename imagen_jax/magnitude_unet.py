@@ -21,12 +21,12 @@ from typing import Annotated
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
-from diffusion_jax.nn.layers import with_remat
+from diffusion_jax.nn.layers import dropout, with_remat
 from diffusion_jax.nn.magnitude import MPConv, mp_cat, mp_fourier, mp_silu, mp_sum, normalize
 from imagen_jax.attention import check_attention, check_heads
 from imagen_jax.conditioning import check_low_res, required, with_low_res
@@ -71,12 +71,12 @@ class MagnitudeUNet(Network):
         text_mask: Bool[Array, "B L"],
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
-        *,
-        train: bool = False,
+        dropout_keys: Key[Array, "B"] | None = None,
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. Dropout needs train=True and an rng "dropout".
+        `time` is the preconditioner's c_noise. `dropout_keys` is one key per image for dropout;
+        with None, nothing is dropped.
         """
         # [B, E], [B, L, cond_dim] (None without text attention), [B, L]
         emb, context, text_mask = self._conditions(time, text, text_mask, low_res_time)
@@ -86,11 +86,10 @@ class MagnitudeUNet(Network):
             with_remat(Block, self.remat, self.remat_keeps),
             head_dim=self.head_dim,
             dropout=self.dropout,
-            train=train,
             implementation=self.attention_impl,
             dtype=self.dtype,
         )
-        run = lambda block, h: block(h, emb, context, text_mask)
+        run = lambda block, h: block(h, emb, context, text_mask, dropout_keys)
 
         def blocks(level, decoder):
             kind = self.attention if self._resolution(level) in self.attention_resolutions else ""
@@ -185,12 +184,18 @@ class Block(nn.Module):
     """Kind of attention: "fused", "cross", "self", or "" for none."""
     head_dim: int = 64
     dropout: float = 0.0
-    train: bool = False
     implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
+    def __call__(
+        self,
+        x: Float[Array, "B _ _ _"],
+        emb: Float[Array, "B E"],
+        context,
+        text_mask,
+        dropout_keys: Key[Array, "B"] | None = None,
+    ):
         """Return the new activations, [B, H, W, width].
 
         If the block resamples, H and W are twice or half those of x. `context` holds the text
@@ -208,7 +213,7 @@ class Block(nn.Module):
         gain = self.param("emb_gain", nn.initializers.zeros, ())
         scale = 1 + MPConv(self.width, name="emb")(emb, gain)  # [B, width], float32
         h = mp_silu(h * scale[:, None, None]).astype(self.dtype)
-        h = nn.Dropout(self.dropout, deterministic=not self.train)(h)
+        h = dropout(h, self.dropout, dropout_keys, self.path)
         h = self._layer("conv2", 3)(h)
         x = mp_sum(skip(x), h, _BRANCH)  # [B, H, W, width]
 

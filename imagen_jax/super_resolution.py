@@ -4,14 +4,14 @@ This noise conditioning augmentation (Ho et al. 2021, "Cascaded Diffusion Models
 makes a model robust to the errors of the stage before it.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax.diffusion import samplers
+from diffusion_jax.diffusion.noise import Noise
 from diffusion_jax.diffusion.precond import Images, Precond, Sigma
+from diffusion_jax.model import Condition
 
 
 def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w C"]:
@@ -24,29 +24,24 @@ def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w 
     return jax.image.resize(images, small, "cubic", precision=jax.lax.Precision.HIGHEST)
 
 
-class LowRes(NamedTuple):
-    """The arguments `low_res` and `low_res_time` of a UNet, for a batch.
+def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> Condition:
+    """Return noisy small images c_in * (image + sigma * eps), and the time c_noise of their level.
 
-    `image` holds the small images. `time` is the c_noise of their noise level, or None if no noise
-    is added to them. Both are None for a base model.
-    """
-
-    image: Images | None = None
-    time: Sigma | None = None
-
-    def rows(self, rows: slice) -> "LowRes":
-        """Return a LowRes with only these rows of the batch."""
-        return LowRes(*(None if array is None else array[rows] for array in self))
-
-
-def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
-    """Return a LowRes of noisy small images c_in * (image + sigma * eps), with c_noise as `time`.
-
-    `eps` is standard normal noise. The preconditioner `scalings` maps sigma to c_in and c_noise.
+    They are the network's arguments "low_res" and "low_res_time". `eps` is standard normal noise.
+    The preconditioner `scalings` maps sigma to c_in and c_noise.
     """
     c = scalings(sigma)
     noisy = image + sigma[:, None, None, None] * eps
-    return LowRes(c.c_in[:, None, None, None] * noisy, c.c_noise)
+    return {"low_res": c.c_in[:, None, None, None] * noisy, "low_res_time": c.c_noise}
+
+
+def at_random_levels(
+    image: Images, noise: Noise, keys: Key[Array, "B"], scalings: Precond
+) -> Condition:
+    """Add noise to small images, at levels from the noise distribution of training."""
+    draw = lambda key: noise.draw(jax.random.fold_in(key, 1), 1)[0]
+    eps = samplers.initial_noise(keys, image.shape[1:], 1)
+    return with_noise(image, jax.vmap(draw)(keys), eps, scalings)
 
 
 def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Array, "B"]]:
@@ -59,15 +54,11 @@ def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Arr
     return tuple(jax.vmap(jax.random.split, out_axes=1)(stage))
 
 
-def sampling_inputs(
+def at_level(
     image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
-) -> LowRes:
-    """Add noise of level `sigma`, drawn from `keys`, to small images, and return them as a LowRes.
-
-    If `sigma` is None, the images stay unchanged, and their time is None.
-    """
+) -> Condition:
+    """Add noise of level `sigma` to small images; None leaves them unchanged, without a time."""
     if sigma is None:
-        return LowRes(image)
-    batch, height, width, channels = image.shape
-    eps = samplers.initial_noise(keys, (height, width, channels), jnp.ones(()))
-    return with_noise(image, jnp.full(batch, sigma), eps, scalings)
+        return {"low_res": image}
+    eps = samplers.initial_noise(keys, image.shape[1:], jnp.ones(()))
+    return with_noise(image, jnp.full(len(image), sigma), eps, scalings)

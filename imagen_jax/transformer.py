@@ -59,14 +59,11 @@ class Transformer(Network):
         text_mask: Bool[Array, "B L"],
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
-        *,
-        train: bool = False,
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. `train` has no effect, because there is no dropout.
+        `time` is the preconditioner's c_noise.
         """
-        del train
         emb, text, text_mask = self._conditions(time, text, text_mask, low_res_time)
         x = x.astype(self.dtype)  # [B, H, W, 3]
         if self.low_res:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from diffusion_jax.config.ranges import Amount, Count, Decay, Interval, Multiples, Width
 from diffusion_jax.nn import ops
@@ -81,17 +81,17 @@ class UNet(Network):
         text_mask: Bool[Array, "B L"],
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
-        *,
-        train: bool = False,
+        dropout_keys: Key[Array, "B"] | None = None,
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise. Dropout needs train=True and an rng "dropout".
+        `time` is the preconditioner's c_noise. `dropout_keys` is one key per image for dropout;
+        with None, nothing is dropped.
         """
         emb, context, text_mask = condition(
             self, time, text, text_mask, low_res_time, self.cond_dim
         )  # [B, E], [B, T, K], [B, T]
-        res, attend = self._layers(train)
+        res, attend = self._layers(dropout_keys)
 
         def block(h, level, width, name):
             h = res(width, name=f"{name}_res")(h, emb)
@@ -129,18 +129,18 @@ class UNet(Network):
         h = conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
-    def _layers(self, train):
+    def _layers(self, dropout_keys):
         """Return two functions that build residual blocks and attention blocks.
 
-        They are called as res(width, name=...) and attend(name=...).
+        They are called as res(width, name=...)(h, emb) and attend(name=...)(h, context, mask).
         """
-        res = functools.partial(
+        block = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,
             dropout=self.dropout,
-            train=train,
             dtype=self.dtype,
         )
+        res = lambda *width, **fields: lambda h, emb: block(*width, **fields)(h, emb, dropout_keys)
         attend = functools.partial(
             with_remat(BLOCKS[self.attention], self.remat, self.remat_keeps),
             head_dim=self.head_dim,

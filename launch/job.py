@@ -242,7 +242,6 @@ def folders(job: Job, run: Run) -> list[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a config group, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | Sequence):
@@ -315,7 +314,6 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
 
 
 def _is_writable(url: str) -> bool:
-    """Return whether this machine can write to a folder in a bucket."""
     try:
         files.check_writable(url, "--workdir")
     except ValueError:

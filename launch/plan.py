@@ -53,7 +53,7 @@ _JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables.")
 _PROFILE = flags.DEFINE_boolean(
     "profile", False, "Print the TPU compiler's estimated cycles, and an audit."
 )
-_MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/performance.md.
+_MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/lab/performance.md.
 _MIN_GPU_BATCH = 16
 _MFU = flags.DEFINE_float("mfu", 0.4, "Assumed model FLOP utilization of one device.")
 _PICTURES = flags.DEFINE_integer(
@@ -110,13 +110,13 @@ def main(argv: list[str]) -> None:
         notes.append(
             f"the micro batch has fewer than {_MIN_MICRO_BATCH} samples: the TPU compiler then "
             "splits convolutions of large pictures, which takes two to three times the cycles per "
-            "sample (docs/performance.md)"
+            "sample (docs/lab/performance.md)"
         )
     if not target.is_tpu and figures["micro_batch"] < _MIN_GPU_BATCH:
         notes.append(
             f"each GPU has {figures['micro_batch']} samples per pass, so expect less than "
             f"{100 * figures['mfu']:.0f} % MFU: MLPerf's H100s with 16, 4 and 2 samples each kept "
-            "87, 58 and 38 % of their speed with 64 (docs/scaling.md)"
+            "87, 58 and 38 % of their speed with 64 (docs/lab/scaling.md)"
         )
     with_remat = functools.cache(
         lambda: estimate.trace(systems.read(_with_remat(_modelled(config))))

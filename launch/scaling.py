@@ -1,6 +1,6 @@
-"""Print docs/scaling.md, the page with the planner's predicted scaling for 1 to 512 devices.
+"""Print docs/lab/scaling.md, the page with the planner's predicted scaling for 1 to 512 devices.
 
-python -m launch.scaling > docs/scaling.md
+python -m launch.scaling > docs/lab/scaling.md
 """
 
 import importlib
@@ -37,7 +37,7 @@ class Section(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    """Print docs/scaling.md. The train step of each model is traced only once."""
+    """Print docs/lab/scaling.md. The train step of each model is traced only once."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     compiling.prepare(1)

@@ -1,4 +1,4 @@
-"""Rendering of this folder's Jinja templates: GKE manifest, Slurm script and docs/scaling.md."""
+"""Rendering of this folder's templates: GKE manifest, Slurm script and docs/lab/scaling.md."""
 
 import pathlib
 from typing import Any

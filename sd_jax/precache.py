@@ -114,7 +114,7 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
     return encode_moments.run(pictures, encoder, out, encoder.identity, work)
 
 
-class Encoder(engines.Portable):
+class Encoder:
     """A function that encodes images as VAE moments, on all devices of this process."""
 
     def __init__(self, s: Settings):

@@ -1,21 +1,23 @@
-"""Draw images with a Stable Diffusion model from texts, or edit pictures as texts describe."""
+"""What Stable Diffusion supplies to the shared loss and sampler: latents of a VAE, and prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
-from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import guides, meanflow, precond, samplers
+from diffusion_jax import model
+from diffusion_jax.diffusion import guides, samplers
 from diffusion_jax.diffusion.guidance import Preview
-from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
-from diffusion_jax.task import Texts, to_range, with_span
+from diffusion_jax.diffusion.precond import Images
+from diffusion_jax.model import Guiding, System
+from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from sd_jax import editing, previews
 from sd_jax import vae as vae_module
 from sd_jax.editing import IMAGE, MASK
 from sd_jax.settings import Pipeline, Settings
+from sd_jax.vae import Latents, Moments
 
 NEGATIVE = "negative_"
 _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB of feature maps.
@@ -52,67 +54,85 @@ def make_begin(
             latents. None for no previews.
         guide: The settings of a second model that guides this one; None for no such model.
     """
-    unet, vae, objective = p.unet, p.vae, p.diffusion.objective
-    sigmas, time = samplers.sampling_grid(objective.noise, p.sampler)
-    scalings, factor = objective.precond(time), vae_module.factor(vae)
+    guiding = guide and Guiding(guide.unet, guide.diffusion)
+    return model.make_begin(system(p, encoder, preview), p.diffusion, p.sampler, guiding)
 
-    def begin(params, frozen, batch, keys, guidance):
+
+def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) -> System:
+    """Return what Stable Diffusion supplies. The arguments are those of `make_begin`."""
+    unet, vae, factor = p.unet, p.vae, vae_module.factor(p.vae)
+
+    def example():
+        size = p.latents.image_size // factor
+        x = jnp.zeros((1, size, size, unet.in_channels))
+        return {"x": x, "time": jnp.zeros(1), "text": jnp.zeros((1, 1, encoder.width))}
+
+    def target(frozen, batch, keys):
+        moments = batch.get("moments")
+        if moments is None:
+            pixels = to_range(batch[IMAGE], p.latents.pixels)
+            moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
+        return posterior_sample(keys, moments) * p.latents.scale
+
+    def text(frozen, batch):
+        return {"text": attended(p, encoder, frozen, batch)}  # [B, L, D]
+
+    def dropped(frozen, condition):
+        given = condition["text"]
+        if p.conditioning.drop_to != "empty":
+            return {"text": jnp.zeros_like(given)}
+        tokens = {name: jnp.asarray(row) for name, row in encoder.tokenize([""]).items()}
+        return {"text": jnp.broadcast_to(attended(p, encoder, frozen, tokens), given.shape)}
+
+    def conditions(frozen, batch):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
-        empty = lambda: prompts(encoder, [""] * len(keys), "")
-        conditions = {
-            guides.COND: lambda: attended(p, encoder, frozen, batch),  # [B, L, D]
-            guides.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
-            guides.EMPTY: lambda: attended(p, encoder, frozen, empty()),
+        empty = lambda: prompts(encoder, [""] * len(next(iter(batch.values()))), "")
+        return {
+            guides.COND: lambda: text(frozen, batch),
+            guides.NEGATIVE: lambda: text(frozen, negatives),
+            guides.EMPTY: lambda: text(frozen, empty()),
         }
-        guide_of = None
-        if guide:
-            other = guide.diffusion.objective
-            guide_of = _denoiser_of(guide.unet, frozen["guide"], other.scalings, other.span(sigmas))
-        denoise = guidance_module.make_denoiser(
-            p.sampler, guides.Model(scalings, sigmas), guidance,
-            _denoiser_of(unet, params, scalings, objective.span(sigmas)), conditions, guide_of,
-        )  # fmt: skip
-        if preview is not None:
-            denoise = previews.sketched(denoise, preview, p, frozen["vae"])
-        wrap, size = (lambda sampler: sampler), p.output_shape
-        if IMAGE in batch:
-            wrap, size = editing.wrapper(p, frozen["vae"], batch, keys), batch[IMAGE].shape[1:3]
-        shape = (*(side // factor for side in size), unet.in_channels)
-        first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
-        x, noise = samplers.initial_noise(keys, shape, first), samplers.gaussian_noise(keys, shape)
-        return samplers.Start(denoise, x, sigmas, noise, lambda x: finish(frozen, batch, x), wrap)
 
-    def finish(frozen, batch, x):
-        z = samplers.in_own_coordinates(x, sigmas[-1]) / p.latents.scale
+    def canvas(batch):
+        height, width = batch[IMAGE].shape[1:3] if IMAGE in batch else p.output_shape
+        return height // factor, width // factor, unet.in_channels
+
+    def decode(frozen, batch, x):
+        z = x / p.latents.scale
         at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * factor**2))
-        decode = lambda z: vae.apply(frozen["vae"], z, method="decode")
-        images = vae_module.decode_in_slices(decode, z, at_once)
+        to_pixels = lambda z: vae.apply(frozen["vae"], z, method="decode")
+        images = vae_module.decode_in_slices(to_pixels, z, at_once)
         if MASK not in batch:
             return images
         return jnp.where(batch[MASK][..., None], images, to_range(batch[IMAGE]))
 
-    return begin
+    def watched(frozen, denoise):
+        return previews.sketched(denoise, preview, p, frozen["vae"]) if preview else denoise
+
+    return System(
+        unet=unet,
+        example=example,
+        target=target,
+        text=text,
+        dropped=dropped,
+        prompts=conditions,
+        canvas=canvas,
+        decode=decode,
+        edited=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
+        watched=watched,
+        unit_start=p.sampler.unit_start,
+    )
 
 
-def _denoiser_of(
-    unet: Any, params: Any, scalings: Precond, span: meanflow.Span | None
-) -> Callable[[Any], Denoiser]:
-    """Return a function that maps a text context to the denoiser D(x, sigma).
+def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> Latents:
+    """Draw the latents of each image from the posterior with the given moments.
 
-    For MeanFlow models, `span` maps sigma to the time until the next lower level of the grid. For
-    other models, it is None.
+    The result is not multiplied by latents.scale.
     """
-
-    def denoiser_of(text):
-        def denoise(x, sigma):
-            context, _ = with_span(text, None, span and span(sigma))
-            network: Any = lambda x, time: unet.apply(params, x, time, context)
-            return precond.denoiser(network, scalings)(x, sigma)
-
-        return denoise
-
-    return denoiser_of
+    shape = (*moments.shape[1:3], moments.shape[3] // 2)
+    noise = samplers.gaussian_noise(keys, shape)(jnp.zeros((), jnp.int32))
+    return vae_module.sample(moments, noise)
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:

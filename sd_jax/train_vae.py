@@ -26,6 +26,7 @@ from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
 from sd_jax import task
 from sd_jax import vae as vae_module
+from sd_jax.sampling import posterior_sample
 from sd_jax.settings import AutoencoderSettings
 from sd_jax.vae import Moments
 from sd_jax.weights.initial import read_vae as read_vae_weights
@@ -52,10 +53,10 @@ def make_task(s: AutoencoderSettings) -> Task:
         side = size // vae_module.factor(s.vae)
         return s.vae.init(key, images, jnp.zeros((1, side, side, s.vae.latent_channels)))
 
-    def loss(params, frozen, batch, key):
+    def loss(params, frozen, batch, keys):
         images = to_range(batch["image"])
         moments: Any = s.vae.apply(params, images, method="encode")
-        z = task.posterior_sample(key, moments)
+        z = posterior_sample(keys, moments)
         decoded: Any = s.vae.apply(params, z, method="decode")
         error = distance(decoded - images).mean()
         kl = divergence(moments).mean() / images[0].size

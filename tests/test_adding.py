@@ -82,16 +82,16 @@ def train_and_sample(task, batch):
     params = tiny.random_params(task)
 
     @jax.jit
-    def step(params, frozen, batch, key):
+    def step(params, frozen, batch, keys):
         (loss, metrics), grads = jax.value_and_grad(task.loss, has_aux=True)(
-            params, frozen, batch, key
+            params, frozen, batch, keys
         )
         norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
         params = jax.tree.map(lambda p, g: p - 1e-4 * g, params, grads)
         return loss, norm, metrics["level_count"], params
 
     loss, norm, counts, params = step(
-        params, task.frozen, {"image": pixels, **batch}, jax.random.key(0)
+        params, task.frozen, {"image": pixels, **batch}, jax.random.split(jax.random.key(0), 2)
     )
     keys = jax.random.split(jax.random.key(1), 2)
     images = jax.jit(task.sample)(params, task.frozen, batch, keys, jnp.full(2, 2.0))

@@ -143,7 +143,7 @@ def test_every_folder_has_its_arrows():
 @pytest.mark.parametrize("name", ["diffusion", "nn"])
 def test_the_maths_imports_jax_and_numpy_only(name):
     libraries = {"ast", "collections", "contextlib", "difflib", "functools", "importlib", "inspect"}
-    libraries |= {"math", "typing"}
+    libraries |= {"math", "typing", "zlib"}
     libraries |= {"numpy", "jax", "jaxtyping"}
     allowed = libraries | ({"flax"} if name == "nn" else set())
     for file in FILES:
@@ -169,13 +169,6 @@ def test_no_file_imports_itself_through_others():
     assert not cycles(graph)
 
 
-def test_strings_and_imports_inside_functions_are_followed():
-    sources = pathlib.Path("diffusion_jax/data/sources/__init__.py")
-    assert pathlib.Path("diffusion_jax/data/sources/folder.py") in imported(sources, anywhere=True)
-    lazy = pathlib.Path("imagen_jax/__init__.py")
-    assert not imported(lazy) and imported(lazy, anywhere=True)
-
-
 def test_no_folders_of_diffusion_jax_import_each_other():
     graph = {name: set() for name in ALLOWED}
     for file in FILES:
@@ -193,13 +186,6 @@ def test_the_contract_loads_alone(file):
         assert not heavy and not encoder, f"{file} loads {path}"
 
 
-def test_cycles_are_told_from_two_paths_to_one_file():
-    assert cycles({1: {2}, 2: {3}, 3: {1}, 4: {1}}) == {
-        frozenset({a, b}) for a in (1, 2, 3) for b in (1, 2, 3)
-    }
-    assert not cycles({1: {2, 3}, 2: {3}, 3: set()})
-
-
 # Imports imagen_jax.task and traces a loss and a sample of the quick start; prints all modules.
 TRACE = """
 import sys
@@ -213,8 +199,8 @@ encoder = registry.make_encoder(s.text)
 model, batch = task.example(s, encoder)
 texts, key = encoder.tokenize(["a"]), jax.random.key(0)
 params = jax.eval_shape(model.init, key)
-jax.eval_shape(model.loss, params, model.frozen, {**batch, **texts}, key)
 keys = jax.random.split(key, 1)
+jax.eval_shape(model.loss, params, model.frozen, {**batch, **texts}, keys)
 jax.eval_shape(model.sample, params, model.frozen, texts, keys, jnp.full(1, 2.0))
 print(*sys.modules)
 """

@@ -56,11 +56,6 @@ def names_a_wing(file):
     return any(wing_of(file_of(module)) for module in modules)
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_a_wing_is_a_folder_of_modules(wing):
-    assert any((ROOT / wing).rglob("*.py"))
-
-
 def test_the_core_imports_no_wing():
     assert {str(file) for file in outside() if imports_a_wing(file)} == IMPORTERS
 

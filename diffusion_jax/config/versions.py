@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-VERSION = 4
+VERSION = 5
 """The version that this code writes. Configs of version 0 hold neither a version nor a system."""
+IMAGE_KEYS = 5
+"""The first version in which training draws the noise of each image from a key of its own."""
 # A version-0 config names no system. The first of these groups that it has determines the system.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
 # Data sources of version 2 whose module has moved, and their present modules.

@@ -277,7 +277,6 @@ def _sorted(
 
 
 def _kind(suffix: str, images: Sequence[str], texts: Sequence[str]) -> str:
-    """Return the inventory's kind of a file with this suffix."""
     if suffix in images:
         return PICTURES
     if suffix in texts:

@@ -16,7 +16,6 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, transforms
 from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.engines import Portable
 
 Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or moments.
 _MAX_SUBSTITUTES = 1000
@@ -29,7 +28,7 @@ _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
 
 
-class Pictures(Portable, abc.ABC):
+class Pictures(abc.ABC):
     """Abstract base class of data sets: a thread-safe list of decoded images with their texts."""
 
     data: Data | None = None
@@ -383,5 +382,4 @@ class Decoded(Pictures):
 
 
 def _checksum(image: Any, text: Any) -> int:
-    """Return the CRC-32 of an encoded or decoded image and a text."""
     return zlib.crc32(str(text).encode("utf-8", "surrogatepass"), zlib.crc32(image))

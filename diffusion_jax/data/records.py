@@ -16,7 +16,6 @@ from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
 
 KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
@@ -42,7 +41,7 @@ class Record(NamedTuple):
     """The name of the record in messages, such as its path."""
 
 
-class Records(Portable, abc.ABC):
+class Records(abc.ABC):
     """Abstract base class of data sources: a thread-safe list of encoded images with texts."""
 
     @abc.abstractmethod

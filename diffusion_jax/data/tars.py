@@ -280,7 +280,6 @@ def _gap(file: Any, start: int, size: int) -> _Gap:
 
 
 def _is_valid(header: bytes) -> bool:
-    """Return whether a block is a tar header with the right checksum."""
     with contextlib.suppress(tarfile.TarError, ValueError):
         return bool(tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape"))
     return False
@@ -321,7 +320,6 @@ def expand(pattern: str) -> list[str]:
 
 
 def _count(braces: str) -> int:
-    """Return the number of alternatives in the text between two braces."""
     if numbers := re.fullmatch(_NUMBERS, braces):
         return max(0, int(numbers[2]) - int(numbers[1]) + 1)
     return braces.count(",") + 1
@@ -425,7 +423,6 @@ def _load(path: str, stamp: np.ndarray) -> Index | None:
 
 
 def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
-    """Save an index to the first writable path."""
     buffer = io.BytesIO()
     inventory = json.dumps(index.inventory.saved())
     np.savez(buffer, stamp=stamp, **{**index._asdict(), "inventory": np.array(inventory)})

@@ -11,8 +11,9 @@ t - h is exactly the step above. So every network, prediction and grid works. Th
 one more token after the text.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +25,24 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 Times = Float[Array, "B"]
 Kept = Bool[Array, "B"]
-Network = Callable[..., Images]
-"""Maps (x, c_noise, h, kept, rows) to F. For images whose `kept` is False, the network sees the
-empty text instead of the image's text. x, c_noise, h and kept hold only the images in the slice
-`rows` of the batch."""
-Velocity = Callable[..., Images]
-"""Maps (z, t, h, kept, rows) to u."""
+Network = Callable[[Any, Any, Times], Callable[[Images, Times], Images]]
+"""Maps (params, condition, h) to the network F(x, c_noise)."""
+Velocity = Callable[[Any, Any, Images, Times, Times], Images]
+"""Maps (params, condition, z, t, h) to u."""
 Span = Callable[[Sigma], Times]
 """Maps noise levels to h."""
 Share = Annotated[int | float, Interval("[0, 1]")]
-_ALL = slice(None)
+
+
+class Conditions(NamedTuple):
+    """Inputs of the network besides x and time: trees of arrays with one row per image."""
+
+    mixed: Any
+    """With the empty text for the images whose text is dropped."""
+    text: Any
+    """With each image's own text."""
+    empty: Any
+    """With the empty text for all images."""
 
 
 class MeanFlow(NamedTuple):
@@ -80,26 +89,27 @@ def make(
 
 
 def losses(
-    velocity: Velocity, frozen: Velocity, x0: Images, eps: Images, t: Times, r: Times, kept: Kept,
-    s: MeanFlow,
+    velocity: Velocity, params: Any, x0: Images, eps: Images, t: Times, r: Times,
+    conditions: Conditions, kept: Kept, s: MeanFlow,
 ) -> tuple[Times, Times]:  # fmt: skip
     """Compute each image's weighted loss, which training minimises, and each image's |u - v|^2.
 
     Args:
-        velocity: The function u, with the network's weights and texts bound.
-        frozen: The same function as `velocity`. It computes the targets, through which no gradient
-            flows.
+        velocity: The function u.
+        params: The task's parameters.
         x0: Clean images in [-1, 1], or their latents if the model works on latents.
         eps: Standard normal noise.
         t: The end of each image's interval of times, in [0, 1].
         r: The start of the interval, at most t. It is used for every s.every-th image only; the
             others have h = 0.
+        conditions: The conditions of the images.
         kept: True for the images whose text is not dropped. The other images, which have the empty
             text, train the velocity without guidance.
         s: The options of MeanFlow: the guidance to learn, and the weights of images.
     """
     z, v = _each(1 - t) * x0 + _each(t) * eps, eps - x0
-    target = jnp.where(_each(kept), guided(frozen, z, v, t, s), v)
+    frozen = functools.partial(velocity, jax.lax.stop_gradient(params))  # It computes the targets.
+    target = jnp.where(_each(kept), guided(frozen, z, v, t, conditions, s), v)
     h = jnp.where(jnp.arange(len(t)) % s.every == 0, t - r, 0)
     # Only every s.every-th image needs the derivative. If s.every does not divide the batch, it is
     # computed for all images. train/memory.py needs this: it traces a batch of 1009 images, whose
@@ -107,32 +117,34 @@ def losses(
     rows = slice(None, None, s.every if len(t) % s.every == 0 else 1)
 
     # The MeanFlow identity (equation 6): u = v - h du/dt along the flow.
-    along = lambda z, t, r: frozen(z, t, t - r, kept[rows], rows)
+    some = jax.tree.map(lambda x: x[rows], conditions.mixed)
+    along = lambda z, t, r: frozen(some, z, t, t - r)
     of_rows = (z[rows], t[rows], r[rows])
     change = derivative(along, of_rows, (target[rows], jnp.ones_like(of_rows[1]), 0 * of_rows[2]))
     target = jax.lax.stop_gradient(target.at[rows].add(-_each(h[rows]) * change))
-    u = velocity(z, t, h, kept, _ALL)
+    u = velocity(params, conditions.mixed, z, t, h)
     error = ((u - target) ** 2).sum((1, 2, 3))
     weight = jax.lax.stop_gradient((error + s.norm_eps) ** s.norm_p)
     return error / weight, ((u - v) ** 2).sum((1, 2, 3))
 
 
-def guided(velocity: Velocity, z: Images, v: Images, t: Times, s: MeanFlow) -> Images:
+def guided(
+    velocity: Callable[..., Images], z: Images, v: Images, t: Times, conditions: Conditions,
+    s: MeanFlow,
+) -> Images:  # fmt: skip
     """Return the guided velocity omega v + (1 - omega - kappa) u_empty + kappa u_text.
 
     This is equation 20 of Geng et al. 2025. u_empty and u_text are the network's u at h = 0 with
     the empty text and with the image's text. For images whose time t is outside of [s.low, s.high],
-    the guided velocity is v.
+    the guided velocity is v. `velocity` maps (condition, z, t, h) to u.
     """
     if s.omega == 1 and s.kappa == 0:
         return v
     inside = (s.low <= t) & (t <= s.high)
     omega, kappa = _each(jnp.where(inside, s.omega, 1)), _each(jnp.where(inside, s.kappa, 0))
     none = jnp.zeros_like(t)
-    out = omega * v + (1 - omega - kappa) * velocity(z, t, none, jnp.zeros(len(t), bool), _ALL)
-    if not s.kappa:
-        return out
-    return out + kappa * velocity(z, t, none, jnp.ones(len(t), bool), _ALL)
+    out = omega * v + (1 - omega - kappa) * velocity(conditions.empty, z, t, none)
+    return out + kappa * velocity(conditions.text, z, t, none) if s.kappa else out
 
 
 def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Array, ...]) -> Array:
@@ -149,10 +161,9 @@ def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Arra
 def velocity_of(network: Network, scalings: Precond) -> Velocity:
     """Return the function u = (z - D) / t, where D is the denoiser that `network` computes."""
 
-    def velocity(z, t, h, kept, rows):
-        f = lambda x, time: network(x, time, h, kept, rows)
-        d = precond.denoiser(f, scalings)(z / _each(1 - t), t / (1 - t))
-        return (z - d) / _each(t)
+    def velocity(params, condition, z, t, h):
+        denoise = precond.denoiser(network(params, condition, h), scalings)
+        return (z - denoise(z / _each(1 - t), t / (1 - t))) / _each(t)
 
     return velocity
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Key
 
 from diffusion_jax.config.named import Table
 from diffusion_jax.config.ranges import Interval
@@ -57,14 +57,15 @@ class Objective(NamedTuple):
         """Return `params`, with the initial parameters of the weighting added if it is learned."""
         return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
 
-    def shifted(self, key: PRNGKeyArray, eps: Images) -> Images:
+    def shifted(self, keys: Key[Array, "B"], eps: Images) -> Images:
         """Return eps plus offset noise: `offset` times one normal draw per image and channel.
 
         Offset noise helps the model to learn the mean brightness of images (Guttenberg 2023).
         """
         if not self.offset:
             return eps
-        return eps + self.offset * jax.random.normal(key, (len(eps), 1, 1, eps.shape[-1]))
+        draw = lambda key: jax.random.normal(key, (1, 1, eps.shape[-1]))
+        return eps + self.offset * jax.vmap(draw)(keys)
 
     def loss(
         self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
@@ -86,28 +87,31 @@ class Objective(NamedTuple):
         return (weighed if counts is None else counts * weighed).mean(), losses
 
     def mean_flow_loss(
-        self, network: meanflow.Network, frozen: meanflow.Network, x0: Images, eps: Images,
-        sigmas: tuple[Sigma, Sigma], kept: meanflow.Kept, counts: Losses | None = None,
+        self, network: meanflow.Network, params: Any, x0: Images, eps: Images,
+        sigmas: tuple[Sigma, Sigma], conditions: meanflow.Conditions, kept: meanflow.Kept,
+        counts: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
         """Compute MeanFlow's mean loss, which training minimises, and each image's mean (u - v)^2.
 
         u is the mean velocity that the network predicts, and v = eps - x0.
 
         Args:
-            network: The network F, as a function with its weights and conditions bound.
-            frozen: The same function as `network`. It computes the targets, through which no
-                gradient flows.
+            network: Maps (params, condition, h) to the network F(x, time).
+            params: The task's parameters.
             x0: Clean images in [-1, 1], or their latents if the model works on latents.
             eps: Standard normal noise.
             sigmas: Two noise levels per image, in any order: the ends of the image's time interval.
+            conditions: The conditions of the images.
             kept: True for the images whose text is not dropped.
             counts: A further weight of each image, as in `loss`.
         """
         assert self.mean_flow is not None
         low, high = jnp.minimum(*sigmas), jnp.maximum(*sigmas)
-        u, of_frozen = (meanflow.velocity_of(f, self.scalings) for f in (network, frozen))
+        u = meanflow.velocity_of(network, self.scalings)
         times = meanflow.time_of(high), meanflow.time_of(low)
-        weighted, squares = meanflow.losses(u, of_frozen, x0, eps, *times, kept, self.mean_flow)
+        weighted, squares = meanflow.losses(
+            u, params, x0, eps, *times, conditions, kept, self.mean_flow
+        )
         mean = (weighted if counts is None else counts * weighted).mean()
         return mean, squares / x0[0].size
 

@@ -195,7 +195,6 @@ def _write_shard(folder: pathlib.Path, rows: np.ndarray, features: Features) -> 
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the shard files of a folder, sorted by image number."""
     return sorted(folder.glob("images_*_*.npz"), key=_ends)
 
 
@@ -214,7 +213,6 @@ def _is_whole(path: pathlib.Path) -> bool:
 
 
 def _ends(path: pathlib.Path) -> tuple[int, int]:
-    """Return the indices of the first and the last image of a shard."""
     first, last = path.stem.split("_")[1:]
     return int(first), int(last)
 

@@ -162,7 +162,6 @@ def check_equal(facts: Mapping[str, Any], advice: str) -> None:
 
 
 def _short(text: str) -> str:
-    """Return a text whose differences show within 100 characters."""
     return text if len(text) <= 100 else f"{text[:60]}... (digest {_hash(text)})"
 
 

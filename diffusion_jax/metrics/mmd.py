@@ -122,7 +122,6 @@ def _influence(kernel: _Kernel, generated: Rows, real: Rows) -> Float[np.ndarray
 
 
 def _total(kernel: _Kernel, x: Rows, y: Rows) -> float:
-    """Sum the kernel over all pairs of a row of `x` and a row of `y`."""
     return sum(float(kernel(a, b).sum()) for a in _blocks(x) for b in _blocks(y))
 
 

@@ -28,7 +28,7 @@ from diffusion_jax.metrics.features import Gaussian
 _SAMPLED = 16  # `digest` reads at most this many files.
 
 
-class Images(engines.Portable):
+class Images:
     """A set of images, and the extractor that computes their features."""
 
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
@@ -89,8 +89,8 @@ def open_images(
 ) -> Images:
     """Return the Images at `path`, with the extractor that the function `extractor` loads.
 
-    For the other arguments, see `Images`. Apache Beam can pickle the result and send it to
-    workers. Unpickling calls this function again, so each worker loads the extractor itself.
+    For the other arguments, see `Images`. Workers of Apache Beam call this function again, so each
+    worker loads the extractor itself.
     """
     opened = Images(path, extractor(), size, fit)
     return engines.made_by(opened, open_images, path, extractor, size, fit)

@@ -4,6 +4,7 @@ Channels come last. Shapes: B batch, S spatial axes, C channels.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import ATTENTION
@@ -64,6 +65,23 @@ class GroupNorm(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         kind = {"groups": self.groups, "eps": self.eps, "silu": self.silu}
         return ops.group_norm(x, weight, bias, scale, shift, **kind)
+
+
+def dropout(
+    x: Float[Array, "B *S C"], rate: float, keys: Key[Array, "B"] | None, path: tuple[str, ...]
+) -> Float[Array, "B *S C"]:
+    """Set values to 0 with probability `rate`, and divide the others by 1 - rate.
+
+    `keys` is one key per image; with None, x is returned unchanged. `path` is the path of the
+    module that calls this function, from which each module gets random numbers of its own.
+    """
+    if keys is None or not rate:
+        return x
+    number = zlib.crc32("/".join(path).encode()) & 0x7FFFFFFF
+    keep = lambda key: jax.random.bernoulli(
+        jax.random.fold_in(key, number), 1 - rate, x.shape[1:]
+    )  # fmt: skip
+    return jnp.where(jax.vmap(keep)(keys), x / (1 - rate), 0)
 
 
 def uniform(fan_in: int) -> nn.initializers.Initializer:

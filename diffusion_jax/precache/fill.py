@@ -21,7 +21,7 @@ from diffusion_jax.text import TextEncoder, registry
 _SAMPLE = 1024  # Captions whose lengths are measured for the estimate.
 
 
-class Job(engines.Portable):
+class Job:
     """A text encoder and the captions to encode."""
 
     def __init__(

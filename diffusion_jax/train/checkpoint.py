@@ -9,7 +9,6 @@ continues from the newest checkpoint whose files match their checksums. Snapshot
 same format that hold only the power-function averages.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import os
@@ -27,7 +26,6 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
-from orbax.checkpoint._src.path import temporary_paths
 
 from diffusion_jax.config.settings import SNAPSHOT_DTYPE
 from diffusion_jax.machine import checksums, files
@@ -223,7 +221,6 @@ class Checkpointer:
         return none if step is None else f"The newest complete checkpoint is from step {step}."
 
     def _write_checksums(self) -> None:
-        """Write the checksum file of the step that is being saved."""
         folders = self._directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
         # In a bucket, an unfinished checkpoint has its final name.
         for folder in list(folders) or [self._directory / str(self._saving)]:
@@ -241,9 +238,10 @@ class Checkpointer:
     def _clear_unfinished(self) -> None:
         # Orbax's manager would do this in a thread, while other processes already list the folder.
         if jax.process_index() == 0 and self._directory.exists():
-            clearing = temporary_paths.cleanup_temporary_paths(self._directory)
             # Use another thread, because in notebooks this one already runs an event loop.
-            self._checker.submit(asyncio.run, clearing).result()
+            found = self._checker.submit(ocp.path.step.all_temporary_paths, self._directory)
+            for unfinished in found.result():
+                unfinished.get().rmtree()
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("unfinished checkpoints")
 

@@ -45,9 +45,9 @@ from diffusion_jax.train.state import (
     TrainState,
     averaged,
     constant_decay,
+    image_keys,
     init_state,
     make_train_step,
-    micro_keys,
     warmup_decay,
 )
 from diffusion_jax.train.trace import NO_TRACE, Trace
@@ -202,14 +202,12 @@ def train(
                 progress.report(step)
             if skipped:  # The first skipped step: run its batch again to find the module at fault.
                 skipped_step, skipped_batch = skipped
-                keys = micro_keys(
-                    key, skipped_step - 1, settings.accumulate, settings.micro_batch > 0
-                )
                 names = functools.partial(batches.names, back=step - skipped_step)
                 with progress.paused(), watchdog.paused():
                     not_finite.investigate(
                         workdir / not_finite.REPORT, skipped_step, step, task.loss, state.params,
-                        frozen, skipped_batch, keys, replicated(mesh), names,
+                        frozen, skipped_batch, image_keys(key, skipped_step - 1, run.batch_size),
+                        settings.accumulate, replicated(mesh), names,
                     )  # fmt: skip
 
             # Save. The watchdog is not paused, because a save waits for all processes and may hang.
@@ -252,7 +250,6 @@ def make_step(
         settings.ema_decays,
         settings.ema_widths,
         accumulate=settings.accumulate,
-        one_noise=settings.micro_batch > 0,
         clip=settings.clip,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
     )

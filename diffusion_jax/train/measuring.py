@@ -139,7 +139,6 @@ class Measurements(NamedTuple):
             marker.unlink(missing_ok=True)
 
     def _draw_examples(self, step: int, params: Params, writer: MetricWriter) -> None:
-        """Draw the examples from fixed seeds, and save a sheet of them."""
         examples = self.examples
         seeds = [(self.run.seed + i) % (MOST + 1) for i in range(len(examples.captions))]
         guidance = np.full(len(seeds), examples.guidance, np.float32)

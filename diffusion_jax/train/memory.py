@@ -58,7 +58,8 @@ def trace(task: Task, state: TrainState, example: Any) -> Traced:
     `state` holds the shapes of a training state. `example` is a batch with any number of rows.
     """
     gradient = jax.value_and_grad(task.loss, has_aux=True)
-    arguments = (state.params, shapes(task.frozen), batch_of(example, SAMPLES), abstract_key())
+    batch, keys = batch_of(example, SAMPLES), abstract_keys(SAMPLES)
+    arguments = (state.params, shapes(task.frozen), batch, keys)
     closed = jax.make_jaxpr(gradient)(*arguments)
     work = flops.count(closed.jaxpr) / SAMPLES
     return Traced(task, state, example, traced_memory.flatten(closed.jaxpr), work)
@@ -89,9 +90,14 @@ def drawing(task: Task, params: Any, texts: Any, rows: int) -> int:
     `params` holds the shapes of the parameters, and `texts` a batch of texts of any size. The
     estimate is the largest of the sampler's loops.
     """
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), SAMPLES))
     guidance = jax.ShapeDtypeStruct((SAMPLES,), jnp.float32)
-    arguments = (params, shapes(task.frozen), batch_of(texts, SAMPLES), keys, guidance)
+    arguments = (
+        params,
+        shapes(task.frozen),
+        batch_of(texts, SAMPLES),
+        abstract_keys(SAMPLES),
+        guidance,
+    )
     closed = jax.make_jaxpr(task.sample)(*arguments)
     return max(
         peak(traced_memory.lifetimes(traced_memory.flatten(body), SAMPLES, frozenset(), {}), rows)
@@ -182,3 +188,8 @@ def abstract_key() -> jax.ShapeDtypeStruct:
 
 def _shard_bytes(leaf: Any, place: Any) -> int:
     return leaf.dtype.itemsize * math.prod(place.shard_shape(leaf.shape))
+
+
+def abstract_keys(rows: int) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of random keys, one for each of `rows` images."""
+    return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))

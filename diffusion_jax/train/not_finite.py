@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging
 from jax.extend import core
 from jax.sharding import NamedSharding
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Key
 
 from diffusion_jax.machine import files
 from diffusion_jax.machine.sharding import ambient
@@ -113,14 +113,15 @@ class Observed(NamedTuple):
 
 def investigate(
     path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
-    batch: Batch, keys: Sequence[PRNGKeyArray], everywhere: NamedSharding, names: Names,
+    batch: Batch, keys: Key[Array, "B"], accumulate: int, everywhere: NamedSharding, names: Names,
 ) -> None:  # fmt: skip
     """Run the batch of `step` again, and write a report on non-finite values to `path`.
 
     Every process must call this function with the same arguments. `params` holds the parameters
-    after step `now`. `keys` holds a key for each micro batch of `step`. `everywhere` is the
-    replicated sharding. `names` gives the names of the pictures in the batch. If the batch cannot
-    run again, usually for lack of memory, no report is written, and a warning is logged.
+    after step `now`. `keys` are the images' keys, and the batch is divided into `accumulate` micro
+    batches. `everywhere` is the replicated sharding. `names` gives the names of the pictures in the
+    batch. If the batch cannot run again, usually for lack of memory, no report is written, and a
+    warning is logged.
     """
     logging.warning(
         "the loss or gradient of step %d is not finite: running its batch again to find the module "
@@ -128,7 +129,7 @@ def investigate(
         step,
     )
     try:
-        observed = watch(loss_fn, params, frozen, batch, keys, everywhere)
+        observed = watch(loss_fn, params, frozen, batch, keys, accumulate, everywhere)
     except jax.errors.JaxRuntimeError as error:  # Mostly out of memory. Training continues.
         logging.warning(
             "the loss or gradient of step %d is not finite, but its batch could not run again: %s",
@@ -136,7 +137,7 @@ def investigate(
             error,
         )
         return
-    explain(path, step, now, observed, len(keys), names)
+    explain(path, step, now, observed, accumulate, names)
 
 
 def explain(
@@ -182,64 +183,71 @@ def explain(
 
 
 def watch(
-    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch,
-    keys: Sequence[PRNGKeyArray], everywhere: NamedSharding,
+    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch, keys: Key[Array, "B"],
+    accumulate: int, everywhere: NamedSharding,
 ) -> Observed:  # fmt: skip
     """Run a step's loss and gradient again, and check the output of each module.
 
     The micro batches run in order, up to the first with a non-finite value. The result describes
-    the last micro batch that ran. `keys` holds the key of each micro batch. The function needs
-    about as much memory and compile time as a training step. Every process must call it with the
-    same arguments.
+    the last micro batch that ran. `keys` are the images' keys, and the batch is divided into
+    `accumulate` micro batches. The function needs about as much memory and compile time as a
+    training step. Every process must call it with the same arguments.
     """
-    parts = jax.jit(split, static_argnums=1)(batch, len(keys))
-    part = lambda index: jax.tree.map(lambda x: x[index], parts)
-    gradient = ambient(everywhere.mesh, jax.value_and_grad(loss_fn, has_aux=True))
-    closed = jax.make_jaxpr(gradient)(params, frozen, part(0), keys[0])
-    walk = _Walk(len(jax.tree.leaves(part(0))[0]))
+    modules: list[str] = []
+    gradient = observed_gradient(loss_fn, everywhere)
 
-    def run(params, frozen, batch, key):
-        inputs = jax.tree.leaves((params, frozen, batch, key))
-        walk.run(closed.jaxpr, closed.consts, inputs, "")
+    def run(params, frozen, batch, keys):
+        _, walk = gradient(params, frozen, batch, keys)
         walk.look()
+        modules[:] = walk.modules
         bad = {"params": jax.tree.map(_bad, params), "batch": jax.tree.map(walk.rows_of, batch)}
         return jnp.stack(walk.bad), jnp.stack(walk.rows), bad, walk.labels
 
     again = jax.jit(run, out_shardings=everywhere)
-
-    def see(index):
-        out = again(params, frozen, part(index), keys[index])
-        bad, rows, inputs, labels = jax.device_get(out)
+    observed = None
+    for index, (micro, of_micro) in enumerate(passes(batch, keys, accumulate)):
+        bad, rows, inputs, labels = jax.device_get(again(params, frozen, micro, of_micro))
         leaves, _ = jax.tree.flatten_with_path(inputs)
         named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-        return Observed(index, walk.modules, bad, rows, named, labels)
-
-    observed = see(0)
-    for index in range(1, len(keys)):
-        if observed.bad.any():
+        observed = Observed(index, modules, bad, rows, named, labels)
+        if bad.any():
             break
-        observed = see(index)
+    assert observed is not None
     return observed
 
 
-def labelled(gradient: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
-    """Wrap the gradient function of a loss so that it also returns the arrays that the loss labels.
+def passes(
+    batch: Batch, keys: Key[Array, "B"], accumulate: int
+) -> Iterator[tuple[Batch, Key[Array, "b"]]]:
+    """Yield (micro batch, its images' keys) for each of the `accumulate` passes of a step."""
+    parts = jax.jit(split, static_argnums=1)((batch, keys), accumulate)
+    for index in range(accumulate):
+        yield jax.tree.map(lambda x, index=index: x[index], parts)
 
-    The new function maps (params, frozen, batch, key) to (the gradient's result, labels). The
-    labels are the "sigma" and "loss" of each sample, [B], if the loss labels these arrays.
+
+def observed_gradient(
+    loss_fn: LossFn, everywhere: NamedSharding
+) -> Callable[..., tuple[Any, "Walk"]]:
+    """Return the function (params, frozen, batch, keys) -> (((loss, metrics), gradients), walk).
+
+    It is called inside jax.jit.
     """
+    gradient = ambient(everywhere.mesh, jax.value_and_grad(loss_fn, has_aux=True))
 
     def run(*inputs):
         closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(*inputs)
-        walk = _Walk(len(jax.tree.leaves(inputs[2])[0]))
+        walk = Walk(len(jax.tree.leaves(inputs[2])[0]))
         outputs = walk.run(closed.jaxpr, closed.consts, jax.tree.leaves(inputs), "")
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs), walk.labels
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs), walk
 
     return run
 
 
-class _Walk:
-    """An interpreter of jaxprs that checks whether each module's output is finite."""
+class Walk:
+    """An interpreter of jaxprs that checks whether each module's output is finite.
+
+    `labels` holds the "sigma" and "loss" of each sample, [B], if the loss labels these arrays.
+    """
 
     def __init__(self, batch_size: int) -> None:
         self.modules: list[str] = []

@@ -249,7 +249,6 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _number(count: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 process" or "2 processes"."""
     ending = "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{ending if count != 1 else ''}"
 

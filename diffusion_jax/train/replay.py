@@ -28,7 +28,7 @@ from diffusion_jax.machine import claims, log, sharding, sheets
 from diffusion_jax.machine.progress import Meter
 from diffusion_jax.task import Batch, Frozen, Params, Task
 from diffusion_jax.train import autotuning, loop, not_finite, progress
-from diffusion_jax.train.state import micro_keys, split
+from diffusion_jax.train.state import image_keys
 from diffusion_jax.weights import restore
 
 Decode = Callable[[Frozen, Batch], jax.Array]
@@ -199,21 +199,19 @@ def _examine(task: Task, settings: Optimizer, mesh, state, frozen, batch, key, d
     [B, H, W, 3].
     """
     everywhere = sharding.replicated(mesh)
-    gradient = sharding.ambient(mesh, jax.value_and_grad(task.loss, has_aux=True))
+    gradient = not_finite.observed_gradient(task.loss, everywhere)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def add(total, params, frozen, micro, key):
-        (_, grads), labels = not_finite.labelled(gradient)(params, frozen, micro, key)
+    def add(total, params, frozen, micro, keys):
+        (_, grads), walk = gradient(params, frozen, micro, keys)
         replicated = lambda x: jax.lax.with_sharding_constraint(x, everywhere)
-        return jax.tree.map(jnp.add, total, grads), jax.tree.map(replicated, labels)
+        return jax.tree.map(jnp.add, total, grads), jax.tree.map(replicated, walk.labels)
 
     parts = settings.accumulate
-    micro_batches = jax.jit(split, static_argnums=1)(batch, parts)
-    keys = micro_keys(key, int(state.step), parts, settings.micro_batch > 0)
+    keys = image_keys(key, int(state.step), len(jax.tree.leaves(batch)[0]))
     total, labels = jax.jit(lambda x: jax.tree.map(jnp.zeros_like, x))(state.params), []
-    for index, micro_key in enumerate(keys):
-        micro = jax.tree.map(lambda x, index=index: x[index], micro_batches)
-        total, of_part = add(total, state.params, frozen, micro, micro_key)
+    for micro in not_finite.passes(batch, keys, parts):
+        total, of_part = add(total, state.params, frozen, *micro)
         labels.append(jax.device_get(of_part))
     # Micro batch i holds rows i, i + parts, ...
     labels = jax.tree.map(lambda *rows: np.stack(rows, axis=1).reshape(-1), *labels)

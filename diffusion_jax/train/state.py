@@ -1,17 +1,17 @@
 """The state of a training run, and one optimisation step."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PRNGKeyArray
 
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.magnitude import forced
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
-from diffusion_jax.train import optimizer, parts
+from diffusion_jax.train import optimizer
 from diffusion_jax.train.optimizer import check_decays, keep_finite
 from diffusion_jax.weights.averages import exponent, order, power_name
 
@@ -83,16 +83,15 @@ def make_train_step(
     ema_widths: Sequence[float] = (),
     *,
     accumulate: int = 1,
-    one_noise: bool = False,
     clip: float = 1.0,
     decay_at: DecayAt = constant_decay,
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
     """Return train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
 
-    `key` is the run's key. The step folds state.step and the index of the micro batch into it, so
-    that a resumed run draws the same noise. `metrics` holds loss, grad_norm (before clipping), lr,
-    skipped (the number of skipped steps so far), param_norm and the metrics of `loss_fn`. The loss
-    and the metrics of `loss_fn` are means over the micro batches.
+    `key` is the run's key. Each image gets a key of its own (see `image_keys`), so a resumed run
+    draws the same noise, however the batch is divided. `metrics` holds loss, grad_norm (before
+    clipping), lr, skipped (the number of skipped steps so far), param_norm and the metrics of
+    `loss_fn`. The loss and the metrics of `loss_fn` are means over the micro batches.
 
     If the loss or the gradient norm is not finite, the step is skipped. Then only `step`, `skipped`
     and the averages of `ema_widths` change. These averages count the same parameters once more.
@@ -100,21 +99,20 @@ def make_train_step(
     The compiled step may donate `state`, but never `frozen`.
 
     Args:
-        loss_fn: (params, frozen, batch, key) -> (loss, metrics).
+        loss_fn: (params, frozen, batch, one key per image) -> (loss, metrics).
         tx: The optimizer, a result of `optimizer.adamw`.
         ema_decays: The decays of the exponential averages.
         ema_widths: The relative widths of the power-function averages (Karras et al. 2024).
         accumulate: The number of micro batches. It must divide the batch size.
-        one_noise: Whether each row gets the same noise as if the batch were not divided.
         clip: The largest global norm of the mean gradient; inf: no clipping.
         decay_at: (a decay in `ema_decays`, state.step) -> the decay to use at this step.
     """
 
-    gradient = _mean_gradient(loss_fn, accumulate, one_noise)
+    gradient = _mean_gradient(loss_fn, accumulate)
 
     def train_step(state: TrainState, frozen: Frozen, batch: Batch, key: PRNGKeyArray):
-        key = jax.random.fold_in(key, state.step)
-        (loss, extra), grads = gradient(state.params, frozen, batch, key)
+        keys = image_keys(key, state.step, len(jax.tree.leaves(batch)[0]))
+        (loss, extra), grads = gradient(state.params, frozen, batch, keys)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -147,63 +145,42 @@ def make_train_step(
     return train_step
 
 
-def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
-    """Return a function (params, frozen, batch, key) -> ((loss, metrics), gradients).
+def _mean_gradient(loss_fn: LossFn, accumulate: int):
+    """Return a function (params, frozen, batch, keys) -> ((loss, metrics), gradients).
 
     It splits the batch into `accumulate` micro batches. All results are means over the micro
-    batches. Each micro batch has its own random key; if `one_noise` is True, the keys give each
-    micro batch its rows of the noise for the whole batch (see micro_key).
+    batches.
     """
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def mean_gradient(params, frozen, batch, key):
+    def mean_gradient(params, frozen, batch, keys):
         if accumulate == 1:  # Even a scan over one element is a loop, which is slow: see below.
-            return gradient(params, frozen, batch, micro_key(key, 0, 1, one_noise))
+            return gradient(params, frozen, batch, keys)
 
         def add(total, inputs):
-            micro, index = inputs
-            values, grads = gradient(
-                params, frozen, micro, micro_key(key, index, accumulate, one_noise)
-            )
+            values, grads = gradient(params, frozen, *inputs)
             return jax.tree.map(jnp.add, total, grads), values
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        inputs = (split(batch, accumulate), jnp.arange(accumulate))
         # XLA's CPU backend runs the gradient of a convolution inside a loop some 30 times slower.
         unroll = accumulate if ops.platform() == "cpu" else 1
-        total, values = jax.lax.scan(add, zeros, inputs, unroll=unroll)
+        total, values = jax.lax.scan(add, zeros, split((batch, keys), accumulate), unroll=unroll)
         grads = jax.tree.map(lambda g: g / accumulate, total)
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), values), grads
 
     return mean_gradient
 
 
-def micro_key(
-    key: PRNGKeyArray, index: ArrayLike, accumulate: int, one_noise: bool
-) -> PRNGKeyArray:
-    """Return the key of micro batch `index` out of `accumulate`, given the key of the step.
+def image_keys(key: PRNGKeyArray, step: ArrayLike, count: int) -> Key[Array, "{count}"]:
+    """Return the keys of the images in the batch of `count` images that a training step takes.
 
-    If `one_noise` is True, the noise drawn from the returned key equals the micro batch's rows of
-    the noise for the whole batch.
-    """
-    if one_noise and accumulate > 1:
-        return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
-    return jax.random.fold_in(key, index)
-
-
-def micro_keys(
-    key: PRNGKeyArray, step: ArrayLike, accumulate: int, one_noise: bool
-) -> list[PRNGKeyArray]:
-    """Return the keys of all micro batches of a training step.
-
-    `key` is the run's key. `step` is the value of state.step before the training step. `accumulate`
-    is the number of micro batches. For `one_noise`, see `micro_key`.
+    `key` is the run's key, and `step` the value of state.step before the training step.
     """
     key = jax.random.fold_in(key, step)
-    return [micro_key(key, index, accumulate, one_noise) for index in range(accumulate)]
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
-def split(batch: Batch, accumulate: int) -> Batch:
+def split(batch: Any, accumulate: int) -> Any:
     """Split the arrays [B, ...] of a batch into [a, B / a, ...] with a = `accumulate`.
 
     Micro batch i holds rows i, i + a, i + 2 a, ... So each device already holds its part of every

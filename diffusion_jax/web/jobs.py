@@ -153,7 +153,6 @@ class Queue:
         return [job for job in waiting if not job.ended]
 
     def _next(self) -> Job:
-        """Wait for the next job, mark it as being drawn, and return it."""
         with self._lock:
             job = self._lock.wait_for(self._waiting)[0]
             job.change(state="drawing")
@@ -253,5 +252,4 @@ class _Looks:
 
 
 def _small(image: np.ndarray) -> np.ndarray:
-    """Reduce an image to the size of a preview by averaging its pixels."""
     return np.asarray(Image.fromarray(image).reduce(-(-max(image.shape[:2]) // _LOOK_SIZE)))

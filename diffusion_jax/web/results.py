@@ -241,7 +241,6 @@ def _seconds_left(
 
 
 def _samples(workdir: str) -> dict[int, pathlib.Path]:
-    """Return {step: path} of the sheets of samples that training drew."""
     root = files.path(workdir)
     paths = (p for p in (root / _SAMPLES).glob("step_*.png") if p.stem[5:].isdigit())
     plain = (p for p in paths if untrusted.is_plain(p, root))
@@ -259,7 +258,6 @@ def _config(workdir: str) -> dict[str, Any]:
 
 
 def _read(read: Callable[[Any], Any], source: Any, path: pathlib.Path) -> Any:
-    """Return read(source). The result is cached until the file at `path` changes."""
     stat = path.stat()
     stamp = stat.st_mtime_ns, stat.st_size
     if path not in _CACHE or _CACHE[path][0] != stamp:

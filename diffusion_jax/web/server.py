@@ -200,8 +200,6 @@ def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
 
 
 def _drawing(site: Site) -> list[Route]:
-    """Return the routes for models, jobs and their pictures."""
-
     async def models(request: Request) -> Response:
         waiting = await asyncio.to_thread(site.open_waiting)
         return JSONResponse({"models": [site.describe(name) for name in site.models],
@@ -275,8 +273,6 @@ def _drawing(site: Site) -> list[Route]:
 
 
 def _results(site: Site) -> list[Route]:
-    """Return the routes for sweeps, training curves and their pictures."""
-
     async def sweeps(request: Request) -> Response:
         read = lambda: results.sweeps(results.drawn_by(site.workdirs), site.show)
         return JSONResponse(untrusted.printable_json(await asyncio.to_thread(read)))
@@ -297,8 +293,6 @@ def _results(site: Site) -> list[Route]:
 
 
 def _file(name: str) -> Answer:
-    """Return a handler that serves one of the page's own files."""
-
     async def answer(request: Request) -> Response:
         content = (pathlib.Path(__file__).parent / name).read_text()
         return Response(content, media_type=_TYPES[name.rpartition(".")[2]])

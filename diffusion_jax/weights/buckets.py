@@ -3,13 +3,15 @@
 Object stores cannot rename files. So Orbax writes a checkpoint under its final name, and writes a
 commit file last. Each process writes its parts of arrays directly from memory with TensorStore's
 drivers. TensorStore supports both stores, but Orbax 0.12 supports only Google's. So this module
-replaces some private functions of Orbax and etils. Checkpoints in both stores have the same layout.
+replaces some private functions of Orbax and etils, which the extra [buckets] pins. Checkpoints in
+both stores have the same layout.
 """
 
 import functools
 import os
 from typing import Any
 
+import orbax.checkpoint as ocp
 from etils import epath
 
 from diffusion_jax.machine import remote
@@ -31,6 +33,16 @@ def _prepare() -> None:
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
+    replaced = {gcs_utils: ("_GCS_PATH_PREFIX", "get_kvstore_for_gcs"),
+                tensorstore_utils: ("_use_gcs_driver", "_normalize_path")}  # fmt: skip
+    missing = [
+        name for module in replaced for name in replaced[module] if not hasattr(module, name)
+    ]
+    if missing:
+        raise ValueError(
+            f"orbax-checkpoint {ocp.__version__} cannot write to buckets (it lacks "
+            f'{", ".join(missing)}): pip install "imagen-sd-jax[buckets]"'
+        )
     # epath prefers TensorFlow's file systems, which support neither S3 nor emulators.
     gpath._is_tf_installed = lambda: False
     google = gcs_utils.get_kvstore_for_gcs

@@ -386,6 +386,5 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return a leaf that has a sharding: its own, or else that of the first device."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,6 +1,6 @@
 """Job that measures weak scaling of Imagen's 64x64 base model on up to 64 H100 GPUs.
 
-docs/benchmarks.md describes the benchmark.
+docs/lab/benchmarks.md describes the benchmark.
 """
 
 from ml_collections import ConfigDict

@@ -112,7 +112,7 @@ def record(model: Model, samples: int) -> list[Block]:
             return model.task.loss(params, *args)
 
     frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, samples)
-    jax.eval_shape(loss, model.state.params, frozen, batch, memory.abstract_key())
+    jax.eval_shape(loss, model.state.params, frozen, batch, memory.abstract_keys(samples))
     if not blocks:
         raise ValueError("the loss calls no flax module, so there are no blocks: omit --profile")
     return list(blocks.values())

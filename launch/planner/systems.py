@@ -16,7 +16,7 @@ from diffusion_jax.train.optimizer import make_optimizer
 from diffusion_jax.train.state import TrainState, init_state
 from launch.planner import encoders
 
-_JPEG = 0.48  # Bytes per pixel at quality 95: docs/benchmarks.md, input pipeline.
+_JPEG = 0.48  # Bytes per pixel at quality 95: docs/lab/benchmarks.md, input pipeline.
 
 
 class Model(NamedTuple):

@@ -162,7 +162,6 @@ def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str,
 
 
 def _sources() -> Iterator[tuple[str, bytes]]:
-    """Yield the relative path and the content of each source file to submit."""
     root = pathlib.Path(__file__).parents[2]
     paths = [path for folder in _CODE for path in sorted((root / folder).rglob("*"))]
     for path in [*paths, root / "requirements.txt", root / "README.md", root / "docs/mlperf.md"]:

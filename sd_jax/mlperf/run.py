@@ -314,6 +314,5 @@ def _stop(run: OpenRun, status: str, step: int) -> str:
 
 
 def _trained(workdir: pathlib.Path) -> int:
-    """Return the step of the newest undamaged checkpoint, or 0 if there is none."""
     folder = workdir / runs.CHECKPOINTS
     return restore.newest_sound(folder) if restore.steps(folder) else 0

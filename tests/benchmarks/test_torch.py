@@ -12,7 +12,7 @@ pytest.importorskip("diffusers")
 
 @pytest.mark.slow
 def test_the_networks_are_equal_and_each_kind_of_work_has_a_ratio():
-    models = ["base", "efficient", "sd", "encode", "decode", "t5", "clip"]
+    models = ["sd", "encode", "decode", "t5", "clip"]
     ended = commands.run(
         "benchmarks.torch", f"--models={','.join(models)}", "--work=forward", "--width=32",
         "--rounds=1", devices=1,
@@ -25,13 +25,5 @@ def test_the_networks_are_equal_and_each_kind_of_work_has_a_ratio():
 
 
 def test_a_model_that_is_not_known_is_one_line():
-    ended = commands.run("benchmarks.torch", "--models=bse", devices=1)
-    assert ended.code == 2 and "--models is 'bse': did you mean 'base'?" in ended.err
-
-
-def test_options_that_torchs_networks_lack_are_named():
-    from benchmarks import nemo_torch
-    from imagen_jax.unet import UNet
-
-    with pytest.raises(ValueError, match=r"do not implement dropout=0\.1: they need attention=fus"):
-        nemo_torch.make(UNet(image_size=64, dropout=0.1), 8)
+    ended = commands.run("benchmarks.torch", "--models=dcode", devices=1)
+    assert ended.code == 2 and "--models is 'dcode': did you mean 'decode'?" in ended.err

@@ -89,15 +89,12 @@ def test_the_next_item_is_read_while_one_is_written(tmp_path):
 def test_open_data_reach_another_process_as_the_call_that_opened_them(tmp_path):
     digits.write_examples(tmp_path, 3, size=8)
     opened = sources.open_records(Data("folder", path=str(tmp_path)))
-    again = pickle.loads(pickle.dumps(opened))
-    assert again is not opened and again.texts([0, 2]) == opened.texts([0, 2])
-    assert pickle.loads(pickle.dumps(opened)) is again  # Once in a process.
-    double = pickle.loads(pickle.dumps(engines.Program(power, 2)))
-    assert double(3) == 8
-    pictures = pickle.loads(pickle.dumps(sources.open_pictures(Data("synthetic"), 8)))
-    assert pickle.loads(pickle.dumps(pictures)) is pictures  # Beam's workers pass it on.
-    with pytest.raises(TypeError, match="Portable cannot be pickled: call made_by on it first"):
-        pickle.dumps(engines.Portable())
+    sent = lambda value: pickle.loads(engines.pickled(value))
+    read = functools.partial(opened.texts, [0, 2])
+    again = sent(opened)
+    assert again is not opened and again.texts([0, 2]) == opened.texts([0, 2]) == sent(read)()
+    assert sent(opened) is again  # Once in a process.
+    assert sent(engines.Program(power, 2))(3) == 8
 
 
 def power(base):

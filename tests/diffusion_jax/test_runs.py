@@ -79,6 +79,13 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
     assert stored(tmp_path) == json.loads(json.dumps({"version": versions.VERSION, **complete}))
 
 
+def test_a_run_of_an_earlier_version_continues_with_a_warning_about_its_noise(tmp_path, caplog):
+    write(tmp_path, systems.complete(config()), version=versions.IMAGE_KEYS - 1)
+    for warned in (1, 1):  # The second start finds the present version.
+        runs.claim(tmp_path, config())
+        assert caplog.text.count("the noise of each image comes from its own key") == warned
+
+
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
 def test_a_workdir_may_be_in_two_kinds_of_store(kind):
     with pytest.raises(

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax import task
+from diffusion_jax import model, task
 from diffusion_jax.machine import log
 
 
 def test_losses_are_summed_and_counted_within_ranges_of_sigma():
     sigma = jnp.array([0.01, 0.1, 0.11, 0.5, 2.0, 3.5, 80.0])  # An edge belongs to what is below.
     loss = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
-    metrics = task.loss_by_noise_level(loss, sigma)
+    metrics = model.loss_by_noise_level(loss, sigma)
     np.testing.assert_array_equal(metrics["level_loss"], [3, 4, 8, 16, 96])
     np.testing.assert_array_equal(metrics["level_count"], [2, 1, 1, 1, 2])
 
@@ -30,7 +30,7 @@ def test_means_are_over_samples_and_empty_ranges_are_left_out():
 
 
 def test_a_loss_that_is_not_finite_stays_within_its_range():
-    metrics = task.loss_by_noise_level(jnp.array([jnp.nan, 2.0]), jnp.array([0.2, 5.0]))
+    metrics = model.loss_by_noise_level(jnp.array([jnp.nan, 2.0]), jnp.array([0.2, 5.0]))
     np.testing.assert_array_equal(metrics["level_loss"], [0, np.nan, 0, 0, 2])
 
 
@@ -46,9 +46,3 @@ def test_pixels_are_what_either_form_of_their_division_gives():
     other = lambda images: jnp.asarray(images, jnp.float32) / 127.5 - 1
     np.testing.assert_array_equal(task.to_range(images), other(images))
     np.testing.assert_array_equal(jax.jit(task.to_range)(images), jax.jit(other)(images))
-
-
-def test_texts_are_dropped_as_often_as_the_config_says():
-    kept = np.asarray(task.kept_texts(jax.random.key(1), 1000, 0.1))
-    assert abs(1 - kept.mean() - 0.1) < 4 * (0.1 * 0.9 / 1000) ** 0.5  # Four standard deviations.
-    assert task.kept_texts(jax.random.key(1), 1000, 0.0).all()

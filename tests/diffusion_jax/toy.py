@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from diffusion_jax.diffusion import grids, guidance, noise, onestep, precond, samplers
 from diffusion_jax.machine import sharding
-from diffusion_jax.task import Measure, Task, loss_by_noise_level, to_range
+from diffusion_jax.model import loss_by_noise_level
+from diffusion_jax.task import Measure, Task, to_range
 from diffusion_jax.text import hashed
+from tests.diffusion_jax import training_noise
 
 SIZE, WIDTH, TOKENS, HIDDEN = 8, 32, 6, 384
 RULES = [(r"kernel$", sharding.FSDP), (r"bias$", sharding.P())]
@@ -44,11 +46,11 @@ def task(encoder=ENCODER):
         text, mask = encoder.encode(frozen["text"], batch)
         return (text * mask[..., None]).mean(1) @ frozen["projection"]["kernel"]
 
-    def loss(params, frozen, batch, key):
-        key_sigma, key_eps = jax.random.split(key)
+    def loss(params, frozen, batch, keys):
         x0 = batch["image"].astype(jnp.float32) / 127.5 - 1
-        sigma = noise.draw_lognormal(-1.2, 1.2)(key_sigma, len(x0))
-        eps = jax.random.normal(key_eps, x0.shape)
+        draw = lambda key: noise.draw_lognormal(-1.2, 1.2)(key, 1)[0]
+        sigma = training_noise.draw(keys, training_noise.SIGMA, draw)
+        eps = samplers.initial_noise(keys, shape, 1)
         each = precond.loss(network(params, pooled(frozen, batch)), EDM, x0, eps, sigma)
         return each.mean(), loss_by_noise_level(each, sigma)
 

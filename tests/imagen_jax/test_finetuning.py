@@ -1,18 +1,21 @@
 """Ten pictures of a new word, by the commands: prior, LoRA, drawing, and drawing over pictures."""
 
+import contextlib
 import json
+import pathlib
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import finetuning
 from diffusion_jax import finetune, runs
 from diffusion_jax.weights import restore
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 
 pytestmark = pytest.mark.slow
+GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "finetuning.md"
 
 
 def run(name, *arguments):
@@ -39,11 +42,13 @@ def draw(out, *arguments):
 def adapting(trained, tmp_path_factory):
     """A run of LoRA on `trained` with what that drew before as its prior, in two commands."""
     folder = tmp_path_factory.mktemp("finetuning")
-    finetuning.main(["pictures", f"--out={folder / 'pink'}"])
+    (code,) = re.findall(r"```python\n((?:(?!```).)*ten_pink.*?)```", GUIDE.read_text(), re.S)
+    with contextlib.chdir(folder):
+        exec(code)
     draw(folder / "before", f"--workdir={trained}")
     arguments = (
         *TINY, f"--config.unet.weights={trained}", "--config.data.source=folder",
-        f"--config.data.path={folder / 'pink'}", f"--config.data.prior={folder / 'before'}",
+        f"--config.data.path={folder / 'ten_pink'}", f"--config.data.prior={folder / 'before'}",
         "--config.lora.rank=2", f"--workdir={folder / 'run'}", "--config.save_every=2",
     )  # fmt: skip
     told = run("train", *arguments, "--config.steps=2").out

@@ -13,6 +13,7 @@ from imagen_jax import task
 from imagen_jax.settings import read_settings
 from sd_jax import sampling
 from sd_jax import task as sd_task
+from tests.diffusion_jax import training_noise
 from tests.imagen_jax import test_task as imagen
 from tests.sd_jax import test_task as sd
 from tests.sd_jax import tiny
@@ -20,7 +21,7 @@ from tests.sd_jax import tiny
 METHOD = "meanflow(omega={omega}, kappa={kappa}, every=1)"
 
 
-def network(params, x, time, text, *mask, **_):
+def network(params, x, time, text, text_mask=None):
     """Each input counts, and each place in the text."""
     places = jnp.arange(1.0, 1 + text.shape[1])[:, None]
     seen = jnp.sin(time / 3) + (text * places).mean((1, 2))
@@ -54,8 +55,9 @@ def papers_loss(params, x0, eps, sigmas, keep, text, empty, omega, kappa):
     return (error / jax.lax.stop_gradient(error + 0.01)).mean()
 
 
-def check(made, frozen, batch, key, inputs, guidance):
-    (loss, metrics), grads = jax.value_and_grad(made.loss, has_aux=True)(PARAMS, frozen, batch, key)
+def check(made, frozen, batch, keys, inputs, guidance):
+    gradient = jax.value_and_grad(made.loss, has_aux=True)
+    (loss, metrics), grads = gradient(PARAMS, frozen, batch, keys)
     expected, expected_grads = jax.value_and_grad(papers_loss)(PARAMS, *inputs, *guidance)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for name, grad in expected_grads.items():
@@ -71,17 +73,19 @@ def test_imagens_loss_is_the_papers(guidance):
         sampler__name="ddim", diffusion__method=METHOD.format(omega=omega, kappa=kappa),
     )  # fmt: skip
     encoder = lookup.open_encoder(s.text)
-    batch, key = imagen.a_batch(encoder), jax.random.key(3)
+    batch, keys = imagen.a_batch(encoder), training_noise.keys_of(4)
     made = task.make_task(imagen.with_network(s, network), encoder)
-    key_sigma, key_eps, key_drop, *_ = jax.random.split(key, 5)
-    sigmas = [
-        jnp.exp(jax.random.normal(k, (4,))) for k in (key_sigma, jax.random.fold_in(key_sigma, 1))
-    ]
-    eps = jax.random.normal(key_eps, (4, 8 * 8 * 3)).reshape(4, 8, 8, 3)
-    keep = jax.random.bernoulli(key_drop, 0.5, (4,))
+    eps = training_noise.normal(keys, 0, 8 * 8 * 3).reshape(4, 8, 8, 3)
+    sigmas, keep = two_levels(keys), training_noise.kept(keys, 0.5)
     assert 0 < keep.sum() < 4
     inputs = batch["image"] / 127.5 - 1, eps, sigmas, keep, encoder.encode((), batch)[0], 0.0
-    check(made, (), batch, key, inputs, guidance)
+    check(made, {"text": ()}, batch, keys, inputs, guidance)
+
+
+def two_levels(keys):
+    """The noise levels at the ends of the images' intervals of time."""
+    numbers = training_noise.SIGMA, training_noise.SECOND_SIGMA
+    return [jnp.exp(training_noise.normal(keys, number, 1)[:, 0]) for number in numbers]
 
 
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
@@ -96,20 +100,17 @@ def test_stable_diffusions_loss_is_the_papers(drop_to):
         None,
     )
     encoder = hashed._replace(encode=encode)
-    batch, key = {"moments": sd.moments(), **encoder.tokenize(sd.CAPTIONS)}, jax.random.key(3)
+    batch = {"moments": sd.moments(), **encoder.tokenize(sd.CAPTIONS)}
+    keys = training_noise.keys_of(4)
     made = sd_task.make_task(sd.with_network(s, network), encoder, sd.PARAMS)
-    key_sigma, key_eps, key_drop, key_posterior, _ = jax.random.split(key, 5)
-    draw = lambda k: jax.random.normal(k, (4, 64)).reshape(4, 4, 4, 4)
     mean, log_variance = jnp.split(sd.moments(), 2, axis=-1)
-    x0 = s.latents.scale * (mean + jnp.exp(log_variance / 2) * draw(key_posterior))
-    sigmas = [
-        jnp.exp(jax.random.normal(k, (4,))) for k in (key_sigma, jax.random.fold_in(key_sigma, 1))
-    ]
-    keep = jax.random.bernoulli(key_drop, 1 - s.text.drop_prob, (4,))
+    x0 = s.latents.scale * (mean + jnp.exp(log_variance / 2) * sd.posterior_noise(keys))
+    eps = training_noise.normal(keys, 0, 64).reshape(4, 4, 4, 4)
+    sigmas, keep = two_levels(keys), training_noise.kept(keys, s.text.drop_prob)
     assert 0 < keep.sum() < 4
     empty = encode((), encoder.tokenize([""]))[0] if drop_to == "empty" else 0.0
-    inputs = x0, draw(key_eps), sigmas, keep, encode((), batch)[0], empty
-    check(made, {"text": (), "vae": None}, batch, key, inputs, (2.0, 0.0))
+    inputs = x0, eps, sigmas, keep, encode((), batch)[0], empty
+    check(made, {"text": (), "vae": None}, batch, keys, inputs, (2.0, 0.0))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -122,13 +123,14 @@ def test_each_step_of_sampling_goes_along_the_mean_velocity(steps):
     batch = encoder.tokenize(imagen.CAPTIONS)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     made = task.make_task(imagen.with_network(s, network), encoder)
-    start = made.begin(PARAMS, (), batch, keys, None)
+    start = made.begin(PARAMS, {"text": ()}, batch, keys, None)
     times = start.sigmas / (1 + start.sigmas)
     z, text = start.x / (1 + start.sigmas[0]), encoder.encode((), batch)[0]
     assert len(times) == steps + 1 and times[-1] == 0
     for t, r in itertools.pairwise(times):
         z -= (t - r) * velocity(PARAMS, z, jnp.full(4, t), jnp.full(4, t - r), text)
-    np.testing.assert_allclose(made.sample(PARAMS, (), batch, keys, None), z, rtol=1e-4, atol=1e-5)
+    drawn = made.sample(PARAMS, {"text": ()}, batch, keys, None)
+    np.testing.assert_allclose(drawn, z, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampler", ["heun", "ddim(eta=0.5)", "euler_ancestral", "dpmpp_2m"])

@@ -11,11 +11,12 @@ from configs import quickstart, quickstart_mp
 from diffusion_jax.draw import program
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
-from diffusion_jax.train import loop, parts
+from diffusion_jax.train import loop
 from diffusion_jax.train.optimizer import for_mesh, make_optimizer
 from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.settings import read_settings
+from tests.diffusion_jax import training_noise
 
 MESHES = [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4)]
 MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]  # Of a device: four passes each.
@@ -41,24 +42,24 @@ def system(config=quickstart):
 def test_the_loss_is_that_of_one_device_where_all_axes_split():
     """The forward pass alone, which compiles in seconds; the rest is slow."""
     _, imagen, batch = system()
-    key, losses = jax.random.key(3), []
+    keys, losses = training_noise.keys_of(8), []
     for sizes in [(1, 1, 1), (2, 2, 2)]:
         mesh = sharding.make_mesh(*sizes)
         where = sharding.shardings(initial(), mesh, imagen.rules, fsdp_min_size=32)
         params = jax.device_put(initial(), where)
         placed = jax.device_put(batch, sharding.batch_sharding(mesh))
-        losses.append(jax.jit(imagen.loss)(params, (), placed, key)[0])
+        losses.append(jax.jit(imagen.loss)(params, {"text": ()}, placed, keys)[0])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
     _, imagen, batch = system()
-    key, loss = jax.random.key(3), jax.jit(imagen.loss)
+    keys, loss, frozen = training_noise.keys_of(8), jax.jit(imagen.loss), {"text": ()}
     micro = [
-        loss(initial(), (), {k: v[i::2] for k, v in batch.items()}, parts.key_of(key, i, 2))[0]
+        loss(initial(), frozen, {k: v[i::2] for k, v in batch.items()}, keys[i::2])[0]
         for i in range(2)
     ]
-    whole = loss(initial(), (), batch, key)[0]
+    whole = loss(initial(), frozen, batch, keys)[0]
     assert abs(micro[0] - micro[1]) > 1e-3  # They hold other pictures and other noise.
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
 
@@ -80,10 +81,10 @@ def run(sizes, micro_batch=0, config=quickstart):
     step = loop.make_step(imagen, optimizer, tx, where)
     losses = []
     for _ in range(3):
-        state, metrics = step(state, (), placed, key)
+        state, metrics = step(state, {"text": ()}, placed, key)
         losses.append(float(metrics["loss"]))
     texts = {k: v for k, v in batch.items() if k != "image"}
-    draw = program.make_draw(imagen.sample, (), mesh)
+    draw = program.make_draw(imagen.sample, {"text": ()}, mesh)
     pictures = draw(state.params, texts, list(range(8)), np.full(8, 2.0, np.float32))
     return losses, jax.device_get(state.params), pictures
 

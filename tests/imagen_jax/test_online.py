@@ -82,14 +82,14 @@ def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
     s = settings(weights=str(folder))
     encoder = lookup.open_encoder(s.text)
     imagen = task.make_task(s, encoder)
-    assert imagen.frozen is encoder.frozen
+    assert imagen.frozen["text"] is encoder.frozen
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     frozen = jax.tree.map(shape, imagen.frozen)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
     batch = encoder.tokenize(["a red seven"] * 8) | {"image": np.zeros((8, 8, 8, 3), np.uint8)}
     params = jax.eval_shape(imagen.init, jax.random.key(0))
-    key = jax.random.key(1)
-    program, (loss, _) = jax.make_jaxpr(imagen.loss, return_shape=True)(params, frozen, batch, key)
+    keys = jax.random.split(jax.random.key(1), 8)
+    program, (loss, _) = jax.make_jaxpr(imagen.loss, return_shape=True)(params, frozen, batch, keys)
     largest = max(np.size(constant) for constant in program.consts)
     assert largest < 1000 < encoder.frozen["params"]["token_embedding"].size
     assert (loss.shape, loss.dtype) == ((), np.float32)

@@ -75,11 +75,12 @@ def test_the_rows_are_ordinary_inputs_of_the_loss(path):
     tiny = toy.task(encoder)
     params = tiny.init(jax.random.key(0))
     grad = jax.jit(jax.grad(lambda *a: tiny.loss(*a)[0]))
-    alone = grad(params, tiny.frozen, batch, jax.random.key(1))
+    keys = jax.random.split(jax.random.key(1), len(batch["image"]))
+    alone = grad(params, tiny.frozen, batch, keys)
     where = sharding.batch_sharding(sharding.make_mesh())
     spread = {name: sharding.place(array, where) for name, array in batch.items()}
     assert len(spread["text_values"].addressable_shards) == 8
-    together = grad(params, tiny.frozen, spread, jax.random.key(1))
+    together = grad(params, tiny.frozen, spread, keys)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, alone, together)
 

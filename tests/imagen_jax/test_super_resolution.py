@@ -14,6 +14,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.task import to_range
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import read_settings
+from tests.diffusion_jax import training_noise
 
 CAPTIONS = ["a red seven on gray paper", "a blue three on white paper"] * 32
 
@@ -35,7 +36,7 @@ def seen_by(s, run):
     """What a network in the UNet's place is called with while run(task) goes on."""
     calls = []
 
-    def apply(params, x, time, text, mask, low_res, low_res_time, **_):
+    def apply(params, x, time, text, text_mask, low_res, low_res_time=None):
         calls.append((x, time, low_res, low_res_time))
         return jnp.repeat(jnp.repeat(low_res, 4, axis=1), 4, axis=2)
 
@@ -70,13 +71,15 @@ def test_noise_is_scaled_as_the_large_images_is():
     s = np.array([0.01, 0.3, 5.0], np.float32)
     low = super_resolution.with_noise(*map(jnp.asarray, (y, s, z)), precond.edm(0.5))
     column = s[:, None, None, None]
-    np.testing.assert_allclose(low.image, (y + column * z) / np.sqrt(column**2 + 0.25), rtol=1e-5)
-    np.testing.assert_allclose(low.time, np.log(s) / 4, rtol=1e-6)
+    np.testing.assert_allclose(
+        low["low_res"], (y + column * z) / np.sqrt(column**2 + 0.25), rtol=1e-5
+    )
+    np.testing.assert_allclose(low["low_res_time"], np.log(s) / 4, rtol=1e-6)
 
 
 def train(made, encoder):
     batch = {"image": jnp.asarray(images(16)), **encoder.tokenize(CAPTIONS)}
-    return made.loss({}, (), batch, jax.random.key(0))
+    return made.loss({}, {"text": ()}, batch, training_noise.keys_of(64))
 
 
 def test_training_draws_a_noise_level_for_each_small_image_of_its_own():
@@ -103,7 +106,7 @@ def test_without_noise_the_network_sees_the_small_image_as_it_is():
 def draw(small, keys):
     def run(made, encoder):
         texts = encoder.tokenize(CAPTIONS[: len(small)])
-        return made.sample({}, (), {"low_res": small, **texts}, keys, None)
+        return made.sample({}, {"text": ()}, {"low_res": small, **texts}, keys, None)
 
     return run
 

@@ -13,6 +13,7 @@ from diffusion_jax.precache import lookup
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import read_settings
+from tests.diffusion_jax import training_noise
 
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
 
@@ -95,26 +96,20 @@ def test_the_loss_is_the_papers(network, precond, noise, distance):
     apply, params = network
     s = settings(diffusion__precond=precond, diffusion__noise=noise, diffusion__distance=distance)
     encoder = lookup.open_encoder(s.text)
-    batch, key = a_batch(encoder), jax.random.key(3)
-    calls = []
+    batch, keys = a_batch(encoder), training_noise.keys_of(4)
+    tiny = task.make_task(with_network(s, apply), encoder)
+    actual, metrics = tiny.loss(params, {"text": ()}, batch, keys)
 
-    def record(params, x, time, text, mask, *low_res, train, rngs):
-        calls.append((train, list(rngs)))
-        return apply(params, x, time, text, mask)
-
-    tiny = task.make_task(with_network(s, record), encoder)
-    actual, metrics = tiny.loss(params, (), batch, key)
-    assert calls == [(True, ["dropout"])]
-
-    key_sigma, key_eps, key_drop, _ = jax.random.split(key, 4)
     if noise == "lognormal":
-        normal = np.float64(jax.random.normal(key_sigma, (4,)))
+        normal = np.float64(training_noise.normal(keys, training_noise.SIGMA, 1)[:, 0])
         sigma = np.exp(s.diffusion.p_mean + s.diffusion.p_std * normal)
     else:
-        sigma = np.exp(-log_snr(noise, np.float64(jax.random.uniform(key_sigma, (4,)))) / 2)
-    eps = np.float64(jax.random.normal(key_eps, (4, 8 * 8 * 3))).reshape(4, 8, 8, 3)
+        uniform = lambda key: jax.random.uniform(key, (1,))[0]
+        time = training_noise.draw(keys, training_noise.SIGMA, uniform)
+        sigma = np.exp(-log_snr(noise, np.float64(time)) / 2)
+    eps = np.float64(training_noise.normal(keys, 0, 8 * 8 * 3)).reshape(4, 8, 8, 3)
     x0 = np.float64(batch["image"]) * 2 / 255 - 1
-    keep = np.asarray(jax.random.bernoulli(key_drop, 0.5, (4, 1, 1)))
+    keep = np.asarray(training_noise.kept(keys, 0.5))[:, None, None]
     assert 0 < keep.sum() < 4
     text, mask = encoder.encode((), batch)
 
@@ -134,11 +129,12 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
     encoder = lookup.open_encoder(s.text)
     batch, seen = a_batch(encoder), []
 
-    def record(params, x, time, text, mask, *low_res, **_):
-        seen.append((text, mask))
+    def record(params, x, time, text, text_mask):
+        seen.append((text, text_mask))
         return x
 
-    task.make_task(with_network(s, record), encoder).loss(None, (), batch, jax.random.key(0))
+    made = task.make_task(with_network(s, record), encoder)
+    made.loss(None, {"text": ()}, batch, training_noise.keys_of(4))
     ((text, mask),) = seen
     assert not text.any()
     np.testing.assert_array_equal(mask, batch["text_mask"])
@@ -156,9 +152,9 @@ def knows_the_answer(s):
     scalings = s.diffusion.objective.scalings
     sigma_of = SIGMA_OF_TIME.get(kind, lambda t: jnp.exp(-t / 2))
 
-    def apply(params, x, time, text, mask, *low_res):
+    def apply(params, x, time, text, text_mask):
         c_skip, c_out, c_in, _ = (c[:, None, None, None] for c in scalings(sigma_of(time)))
-        level = grey(text, mask)[:, None, None, None]
+        level = grey(text, text_mask)[:, None, None, None]
         return (level - c_skip * (x / c_in)) / c_out
 
     return apply
@@ -173,7 +169,7 @@ def draw(s, scale):
     encoder = lookup.open_encoder(s.text)
     tiny = task.make_task(with_network(s, knows_the_answer(s)), encoder)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
-    return tiny.sample(None, (), encoder.tokenize(CAPTIONS), keys, scale)
+    return tiny.sample(None, {"text": ()}, encoder.tokenize(CAPTIONS), keys, scale)
 
 
 WORDS = np.array([6, 2, 1, 6])
@@ -215,9 +211,11 @@ def test_a_picture_is_drawn_over_as_strength_and_mask_say():
     images = np.asarray(given["image"]) / 127.5 - 1
 
     def drawn(strength, *names):
-        tiny = task.make_task(with_network(s, knows_the_answer(s)), encoder, strength=strength)
+        s_tiny = with_network(s, knows_the_answer(s))
+        begin = task.make_begin(s_tiny, encoder, strength=strength)
         batch = {k: v for k, v in given.items() if k not in ("image", "mask") or k in names}
-        return np.asarray(tiny.sample(None, (), batch, keys, None))
+        sample = samplers.make_sample(begin, s.sampler)
+        return np.asarray(sample(None, {"text": ()}, batch, keys, None))
 
     plain = drawn(1.0)
     np.testing.assert_array_equal(drawn(1.0, "image"), plain)

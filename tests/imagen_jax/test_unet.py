@@ -204,7 +204,7 @@ def test_dropout_acts_in_training_only_and_by_its_key():
     plain = apply()(params, **given)
     np.testing.assert_array_equal(apply(dropout=0.5)(params, **given), plain)
     draw = lambda seed: apply(dropout=0.5)(
-        params, **given, train=True, rngs={"dropout": jax.random.key(seed)}
+        params, **given, dropout_keys=jax.random.split(jax.random.key(seed), 2)
     )
     np.testing.assert_array_equal(draw(0), draw(0))
     assert np.abs(draw(0) - draw(1)).max() > 0.1 and np.abs(draw(0) - plain).max() > 0.1

@@ -165,15 +165,6 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(page):
         assert page.evaluate("document.documentElement.scrollWidth") == 390, tab
 
 
-def test_a_mistake_is_said(page):
-    draw(page, sampler="huen")
-    expect(page.locator("#status")).to_contain_text("is 'huen': did you mean 'heun'?")
-    draw(page, sampler="ddim", steps=2000)
-    expect(page.locator("#status")).to_have_text(
-        "steps is 2000: it must be at most 1,000 on this page"
-    )
-
-
 def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enlarger, tmp_path):
     stages = f"{trained},{enlarger}"
     with (

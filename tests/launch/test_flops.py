@@ -34,8 +34,8 @@ def count(function, *shapes):
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_models_cost_what_is_known_of_them(name):
     model = systems.read(importlib.import_module(f"configs.{name}").get_config().to_dict())
-    loss = jax.make_jaxpr(lambda p, b, k: model.task.loss(p, (), b, k))
-    forward = loss(model.state.params, memory.batch_of(model.example, 1), memory.abstract_key())
+    loss = jax.make_jaxpr(lambda p, b, k: model.task.loss(p, {"text": ()}, b, k))
+    forward = loss(model.state.params, memory.batch_of(model.example, 1), memory.abstract_keys(1))
     assert 3 * flops.count(forward.jaxpr) / 1e12 == pytest.approx(KNOWN[name], rel=0.006)
 
 

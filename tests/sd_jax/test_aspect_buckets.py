@@ -13,6 +13,7 @@ from diffusion_jax.precache.moments import Work
 from diffusion_jax.task import to_range
 from diffusion_jax.text import hashed
 from sd_jax import precache, train
+from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 
 SHAPES = ((8, 8), (4, 16))
@@ -82,7 +83,8 @@ def test_training_takes_steps_of_each_shape(vae, stored):
         loss = jax.jit(inputs.task.loss)
         params = tiny.random_params(inputs.task)
         for batch in batches.examples():
-            value, _ = loss(params, inputs.task.frozen, batch, jax.random.key(0))
+            keys = training_noise.keys_of(len(batch["moments"]))
+            value, _ = loss(params, inputs.task.frozen, batch, keys)
             losses[batch["moments"].shape[1:3]] = float(value)
     assert set(losses) == {(4, 4), (2, 8)} and all(np.isfinite(v) for v in losses.values())
 

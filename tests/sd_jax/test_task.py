@@ -12,9 +12,9 @@ from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
-from diffusion_jax.train import parts
 from sd_jax import sampling, task
 from sd_jax.vae import VAE
+from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 from tests.sd_jax.test_sampling import SWAYED
 
@@ -60,20 +60,25 @@ class PlainVAE(VAE):
         return 3 * z
 
 
-def ldm_loss(s, batch, key, f):
+def posterior_noise(keys):
+    """The noise with which a training step draws latents, [B, 4, 4, 4]."""
+    of_target = training_noise.draw(keys, training_noise.TARGET, lambda key: key)
+    return training_noise.normal(of_target, 1, 64).reshape(4, 4, 4, 4)
+
+
+def ldm_loss(s, batch, keys, f):
     """Each image's loss in float64, as LDM writes it; f maps x_t, t and text to the prediction."""
-    key_sigma, key_eps, key_drop, key_posterior, key_offset = jax.random.split(key, 5)
-    draw = lambda k: np.float64(jax.random.normal(k, (4, 64))).reshape(4, 4, 4, 4)
     mean, log_variance = np.split(np.float64(batch["moments"]), 2, axis=-1)
-    x0 = s.latents.scale * (mean + np.exp(log_variance / 2) * draw(key_posterior))
-    eps = draw(key_eps)
+    x0 = s.latents.scale * (mean + np.exp(log_variance / 2) * np.float64(posterior_noise(keys)))
+    eps = np.float64(training_noise.normal(keys, 0, 64)).reshape(4, 4, 4, 4)
     if s.diffusion.offset_noise:
-        shift = np.float64(jax.random.normal(key_offset, (4, 1, 1, 4)))
+        shift = np.float64(training_noise.normal(keys, training_noise.OFFSET, 1, 1, 4))
         eps = eps + s.diffusion.offset_noise * shift
-    t = np.asarray(jax.random.randint(key_sigma, (4,), 0, 1000))
+    step = lambda key: jax.random.randint(key, (1,), 0, 1000)[0]
+    t = np.asarray(training_noise.draw(keys, training_noise.SIGMA, step))
     a = np.sqrt(ABAR[t])[:, None, None, None]
     b = np.sqrt(1 - a**2)
-    keep = np.asarray(jax.random.bernoulli(key_drop, 1 - s.text.drop_prob, (4,)))
+    keep = np.asarray(training_noise.kept(keys, s.text.drop_prob))
     assert 0 < keep.sum() < 4
     target = eps if s.diffusion.predicts == "eps" else a * eps - b * x0
     snr = (a**2 / b**2)[:, 0, 0, 0]
@@ -106,9 +111,9 @@ def test_the_loss_is_ldms(changes, drop_to):
         jnp.asarray(batch["text_mask"]),
     )
     encoder = hashed._replace(encode=encode)
-    batch, key = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, jax.random.key(3)
+    batch, keys = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, training_noise.keys_of(4)
     made = task.make_task(with_network(s, plain_network), encoder, PARAMS)
-    actual, metrics = jax.jit(made.loss)((), {"text": (), "vae": None}, batch, key)
+    actual, metrics = jax.jit(made.loss)((), {"text": (), "vae": None}, batch, keys)
 
     text = np.array(encode((), encoder.tokenize(CAPTIONS))[0])
     empty = np.array(encode((), encoder.tokenize([""]))[0]) if drop_to == "empty" else 0
@@ -118,7 +123,7 @@ def test_the_loss_is_ldms(changes, drop_to):
         seen = np.concatenate([seen, np.zeros((4, 2, 24))], axis=1)  # NeMo's padding.
         return np.float64(plain_network((), *(jnp.asarray(a, jnp.float32) for a in (x, t, seen))))
 
-    weighted, plain = ldm_loss(s, batch, key, f)
+    weighted, plain = ldm_loss(s, batch, keys, f)
     # Float32 against float64; time comes back from sigma to within 1e-3 of a step.
     np.testing.assert_allclose(actual, weighted.mean(), rtol=1e-4)
     np.testing.assert_allclose(metrics["level_loss"].sum(), plain.sum(), rtol=1e-4)
@@ -130,14 +135,16 @@ def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
     made = task.make_task(s, encoder, PARAMS)
     images = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 3), np.uint8)
     words = encoder.tokenize(CAPTIONS)
-    loss = jax.jit(lambda batch, key: made.loss((), frozen, batch, key)[0])
+    loss = jax.jit(lambda batch, keys: made.loss((), frozen, batch, keys)[0])
+    keys = [training_noise.keys_of(4, seed) for seed in range(2)]
     stored = s.vae.encode(jnp.asarray(images, jnp.float32) / 127.5 - 1)
-    online = [loss({"image": images, **words}, jax.random.key(i)) for i in range(2)]
-    cached = [loss({"moments": stored, **words}, jax.random.key(i)) for i in range(2)]
+    online = [loss({"image": images, **words}, each) for each in keys]
+    cached = [loss({"moments": stored, **words}, each) for each in keys]
     np.testing.assert_allclose(online, cached, rtol=1e-5)
     assert online[0] != online[1]
 
-    sample = task.posterior_sample(jax.random.key(0), jnp.tile(stored[:1], (4096, 1, 1, 1)))
+    many = training_noise.keys_of(4096)
+    sample = sampling.posterior_sample(many, jnp.tile(stored[:1], (4096, 1, 1, 1)))
     mean, log_variance = np.split(np.asarray(stored[0]), 2, axis=-1)
     # 4096 draws: the mean is known to std / 64, five of these for 64 numbers.
     np.testing.assert_allclose((sample.mean(0) - mean) / np.exp(log_variance / 2), 0, atol=5 / 64)
@@ -150,12 +157,12 @@ def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
     encoder = lookup.open_encoder(s.text)
     loss = jax.jit(task.make_task(s, encoder, None).loss)
     batch = {"moments": moments(), **encoder.tokenize(CAPTIONS)}
-    key = jax.random.key(3)
+    keys = training_noise.keys_of(4)
     micro = [
-        loss((), {"text": ()}, {k: v[i::2] for k, v in batch.items()}, parts.key_of(key, i, 2))[0]
+        loss((), {"text": ()}, {k: v[i::2] for k, v in batch.items()}, keys[i::2])[0]
         for i in range(2)
     ]
-    whole = loss((), {"text": ()}, batch, key)[0]
+    whole = loss((), {"text": ()}, batch, keys)[0]
     assert abs(micro[0] - micro[1]) > 1e-3  # They hold other latents and other noise.
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
 

@@ -16,6 +16,7 @@ from diffusion_jax.train import loop
 from diffusion_jax.weights import restore
 from sd_jax import train_vae
 from sd_jax.weights import initial, names
+from tests.diffusion_jax import training_noise
 from tests.sd_jax import tiny
 
 
@@ -41,14 +42,14 @@ def test_the_loss_is_the_error_and_the_divergence_of_each_value(distance, power)
     s = read(reconstruction__distance=distance, reconstruction__kl=0.1)
     params = jax.tree.map(jnp.asarray, tiny.vae_params())
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
-    key, x = jax.random.key(1), images / 127.5 - 1
-    loss, metrics = jax.jit(train_vae.make_task(s).loss)(params, (), {"image": images}, key)
+    keys, x = training_noise.keys_of(2), images / 127.5 - 1
+    loss, metrics = jax.jit(train_vae.make_task(s).loss)(params, (), {"image": images}, keys)
     encode, decode = (
         jax.jit(functools.partial(s.vae.apply, method=m)) for m in ("encode", "decode")
     )
     moments = encode(params, jnp.float32(x))
     mean, log_variance = np.split(np.float64(moments), 2, axis=-1)
-    draw = np.float64(jax.random.normal(key, (2, 64))).reshape(mean.shape)
+    draw = np.float64(training_noise.normal(keys, 1, 64)).reshape(mean.shape)
     z = mean + np.exp(log_variance / 2) * draw
     decoded = np.float64(decode(params, jnp.float32(z)))
     error = (np.abs(decoded - x) ** power).mean()

@@ -18,7 +18,8 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.evaluate import loop
 from diffusion_jax.metrics import clip_towers, extractors, weights
 from diffusion_jax.metrics.clip_towers import Clip
-from diffusion_jax.task import Task, loss_by_noise_level
+from diffusion_jax.model import loss_by_noise_level
+from diffusion_jax.task import Task
 from diffusion_jax.train import checkpoint
 from sd_jax import task
 from sd_jax.mlperf import __main__ as mlperf
@@ -66,8 +67,8 @@ def make_task(s, encoder, vae_params):
     def init(key):
         return {"bias": jnp.zeros(3)}
 
-    def loss(params, frozen, batch, key):
-        noise = jax.random.normal(key, (len(batch["moments"]), 3))
+    def loss(params, frozen, batch, keys):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
         slope = 1 + 0.1 * (batch["moments"].mean((1, 2, 3))[:, None] + noise)
         per_image = (slope * params["bias"]).sum(1)
         return per_image.mean(), loss_by_noise_level(per_image, jnp.ones(len(per_image)))

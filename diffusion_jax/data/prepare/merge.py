@@ -158,11 +158,9 @@ class _Places(NamedTuple):
     """The number of ranges of keys, which is set once the tables of all tars are written."""
 
     def listed(self, tar: int) -> pathlib.Path:
-        """Return the path of the temporary table that lists the embeddings in tar number `tar`."""
         return self.folder / f"listed-{tar:08}"
 
     def sorted(self, number: int) -> pathlib.Path:
-        """Return the path of the temporary table of all embeddings with keys in range `number`."""
         return self.folder / f"sorted-{number:08}"
 
     def sort(self, number: int) -> None:

@@ -290,13 +290,11 @@ def _own_words(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str,
 
 
 def _read(pictures: Pictures, rows: Int[np.ndarray, "N"]) -> Pair:
-    """Return the usable images at the indices `rows`, with their captions."""
     _, images, texts = pictures.usable(rows)
     return Pair(images, _first(texts))
 
 
 def _first(texts: Sequence[Any]) -> list[str]:
-    """Return the caption of each picture; the first one, if a picture has several."""
     return [str(captions.first(text)) for text in texts]
 
 
@@ -307,5 +305,4 @@ def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:
 
 
 def _hashed(text: str) -> float:
-    """Hash a string to a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") / 2**56

@@ -3,6 +3,7 @@
 `meanflow.npz` was written by running github.com/Gsunshine/meanflow (d70cb55) on this toy network.
 """
 
+import functools
 import pathlib
 
 import jax
@@ -25,23 +26,21 @@ KEPT = jnp.arange(8) >= 2
 INPUTS = [jnp.asarray(SAVED[key]) for key in ("x0", "eps", "t", "r")]
 
 
-def network(params):
+LABELS, EMPTY = jnp.asarray(SAVED["labels"]), jnp.full(8, 4)
+CONDITIONS = meanflow.Conditions(jnp.where(KEPT, LABELS, EMPTY), LABELS, EMPTY)
+
+
+def velocity(params, label, z, t, h):
     """The toy network with two times and labels, of which the last one is empty."""
-
-    def u(z, t, h, kept, rows):
-        label = jnp.where(kept, SAVED["labels"][rows], 4)
-        hidden = z.reshape(len(z), -1) @ params["pixels"] + params["label"][label]
-        hidden += t[:, None] * params["time"] + h[:, None] * params["step"]
-        return (jnp.tanh(hidden) @ params["out"]).reshape(z.shape)
-
-    return u
+    hidden = z.reshape(len(z), -1) @ params["pixels"] + params["label"][label]
+    hidden += t[:, None] * params["time"] + h[:, None] * params["step"]
+    return (jnp.tanh(hidden) @ params["out"]).reshape(z.shape)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_the_authors(name):
     def loss(params):
-        networks = network(params), network(jax.lax.stop_gradient(params))
-        each, v_loss = meanflow.losses(*networks, *INPUTS, KEPT, CASES[name])
+        each, v_loss = meanflow.losses(velocity, params, *INPUTS, CONDITIONS, KEPT, CASES[name])
         return each.mean(), v_loss
 
     (value, v_loss), grads = jax.value_and_grad(loss, has_aux=True)(WEIGHTS)
@@ -55,19 +54,23 @@ def test_loss_and_gradients_are_the_authors(name):
 @pytest.mark.parametrize("every", [2, 3])  # Of 8 images: with 3, all rows have a derivative.
 def test_only_every_nth_image_learns_an_interval(every):
     x0, eps, t, r = INPUTS
-    both = [network(WEIGHTS)] * 2
-    some, _ = meanflow.losses(*both, x0, eps, t, r, KEPT, meanflow.MeanFlow(every=every))
+    losses = lambda start, s: meanflow.losses(
+        velocity, WEIGHTS, x0, eps, t, start, CONDITIONS, KEPT, s
+    )[0]
+    some = losses(r, meanflow.MeanFlow(every=every))
     chosen = np.arange(8) % every == 0
     for start, rows in ((r, chosen), (t, ~chosen)):
-        expected, _ = meanflow.losses(*both, x0, eps, t, start, KEPT, meanflow.MeanFlow())
+        expected = losses(start, meanflow.MeanFlow())
         np.testing.assert_allclose(some[rows], expected[rows], rtol=1e-5)
 
 
 def gaussian(scalings):
     """F of a network that knows u for images from N(0, 0.25), of which the flow is linear."""
 
-    def f(x, time, h, kept, rows):
-        t = time
+    def network(params, condition, h):
+        return lambda x, time: predicted(x, time, h)
+
+    def predicted(x, t, h):
         deviation = lambda t: jnp.sqrt((1 - t) ** 2 / 4 + t**2)
         z = x * meanflow._each(1 - t)
         end = meanflow._each(deviation(t - h) / deviation(t)) * z
@@ -76,30 +79,28 @@ def gaussian(scalings):
         d = z - meanflow._each(t) * u
         return (d - meanflow._each(c.c_skip) * x) / meanflow._each(c.c_out)
 
-    return f
+    return network
 
 
 @pytest.mark.parametrize("predicts", ["x0", "flow", "v"])
 def test_the_exact_mean_velocity_has_no_error_and_draws_in_one_step(predicts):
     scalings = precond.PRECONDS[predicts](meanflow.time_of)  # type: ignore[operator]
     raw = lambda sigma: scalings(sigma)._replace(c_in=jnp.ones_like(sigma))
-    u = meanflow.velocity_of(gaussian(raw), raw)
-    t, h, kept = jnp.array([0.9, 0.5]), jnp.array([0.7, 0.2]), jnp.ones(2, bool)
+    u = functools.partial(meanflow.velocity_of(gaussian(raw), raw), None, None)
+    t, h = jnp.array([0.9, 0.5]), jnp.array([0.7, 0.2])
     z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 3)), jnp.float32)
 
     # u satisfies the MeanFlow identity for the velocity of the mean flow, dz/dt.
-    v = u(z, t, jnp.full(2, 1e-3), kept, slice(None))  # Backward difference of the flow.
-    along = lambda z, t, r: u(z, t, t - r, kept, slice(None))
+    v = u(z, t, jnp.full(2, 1e-3))  # Backward difference of the flow.
+    along = lambda z, t, r: u(z, t, t - r)
     change = meanflow.derivative(along, (z, t, t - h), (v, jnp.ones(2), jnp.zeros(2)))
-    mean = u(z, t, h, kept, slice(None))
+    mean = u(z, t, h)
     np.testing.assert_allclose(mean, v - meanflow._each(h) * change, atol=5e-3)
 
     # One DDIM step to the level below lands where the flow ends.
     sigmas = jnp.array([4.0, 0.25])
     span = meanflow.spans(sigmas)
-    d = lambda x, sigma: precond.denoiser(
-        lambda x, time: gaussian(raw)(x, time, span(sigma), kept, slice(None)), raw
-    )(x, sigma)
+    d = lambda x, sigma: precond.denoiser(gaussian(raw)(None, None, span(sigma)), raw)(x, sigma)
     x = 5 * z
     drawn = onestep.ddim(d, x, sigmas, lambda i: jnp.zeros_like(x), eta=0.0) / 1.25
     deviation = lambda t: np.sqrt((1 - t) ** 2 / 4 + t**2)

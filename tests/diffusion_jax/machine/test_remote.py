@@ -14,7 +14,7 @@ from diffusion_jax.machine.exits import Busy
 from diffusion_jax.machine.log import MetricWriter, read_metrics
 from diffusion_jax.machine.writer import Writer
 from diffusion_jax.train import checkpoint
-from diffusion_jax.weights import restore
+from diffusion_jax.weights import buckets, restore
 from tests import emulators
 
 pytestmark = pytest.mark.xdist_group("stores")
@@ -161,6 +161,13 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("fsspec.filesystem", absent)
     with pytest.raises(ValueError, match=r"no reader for s3:// .*: install s3fs"):
         files.check_writable("s3://bucket/run", "--workdir")
+
+
+def test_an_orbax_without_the_replaced_functions_is_named(monkeypatch):
+    monkeypatch.delattr("orbax.checkpoint._src.serialization.tensorstore_utils._use_gcs_driver")
+    message = r'cannot write to buckets \(it lacks _use_gcs_driver\): pip install "imagen-sd-jax\['
+    with pytest.raises(ValueError, match=message):
+        buckets._prepare.__wrapped__()
 
 
 def test_what_is_read_is_copied_here_and_again_when_it_has_changed(folder, tmp_path, monkeypatch):

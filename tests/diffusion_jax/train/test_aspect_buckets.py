@@ -10,9 +10,10 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import aspect_buckets, pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sharding
-from diffusion_jax.task import loss_by_noise_level, to_range
+from diffusion_jax.model import loss_by_noise_level
+from diffusion_jax.task import to_range
 from diffusion_jax.train import loop, rehearse, replay
-from tests.diffusion_jax import toy
+from tests.diffusion_jax import toy, training_noise
 from tests.diffusion_jax.train import test_loop
 
 SHAPES = ((8, 8), (4, 12))
@@ -29,11 +30,10 @@ def task():
             for k, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
 
-    def loss(params, frozen, batch, key):
+    def loss(params, frozen, batch, keys):
         x0 = to_range(batch["image"])
-        key_sigma, key_eps = jax.random.split(key)
-        sigma = jax.random.uniform(key_sigma, (len(x0),))
-        x = x0 + sigma[:, None, None, None] * jax.random.normal(key_eps, x0.shape)
+        sigma = training_noise.draw(keys, training_noise.SIGMA, jax.random.uniform)
+        x = x0 + sigma[:, None, None, None] * training_noise.normal(keys, 0, *x0.shape[1:])
         layout = ("NHWC", "HWIO", "NHWC")
         text = toy.encode(frozen, batch)[0].mean(1) @ params["text"]
         out = jax.lax.conv_general_dilated(

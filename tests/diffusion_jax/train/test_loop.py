@@ -37,11 +37,11 @@ TASK = toy.task()
 
 
 def sometimes_nan(task):
-    """Make the loss NaN at about every third step, chosen by the step's key."""
+    """Make the loss NaN at about every third step, chosen by the first image's key."""
 
-    def loss(params, frozen, batch, key):
-        value, metrics = task.loss(params, frozen, batch, key)
-        factor = jnp.where(jax.random.uniform(key) < 1 / 3, jnp.nan, 1.0)
+    def loss(params, frozen, batch, keys):
+        value, metrics = task.loss(params, frozen, batch, keys)
+        factor = jnp.where(jax.random.uniform(keys[0]) < 1 / 3, jnp.nan, 1.0)
         return factor * value, metrics
 
     return task._replace(loss=loss)
@@ -430,9 +430,9 @@ def test_steps_to_trace_that_are_none_are_refused(text):
 
 
 def test_full_memory_says_what_is_in_it_and_what_to_change(tmp_path):
-    def greedy(params, frozen, batch, key):
-        loss, metrics = TASK.loss(params, frozen, batch, key)
-        return loss + jnp.sort(jax.random.uniform(key, (2**42,)))[3], metrics
+    def greedy(params, frozen, batch, keys):
+        loss, metrics = TASK.loss(params, frozen, batch, keys)
+        return loss + jnp.sort(jax.random.uniform(keys[0], (2**42,)))[3], metrics
 
     with pytest.raises(out_of_memory.OutOfMemory) as refused:
         train(tmp_path, task=TASK._replace(loss=greedy), sizes=(2, 1, 1))

@@ -14,10 +14,11 @@ from PIL import Image
 from diffusion_jax.data import pipeline
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
-from diffusion_jax.task import loss_by_noise_level
+from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.train import loop, not_finite
+from diffusion_jax.train.state import image_keys
 from diffusion_jax.weights import restore
-from tests.diffusion_jax import toy
+from tests.diffusion_jax import toy, training_noise
 from tests.diffusion_jax.train.test_loop import OPTIMIZER, RUN
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
@@ -73,20 +74,16 @@ def train(
     return state, json.loads(path.read_text()) if path.exists() else None
 
 
-@pytest.mark.parametrize(
-    ("sizes", "micro_batch"), [((1, 1, 1), 0), ((2, 2, 1), 1)], ids=["own noise", "one noise"]
-)
+@pytest.mark.parametrize(("sizes", "micro_batch"), [((1, 1, 1), 0), ((2, 2, 1), 1)])
 def test_a_damaged_record_is_named_with_its_noise_level(
     tmp_path, pictures, sizes, micro_batch, caplog
 ):
-    """Two micro batches, with noise of their own or with their rows of the whole batch's noise."""
+    """The step has two micro batches."""
     with caplog.at_level(logging.WARNING):
         state, report = train(tmp_path, pictures, sizes, 2, micro_batch, steps=STEP + 1)
     assert int(state.skipped) == 1
-    index, row, size = (0, ROW, 8) if micro_batch else (ROW % 2, ROW // 2, 4)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(RUN.seed), STEP - 1), index)
-    key_sigma, _ = jax.random.split(key)
-    sigma = np.exp(1.2 * jax.random.normal(key_sigma, (size,)) - 1.2)[row]
+    keys = image_keys(jax.random.key(RUN.seed), STEP - 1, 8)
+    sigma = np.exp(1.2 * training_noise.normal(keys, training_noise.SIGMA, 1) - 1.2)[ROW, 0]
     (sample,) = report["samples"]
     assert sample == {
         "row": ROW, "name": f"photos/{pictures.damaged}.png", "loss": None,
@@ -151,7 +148,7 @@ def test_the_first_module_is_named_also_inside_remat_and_in_the_gradient(bad, mo
         return each.mean(), loss_by_noise_level(each, jnp.arange(3.0))
 
     everywhere = sharding.replicated(sharding.make_mesh(1, 1, 1))
-    seen = not_finite.watch(loss, params, {}, {"x": x}, [jax.random.key(0)], everywhere)
+    seen = not_finite.watch(loss, params, {}, {"x": x}, training_noise.keys_of(3), 1, everywhere)
     first = int(np.argmax(seen.bad))
     assert seen.modules[first] == module
     np.testing.assert_array_equal(seen.labels["sigma"], [0, 1, 2])

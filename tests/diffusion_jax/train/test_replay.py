@@ -11,12 +11,11 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data import pipeline
-from diffusion_jax.diffusion import noise
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import log, sharding
 from diffusion_jax.train import loop, replay, replay_command, state
 from diffusion_jax.weights import restore
-from tests.diffusion_jax import toy
+from tests.diffusion_jax import toy, training_noise
 
 RUN = Run(steps=9, batch_size=8, seed=5, log_every=2, sample_every=0, save_every=3, keep_last=9)
 OPTIMIZER = Optimizer(lr=1e-3, warmup=3, ema_decays=(0.5,), accumulate=2)
@@ -98,10 +97,8 @@ def test_examples_and_modules_add_up_to_the_metrics(fifth):
 
 
 def test_each_row_has_its_own_noise_picture_and_text(fifth):
-    keys = state.micro_keys(jax.random.key(RUN.seed), 4, 2, False)
-    draw = noise.draw_lognormal(-1.2, 1.2)
-    sigmas = [draw(jax.random.split(key)[0], 4) for key in keys]
-    expected = np.stack(sigmas, axis=1).reshape(-1)  # Micro batch i holds rows i, i + 2, ...
+    keys = state.image_keys(jax.random.key(RUN.seed), 4, 8)
+    expected = np.exp(1.2 * training_noise.normal(keys, training_noise.SIGMA, 1)[:, 0] - 1.2)
     np.testing.assert_allclose([x["sigma"] for x in fifth.examples], expected, rtol=1e-6)
     with opened() as batches:
         batch = [next(batches) for _ in range(5)][-1]

@@ -81,9 +81,9 @@ def walked(tmp_path_factory):
     params, frozen, batches = test_state.line_problem()
     tx, folder = test_state.make_tx(lr=0.02), tmp_path_factory.mktemp("walk")
 
-    def loss(params, frozen, batch, key):
-        value, extra = test_state.line_loss(params, frozen, batch, key)
-        lost = jax.random.uniform(jax.random.fold_in(key, 1)) < 0.1
+    def loss(params, frozen, batch, keys):
+        value, extra = test_state.line_loss(params, frozen, batch, keys)
+        lost = jax.random.uniform(jax.random.fold_in(keys[0], 1)) < 0.1
         return jnp.where(lost, jnp.nan, 1.0) * value, extra
 
     step_fn = jax.jit(make_train_step(loss, tx, (0.5,), WIDTHS))

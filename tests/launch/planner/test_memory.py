@@ -110,9 +110,9 @@ def blocks(c):
     model, net = systems.read(c.to_dict()), Blocks()
     image = np.zeros((1, 32, 32, 3), np.uint8)
 
-    def loss(params, frozen, batch, key):
+    def loss(params, frozen, batch, keys):
         x = jnp.float32(batch["image"]) / 255
-        noise = jax.random.normal(key, x.shape)
+        noise = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys)
         return ((net.apply(params, x + noise) - x) ** 2).mean(), {}
 
     init = lambda key: net.init(key, jnp.float32(image))

@@ -208,7 +208,9 @@ def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
     parts = blocks.record(model, 2)
     work = sum(len(block.names) * blocks.work(block) for block in parts)
     frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, 2)
-    loss = jax.make_jaxpr(model.task.loss)(model.state.params, frozen, batch, memory.abstract_key())
+    loss = jax.make_jaxpr(model.task.loss)(
+        model.state.params, frozen, batch, memory.abstract_keys(2)
+    )
     assert work == pytest.approx(3 * flops.count(loss.jaxpr), rel=1e-6)
     if config is base64_500m:
         (fused,) = [b for b in parts if b.label == "FusedAttention 2x32x32x512, 2x128x512, 2x128"]

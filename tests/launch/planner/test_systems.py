@@ -42,7 +42,7 @@ def test_an_encoder_of_no_known_shape_is_an_error():
 def forward_flops(model):
     frozen = memory.shapes(model.task.frozen)
     loss = jax.make_jaxpr(model.task.loss)
-    batch, key = memory.batch_of(model.example, 1), memory.abstract_key()
+    batch, key = memory.batch_of(model.example, 1), memory.abstract_keys(1)
     return flops.count(loss(model.state.params, frozen, batch, key).jaxpr)
 
 

@@ -1,0 +1,235 @@
+"""The loss, the held-out errors and the sampler of a model, written once for all systems.
+
+A system supplies a System: its network, what the network denoises, and the network's inputs.
+`make_task` turns it into a Task. A Condition holds the network's inputs besides x and time as named
+arrays, such as the text, its mask and a low-resolution image. A further input of the network is one
+more name in it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Key, PRNGKeyArray
+
+from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.diffusion import guides, meanflow, noise, precond, samplers
+from diffusion_jax.diffusion.onestep import Sampler
+from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
+from diffusion_jax.machine.sharding import RULES
+from diffusion_jax.nn import ops
+from diffusion_jax.task import LABELS, LEVELS, Batch, Frozen, Measure, Metrics, Params, Task
+
+Keys = Key[Array, "B"]
+Condition = Mapping[str, Array]
+"""Inputs of the network: its arguments by name, with one row per image."""
+# What training draws from an image's key, each from a key of its own. The noise itself is draw 0.
+_SIGMA, _KEPT, _OFFSET, _SECOND_SIGMA, _TARGET, _INPUTS = range(1, 7)
+
+
+class System(NamedTuple):
+    """What a system supplies. Batches are those of Task."""
+
+    unet: Any
+    """The network, a Flax module. It is called as unet.apply(params, x, time, **condition)."""
+    example: Callable[[], Mapping[str, Any]]
+    """() -> the arguments of unet.init: x, time and a condition, for one image."""
+    target: Callable[[Frozen, Batch, Keys], Images]
+    """(frozen, batch, keys) -> x0: what the network denoises, pixels or latents."""
+    text: Callable[[Frozen, Batch], Condition]
+    """(frozen, batch) -> the condition that the texts of the batch give."""
+    dropped: Callable[[Frozen, Condition], Condition]
+    """(frozen, condition) -> the condition that training uses in place of dropped texts."""
+    prompts: Callable[[Frozen, Batch], Mapping[str, Callable[[], Condition]]]
+    """(frozen, batch) -> for sampling, functions that compute the conditions under each name of
+    guides.py: COND, NEGATIVE and EMPTY."""
+    canvas: Callable[[Batch], tuple[int, int, int]]
+    """batch -> the shape [H, W, C] in which the sampler draws an image."""
+    decode: Callable[[Frozen, Batch, Images], Images]
+    """(frozen, batch, x0) -> images in about [-1, 1]."""
+    edited: Callable[[Frozen, Batch, Keys], Callable[[Sampler], Sampler]]
+    """(frozen, batch, keys) -> a function that adapts the sampler to the batch's "image"."""
+    training_inputs: Callable[[Images, Keys], Condition] = lambda x0, keys: {}
+    """(x0, keys) -> the inputs that training adds to those of the text."""
+    inputs: Callable[[Batch, Keys, Images | None], tuple[Keys, Condition]] = (
+        lambda batch, keys, x0: (keys, {})
+    )
+    """(batch, keys, x0) -> the keys for the image's noise, and the inputs added to those of the
+    text. The held-out loss passes x0; sampling passes None."""
+    watched: Callable[[Frozen, Denoiser], Denoiser] = lambda frozen, denoise: denoise
+    """(frozen, denoise) -> the denoiser that the sampler calls: with a threshold or previews."""
+    unit_start: bool = False
+    """Whether sampling starts from noise of level sqrt(1 + sigma^2) instead of sigma."""
+
+
+class Guiding(NamedTuple):
+    """A second network that guides the first one. frozen["guide"] holds its parameters."""
+
+    unet: Any
+    diffusion: Any
+    """The `diffusion` group of its config."""
+
+
+def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, frozen: Any) -> Task:
+    """Return a model's Task.
+
+    Args:
+        system: What the system supplies.
+        diffusion: The config's `diffusion` group.
+        sampler: The config's `sampler` group.
+        drop_prob: The probability with which training drops a text.
+        frozen: The frozen weights: a dict with the text encoder's at "text".
+
+    Raises:
+        ValueError: The sampling grid is spaced in time, but the noise defines no times.
+    """
+    objective, unet = diffusion.objective, system.unet
+
+    # `params` holds the network's weights and, for learned loss weights, a collection of their
+    # parameters. unet.apply accepts this additional Flax collection and ignores it.
+    def init(key: PRNGKeyArray) -> Params:
+        return objective.with_learned(unet.init(key, **system.example()))
+
+    def loss(params, frozen, batch, keys):
+        x0 = system.target(frozen, batch, _stream(keys, _TARGET))
+        eps = samplers.initial_noise(keys, x0[0].shape, 1)
+        eps = objective.shifted(_stream(keys, _OFFSET), eps)
+        draw = lambda key: objective.noise.draw(key, 1)[0]
+        sigma = jax.vmap(draw)(_stream(keys, _SIGMA))  # [B]
+        keep = lambda key: jax.random.bernoulli(key, 1 - drop_prob)
+        kept = jax.vmap(keep)(_stream(keys, _KEPT))  # [B]
+        added = system.training_inputs(x0, _stream(keys, _INPUTS))
+        text = system.text(frozen, batch)
+        empty = system.dropped(frozen, text)
+        either = {name: where(kept, text[name], empty[name]) for name in text}
+
+        counts = batch.get("counts")
+        if not objective.mean_flow:
+            network = _network(unet, params, {**either, **added})
+            minimised, losses = objective.loss(params, network, x0, eps, sigma, counts)
+            return minimised, loss_by_noise_level(losses, sigma)
+        sigmas = sigma, jax.vmap(draw)(_stream(keys, _SECOND_SIGMA))
+        conditions = meanflow.Conditions(*({**c, **added} for c in (either, text, empty)))
+        network = lambda params, condition, h: _network(unet, params, condition, h)
+        minimised, losses = objective.mean_flow_loss(
+            network, params, x0, eps, sigmas, conditions, kept, counts
+        )
+        return minimised, loss_by_noise_level(losses, jnp.maximum(*sigmas))
+
+    def errors(params, frozen, batch, keys, sigma):
+        x0 = system.target(frozen, batch, keys)
+        keys, added = system.inputs(batch, keys, x0)
+        h = jnp.zeros_like(sigma) if objective.mean_flow else None
+        network = _network(unet, params, {**system.text(frozen, batch), **added}, h)
+        return objective.errors(network, x0, samplers.initial_noise(keys, x0[0].shape, 1), sigma)
+
+    levels = lambda n: noise.quantiles(objective.noise, n)
+    begin = make_begin(system, diffusion, sampler)
+    sample = samplers.make_sample(begin, sampler)
+    return Task(init, loss, sample, frozen, RULES, Measure(levels, errors), begin)
+
+
+def make_begin(
+    system: System, diffusion: Any, sampler: Any, guiding: Guiding | None = None
+) -> samplers.Begin:
+    """Return the function `begin` of a Task, which prepares the sampler's arguments.
+
+    The arguments are those of `make_task`. For autoguidance, `guiding` is the second network.
+    """
+    objective = diffusion.objective
+    sigmas, time = samplers.sampling_grid(objective.noise, sampler)  # [steps + 1]
+    scalings, span = objective.precond(time), objective.span(sigmas)
+    second = guiding and guiding.diffusion.objective
+
+    def begin(params, frozen, batch, keys, guidance):
+        shape = system.canvas(batch)
+        own, added = system.inputs(batch, keys, None)
+        prompts = system.prompts(frozen, batch)
+        conditions = {
+            name: lambda compute=compute: {**compute(), **added}
+            for name, compute in prompts.items()
+        }
+        guide_of = None
+        if guiding and second:
+            weights, at = frozen["guide"], second.span(sigmas)
+            guide_of = _denoiser_of(guiding.unet, weights, second.scalings, at)
+        denoise = guidance_module.make_denoiser(
+            sampler, guides.Model(scalings, sigmas), guidance,
+            _denoiser_of(system.unet, params, scalings, span), conditions, guide_of,
+        )  # fmt: skip
+        first = jnp.sqrt(1 + sigmas[0] ** 2) if system.unit_start else sigmas[0]
+        x, draws = samplers.initial_noise(own, shape, first), samplers.gaussian_noise(own, shape)
+
+        def finish(x):
+            return system.decode(frozen, batch, samplers.in_own_coordinates(x, sigmas[-1]))
+
+        start = samplers.Start(system.watched(frozen, denoise), x, sigmas, draws, finish)
+        if "image" not in batch:
+            return start
+        return start._replace(wrap=system.edited(frozen, batch, own))
+
+    return begin
+
+
+def _network(unet: Any, params: Params, condition: Condition, h: Sigma | None = None):
+    """Return the network F(x, time), with its parameters, condition and MeanFlow's span bound."""
+    condition = with_span(condition, h)
+    return lambda x, time: unet.apply(params, x, time, **condition)
+
+
+def _denoiser_of(
+    unet: Any, params: Params, scalings: Precond, span: meanflow.Span | None
+) -> Callable[[Condition], Denoiser]:
+    """Return a function that maps a condition to the denoiser D(x, sigma)."""
+
+    def denoiser_of(condition):
+        def denoise(x, sigma):
+            network = _network(unet, params, condition, span and span(sigma))
+            return precond.denoiser(network, scalings)(x, sigma)
+
+        return denoise
+
+    return denoiser_of
+
+
+def with_span(condition: Condition, h: Sigma | None) -> Condition:
+    """Append a token that encodes MeanFlow's span h to the text and its mask.
+
+    Args:
+        condition: It holds "text", float [B, L, D], and may hold "text_mask", bool [B, L].
+        h: The span of each image, in [0, 1]. It is the length of the time interval over which the
+            network predicts the mean velocity (diffusion/meanflow.py). None appends nothing.
+    """
+    if h is None:
+        return condition
+    text = condition["text"]
+    token = ops.sinusoid(1000 * h, text.shape[-1])[:, None].astype(text.dtype)  # [B, 1, D]
+    longer = {"text": jnp.concatenate([text, token], axis=1)}
+    if "text_mask" in condition:
+        padding = ((0, 0), (0, 1))
+        longer["text_mask"] = jnp.pad(condition["text_mask"], padding, constant_values=True)
+    return {**condition, **longer}
+
+
+def where(rows: Array, yes: Array, no: Array) -> Array:
+    """Return the rows of `yes` where `rows`, bool [B], is True, and those of `no` elsewhere."""
+    return jnp.where(rows.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
+
+
+def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
+    """Return the sum ("level_loss") and number ("level_count") of the losses in each sigma range.
+
+    LEVELS holds the edges of the five ranges. Both arrays have shape [5].
+    """
+    sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
+    level = jnp.searchsorted(jnp.array(LEVELS), sigma)  # [B]
+    inside = level == jnp.arange(len(LEVELS) + 1)[:, None]  # [levels, B]
+    # Not inside * loss: a non-finite loss would spoil the sums of all ranges.
+    level_loss = jnp.where(inside, loss, 0).sum(1)
+    return {"level_loss": level_loss, "level_count": inside.sum(1).astype(loss.dtype)}
+
+
+def _stream(keys: Keys, number: int) -> Keys:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
