@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from scipy import stats
 
 from benchmarks import measure
@@ -40,7 +40,6 @@ from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, heldout, runs, systems
 from diffusion_jax.config.named import one_of
 from diffusion_jax.diffusion import guidance, guides, samplers
-from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import scorers
@@ -383,10 +382,10 @@ def rows(s: Settings, steps: int) -> int:
 
     The function runs the sampler with a dummy network that returns zeros.
     """
-    sampler, objective, taken = s.sampler._replace(steps=steps), objectives.make(s.diffusion), []
+    sampler, objective, taken = s.sampler._replace(steps=steps), s.diffusion.objective, []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
     guide = guidance.make(sampler, guides.Model(objective.precond(times), sigmas))
-    guided = guidance.by_image(sampler.guiding, sampler.guidance, 1) is not None
+    guided = guidance.by_image(sampler, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):
         applies = guided and (guide.applies is None or bool(guide.applies(sigma[0])))
@@ -395,7 +394,7 @@ def rows(s: Settings, steps: int) -> int:
 
     x = jnp.zeros((1, 1, 1, 1))
     with jax.disable_jit():  # Loops run in Python.
-        samplers.make(sampler)(denoise, x, sigmas, lambda i: x)
+        sampler.method.sampler(denoise, x, sigmas, lambda i: x)
     return sum(taken)
 
 
@@ -527,10 +526,8 @@ if __name__ == "__main__":
     )
     _PAGE = flags.DEFINE_string("page", None, "File to write the page with all results to.")
 
-    def main(argv: list[str]) -> None:
+    def main() -> None:
         """Run the selected variants that lack results, print their results and write the page."""
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start(alone=True)
         with cli.bad_input():
             variants = select(_ONLY.value)

@@ -87,7 +87,22 @@ def _same(frame: traceback.FrameSummary, path: pathlib.Path) -> bool:
     return pathlib.Path(frame.filename).absolute() == path.absolute()
 
 
-def run(main: Callable[[list[str]], None]) -> None:
+def run(main: Callable[[], None], advice: str = "write flags as --NAME=VALUE") -> None:
+    """Run the main function of a command that takes flags only; see `run_with_arguments`.
+
+    For other arguments, the command ends with an error message that contains `advice`, in which {}
+    stands for the first argument.
+    """
+
+    def checked(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unknown arguments {argv[1:]}: {advice.format(argv[1])}")
+        main()
+
+    run_with_arguments(checked)
+
+
+def run_with_arguments(main: Callable[[list[str]], None]) -> None:
     """Run `main` as absl's app.run does, and report bad flags and configs in one line.
 
     After a bad flag or config, the process exits with code 2. If the disk is full, it exits with
@@ -180,7 +195,6 @@ def start(*, alone: bool = False) -> None:
 
 
 def _check_platform() -> None:
-    """Raise ValueError if JAX cannot use a platform that JAX_PLATFORMS names."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.

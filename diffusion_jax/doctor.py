@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import yaml
-from absl import app, flags
+from absl import flags
 
 import diffusion_jax
 from diffusion_jax import checks, cli
@@ -35,10 +35,8 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Examine the machine and print the report."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     set_here = tuning.missing(tuning.local_kinds(), os.environ)
     cli.start()
     report = examine(set_here)

@@ -427,7 +427,6 @@ def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
 
 
 def _places(seed: int, samples: range) -> np.ndarray:
-    """Return the crop position (x, y) of each sample, in [0, 1)."""
     return np.stack([np.random.default_rng((seed, n, 1)).random(2) for n in samples])
 
 

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from logging import LogRecord
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from diffusion_jax import cli
 from diffusion_jax.draw import option_flags
@@ -45,9 +45,7 @@ def command(
     )  # fmt: skip
     holders = option_flags.define(options)
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    def main() -> None:
         cli.start(alone=True)
         logging.get_absl_handler().addFilter(_is_no_cancellation)
         with cli.bad_input():

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from configs import base64_500m, quickstart
-from diffusion_jax.diffusion import grids, noise, objective, samplers
-from diffusion_jax.diffusion import noise as noises
+from diffusion_jax.diffusion import grids, noise, samplers
 from diffusion_jax.precache import lookup
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
@@ -150,7 +149,7 @@ SIGMA_OF_TIME = {
 def knows_the_answer(s):
     """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
     kind = s.diffusion.precond if s.diffusion.precond == "edm" else s.diffusion.noise
-    scalings = objective.make(s.diffusion).scalings
+    scalings = s.diffusion.objective.scalings
     sigma_of = SIGMA_OF_TIME.get(kind, lambda t: jnp.exp(-t / 2))
 
     def apply(params, x, time, text, text_mask):
@@ -256,7 +255,7 @@ def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
 
 def test_levels_come_from_the_sampler_or_from_the_schedule():
     def levels(s):
-        return np.asarray(samplers.sampling_grid(noises.make(s.diffusion), s.sampler).sigmas)
+        return np.asarray(samplers.sampling_grid(s.diffusion.objective.noise, s.sampler).sigmas)
 
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
     np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))
