@@ -35,6 +35,20 @@ def test_requirements_are_the_dependencies_and_the_extra_for_training():
     assert required == project["dependencies"] + project["optional-dependencies"]["train"]
 
 
+def test_drawing_and_the_start_of_training_need_the_dependencies_only():
+    """Importing a package fails if sys.modules maps it to None."""
+    train = "array_record clu datasets grain jinja2 matplotlib pyarrow sklearn starlette"
+    absent = [*train.split(), "tensorboard", "tensorflow", "tensorflow_datasets", "uvicorn"]
+    modules = "imagen_jax.notebook imagen_jax.web imagen_jax.train imagen_jax.evaluate"
+    modules += " sd_jax.notebook sd_jax.drawing sd_jax.train launch.plan launch.gke"
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
+    python(
+        "-c",
+        f"{code}; import {', '.join(modules.split())}; import diffusion_jax.text.tokenize",
+        cwd=ROOT,
+    )
+
+
 def test_the_newest_release_in_the_changelog_is_the_version():
     releases = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert releases[0] == diffusion_jax.__version__
