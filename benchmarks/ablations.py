@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from scipy import stats
 
 from benchmarks import measure
@@ -526,10 +526,8 @@ if __name__ == "__main__":
     )
     _PAGE = flags.DEFINE_string("page", None, "File to write the page with all results to.")
 
-    def main(argv: list[str]) -> None:
+    def main() -> None:
         """Run the selected variants that lack results, print their results and write the page."""
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
         cli.start(alone=True)
         with cli.bad_input():
             variants = select(_ONLY.value)

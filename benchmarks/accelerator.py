@@ -228,14 +228,12 @@ def _parse(text: str) -> list[Any]:
 
 
 def _append(path: pathlib.Path, text: str) -> None:
-    """Append text to a file, unless the file would become larger than 16 MB."""
     if not path.exists() or path.stat().st_size + len(text.encode()) < _LIMIT_BYTES:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Format the results as Markdown: the machine, the training rates, and all other output."""
     lines = [_machine(results), "", *_rates(results)]
     for row in results:
         values = [v for v in row["results"] if "samples_per_second" not in v]
@@ -247,7 +245,6 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _machine(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line that names the device, the driver, the versions and the commit."""
     query = "--query-gpu=name,driver_version,memory.total"
     try:
         smi = subprocess.run(

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 from benchmarks import measure
 from diffusion_jax import cli
@@ -85,10 +85,8 @@ def reduced() -> dict[str, Part]:
     }
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Print the table of estimates or, with --check, compare the small blocks only."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     if log.version("libtpu") is None:
         print("libtpu is not installed (pip install libtpu): nothing can be compiled for a TPU")
         return

@@ -40,10 +40,10 @@ _DRAW = flags.DEFINE_string("draw", "", "Only draw, with the model in this workd
 _TIMEOUT_S = 600  # Of one training process.
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Train, kill, continue and draw; print one line of JSON for each result."""
-    if len(argv) > 1 or _STEPS.value % 2:
-        raise app.UsageError(f"{argv[1:]} --steps={_STEPS.value}: give an even number of steps", 2)
+    if _STEPS.value % 2:
+        raise app.UsageError(f"--steps={_STEPS.value}: give an even number of steps", 2)
     if not _DRAW.value:  # The device's memory is for the child processes.
         jax.config.update("jax_platforms", "cpu")
     cli.start(alone=True)
@@ -134,7 +134,6 @@ def _params(workdir: pathlib.Path) -> Any:
 
 
 def _draw(workdir: pathlib.Path) -> None:
-    """Draw the same pictures in batches of several sizes, and print how many are equal."""
     from imagen_jax import notebook
 
     model, count = notebook.load(workdir), int(_PICTURES.value)

@@ -13,7 +13,7 @@ import statistics
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import measure
 from diffusion_jax import cli
@@ -24,10 +24,8 @@ _BATCH = flags.DEFINE_integer("batch", 16, "Images per call.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed calls of each network.", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Compare the outputs and the speed of both networks, and print the result."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     with cli.bad_input(ImportError):
         torch, theirs = map(measure.library, ("torch", "pytorch_fid.inception"))
     state = inception_weights.random_state()

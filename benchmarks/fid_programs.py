@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 from PIL import Image
 
 from benchmarks import measure
@@ -53,10 +53,8 @@ Scores = dict[str, float]
 """Scores keyed by "fid", "sfid", "kid" and "inception_score"."""
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Score both folders with every program, and print the differences."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     with cli.bad_input(ImportError):
         torch = measure.library("torch")
         measure.library("pytorch_fid.inception")

@@ -36,7 +36,7 @@ import grain
 import numpy as np
 import PIL
 import pyarrow
-from absl import app, flags
+from absl import flags
 from PIL import Image
 
 from benchmarks import measure
@@ -82,10 +82,8 @@ benchmark treats them as if the model read images."""
 BATCH = 32
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Write the data set in every format, measure each source, and print the results."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     tuning.apply()  # As in every command; the peers run in the same process, so it serves them too.
     with tempfile.TemporaryDirectory() as folder:
         for side in (384, 1024):
@@ -161,7 +159,6 @@ def _result(source: str, peers: Sequence[str], size: int, rows: Sequence[_Row]) 
 
 
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
-    """Read about one epoch with this project's pipeline, and return the number of images."""
     steps = _NUM.value // BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
     batches = pipeline.make_batches(

@@ -44,10 +44,8 @@ _HEAD_DIM = 64
 _TEXT_TOKENS = 128  # Tokens of text after the image's, of which a mask hides half.
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Measure all forms of each operation, and print the table."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     if _WIDTH.value % 64 or _SIZE.value % 2:
         raise app.UsageError(
             f"--width={_WIDTH.value} --size={_SIZE.value}: give a width that is a multiple of 64, "

@@ -44,9 +44,8 @@ _PER_NODE = flags.DEFINE_integer(
 )
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Measure the train step on each number of nodes, and write the table and the plot."""
-    step.no_arguments(argv)
     cli.start()
     with cli.bad_input():
         model, _ = step.read(_CONFIG.value.to_dict())

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import measure
 from diffusion_jax import cli
@@ -60,10 +60,8 @@ _NEMO = {
 }  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Measure the latency for each batch size and print the results."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start()
     with cli.bad_input():
         if not all(size.isdigit() and int(size) for size in _BATCHES.value):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from jax.sharding import Mesh
 
 from benchmarks import measure
@@ -68,12 +68,6 @@ def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
             "text": {**config["text"], "store": store},
         }
     return systems.read(config), inputs
-
-
-def no_arguments(argv: list[str]) -> None:
-    """Raise UsageError if the command line has arguments that are not flags."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
 
 
 def run(model: Model, mesh: Mesh) -> Timing:

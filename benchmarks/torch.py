@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import measure
 from diffusion_jax import cli
@@ -66,10 +66,8 @@ class Pair(NamedTuple):
     """Function that computes torch's output from (theirs, inputs), with pictures [B, C, H, W]."""
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Check that both networks' outputs agree, time the networks, and print the results."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     with cli.bad_input(ImportError):
         torch = measure.library("torch")
 

@@ -66,9 +66,8 @@ _KNOWN_SD_TFLOP = {
 }
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Compile the train step, measure it, and print the result."""
-    step.no_arguments(argv)
     cli.start()
     config: dict[str, Any] = _CONFIG.value.to_dict()
     if _BATCH.value is not None:

@@ -146,9 +146,7 @@ if __name__ == "__main__":
     )
     _OUT = flags.DEFINE_string("out", None, "The workdir of the new run that --width creates.")
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise flags.Error(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
+    def main() -> None:
         cli.start()
         with cli.bad_input():
             width, out = _WIDTH.value, _OUT.value

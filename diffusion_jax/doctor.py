@@ -22,8 +22,9 @@ from typing import Any
 
 import jax
 import yaml
-from absl import app, flags
+from absl import flags
 
+import diffusion_jax
 from diffusion_jax import checks, cli
 from diffusion_jax.machine import hardware, log, tuning
 
@@ -34,10 +35,8 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Examine the machine and print the report."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     set_here = tuning.missing(tuning.local_kinds(), os.environ)
     cli.start()
     report = examine(set_here)
@@ -55,7 +54,8 @@ def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
         "host": _host(),
         "git": log.git_commit(pathlib.Path(__file__)),
-        "versions": {name: version for name in _PACKAGES if (version := log.version(name))},
+        "versions": {"imagen-sd-jax": diffusion_jax.__version__}
+        | {name: version for name in _PACKAGES if (version := log.version(name))},
         "environment": tuning.variables(),
         "set_here": {f"{s.variable}: {s.value}": s.reason for s in set_here},
         "devices": _devices(),

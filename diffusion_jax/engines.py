@@ -19,6 +19,7 @@ import shlex
 import sys
 import threading
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -185,21 +186,6 @@ Engine = Share | Beam
 ALONE = Share()
 
 
-class Program:
-    """A function that reaches Beam's workers as the call make(*args) that created it.
-
-    An example is a compiled network with its weights.
-    """
-
-    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any):
-        """Call make(*args) to create the function. `args` must be picklable."""
-        self._function = make(*args)
-        made_by(self, make, *args)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-
 def made_by(value: _T, make: Callable[..., Any], *args: Any) -> _T:
     """Record that the call make(*args) created a value, such as an opened data source.
 
@@ -311,15 +297,23 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle a value, and values inside it that were passed to `made_by` as their calls."""
+    """Pickle a value, and values inside it that were passed to `made_by` as their calls.
+
+    The result is compressed, because a value may hold the names of many files.
+    """
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
-    return buffer.getvalue()
+    return zlib.compress(buffer.getvalue())
+
+
+@functools.lru_cache(maxsize=4)
+def unpickled(data: bytes) -> Any:
+    """Return the value that `pickled` has pickled."""
+    return pickle.loads(zlib.decompress(data))
 
 
 _REMADE: dict[str, Any] = {}  # Values that this process made again, by identifier.
 _LOCK = threading.RLock()
-_unpickled = functools.lru_cache(maxsize=4)(pickle.loads)
 
 
 def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
@@ -335,7 +329,7 @@ def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
 
 def _counted(stage: bytes, folder: pathlib.Path, item: int) -> None:
     """Write the file of an item, and then a file with its counts that marks the item as done."""
-    write, read = _unpickled(stage)
+    write, read = unpickled(stage)
     counts = write(item, read(item)) if read else write(item)
     files.write_whole(_counts_of(folder, item), json.dumps(counts or {}))
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
@@ -246,9 +246,7 @@ if __name__ == "__main__":
             raise ValueError(f"--levels={text}: give noise levels above 0, such as 0.1,1,10")
         return level
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    def main() -> None:
         cli.start()
         with cli.bad_input():
             lines = measure_run(

@@ -184,14 +184,12 @@ def _denoiser_of(
 ) -> Callable[[Condition], Denoiser]:
     """Return a function that maps a condition to the denoiser D(x, sigma)."""
 
-    def denoiser_of(condition):
-        def denoise(x, sigma):
-            network = _network(unet, params, condition, span and span(sigma))
-            return precond.denoiser(network, scalings)(x, sigma)
+    def denoiser_of(condition, h=None):
+        return precond.denoiser(_network(unet, params, condition, h), scalings)
 
-        return denoise
-
-    return denoiser_of
+    if span is None:
+        return denoiser_of
+    return lambda condition: lambda x, sigma: denoiser_of(condition, span(sigma))(x, sigma)
 
 
 def with_span(condition: Condition, h: Sigma | None) -> Condition:

@@ -80,10 +80,8 @@ if __name__ == "__main__":
         "written SOURCE:PATH::TEXT; default: the run's vocabulary.json.",
     )  # fmt: skip
 
-    def main(argv: list[str]) -> None:
+    def main() -> None:
         """Pack the weights of a workdir."""
-        if len(argv) > 1:
-            raise flags.Error(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
         cli.start(alone=True)
         with cli.bad_input():
             file = pack(_WORKDIR.value, _EMA.value, _CHECKPOINT.value, _OUT.value, _CAPTIONS.value)

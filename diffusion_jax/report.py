@@ -45,4 +45,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", None, "The file to write; default: report.html in the first workdir "
                         "(A/report_with_B.html for two runs A and B).")  # fmt: skip
     flags.DEFINE_bool("rcp", False, "Show MLPerf's reference runs as a band in the plots.")
-    cli.run(main)
+    cli.run_with_arguments(main)

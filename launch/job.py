@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli
@@ -111,9 +111,7 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
     launcher, and raises ValueError for jobs that it cannot start.
     """
 
-    def launch(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    def launch() -> None:
         with cli.bad_input():
             job, target, groups = read()
             launcher = open_launcher(job, target, groups)

@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from diffusion_jax import cli
 from launch import accelerators
@@ -64,10 +64,8 @@ _PICTURES = flags.DEFINE_integer(
 )
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Trace the config's training step, compile it unless --fast is set, and print the plan."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     with cli.bad_input():
         if not 0 < _MFU.value <= 1:
             raise ValueError(f"--mfu={_MFU.value}: it must be above 0 and at most 1, such as 0.4")

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from absl import app, flags
+from absl import flags
 
 from diffusion_jax import cli
 from launch import templates
@@ -36,10 +36,8 @@ class Section(NamedTuple):
     device reaches at least 90 % of the samples/s of a single device."""
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Print docs/lab/scaling.md. The train step of each model is traced only once."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     compiling.prepare(1)
     sections, efficiencies = {}, []
     for name in CONFIGS:

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jaxtyping import Float, UInt8
 
 from diffusion_jax import cli, engines
@@ -65,10 +65,8 @@ def define_flags() -> None:
     flags.mark_flag_as_required("config")
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Run the command: write the VAE moments of the config's images to the folder --out."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start()
     args = flags.FLAGS
     with cli.bad_input():

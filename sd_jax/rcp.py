@@ -95,4 +95,4 @@ if __name__ == "__main__":
     flags.DEFINE_string(
         "system", None, "JSON file with fields of the system's description, for --package."
     )
-    cli.run(main)
+    cli.run_with_arguments(main)

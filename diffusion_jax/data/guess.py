@@ -217,7 +217,6 @@ def _parsed(content: bytes) -> Any:
 
 
 def _texts(table: Iterable[rows.Row]) -> list[str]:
-    """Return the names of the text columns in a table of images; [] for other tables."""
     return _text_cells(row for _, row in table if metadata.name_column(row))
 
 
@@ -232,7 +231,6 @@ def _text_cells(objects: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _columns(path: pathlib.Path) -> list[str]:
-    """Return the names of a table's columns that hold strings or lists of strings."""
     import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
     if path.suffix == ".arrow":

@@ -127,5 +127,4 @@ class Mixture(Pictures):
             yield self.parts[part], rows, indices[rows] - self._firsts[part]
 
     def _part_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Return, for each picture index, the index of the source that holds the picture."""
         return np.searchsorted(self._firsts, indices, side="right") - 1

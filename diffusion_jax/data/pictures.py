@@ -343,7 +343,6 @@ class Decoded(Pictures):
         )
 
     def _replacement(self, draw: np.random.Generator, original: int) -> int:
-        """Draw the index of a record that may replace the record at index `original`."""
         if len(self._groups):
             return int(draw.choice(np.flatnonzero(self._groups == self._groups[original])))
         while True:

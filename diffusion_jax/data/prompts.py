@@ -89,7 +89,6 @@ def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
 
 
 def _captions(named: Records, every: bool) -> Iterator[tuple[str, str]]:
-    """Yield the captions of a data source. Embeddings and damaged captions count as blank."""
     texts_of = captions.every if every else lambda text: [captions.first(text)]
     for first in range(0, len(named), _CHUNK):
         chunk = range(first, min(first + _CHUNK, len(named)))

@@ -54,7 +54,6 @@ class Subset(Pictures):
         return len(self._pictures) - len(self._indices) if self._others else len(self._indices)
 
     def _inside(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B"]:
-        """Map indices of this subset to indices of the complete data set."""
         if self._others:
             return indices + np.searchsorted(self._before, indices, side="right")
         return self._indices[indices]

@@ -106,7 +106,6 @@ def shrink(data: bytes, size: int, *, pad: bool = False) -> bytes:
 
 
 def _open(data: bytes) -> Image.Image:
-    """Open an image by reading only its header. Raises Unusable if the header is damaged."""
     try:
         return untrusted.open_image(data)
     except UnidentifiedImageError as error:

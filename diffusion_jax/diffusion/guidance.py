@@ -149,25 +149,11 @@ def conditional(
 
     def branches(x, sigma, names):
         own = [name for name in conditions if name in names]
-        rows = joined if len(own) == len(conditions) else conditions[COND]
-        d = by_rows(denoiser_of(rows))(x, sigma, own)
-        return {**d, GUIDE: guide(x, sigma)} if guide and GUIDE in names else d
-
-    return branches
-
-
-def by_rows(denoise: Denoiser) -> Branches:
-    """Return a function that evaluates all conditions with a single call of `denoise`.
-
-    The function repeats each image once per condition, calls `denoise` on this joined batch, and
-    splits the result by condition. The rows of `denoise`'s conditions must be ordered by image, and
-    by condition within an image.
-    """
-
-    def branches(x, sigma, names):
-        d = denoise(x.repeat(len(names), axis=0), sigma.repeat(len(names)))
-        each = d.reshape(-1, len(names), *x.shape[1:])  # [B, names, H, W, C]
-        return {name: each[:, i] for i, name in enumerate(names)}
+        denoise = denoiser_of(joined if len(own) == len(conditions) else conditions[COND])
+        d = denoise(x.repeat(len(own), axis=0), sigma.repeat(len(own)))
+        each = d.reshape(-1, len(own), *x.shape[1:])  # [B, names, H, W, C]
+        by_name = {name: each[:, i] for i, name in enumerate(own)}
+        return {**by_name, GUIDE: guide(x, sigma)} if guide and GUIDE in names else by_name
 
     return branches
 

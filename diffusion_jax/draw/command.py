@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jaxtyping import UInt8
 
 from diffusion_jax import cli, seeds
@@ -59,9 +59,7 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
     """
     f = _define_flags()
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
+    def main() -> None:
         cli.start()
         out = files.path(f["out"].value)
         with cli.bad_input(), contextlib.ExitStack() as held:
@@ -82,7 +80,7 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
             out.mkdir(parents=True, exist_ok=True)
         _draw(session, out, f["num_images"].value, f["seed"].value)
 
-    cli.run(main)
+    cli.run(main, "write --prompt={!r}")
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
@@ -147,7 +145,6 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
-    """Draw all images. Process 0 writes the images of each batch as soon as the batch is drawn."""
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
     batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])

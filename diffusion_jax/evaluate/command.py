@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jaxtyping import UInt8
 
 from diffusion_jax import cli, runs
@@ -173,9 +173,7 @@ def command(
     """
     f = sweep_flags.define(guidance)
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    def main() -> None:
         cli.start()
         with cli.bad_input():
             chosen = sorted(sweep_flags.numbers(f["guidance"].value, "guidance", Scale))
@@ -253,7 +251,6 @@ def _score_points(
     subjects: Sequence[Subject], scorer: Scorer, plan: Sweep, training: copies.Training | None,
     out: pathlib.Path,
 ) -> None:  # fmt: skip
-    """Draw and score all prompts at every point and guidance, and write the results to `out`."""
     rows, pictures, copied = [], [], []
     several = any(len(subject.points) > 1 for subject in subjects)
     for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):

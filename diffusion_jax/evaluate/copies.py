@@ -201,7 +201,6 @@ def write(
 
 
 def _features(name: str, pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> Features:
-    """Compute features of the kinds `keys` for all pictures. Log the progress under `name`."""
     total, parts = len(pictures), []
     meter = progress.Meter(name, total)
     for start in range(0, total, _BATCH):

@@ -263,7 +263,6 @@ def _disjoint(shards: Sequence[pathlib.Path], num_images: int) -> list[pathlib.P
 
 
 def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.ndarray, "B"]]:
-    """Split the missing image indices into batches of consecutive indices."""
     rows = np.flatnonzero(missing)
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [run[i : i + batch_size] for run in runs for i in range(0, len(run), batch_size)]

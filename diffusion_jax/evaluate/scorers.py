@@ -390,7 +390,6 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
 
 
 def _pairs(clip: clip_towers.Clip, card: Mapping) -> FeatureJudge:
-    """Return a judge that computes the CLIP cosine of each picture and its prompt."""
     image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
     extract = lambda images, prompts: (
         clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),

@@ -178,7 +178,6 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _drop_cache(path: pathlib.Path) -> None:
-    """Flush the file to disk and drop it from the system's cache, if the system supports that."""
     if not hasattr(os, "posix_fadvise"):
         return
     with path.open("rb") as file:

@@ -206,7 +206,6 @@ def _copy(source: Remote) -> pathlib.Path:
 
 @functools.cache
 def _scratch() -> pathlib.Path:
-    """Return a folder that is deleted when this process ends."""
     folder = pathlib.Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

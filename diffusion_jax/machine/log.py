@@ -181,7 +181,6 @@ def _parse(
 
 
 def _metrics(line: Any) -> dict[str, Any]:
-    """Parse a line of metrics. Raises ValueError if it is malformed."""
     is_number = lambda value: type(value) in (int, float)
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         raise ValueError("the line has no whole number `step`")

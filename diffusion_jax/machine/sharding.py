@@ -250,7 +250,6 @@ def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None)
 
 
 def _checked(spec: P | str, name: str, shape: tuple[int, ...], mesh: Any) -> P:
-    """Return the spec if it fits the shape. Raises ValueError otherwise."""
     if isinstance(spec, str) or len(spec) > len(shape):
         raise ValueError(
             f"sharding rule {spec!r} does not fit {name!r} of shape {shape}: use FSDP, OUTPUTS, "

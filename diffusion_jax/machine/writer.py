@@ -191,7 +191,6 @@ def _path(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    """Return the content of a lock file, or {} if it is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -384,4 +384,4 @@ def _cell(value: object) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_with_arguments(main)

@@ -96,7 +96,6 @@ def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 
 def _digest(folder: pathlib.Path) -> str:
-    """Return the SHA-256 of a folder's safetensors files, or else of its .bin files."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         with path.open("rb") as file:

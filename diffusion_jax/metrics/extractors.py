@@ -257,7 +257,6 @@ def _replicated_params(extractor: Extractor, mesh: Mesh) -> Any:
 
 
 def _padded_size(size: int, mesh: Mesh) -> int:
-    """Round a batch size up to a multiple of the number of batch shards of the mesh."""
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
     return -(-size // ways) * ways
 

@@ -89,7 +89,6 @@ def _has_hashes(path: pathlib.Path) -> bool:
 
 
 def _download() -> pathlib.Path:
-    """Download the public file to the user's cache, check its hashes, and return its path."""
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     target = pathlib.Path(cache) / "imagen-sd-jax" / URL.rpartition("/")[2]
     if target.is_file():

@@ -20,7 +20,7 @@ at any time. --engine=beam hands the work to Apache Beam's workers (docs/data.md
 the whole store, and encodes damaged shards again.
 """
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from diffusion_jax import cli, engines
 from diffusion_jax.machine import files
@@ -51,10 +51,8 @@ _VERIFY = flags.DEFINE_bool(
 engines.define_flags()
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Check the config, print an estimate of the store's size, and encode the captions."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE")
     cli.start()
     with cli.bad_input():
         job = fill.open_job(_CONFIG.value.to_dict(), _CAPTIONS.value)

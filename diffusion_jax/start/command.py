@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import guess, pipeline, sources
@@ -51,9 +51,7 @@ def command(
     weights = text("text_weights", "", "T5 or CLIP to encode captions with; default: word hashes.")
     tall, shrink, finetune = map(_define, (questions.TALL, questions.SHRINK, questions.FINETUNE))
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write --data={argv[1]}", 2)
+    def main() -> None:
         cli.start(alone=True)
         with cli.bad_input(OutOfMemory):
             path = pathlib.Path(out.value)
@@ -91,7 +89,7 @@ def command(
             # Write the configs.
             _write(package, path, photos, measured, hours.value)
 
-    cli.run(main)
+    cli.run(main, "write --data={}")
 
 
 def _define(question: Question) -> flags.FlagHolder[str]:

@@ -205,7 +205,6 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn every error raised in this context into NotSaved."""
         try:
             yield
         except Exception as error:
@@ -227,7 +226,6 @@ class Checkpointer:
             checksums.write(folder)
 
     def _finish(self, step: int) -> None:
-        """Wait until a step is written, then compare its files with their checksums."""
         self._manager.wait_until_finished()  # `wait` reports an error of this save.
         self._limit.stop()
         if step in restore.steps(self._directory):

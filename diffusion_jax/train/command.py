@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
@@ -76,9 +76,7 @@ def command(
         "Steps to trace for xprof, such as 100:105; written to WORKDIR/profile.",
     )
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    def main() -> None:
         cli.start()
         workdir = files.path(workdir_flag.value)
         with contextlib.ExitStack() as stack:

@@ -166,7 +166,6 @@ def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
 
 
 def _jump(workdir: pathlib.Path, run: Run, settings: Optimizer, step: int) -> None:
-    """Log a warning if the learning rate jumps because a run continues with another schedule."""
     before = runs.load(workdir)
     old = read(Optimizer, before["optimizer"], "optimizer")
     was = float(make_schedule(old, before["steps"])(step)) / old.lr

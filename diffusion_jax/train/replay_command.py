@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from diffusion_jax import cli, finetune, runs, systems
 from diffusion_jax.machine import files, sharding, sheets, untrusted
@@ -44,9 +44,7 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
         "unet_weights", None, "The new path of the weights that a LoRA run adapts."
     )
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    def main() -> None:
         cli.start()
         workdir = files.path(workdir_flag.value)
         with cli.bad_input():

@@ -82,7 +82,6 @@ def _prompts(workdir: str) -> list[str]:
 
 
 def _card(workdir: str) -> str:
-    """Return the first paragraph of the model's README.md below its title, or ""."""
     path = files.path(workdir) / _CARD
     if not path.is_file():
         return ""

@@ -5,14 +5,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from logging import LogRecord
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from diffusion_jax import cli
 from diffusion_jax.draw import option_flags
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.machine import files
-from diffusion_jax.web import about, listener, results, server
+from diffusion_jax.web import about, results
 
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -45,12 +45,12 @@ def command(
     )  # fmt: skip
     holders = option_flags.define(options)
 
-    def main(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
+    def main() -> None:
         cli.start(alone=True)
         logging.get_absl_handler().addFilter(_is_no_cancellation)
         with cli.bad_input():
+            from diffusion_jax.web import listener, server  # They need the extra [web].
+
             listening = listener.bind(host.value, port.value)
             workdirs = results.named([stages_of(text) for text in workdir.value])
             values = option_flags.values(holders)

@@ -101,7 +101,6 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
 
 
 def _runs(workdirs: Workdirs) -> dict[str, str]:
-    """Return {unique name: workdir} for all stages of all models."""
     unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
     return {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
 

@@ -307,7 +307,6 @@ def _png(content: bytes | None) -> Response:
 
 
 def _zip(site: Site, job: Job) -> bytes:
-    """Return a zip archive of a job's drawn pictures, with the commands that draw them again."""
     out, commands = io.BytesIO(), []
     with zipfile.ZipFile(out, "w") as archive:
         for number, picture in enumerate(job.pictures):
@@ -351,7 +350,6 @@ def _escaped(character: str) -> str:
 
 
 def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
-    """Describe an option by its name, kind, possible values, their meanings, help and value."""
     group, _, field = option.field.partition(".")
     values = [getattr(getattr(stage.settings, group), field) for stage in model.stages]
     shown = [str(value) if value == float("inf") else value for value in values]

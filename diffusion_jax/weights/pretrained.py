@@ -203,7 +203,6 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.P
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    """Return whether a file of weights is an index of shards that are all missing."""
     shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
     return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
 
@@ -266,7 +265,6 @@ def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _check_unquantised(folder: pathlib.Path) -> None:
-    """Raise ValueError if the folder's config states that the weights are quantised."""
     path = folder / "config.json"
     config = read_json(path).get("quantization_config") if path.is_file() else None
     if config:

@@ -258,7 +258,6 @@ def traces(root: epath.Path, step: int) -> list[Trace]:
 
 
 def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -> Params:
-    """Compute a power-function average that was not stored, from the undamaged stored ones."""
     sources = []
     for saved_step, folder, source in traces(root, step):
         if damage := _damage(folder.parent, saved_step, [EMA + source]):

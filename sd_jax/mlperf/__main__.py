@@ -21,7 +21,7 @@ describes all steps, from installation to a result.
 import pathlib
 import time
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from diffusion_jax import cli
 from diffusion_jax.machine import files
@@ -56,11 +56,9 @@ _CLEARED = flags.DEFINE_bool(
 )
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Run the benchmark that the flags describe, or continue it."""
     init_start = int(time.time() * 1000)
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write flags as --NAME=VALUE", 2)
     cli.start()
     workdir = pathlib.Path(_WORKDIR.value)
     with cli.bad_input():

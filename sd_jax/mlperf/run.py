@@ -170,7 +170,6 @@ def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
 
 
 def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init_start: int) -> str:
-    """Train, evaluate or both, depending on run.mode; return the status of the run at the end."""
     if evaluate and run.mode == EVALUATE:
         return _rounds(run, evaluate, lambda step: None)
     program = _warm_up(run, evaluate)
@@ -210,7 +209,6 @@ def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
 
 
 def _log_header(run: OpenRun, submission: Submission, init_start: int) -> None:
-    """Log the submission, the hyperparameters and the start of the clock (run_start)."""
     log, header = run.log, submission._asdict()
     log.event("cache_clear", header.pop("cache_cleared"))
     log.event("submission_benchmark", rules.NAME)
@@ -289,7 +287,6 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
-    """Score the checkpoint of a step, log the scores, and return {"FID": ..., "CLIP": ...}."""
     run.log.start("eval_start", metadata=run.at(step))
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))

@@ -113,4 +113,4 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_with_arguments(main)

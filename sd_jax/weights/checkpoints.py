@@ -306,7 +306,6 @@ def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] 
 
 
 def _check_pipeline(index: pathlib.Path) -> None:
-    """Raise ValueError if a model_index.json lists parts that Stable Diffusion does not have."""
     parts = pretrained.read_json(index) if index.is_file() else {}
     part_names = [name for name, value in parts.items() if isinstance(value, list) and value[0]]
     if unknown := [name for name in part_names if name not in _PIPELINE]:

@@ -243,7 +243,6 @@ def _place(name: str) -> tuple[str, str, str] | None:
 
 
 def _check_family(path: pathlib.Path, state: Mapping[str, Any]) -> None:
-    """Raise ValueError if names of arrays are those of another kind of adapter."""
     for pattern, family in _FAMILIES:
         if found := [name for name in state if re.search(pattern, name)]:
             raise ValueError(
@@ -253,7 +252,6 @@ def _check_family(path: pathlib.Path, state: Mapping[str, Any]) -> None:
 
 
 def _check_config(path: pathlib.Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if peft's config says that the adapter is no plain LoRA."""
     kind, init = config.get("peft_type") or "LORA", config.get("init_lora_weights", True)
     if kind != "LORA":
         raise ValueError(f"{path} is an adapter of the type {kind}, not LoRA")

@@ -33,7 +33,9 @@ ENCODER = hashed.encoder(WIDTH, TOKENS)._replace(encode=encode)
 
 def classifier_free(denoise_both, scale):
     """Guide a denoiser whose even rows see the text and whose odd rows do not."""
-    return guidance.guided(guidance.by_rows(denoise_both), scale, guidance.outward())
+    conditions = {guidance.COND: (), guidance.NEGATIVE: ()}
+    branches = guidance.conditional(lambda condition: denoise_both, conditions)
+    return guidance.guided(branches, scale, guidance.outward())
 
 
 def task(encoder=ENCODER):

@@ -29,9 +29,8 @@ OPTIMIZER = Optimizer(
 )  # fmt: skip
 
 
-def main(argv):
+def main():
     """Trains, and ends as the systems' commands do."""
-    del argv
     cli.start()
     doomed = _KILL.value if jax.process_index() == _KILLED.value else ""
     if doomed:

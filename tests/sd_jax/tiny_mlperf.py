@@ -31,7 +31,7 @@ _TOY = flags.DEFINE_bool("toy", False, "Grey images, darker by a step of Adam af
 _KILL = flags.DEFINE_enum("kill", "", ["", "training", "stop", "saving", "evaluation"], "When.")
 
 
-def main(argv):
+def main():
     """As the real command's."""
     extractors.inception_extractor = lambda weights, mode, level: inception()
     weights.load = lambda path: None
@@ -40,7 +40,7 @@ def main(argv):
         run.make_task, run.read_vae = make_task, lambda path, vae: None
     if _KILL.value:
         _KILLS[_KILL.value]()
-    mlperf.main(argv)
+    mlperf.main()
 
 
 def inception():

@@ -4,12 +4,11 @@ import collections
 import functools
 import pathlib
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from diffusion_jax.data import listing, storage, tars
 from diffusion_jax.data.records import check_text
-from diffusion_jax.engines import ALONE, Engine, Program
+from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files, untrusted
 
 _PART = 64  # Tars that are indexed together, by several threads.
@@ -39,21 +38,17 @@ def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dic
     if storage.is_url(names[0]) and not files.is_store(names[0]):
         home = pathlib.Path(tempfile.gettempdir())
     parts = range(-(-len(names) // _PART))
-    work = Program(_open, path, threads)
     size = lambda part: min(_PART, len(names) - part * _PART)
     never = lambda part: home / f".indexed-{part}.tmp"
-    counts = engine.fill(parts, never, work, noun="tars", size=size)
+    counts = engine.fill(
+        parts, never, functools.partial(_index, names, threads), noun="tars", size=size
+    )
     suffixes = [part.suffix for part in check_text(text)]
     listing.open_listing(path, untrusted.image_suffixes(), suffixes)
     return {name: counts[name] for name in ("tars", "records", "files", "damaged")}
 
 
-def _open(path: str, threads: int) -> Callable[[int], collections.Counter[str]]:
-    return functools.partial(_index, tars.find(path), threads)
-
-
 def _index(names: list[str], threads: int, part: int) -> collections.Counter[str]:
-    """Index group number `part` of the tars, and return the counts of this group."""
     counts = collections.Counter[str]()
     with ThreadPoolExecutor(threads) as pool:
         for one in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):

@@ -23,7 +23,7 @@ from diffusion_jax.config.settings import EMBEDDINGS
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.engines import ALONE, Engine, Program
+from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files, tables, untrusted, writer
 
 _ARRAYS = {
@@ -76,16 +76,15 @@ def merge(
     places = _Places(out / f"places-{digest}.tmp", len(stored))
     with writer.Writer(out):
         places.folder.mkdir(exist_ok=True)
-        work = lambda make: Program(make, images, embeddings, places, out, key)
-        engine.fill(
-            range(len(stored)), places.listed, work(_open_list), noun="tars", name="listing"
-        )
+        write = functools.partial(_write_list, stored, places)
+        engine.fill(range(len(stored)), places.listed, write, noun="tars", name="listing")
         rows = sum(places.listed(i).stat().st_size for i in range(len(stored))) // _ROW.itemsize
         places = places._replace(ranges=tables.num_ranges(rows))
         engine.fill(range(places.ranges), places.sorted, places.sort, noun="ranges", name="sorting")
         path = lambda number: out / names[number]
         files.remove_unfinished(map(path, range(len(tars))))
-        counts = engine.fill(range(len(tars)), path, work(_open_join), noun="tars", name="joining")
+        write = functools.partial(_write_joined, tars, stored, places, out, key)
+        counts = engine.fill(range(len(tars)), path, write, noun="tars", name="joining")
         files.remove_tree(places.folder)
     if counts["no_embedding"] and not counts["merged"]:
         raise ValueError(
@@ -173,7 +172,6 @@ class _Places(NamedTuple):
         files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
 
     def find(self, stem: str) -> Any:
-        """Return the table row of the embedding named `stem`, or None if there is none."""
         key = np.frombuffer(_hash(stem), tables.KEY)[0]
         rows = tables.read(self.sorted(tables.range_of(key, self.ranges)), _ROW)
         at = bisect.bisect_left(rows["key"], key)
@@ -190,27 +188,17 @@ def _raw(name: str) -> bytes:
     return name.encode(errors="surrogateescape")
 
 
-def _open_list(
-    images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
-) -> Callable[[int], None]:
-    """Return a function write(i) that writes the table that lists the embeddings in tar number i.
-
-    The arguments are those of `_open_join`. Of these, `images`, `out` and `key` are not used.
-    """
-    tars = tar_files.find(embeddings)
-
-    def write(number: int) -> None:
-        rows = []
-        for stem, offset, size, suffix in _members(tars[number]):
-            if len(_raw(suffix)) > (most := _ROW["suffix"].itemsize):
-                raise ValueError(
-                    f"{tars[number]} holds {stem}.{suffix}, whose suffix has more than {most} "
-                    "bytes: give this file a shorter suffix"
-                )
-            rows.append((_hash(stem), number, offset, size, _raw(suffix)))
-        tables.write(places.listed(number), np.array(rows, _ROW))
-
-    return write
+def _write_list(stored: Sequence[str], places: _Places, number: int) -> None:
+    """Write the table that lists the embeddings in tar `number` of the tars `stored`."""
+    rows = []
+    for stem, offset, size, suffix in _members(stored[number]):
+        if len(_raw(suffix)) > (most := _ROW["suffix"].itemsize):
+            raise ValueError(
+                f"{stored[number]} holds {stem}.{suffix}, whose suffix has more than {most} "
+                "bytes: give this file a shorter suffix"
+            )
+        rows.append((_hash(stem), number, offset, size, _raw(suffix)))
+    tables.write(places.listed(number), np.array(rows, _ROW))
 
 
 def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
@@ -221,24 +209,18 @@ def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
             yield stem, member.offset, member.size, suffix
 
 
-def _open_join(
-    images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
-) -> Callable[[int], collections.Counter[str]]:
-    """Return a function write(i) that merges tar number i of the images with its embeddings.
+def _write_joined(
+    tars: Sequence[str], stored: Sequence[str], places: _Places, out: pathlib.Path, key: str,
+    number: int,
+) -> collections.Counter[str]:  # fmt: skip
+    """Write tar `number` of the images with its embeddings, and return counts of its records.
 
-    write(i) returns the numbers of "merged" and "no_embedding" records. `places` locates the
-    embeddings. The other arguments are those of `merge`.
+    `places` locates the embeddings in the tars `stored`.
     """
-    tars, stored = tar_files.find(images), tar_files.find(embeddings)
-
-    def write(number: int) -> collections.Counter[str]:
-        counts, tar = collections.Counter[str](), tars[number]
-        find = functools.cache(places.find)
-        records = _joined(tar, find, stored, key, counts)
-        tar_files.write(out / pathlib.PurePath(tar).name, records)
-        return counts
-
-    return write
+    counts, tar = collections.Counter[str](), tars[number]
+    records = _joined(tar, functools.cache(places.find), stored, key, counts)
+    tar_files.write(out / pathlib.PurePath(tar).name, records)
+    return counts
 
 
 def _joined(

@@ -238,7 +238,6 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
 
 @functools.cache
 def _draw(length: int, num: int, seed: int) -> Sequence[int]:
-    """Return `num` distinct random integers in [0, length), sorted."""
     return np.sort(np.random.default_rng(seed).choice(length, num, replace=False)).tolist()
 
 

@@ -201,7 +201,6 @@ def _open_mixture(data: Data, shapes: Shapes) -> Pictures:
 
 
 def _check_mixture(mixture: Sequence[Any]) -> None:
-    """Raise ValueError unless all parts are (weight, source, path, text) with positive weights."""
     for part in mixture:
         complete = isinstance(part, tuple | list) and len(part) == 4
         if not complete or not isinstance(part[0], int | float) or part[0] <= 0:

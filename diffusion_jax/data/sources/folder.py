@@ -138,7 +138,6 @@ class Folder(Records):
             return Unusable("unreadable", str(error))
 
     def _count_others(self, names: dict[str, str]) -> None:
-        """Add all files but the images to the inventory. `names` maps names to suffixes."""
         beside = {part.suffix: set(texts.values()) for part, texts in self._texts
                   if part.suffix not in metadata.SUFFIXES}  # fmt: skip
         used = set[str]().union(*beside.values())

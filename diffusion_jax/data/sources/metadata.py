@@ -126,7 +126,6 @@ def _no_picture(place: str, name: str, images: Sequence[str]) -> str:
 
 
 def _no_name(row: Mapping[str, Any]) -> str:
-    """Return, for a message, why a row names no image."""
     if isinstance(row, rows.Alone):
         return f"is {rows.shown(row[rows.CAPTION])}, not an object"
     return f"has no {_FILES[0]}, but only {', '.join(row) or 'an empty object'}"
@@ -224,7 +223,6 @@ def _stem(name: str) -> str:
 
 
 def _folded(name: str) -> str:
-    """Return a name without regard to case and to the form of accents."""
     return unicodedata.normalize("NFC", name).casefold()
 
 

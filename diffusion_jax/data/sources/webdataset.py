@@ -120,7 +120,6 @@ class WebDataset(Records):
         return list(self._listing.tars)
 
     def _check_damage(self, max_broken: float) -> None:
-        """Raise ValueError if more than the share `max_broken` of tars or records is damaged."""
         counts, num_tars = self._listing.inventory.counts, len(self._listing.tars)
         num_broken, lost = counts["broken_tar"], counts["broken_header"]
         if num_broken and (num_broken > max_broken * num_tars or num_broken == num_tars):

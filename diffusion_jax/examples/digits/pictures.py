@@ -248,7 +248,6 @@ def _write_folder(out: pathlib.Path, records: Iterable[dict[str, bytes]]) -> Non
 
 @functools.cache
 def _all_prompts() -> list[Prompt]:
-    """Return the 290 prompts in a fixed order. Every 17th of them is held out of training."""
     pairs = [(ink, paper) for ink in INKS for paper in PAPERS if ink != paper]
     return [Prompt(digit, *pair) for digit, pair in itertools.product(range(10), pairs)]
 

@@ -219,7 +219,6 @@ def draw(
 
 
 def _card(styles: Sequence[str], size: int, variants: int) -> dict:
-    """Return the contents of card.json: settings, and the author and licence of each style."""
     table = hashlib.sha256(_SUBJECTS.read_bytes()).hexdigest()
     licences = {style: STYLES[style]._asdict() for style in styles}
     return {"styles": licences, "size": size, "variants": variants, "subjects": table}
@@ -261,7 +260,6 @@ def _records(
 
 
 def _person(shown: Composition) -> str:
-    """Return the subject with its skin tone, such as "a firefighter with dark skin"."""
     return f"{shown.subject} with {shown.tone} skin" if shown.tone else shown.subject
 
 

@@ -299,7 +299,6 @@ def _first(texts: Sequence[Any]) -> list[str]:
 
 
 def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:
-    """Return at most `most` of the rows, evenly spaced."""
     count = min(len(rows), most)
     return rows[np.arange(count) * len(rows) // count] if count else rows
 
