@@ -131,7 +131,7 @@ class Interval(NamedTuple):
 
 
 def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
-    return {"trained": {"diffusion.precond": predicts, "diffusion.noise": levels, **more}}
+    return {"trained": {"diffusion.predicts": predicts, "diffusion.noise": levels, **more}}
 
 
 def _magnitude(**more: Any) -> dict[str, Any]:
@@ -174,7 +174,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "UNet": {},
         "magnitude": _magnitude(),
         "magnitude, EDM": _magnitude(
-            **{"diffusion.precond": "edm", "diffusion.weight": "uncertainty"}
+            **{"diffusion.predicts": "edm", "diffusion.weight": "uncertainty"}
         ),
     },
     "guidance": {

@@ -37,7 +37,7 @@ from imagen_jax.unet import UNet
 
 
 class _Diffusion(NamedTuple):
-    precond: PrecondName = "edm"
+    predicts: PrecondName = "edm"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
     "flow" for rectified flow), or EDM's target ("edm"). The loss is the error of the prediction."""
     sigma_data: ranges.Positive = 0.5

@@ -156,25 +156,21 @@ def make(d: Any) -> Objective:
 def bound(d: Any) -> tuple[functools.partial, ...]:
     """Return the functions that noise, prediction, weight and method of a `diffusion` group name.
 
-    The field that names the network's prediction is `precond` in Imagen, and `predicts` in Stable
-    Diffusion.
-
     Raises:
         ValueError: A name is unknown, or fields do not fit together. The latter has two cases. The
             network predicts eps, but x has no signal at the last noise level, so that
             eps-prediction is undefined there. Or the method is MeanFlow, which would ignore the
             config's distance or weighting.
     """
-    predicts = _prediction_field(d)
     make_noise = noise.NOISES.bound("diffusion.noise", d.noise, d)
-    prediction = precond.PRECONDS.bound(f"diffusion.{predicts}", getattr(d, predicts), d)
+    prediction = precond.PRECONDS.bound("diffusion.predicts", d.predicts, d)
     make_weighting = WEIGHTINGS.bound("diffusion.weight", d.weight, d)
     method = METHODS.bound("diffusion.method", d.method)
     if make_noise.func in _NO_SIGNAL_AT_THE_END and prediction.func is precond.epsilon:
         raise ValueError(
             f"diffusion.noise is {d.noise!r}, whose last noise level has no signal, and there the "
-            f"prediction 'eps' of diffusion.{predicts} is undefined (zero terminal SNR): set "
-            f"diffusion.{predicts} to v or flow"
+            "prediction 'eps' of diffusion.predicts is undefined (zero terminal SNR): set "
+            "diffusion.predicts to v or flow"
         )
     weighted = d.distance != "l2" or d.weight != "min_snr" or d.min_snr
     if method.func is meanflow.make and weighted:
@@ -183,10 +179,6 @@ def bound(d: Any) -> tuple[functools.partial, ...]:
             "diffusion.weight and diffusion.min_snr: set them to l2, min_snr and 0, their defaults"
         )
     return make_noise, prediction, make_weighting, method
-
-
-def _prediction_field(d: Any) -> str:
-    return "precond" if hasattr(d, "precond") else "predicts"
 
 
 _NO_SIGNAL_AT_THE_END = (noise.ldm_zero_terminal_snr, noise.logit_normal, noise.uniform_flow)

@@ -189,8 +189,8 @@ def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     ]
     kinds = {"EDM": True, "DDPM": False}
     nemo_kind = config.get("preconditioning_type", "EDM")
-    if nemo_kind in kinds and kinds[nemo_kind] != (s.diffusion.precond == "edm"):
-        pairs.append(("diffusion.precond", nemo_kind.lower(), s.diffusion.precond))
+    if nemo_kind in kinds and kinds[nemo_kind] != (s.diffusion.predicts == "edm"):
+        pairs.append(("diffusion.predicts", nemo_kind.lower(), s.diffusion.predicts))
     differences = [
         f"{name}: {b!r} in the config, {a!r} in the file" for name, a, b in pairs if a != b
     ]
