@@ -40,7 +40,6 @@ from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, heldout, runs, systems
 from diffusion_jax.config.named import one_of
 from diffusion_jax.diffusion import guidance, guides, samplers
-from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import scorers
@@ -132,7 +131,7 @@ class Interval(NamedTuple):
 
 
 def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
-    return {"trained": {"diffusion.precond": predicts, "diffusion.noise": levels, **more}}
+    return {"trained": {"diffusion.predicts": predicts, "diffusion.noise": levels, **more}}
 
 
 def _magnitude(**more: Any) -> dict[str, Any]:
@@ -175,7 +174,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "UNet": {},
         "magnitude": _magnitude(),
         "magnitude, EDM": _magnitude(
-            **{"diffusion.precond": "edm", "diffusion.weight": "uncertainty"}
+            **{"diffusion.predicts": "edm", "diffusion.weight": "uncertainty"}
         ),
     },
     "guidance": {
@@ -383,10 +382,10 @@ def rows(s: Settings, steps: int) -> int:
 
     The function runs the sampler with a dummy network that returns zeros.
     """
-    sampler, objective, taken = s.sampler._replace(steps=steps), objectives.make(s.diffusion), []
+    sampler, objective, taken = s.sampler._replace(steps=steps), s.diffusion.objective, []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
     guide = guidance.make(sampler, guides.Model(objective.precond(times), sigmas))
-    guided = guidance.by_image(sampler.guiding, sampler.guidance, 1) is not None
+    guided = guidance.by_image(sampler, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):
         applies = guided and (guide.applies is None or bool(guide.applies(sigma[0])))
@@ -395,7 +394,7 @@ def rows(s: Settings, steps: int) -> int:
 
     x = jnp.zeros((1, 1, 1, 1))
     with jax.disable_jit():  # Loops run in Python.
-        samplers.make(sampler)(denoise, x, sigmas, lambda i: x)
+        sampler.method.sampler(denoise, x, sigmas, lambda i: x)
     return sum(taken)
 
 

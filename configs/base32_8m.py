@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     # The network predicts the image: predictions of the noise leave grain in the pictures of a
     # small network. Noise levels and weighting are the quick start's at twice the sigma,
     # because 32x32 pictures need twice the noise of 16x16 ones (docs/lab/ablations.md).
-    c.diffusion.update(precond="x0", p_mean=0.3, p_std=1.2, weight="p2(k=0.25)")
+    c.diffusion.update(predicts="x0", p_mean=0.3, p_std=1.2, weight="p2(k=0.25)")
     # The last step goes from sigma 0.3 to 0. This suffices, because the network predicts x0.
     c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.3, sigma_max=40.0, guidance=2.0)
     c.sampler.threshold = "static"

@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     )
     c.text = dict(encoder="t5", width=1024, max_tokens=128, drop_prob=0.1)
 
-    c.diffusion = dict(precond="edm", noise="lognormal", p_mean=-1.2, p_std=1.2)
+    c.diffusion = dict(predicts="edm", noise="lognormal", p_mean=-1.2, p_std=1.2)
     c.super_resolution = dict(factor=1)
     c.sampler = dict(name="heun", steps=30, guidance=7.5, threshold="dynamic")
 

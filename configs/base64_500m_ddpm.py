@@ -14,7 +14,7 @@ from configs import base64_500m
 
 def get_config() -> ConfigDict:
     c = base64_500m.get_config()
-    c.diffusion.precond = "eps"
+    c.diffusion.predicts = "eps"
     c.diffusion.noise = "cosine"
     c.sampler.name = "ddpm"
     c.sampler.steps = 250

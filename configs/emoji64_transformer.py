@@ -29,6 +29,6 @@ def get_config() -> ConfigDict:
     )
     # As in JiT, the network predicts the image, and the loss is the error of the flow that follows
     # from this image. As sigma is lognormal, the times t = sigma / (1 + sigma) are logit-normal.
-    c.diffusion.update(precond="x0", p_mean=0.8, p_std=0.8, weight="flow")
+    c.diffusion.update(predicts="x0", p_mean=0.8, p_std=0.8, weight="flow")
     c.sampler.update(steps=24, sigma_max=80.0)
     return c

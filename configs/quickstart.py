@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
         dtype="float32",
     )
     c.text.update(encoder="hashed", width=64, max_tokens=6)
-    c.diffusion.update(precond="x0", p_mean=-0.4, weight="p2")  # docs/lab/ablations.md explains P2.
+    c.diffusion.update(predicts="x0", p_mean=-0.4, weight="p2")  # P2: docs/lab/ablations.md
     # The last step goes from sigma 0.4 to 0. This suffices, because the network predicts x0.
     c.sampler.update(name="ddim", eta=1.0, steps=12, sigma_min=0.4, sigma_max=40.0, guidance=2.0)
     c.optimizer.update(

@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
             "cond_dim": 64,
         }
     )
-    c.diffusion.update(precond="edm", weight="uncertainty")
+    c.diffusion.update(predicts="edm", weight="uncertainty")
     c.optimizer.update(
         schedule="inverse_sqrt", decay_from=100, warmup=50, lr=4e-2, weight_decay=0.0,
         clip=float("inf"),

@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
     c.batch_size = 32
 
     c.unet.update(image_size=64, patch=8, embed_dim=96, low_res=True, noise_aug=True, cond_dim=32)
-    c.diffusion.update(precond="x0", p_mean=-1.2)
+    c.diffusion.update(predicts="x0", p_mean=-1.2)
     # The first stage's pictures are noisy. Noise augmentation of this level teaches this model to
     # smooth them.
     c.super_resolution.update(factor=4, aug_sigma=0.2)

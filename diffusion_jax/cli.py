@@ -20,6 +20,8 @@ from diffusion_jax import reference, systems
 from diffusion_jax.machine import distributed, exits, files, tuning, untrusted, xla_flags
 
 flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
+_EXTRAS = {"starlette": "web", "uvicorn": "web"}
+"""The extra that installs a package, for packages that requirements.txt does not list."""
 _HELP = {"--help", "-help", "-?", "--helpshort", "-helpshort", "--helpfull", "-helpfull"}
 
 
@@ -213,7 +215,8 @@ def bad_input(
     This context manager catches the types in `usual` and `more`. Catch the `usual` types only
     around checks of the input, because elsewhere they indicate bugs. Two errors have their own exit
     codes, after which launchers start the command again: exits.BUSY for Busy, and 1 for a full
-    disk. The error of a lost connection between processes passes through unchanged.
+    disk. The error of a lost connection between processes passes through unchanged. If a package is
+    not installed, the message says how to install it.
     """
     try:
         yield
@@ -221,6 +224,13 @@ def bad_input(
         if distributed.is_disconnection(error):
             raise
         _end(error, code)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or (pathlib.Path(__file__).parents[1] / package).exists():
+            raise  # A mistake in this repository.
+        extra = _EXTRAS.get(package)
+        packages = f'"imagen-sd-jax[{extra}]"' if extra else "-r requirements.txt"
+        _end(ModuleNotFoundError(f"{error}: run pip install {packages}"), code)
 
 
 def _end(error: Exception, code: int = 1) -> NoReturn:

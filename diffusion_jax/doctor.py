@@ -24,6 +24,7 @@ import jax
 import yaml
 from absl import flags
 
+import diffusion_jax
 from diffusion_jax import checks, cli
 from diffusion_jax.machine import hardware, log, tuning
 
@@ -53,7 +54,8 @@ def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
         "host": _host(),
         "git": log.git_commit(pathlib.Path(__file__)),
-        "versions": {name: version for name in _PACKAGES if (version := log.version(name))},
+        "versions": {"imagen-sd-jax": diffusion_jax.__version__}
+        | {name: version for name in _PACKAGES if (version := log.version(name))},
         "environment": tuning.variables(),
         "set_here": {f"{s.variable}: {s.value}": s.reason for s in set_here},
         "devices": _devices(),

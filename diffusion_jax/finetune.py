@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from diffusion_jax import lora, runs
 from diffusion_jax.config.settings import Lora
-from diffusion_jax.diffusion import objective
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.task import Params, Task
 from diffusion_jax.weights import pretrained, restore
@@ -155,7 +154,7 @@ def factors(
 
     For a LoRA run, these are the factors. A learned loss weighting, if any, is included.
     """
-    shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
+    shapes = jax.eval_shape(s.diffusion.objective.with_learned, abstract)
     if s.lora.rank:
         shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
     return restore.load_params(files.path(workdir) / runs.CHECKPOINTS, shapes, which, step)

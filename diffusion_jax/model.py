@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import guides, meanflow, noise, precond, samplers
-from diffusion_jax.diffusion import objective as objectives
 from diffusion_jax.diffusion.onestep import Sampler
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
 from diffusion_jax.machine.sharding import RULES
@@ -86,7 +85,7 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
     Raises:
         ValueError: The sampling grid is spaced in time, but the noise defines no times.
     """
-    objective, unet = objectives.make(diffusion), system.unet
+    objective, unet = diffusion.objective, system.unet
 
     # `params` holds the network's weights and, for learned loss weights, a collection of their
     # parameters. unet.apply accepts this additional Flax collection and ignores it.
@@ -139,10 +138,10 @@ def make_begin(
 
     The arguments are those of `make_task`. For autoguidance, `guiding` is the second network.
     """
-    objective = objectives.make(diffusion)
+    objective = diffusion.objective
     sigmas, time = samplers.sampling_grid(objective.noise, sampler)  # [steps + 1]
     scalings, span = objective.precond(time), objective.span(sigmas)
-    second = guiding and objectives.make(guiding.diffusion)
+    second = guiding and guiding.diffusion.objective
 
     def begin(params, frozen, batch, keys, guidance):
         shape = system.canvas(batch)

@@ -236,7 +236,7 @@ def draw_batches(
         batch["low_res"] = low_res
     s = stage.settings.sampler
     scale = s.guidance if guidance is None else guidance
-    by_image = guidance_module.by_image(s.guiding, scale, len(seeds))
+    by_image = guidance_module.by_image(s, scale, len(seeds))
     first = 0
     for images in in_batches(stage.draw, stage.params, batch, seeds, by_image, sizes[0]):
         rows = slice(first, first + len(images))

@@ -5,7 +5,7 @@ near 1, because weights are normalised, sums and nonlinearities are scaled, and 
 way down start with pixel norm (see diffusion_jax/nn/magnitude.py).
 
 The pooled text replaces EDM2's class label. Attention may also see the text tokens. Train the
-network with diffusion.precond "edm", diffusion.weight "uncertainty", optimizer.schedule
+network with diffusion.predicts "edm", diffusion.weight "uncertainty", optimizer.schedule
 "inverse_sqrt" and optimizer.weight_decay 0.
 
 Images are NHWC. In the shapes, B is the batch size, H and W are the height and width of the images

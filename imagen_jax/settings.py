@@ -1,5 +1,6 @@
 """The settings of an Imagen model, base or super-resolution, and the check of their values."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -35,13 +36,8 @@ from imagen_jax.transformer import Transformer
 from imagen_jax.unet import UNet
 
 
-class Diffusion(NamedTuple):
-    """The training objective: what the network predicts, the noise levels, and the loss.
-
-    Read by diffusion_jax/diffusion/objective.py.
-    """
-
-    precond: PrecondName = "edm"
+class _Diffusion(NamedTuple):
+    predicts: PrecondName = "edm"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
     "flow" for rectified flow), or EDM's target ("edm"). The loss is the error of the prediction."""
     sigma_data: ranges.Positive = 0.5
@@ -75,6 +71,15 @@ class Diffusion(NamedTuple):
     guidance scale 2 (see diffusion_jax/diffusion/meanflow.py)."""
 
 
+class Diffusion(_Diffusion):
+    """The training objective: what the network predicts, the noise levels, and the loss.
+
+    Read by diffusion_jax/diffusion/objective.py.
+    """
+
+    objective = functools.cached_property(objective.make)
+
+
 class SuperResolution(NamedTuple):
     """The factor of a super-resolution model, and the noise that it adds to the small image.
 
@@ -88,13 +93,7 @@ class SuperResolution(NamedTuple):
     True. More noise hides more of the previous stage's errors."""
 
 
-class Sampler(NamedTuple):
-    """How images are drawn.
-
-    Read by diffusion_jax/diffusion/samplers.py, diffusion_jax/diffusion/grids.py and
-    diffusion_jax/diffusion/guidance.py.
-    """
-
+class _Sampler(NamedTuple):
     name: samplers.SamplerName = "heun"
     """The method that steps from noise to an image. Its parameters may follow in brackets, such as
     restart(low=0.5)."""
@@ -147,6 +146,18 @@ class Sampler(NamedTuple):
     width: ranges.Amount = 0
     """The width of the images that a base model draws, in pixels; 0 for the training size. A
     super-resolution model ignores it and keeps the aspect ratio of the small image."""
+
+
+class Sampler(_Sampler):
+    """How images are drawn.
+
+    Read by diffusion_jax/diffusion/samplers.py, diffusion_jax/diffusion/grids.py and
+    diffusion_jax/diffusion/guidance.py.
+    """
+
+    method = functools.cached_property(samplers.make)
+    guides = functools.cached_property(guidance_module.bound)
+    limit = functools.cached_property(guidance_module.threshold)
 
 
 class Settings(NamedTuple):
@@ -212,7 +223,7 @@ def check(s: Settings) -> None:
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
-    objective.check(s.diffusion)
+    objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)
         if not high > low:

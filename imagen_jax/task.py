@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import model
-from diffusion_jax.diffusion import editing, guidance, guides, samplers
-from diffusion_jax.diffusion import objective as objectives
+from diffusion_jax.diffusion import editing, guides, samplers
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.model import Guiding, System
 from diffusion_jax.task import Task, to_range
@@ -60,8 +59,8 @@ def make_begin(
 def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
     """Return what Imagen supplies. The arguments are those of `make_begin`."""
     unet, factor, side = s.unet, s.super_resolution.factor, s.unet.image_size
-    objective = objectives.make(s.diffusion)
-    threshold = guidance.THRESHOLDS.bound("sampler.threshold", s.sampler.threshold)
+    objective = s.diffusion.objective
+    threshold = s.sampler.limit
     prompt = s.sampler.negative_prompt
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 

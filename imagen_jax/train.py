@@ -93,7 +93,7 @@ def _read_weights(s: Settings) -> Any:
     from imagen_jax.weights import initial
 
     if s.lora.rank:
-        initial.check_prediction(s.unet_weights, s.diffusion.precond)
+        initial.check_prediction(s.unet_weights, s.diffusion.predicts)
     return initial.read_unet(s.unet_weights, s.unet, s.text.width)
 
 

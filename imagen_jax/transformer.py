@@ -3,7 +3,7 @@
 A patch goes through a narrow linear layer, the bottleneck, before it becomes a token. The network
 predicts the image, because images lie near a low-dimensional manifold, and noise does not. Text and
 image are two streams of tokens that attend to each other (MMDiT, Esser et al. 2024, arXiv
-2403.03206). Train the network with diffusion.precond "x0", diffusion.weight "flow" and
+2403.03206). Train the network with diffusion.predicts "x0", diffusion.weight "flow" and
 diffusion.noise "lognormal", which makes the times t = sigma / (1 + sigma) logit-normal.
 
 There are three differences from JiT: as in MMDiT, the layers use layer norm and GELU; positions

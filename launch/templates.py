@@ -3,14 +3,14 @@
 import pathlib
 from typing import Any
 
-import jinja2
-
 
 def fill(name: str, **values: Any) -> str:
     """Render the template NAME.jinja in this folder with these values.
 
     Raises jinja2.UndefinedError if the template uses a name that is not in `values`.
     """
+    import jinja2
+
     environment = jinja2.Environment(
         trim_blocks=True,
         lstrip_blocks=True,

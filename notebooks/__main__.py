@@ -17,10 +17,6 @@ import jupytext
 
 HERE = pathlib.Path(__file__).parent
 COLAB = "https://colab.research.google.com/github"
-PAGES = (HERE.parent / "docs" / "launch.md",)
-"""Files with Colab badges, besides the notebooks."""
-
-
 PROJECT = HERE.parent / "pyproject.toml"
 GITHUB = "https://github.com/"
 
@@ -49,13 +45,13 @@ def set_repository(name: str) -> None:
 
 
 def main() -> None:
-    """Update the URLs in the .py files and in PAGES, and write the notebooks."""
+    """Update the URLs in the .py files, and write the notebooks."""
     if len(sys.argv) > 1:
         set_repository(sys.argv[1])
     elif "/YOUR-NAME/" in repository() and sys.stdin.isatty():
         set_repository(input("The repository on GitHub (OWNER/NAME): "))
     texts = [path for path in HERE.glob("*.py") if not path.name.startswith("_")]
-    for path in (*texts, *PAGES):
+    for path in texts:
         path.write_text(with_repository(path.read_text()))
     for path in texts:
         book = jupytext.read(path)

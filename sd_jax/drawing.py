@@ -169,7 +169,7 @@ def draw_batches(
     negative_prompt = s.negative_prompt if negative_prompt is None else negative_prompt
     guidance = s.guidance if guidance is None else guidance
     batch = {**sampling.prompts(model.encoder, prompts, negative_prompt), **(pictures or {})}
-    by_image = guidance_module.by_image(s.guiding, guidance, len(seeds))
+    by_image = guidance_module.by_image(s, guidance, len(seeds))
     size = min(batch_size or default_batch_size(model), len(seeds))
     height, width = model.settings.output_shape
     channels = model.settings.vae.width * model.settings.vae.channel_mult[0]

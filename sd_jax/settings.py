@@ -1,5 +1,6 @@
 """The settings of Stable Diffusion configs, with types, ranges and checks."""
 
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -61,12 +62,7 @@ class Conditioning(NamedTuple):
     tokens to 80); 0 for no padding."""
 
 
-class Diffusion(NamedTuple):
-    """The training objective: what the UNet predicts, the noise levels, and the loss.
-
-    Read by diffusion_jax/diffusion/objective.py.
-    """
-
+class _Diffusion(NamedTuple):
     predicts: PrecondName = "eps"
     """What the network predicts: the noise ("eps"), the image ("x0"), a mixture of both ("v", or
     "flow" for rectified flow), or EDM's target ("edm"). The loss is the error of the prediction."""
@@ -94,13 +90,16 @@ class Diffusion(NamedTuple):
     guidance scale 2 (see diffusion_jax/diffusion/meanflow.py)."""
 
 
-class Sampler(NamedTuple):
-    """How images are drawn.
+class Diffusion(_Diffusion):
+    """The training objective: what the UNet predicts, the noise levels, and the loss.
 
-    Read by sd_jax/sampling.py, diffusion_jax/diffusion/samplers.py,
-    diffusion_jax/diffusion/grids.py and diffusion_jax/diffusion/guidance.py.
+    Read by diffusion_jax/diffusion/objective.py.
     """
 
+    objective = functools.cached_property(objective.make)
+
+
+class _Sampler(NamedTuple):
     name: samplers.SamplerName = "plms"
     """The method that steps from noise to an image. Its parameters may follow in brackets, such as
     restart(low=0.5)."""
@@ -152,6 +151,17 @@ class Sampler(NamedTuple):
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
     """The largest noise level at which guidance acts; inf for no limit."""
+
+
+class Sampler(_Sampler):
+    """How images are drawn.
+
+    Read by sd_jax/sampling.py, diffusion_jax/diffusion/samplers.py,
+    diffusion_jax/diffusion/grids.py and diffusion_jax/diffusion/guidance.py.
+    """
+
+    method = functools.cached_property(samplers.make)
+    guides = functools.cached_property(guidance_module.bound)
 
 
 class Pipeline(NamedTuple):
@@ -311,7 +321,7 @@ def check_pipeline(p: Pipeline) -> None:
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
-    objective.check(p.diffusion)
+    objective.bound(p.diffusion)
     guidance_module.check(p.sampler)
     samplers.check_method(p.diffusion, p.sampler)
     check_size(p, "sampler.height", p.output_shape[0])

@@ -144,7 +144,7 @@ def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(mon
     monkeypatch.setitem(grids.GRIDS, "three_levels", lambda noise, s, *_: (LEVELS, None))
     monkeypatch.setitem(noise.NOISES, "three_levels", three_levels)
     model = imagen_model(
-        diffusion__noise="three_levels(low=1.0)", diffusion__precond="v", sampler__name="heun",
+        diffusion__noise="three_levels(low=1.0)", diffusion__predicts="v", sampler__name="heun",
         sampler__steps=3, sampler__grid=grid,
     )  # fmt: skip
     loss, norm, images, counts = train_and_sample(*model)

@@ -1,18 +1,24 @@
 """What an installed project puts beside other people's packages, and that it works there."""
 
+import importlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
 
+import diffusion_jax
+from diffusion_jax import cli
+
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = {"diffusion_jax", "imagen_jax", "sd_jax"}
 OTHERS = ("configs", "launch", "benchmarks", "tests")
-FILES = ("pyproject.toml", "requirements.txt", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 
 def python(*arguments, code=0, **options):
@@ -20,6 +26,37 @@ def python(*arguments, code=0, **options):
     ended = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert ended.returncode == code, ended.stderr
     return ended.stdout
+
+
+def test_requirements_are_the_dependencies_and_the_extra_for_training():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    required = [line.partition(" #")[0] for line in lines if line and not line.startswith("#")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert required == project["dependencies"] + project["optional-dependencies"]["train"]
+
+
+def test_the_newest_release_in_the_changelog_is_the_version():
+    releases = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == diffusion_jax.__version__
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"), [("grain", "-r requirements.txt"), ("uvicorn", '"imagen-sd-jax[web]"')]
+)
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(
+    package, remedy, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as ended, cli.bad_input():
+        importlib.import_module(package)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert package in error and error.endswith(f": run pip install {remedy}\n")
+
+
+def test_a_missing_module_of_this_project_is_a_bug():
+    with pytest.raises(ModuleNotFoundError, match="absent"), cli.bad_input():
+        importlib.import_module("diffusion_jax.absent")
 
 
 @pytest.mark.gate
@@ -39,6 +76,7 @@ def test_a_wheel_holds_the_packages_alone_and_they_work_outside_the_checkout(tmp
         archive.extractall(tmp_path / "site")
     folders = {name.split("/")[0] for name in names}
     assert {name for name in folders if not name.endswith(".dist-info")} == PACKAGES
+    assert f"imagen_sd_jax-{diffusion_jax.__version__}.dist-info" in folders
     data = {name for name in names if not name.endswith(".py") and ".dist-info/" not in name}
     files = [path for package in PACKAGES for path in (source / package).rglob("*.*")]
     assert data == {str(path.relative_to(source)) for path in files if path.suffix != ".py"}

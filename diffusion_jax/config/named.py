@@ -122,6 +122,8 @@ def calls(field: str, text: str, names: Collection[str] = ()) -> tuple[Call, ...
     Raises ValueError if the text has another form. The message contains `field`, the name of the
     config field, and may list `names`, the valid names.
     """
+    if text in names:
+        return (Call(text),)
     try:
         return _parsed(text)
     except (SyntaxError, ValueError) as error:

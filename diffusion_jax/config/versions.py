@@ -45,6 +45,7 @@ CHANGES: tuple[Change, ...] = (
     Change(4, "optimizer.snapshot_dtype"),
     Change(4, "vae.image_channels", learned=(3,)),
     Change(4, "vae.query_chunk"),
+    Change(5, "diffusion.precond", "diffusion.predicts"),
 )
 
 

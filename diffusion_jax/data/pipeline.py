@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import grain
 import jax
 import numpy as np
 from absl import logging
@@ -29,6 +28,8 @@ Batch = dict[str, np.ndarray]
 COUNTS = "counts"
 """Batch key of the loss weights [B]. A batch has this key only if the weights differ."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
+Order = Any
+"""A grain.MapDataset. Grain is imported on use, because drawing works without it."""
 
 
 class Apart(NamedTuple):
@@ -63,7 +64,7 @@ class Batches:
 
     def __init__(
         self,
-        batches: grain.MapDataset[Batch],
+        batches: Order,
         pictures: Pictures,
         *,
         batch_size: int,
@@ -83,6 +84,8 @@ class Batches:
             make: a function that maps the indices of pictures, all of one bucket, to a batch.
             buckets: the bucket of each picture; None if all pictures are squares of one size.
         """
+        import grain
+
         self.pictures, self._make, self._buckets = pictures, make, buckets
         self.apart: Apart | None = None
         self._batch_size = batch_size
@@ -303,7 +306,7 @@ def _batch_order(
     process_index: int = 0,
     process_count: int = 1,
     buckets: Buckets | None = None,
-) -> grain.MapDataset[Int[np.ndarray, "B"]]:
+) -> Order:
     """Return a data set whose item n holds the picture indices in one process's rows of batch n.
 
     Each process has `rows` rows. Each bucket has its own epochs. The bucket of batch n depends on n
@@ -319,9 +322,7 @@ def _batch_order(
     return _mix(orders, weights)
 
 
-def _order(
-    pictures: Pictures, seed: int, among: Int[np.ndarray, "N"] | None = None
-) -> grain.MapDataset[int]:
+def _order(pictures: Pictures, seed: int, among: Int[np.ndarray, "N"] | None = None) -> Order:
     """Return the order in which a group of pictures is drawn, as a data set of picture indices.
 
     Every epoch is a new permutation. In a mixture, each source has its own epochs, the source of
@@ -332,6 +333,8 @@ def _order(
         seed: seed of the permutations.
         among: the sorted indices of the group's pictures; None means all pictures.
     """
+    import grain
+
     orders, weights = [], []
     for part, (indices, weight) in enumerate(_parts(pictures, among)):
         if len(indices):
@@ -341,7 +344,9 @@ def _order(
     return _mix(orders, weights)
 
 
-def _mix(orders: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.MapDataset:
+def _mix(orders: Sequence[Order], weights: Sequence[float]) -> Order:
+    import grain
+
     return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights)
 
 

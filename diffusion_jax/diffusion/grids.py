@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from diffusion_jax.config import named
 from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion.noise import Noise, Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Sigma
@@ -77,7 +78,8 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, placement: Placement) -
 
 def check(noise: Noise, name: str) -> None:
     """Raise ValueError if the grid `name` is spaced in time, but the noise defines no times."""
-    if name in BY_TIMES and noise.level is None:
+    (call,) = named.calls("sampler.grid", name, GRIDS)
+    if call.name in BY_TIMES and noise.level is None:
         raise ValueError(
             f"sampler.grid is {name!r}, which is spaced in time, but the model's diffusion.noise "
             "defines no times: choose from "

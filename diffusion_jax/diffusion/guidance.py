@@ -9,6 +9,7 @@ A function in GUIDANCE takes a Guide and returns a new one. A function in THRESH
 denoiser and returns a new one.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -17,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Float
 
-from diffusion_jax.config import named
 from diffusion_jax.config.named import Table
-from diffusion_jax.diffusion import guides
+from diffusion_jax.diffusion import guides, onestep, stochastic
 from diffusion_jax.diffusion.guides import COND, GUIDE, NEGATIVE, Guidance, Guide, Model, outward
 from diffusion_jax.diffusion.noise import Scalar
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
@@ -51,7 +51,7 @@ def make_denoiser(
             the same text as the first network. None without autoguidance.
 
     Raises:
-        ValueError: A kind of guidance is unknown or does not fit the others (see `make`).
+        ValueError: The kinds of guidance do not fit each other (see `make`).
     """
     guide = make(s, model, GUIDE if guide_of else NEGATIVE)
     names = (COND,) if guidance is None else guide.needs
@@ -89,12 +89,10 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
     away: NEGATIVE, or GUIDE for autoguidance.
 
     Raises:
-        ValueError: A name or a parameter is unknown, or the kinds of guidance do not fit each other
-            or the sampler.
+        ValueError: The kinds of guidance do not fit each other.
     """
-    check(s)
     guide = outward(other)
-    for wrapper in GUIDANCE.all_bound("sampler.guiding", s.guiding):
+    for wrapper in s.guides:
         guide = wrapper(guide, model)
     if (s.guidance_low, s.guidance_high) != (0, float("inf")):
         guide = guides.interval(guide, model, low=s.guidance_low, high=s.guidance_high)
@@ -103,11 +101,9 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
 
 def check(s: Any) -> None:
     """Raise ValueError if cfg_pp is used with a sampler that evaluates D between grid levels."""
-    (sampler,) = named.calls("sampler.name", getattr(s, "name", "ddim"))
-    first = sampler.positional[0] if sampler.positional else getattr(s, "churn", 0)
-    churn = sampler.by_name.get("churn", first)
-    between = sampler.name == "restart" or (sampler.name == "heun" and churn > 0)
-    if between and "cfg_pp" in s.guiding:
+    uses_cfg_pp, sampler = guides.cfg_pp in (wrapper.func for wrapper in s.guides), s.method.sampler
+    with_churn = sampler.func is onestep.heun and sampler.keywords["churn"] > 0
+    if uses_cfg_pp and (with_churn or sampler.func is stochastic.restart):
         raise ValueError(
             f"sampler.guiding is {s.guiding!r}, but cfg_pp cannot be used with sampler.name "
             f"{s.name!r}, because this sampler also evaluates the network between the levels of "
@@ -115,15 +111,22 @@ def check(s: Any) -> None:
         )
 
 
-def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
+def bound(s: Any) -> list[functools.partial]:
+    """Return the functions that the field `guiding` of a config's `sampler` group names.
+
+    Raises ValueError if a name or a parameter is unknown.
+    """
+    return GUIDANCE.all_bound("sampler.guiding", s.guiding)
+
+
+def by_image(s: Any, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
     """Return an array that repeats the scale `guidance` for each image, or None.
 
     The result is None if guidance has no effect, so that the network need only be evaluated with
     the text alone. This is so if the scale is 1 and PLAIN_AT_1 contains all kinds of guidance that
-    `guiding` names.
+    the config's `sampler` group `s` names.
     """
-    kinds = {call.name for call in named.calls("sampler.guiding", guiding)}
-    if guidance == 1 and kinds <= {*PLAIN_AT_1}:
+    if guidance == 1 and all(wrapper.func in PLAIN_AT_1 for wrapper in s.guides):
         return None
     return np.full(num_images, guidance, np.float32)
 
@@ -175,7 +178,9 @@ GUIDANCE = _Joined(
 guidance scale before it calls `first`, and the result afterwards, as `rescale` does. An entry
 "MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, GUIDANCE]
-PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale", "tcfg", "fdg")
+PLAIN_AT_1 = (
+    guides.cfg, guides.interval, guides.apg, guides.rescale, guides.tcfg, guides.fdg,
+)  # fmt: skip
 """The kinds of guidance that have no effect at guidance scale 1: the guided D equals D_cond."""
 
 
@@ -204,3 +209,8 @@ THRESHOLDS = Table(dynamic=dynamic, static=static, none=lambda denoise: denoise)
 """The functions that sampler.threshold can name in configs. Only Imagen has this field, because the
 latents of Stable Diffusion have no fixed range."""
 ThresholdName = Annotated[str, THRESHOLDS]
+
+
+def threshold(s: Any) -> Callable[[Denoiser], Denoiser]:
+    """Return the function in THRESHOLDS that a config's `sampler` group names."""
+    return THRESHOLDS.bound("sampler.threshold", s.threshold)

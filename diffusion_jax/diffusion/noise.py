@@ -7,7 +7,7 @@ ln alpha for each step. Its times t in [0, N - 1] may lie between steps. Noise l
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,14 +63,6 @@ class Noise(NamedTuple):
             return sigma_min or 0.002, sigma_max or 80.0
         low, high = self.level(jnp.array([0.0, self.steps - 1.0])).tolist()
         return max(low, sigma_min), min(high, sigma_max or high)
-
-
-def make(d: Any) -> Noise:
-    """Build the Noise that a config's `diffusion` group names.
-
-    Raises ValueError if the name or a parameter is unknown.
-    """
-    return NOISES.bound("diffusion.noise", d.noise, d)()
 
 
 def quantiles(noise: Noise, n: int) -> Float[np.ndarray, "{n}"]:

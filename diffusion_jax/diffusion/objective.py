@@ -4,6 +4,7 @@ The group names the noise distribution, the preconditioner that turns a network 
 distance between prediction and target, and the weighting of noise levels.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from diffusion_jax.config import named
 from diffusion_jax.config.named import Table
 from diffusion_jax.config.ranges import Interval
 from diffusion_jax.diffusion import meanflow, noise, precond
@@ -142,52 +142,46 @@ class Objective(NamedTuple):
 def make(d: Any) -> Objective:
     """Build the objective that a config's `diffusion` group describes.
 
-    The field that names the network's prediction is `precond` in Imagen, and `predicts` in Stable
-    Diffusion.
+    Raises:
+        ValueError: A name is unknown, or fields do not fit together (see `bound`).
+    """
+    make_noise, prediction, make_weighting, method = bound(d)
+    distance = DISTANCES.bound("diffusion.distance", d.distance)
+    with jax.ensure_compile_time_eval():  # The objective outlives a trace that builds it.
+        return Objective(
+            make_noise(), prediction, distance, make_weighting(), d.offset_noise, method()
+        )
+
+
+def bound(d: Any) -> tuple[functools.partial, ...]:
+    """Return the functions that noise, prediction, weight and method of a `diffusion` group name.
 
     Raises:
-        ValueError: A name is unknown, or fields do not fit together (see `check`).
+        ValueError: A name is unknown, or fields do not fit together. The latter has two cases. The
+            network predicts eps, but x has no signal at the last noise level, so that
+            eps-prediction is undefined there. Or the method is MeanFlow, which would ignore the
+            config's distance or weighting.
     """
-    check(d)
-    predicts = _prediction_field(d)
-    return Objective(
-        noise.make(d),
-        precond.PRECONDS.bound(f"diffusion.{predicts}", getattr(d, predicts), d),
-        DISTANCES.bound("diffusion.distance", d.distance),
-        WEIGHTINGS.bound("diffusion.weight", d.weight, d)(),
-        d.offset_noise,
-        METHODS.bound("diffusion.method", d.method)(),
-    )
-
-
-def check(d: Any) -> None:
-    """Raise ValueError if fields of a config's `diffusion` group do not fit together.
-
-    There are two such cases. The network predicts eps, but x has no signal at the last noise level,
-    so that eps-prediction is undefined there. Or the method is MeanFlow, which would ignore the
-    config's distance or weighting.
-    """
-    predicts = _prediction_field(d)
-    name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
-    if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
+    make_noise = noise.NOISES.bound("diffusion.noise", d.noise, d)
+    prediction = precond.PRECONDS.bound("diffusion.predicts", d.predicts, d)
+    make_weighting = WEIGHTINGS.bound("diffusion.weight", d.weight, d)
+    method = METHODS.bound("diffusion.method", d.method)
+    if make_noise.func in _NO_SIGNAL_AT_THE_END and prediction.func is precond.epsilon:
         raise ValueError(
             f"diffusion.noise is {d.noise!r}, whose last noise level has no signal, and there the "
-            f"prediction 'eps' of diffusion.{predicts} is undefined (zero terminal SNR): set "
-            f"diffusion.{predicts} to v or flow"
+            "prediction 'eps' of diffusion.predicts is undefined (zero terminal SNR): set "
+            "diffusion.predicts to v or flow"
         )
     weighted = d.distance != "l2" or d.weight != "min_snr" or d.min_snr
-    if name("method") == "meanflow" and weighted:
+    if method.func is meanflow.make and weighted:
         raise ValueError(
             f"diffusion.method is {d.method!r}, whose own loss ignores diffusion.distance, "
             "diffusion.weight and diffusion.min_snr: set them to l2, min_snr and 0, their defaults"
         )
+    return make_noise, prediction, make_weighting, method
 
 
-def _prediction_field(d: Any) -> str:
-    return "precond" if hasattr(d, "precond") else "predicts"
-
-
-_NO_SIGNAL_AT_THE_END = ("zero_terminal_snr", "logit_normal", "uniform_flow")
+_NO_SIGNAL_AT_THE_END = (noise.ldm_zero_terminal_snr, noise.logit_normal, noise.uniform_flow)
 
 
 def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:

@@ -123,8 +123,8 @@ PRECONDS = Table(
     v=velocity,
     flow=flow,
 )
-"""The values of diffusion.precond, or of diffusion.predicts in Stable Diffusion. Each function
-builds a preconditioner from `time`, a function from sigma to c_noise."""
+"""The values of diffusion.predicts. Each function builds a preconditioner from `time`, a function
+from sigma to c_noise."""
 PrecondName = Annotated[str, PRECONDS]
 
 

@@ -25,7 +25,7 @@ from diffusion_jax.diffusion.precond import Denoiser, Images
 class Method(NamedTuple):
     """An entry of SAMPLERS: a sampler and its default grid."""
 
-    sampler: Sampler | str
+    sampler: Any
     """The function, or "MODULE:FUNCTION". Configs can set its keyword-only parameters."""
     grid: str = "even"
     """The default grid on discrete schedules, a key of GRIDS."""
@@ -85,23 +85,19 @@ def make_sample(begin: Begin, s: Any) -> Callable[..., Images]:
 
     def sample(*arguments: Any) -> Images:
         start = begin(*arguments)
-        return start.finish(start.wrap(make(s))(*start[:4]))
+        return start.finish(start.wrap(s.method.sampler)(*start[:4]))
 
     return sample
 
 
-def make(s: Any) -> Sampler:
-    """Return the sampler that a config's `sampler` group names, with its parameters bound.
+def make(s: Any) -> Method:
+    """Return the entry of SAMPLERS that a config's `sampler` group names, with bound parameters.
 
     Raises ValueError if the name or a parameter is unknown.
     """
-    return SAMPLERS.bound("sampler.name", s.name, s)
-
-
-def method_of(s: Any) -> Method:
-    """Return the entry of SAMPLERS that a config's `sampler` group names."""
-    (call,) = named.calls("sampler.name", s.name)
-    return SAMPLERS[call.name]
+    sampler = SAMPLERS.bound("sampler.name", s.name, s)
+    (call,) = named.calls("sampler.name", s.name, SAMPLERS)
+    return SAMPLERS[call.name]._replace(sampler=sampler)
 
 
 def check_method(d: Any, s: Any) -> None:
@@ -116,7 +112,7 @@ def check_method(d: Any, s: Any) -> None:
         s: The config's `sampler` group.
     """
     (method,) = named.calls("diffusion.method", d.method)
-    sampler: Any = make(s)
+    sampler: Any = s.method.sampler
     straight = sampler.func in (onestep.ddim, onestep.euler) and not sampler.keywords.get("eta")
     if method.name == "meanflow" and not straight:
         raise ValueError(
@@ -129,24 +125,29 @@ def check_method(d: Any, s: Any) -> None:
 def sampling_grid(noise: Noise, s: Any) -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
-    The group's fields `grid` and `end` name the grid and its end. If a field is "", the default of
-    the noise applies. If that default is "" too, the default of the sampler applies.
-
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
     """
-    method = method_of(s)
-    name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end
+    name, end = _grid_and_end(noise, s)
     # A grid that the config or a table names may call numpy, which needs concrete values even
     # during tracing.
     chosen = s.grid or (noise.steps and noise.grid)
     with jax.ensure_compile_time_eval() if chosen else contextlib.nullcontext():
-        return grids.make_grid(noise, s, name, end, method.placement)
+        return grids.make_grid(noise, s, name, end, s.method.placement)
 
 
 def check_grid(noise: Noise, s: Any) -> None:
     """Raise ValueError if the config's sampling grid needs times, but the noise defines none."""
-    grids.check(noise, s.grid or noise.grid or method_of(s).grid)
+    grids.check(noise, _grid_and_end(noise, s)[0])
+
+
+def _grid_and_end(noise: Noise, s: Any) -> tuple[str, str]:
+    """Return the names of the grid and of its end that a config's `sampler` group selects.
+
+    If a field of the group is "", the default of the noise applies. If the noise has no default,
+    that of the sampler applies.
+    """
+    return s.grid or noise.grid or s.method.grid, s.end or noise.end or s.method.end
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:

@@ -335,7 +335,7 @@ class PromptedDenoiser:
         self._begin, frozen = model.programs.begin(model.settings)
         self.num_prompts = len(next(iter(texts.values())))
         s = model.settings.sampler
-        guidance = guidance_module.by_image(s.guiding, s.guidance, self.num_prompts)
+        guidance = guidance_module.by_image(s, s.guidance, self.num_prompts)
         self._arguments = model.params, frozen, dict(texts), guidance
         zeros = halves([0] * self.num_prompts)
         begin = self._start

@@ -11,6 +11,7 @@ https://openxla.org/xla/determinism. On CPUs and TPUs, nothing of this is needed
 import hashlib
 import json
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -96,11 +97,14 @@ def find(workdir: pathlib.Path, deterministic: bool) -> Autotuning:
 
 def keep(workdir: pathlib.Path, autotuning: Autotuning) -> None:
     """Write the choices of this start into the workdir. Call this after compiling the step."""
-    if autotuning.written is None or jax.process_index() or not autotuning.written.exists():
+    written = autotuning.written
+    if written is None:
         return
-    content = autotuning.written.read_bytes()
-    name = f"{_prefix()}{hashlib.sha256(content).hexdigest()[:16]}.txt"
-    files.write_whole(workdir / name, content)
+    if jax.process_index() == 0 and written.exists():
+        content = written.read_bytes()
+        name = f"{_prefix()}{hashlib.sha256(content).hexdigest()[:16]}.txt"
+        files.write_whole(workdir / name, content)
+    shutil.rmtree(written.parent)
 
 
 def _prefix() -> str:

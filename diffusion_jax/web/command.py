@@ -12,7 +12,7 @@ from diffusion_jax.draw import option_flags
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.machine import files
-from diffusion_jax.web import about, listener, results, server
+from diffusion_jax.web import about, results
 
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -49,6 +49,8 @@ def command(
         cli.start(alone=True)
         logging.get_absl_handler().addFilter(_is_no_cancellation)
         with cli.bad_input():
+            from diffusion_jax.web import listener, server  # They need the extra [web].
+
             listening = listener.bind(host.value, port.value)
             workdirs = results.named([stages_of(text) for text in workdir.value])
             values = option_flags.values(holders)

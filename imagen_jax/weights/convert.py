@@ -12,7 +12,6 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import runs
-from diffusion_jax.diffusion import objective
 from diffusion_jax.machine import files, tuning
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
@@ -51,7 +50,7 @@ def to_workdir(
             f"lora.rank is {s.lora.rank}, but only full weights can be converted: set it to 0, and "
             f"train the LoRA in another workdir with unet.weights={workdir}"
         )
-    read = lambda path: objective.make(s.diffusion).with_learned(
+    read = lambda path: s.diffusion.objective.with_learned(
         initial.read_nemo(path, s.unet, s.text.width)
     )
     if source.suffix == ".nemo":
@@ -102,7 +101,7 @@ def check_written(
     with the given weights.
     """
     folder = files.path(workdir) / runs.CHECKPOINTS
-    with_learned = objective.make(s.diffusion).with_learned
+    with_learned = s.diffusion.objective.with_learned
     abstract = jax.eval_shape(with_learned, nemo.abstract_params(s.unet, s.text.width))
     unet = s.unet.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
     inputs = example_inputs(unet, s.text.width)
@@ -190,8 +189,8 @@ def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     ]
     kinds = {"EDM": True, "DDPM": False}
     nemo_kind = config.get("preconditioning_type", "EDM")
-    if nemo_kind in kinds and kinds[nemo_kind] != (s.diffusion.precond == "edm"):
-        pairs.append(("diffusion.precond", nemo_kind.lower(), s.diffusion.precond))
+    if nemo_kind in kinds and kinds[nemo_kind] != (s.diffusion.predicts == "edm"):
+        pairs.append(("diffusion.predicts", nemo_kind.lower(), s.diffusion.predicts))
     differences = [
         f"{name}: {b!r} in the config, {a!r} in the file" for name, a, b in pairs if a != b
     ]

@@ -27,8 +27,8 @@ def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> A
     return jax.device_get(read_nemo(path, unet, text_width))
 
 
-def check_prediction(path: str | os.PathLike[str], precond: str) -> None:
-    """Raise ValueError if the run at `path` was not trained with the preconditioner `precond`.
+def check_prediction(path: str | os.PathLike[str], predicts: str) -> None:
+    """Raise ValueError if the run at `path` was not trained to predict `predicts`.
 
     `path` is WORKDIR or WORKDIR@STEP. A NeMo checkpoint is not checked, because it does not name
     its preconditioner.
@@ -36,12 +36,12 @@ def check_prediction(path: str | os.PathLike[str], precond: str) -> None:
     workdir, _ = finetune.at_step(path)
     if not (files.path(workdir) / runs.CONFIG).is_file():
         return
-    trained = settings_of(workdir).diffusion.precond
-    if trained != precond:
+    trained = settings_of(workdir).diffusion.predicts
+    if trained != predicts:
         raise ValueError(
-            f"the model in unet.weights={path} predicts {trained!r}, but diffusion.precond is "
-            f"{precond!r}: a LoRA cannot change what a network predicts, so set "
-            f"diffusion.precond={trained}"
+            f"the model in unet.weights={path} predicts {trained!r}, but diffusion.predicts is "
+            f"{predicts!r}: a LoRA cannot change what a network predicts, so set "
+            f"diffusion.predicts={trained}"
         )
 
 

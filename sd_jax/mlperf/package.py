@@ -164,7 +164,8 @@ def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str,
 def _sources() -> Iterator[tuple[str, bytes]]:
     root = pathlib.Path(__file__).parents[2]
     paths = [path for folder in _CODE for path in sorted((root / folder).rglob("*"))]
-    for path in [*paths, root / "requirements.txt", root / "README.md", root / "docs/mlperf.md"]:
+    texts = ("requirements.txt", "README.md", "docs/mlperf.md", "docs/lab/mlperf.md")
+    for path in [*paths, *(root / name for name in texts)]:
         if path.is_file() and "__pycache__" not in path.parts:
             yield str(path.relative_to(root)), path.read_bytes()
 

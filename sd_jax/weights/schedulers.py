@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import samplers
-from sd_jax.settings import Diffusion, Sampler
+from diffusion_jax.diffusion.noise import NOISES
+from sd_jax.settings import Sampler
 
 Config = Mapping[str, Any]
 PREDICTS = {"eps": "epsilon", "v": "v_prediction"}
@@ -212,6 +212,6 @@ def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, explodin
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:
-        sigmas = samplers.sampling_grid(noises.make(Diffusion(noise=noise)), s).sigmas
+        sigmas = samplers.sampling_grid(NOISES.function(noise)(), s).sigmas
         low, high = low or float(sigmas[-2]), high or float(sigmas[0])
     return s._replace(grid=grid, sigma_min=low or 0.0, sigma_max=high or s.sigma_max)

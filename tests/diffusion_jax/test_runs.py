@@ -227,3 +227,10 @@ def test_a_run_of_another_system_is_one_line(tmp_path):
     assert str(error.value) == (
         f"{tmp_path} is a run of imagen_jax, not of sd_jax: give it to the commands of imagen_jax"
     )
+
+
+def test_a_prediction_of_an_earlier_version_is_read_under_its_present_name(tmp_path):
+    earlier = systems.complete(config())
+    earlier["diffusion"] = {"precond": "flow"}
+    write(tmp_path, earlier, version=4)
+    assert runs.load(tmp_path, "imagen_jax")["diffusion"]["predicts"] == "flow"

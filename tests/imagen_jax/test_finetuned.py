@@ -29,4 +29,4 @@ def test_every_model_that_start_offers_predicts_the_image():
     """EDM's last steps leave what a small network has not learned as grain in the picture."""
     bases = {stage.base for candidate in start.candidates() for stage in candidate.stages}
     for base in bases:
-        assert written.config(base, {})["diffusion"]["precond"] in ("x0", "flow"), base
+        assert written.config(base, {})["diffusion"]["predicts"] in ("x0", "flow"), base

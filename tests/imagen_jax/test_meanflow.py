@@ -69,7 +69,7 @@ def check(made, frozen, batch, keys, inputs, guidance):
 def test_imagens_loss_is_the_papers(guidance):
     omega, kappa = guidance
     s = imagen.settings(
-        diffusion__precond="flow", diffusion__noise="logit_normal",
+        diffusion__predicts="flow", diffusion__noise="logit_normal",
         sampler__name="ddim", diffusion__method=METHOD.format(omega=omega, kappa=kappa),
     )  # fmt: skip
     encoder = lookup.open_encoder(s.text)
@@ -116,7 +116,7 @@ def test_stable_diffusions_loss_is_the_papers(drop_to):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_each_step_of_sampling_goes_along_the_mean_velocity(steps):
     s = imagen.settings(
-        diffusion__precond="flow", diffusion__method=METHOD.format(omega=2, kappa=0.0),
+        diffusion__predicts="flow", diffusion__method=METHOD.format(omega=2, kappa=0.0),
         sampler__name="ddim", sampler__steps=steps, sampler__grid="karras", sampler__sigma_min=1.0,
     )  # fmt: skip
     encoder = lookup.open_encoder(s.text)
@@ -139,7 +139,7 @@ def test_samplers_that_leave_the_straight_line_are_refused(sampler):
     message = f"sampler.name is {sampler!r}, but a model trained with diffusion.method=meanflow"
     with pytest.raises(ValueError, match=re.escape(message)):
         imagen.settings(
-            diffusion__precond="flow", diffusion__method="meanflow", sampler__name=sampler
+            diffusion__predicts="flow", diffusion__method="meanflow", sampler__name=sampler
         )
 
 

@@ -31,7 +31,7 @@ def runs(tmp_path_factory):
     config = "--config=configs/quickstart.py"
     objective = (
         "--config.diffusion.noise=logit_normal(mean=0.2, shift=2)",
-        "--config.diffusion.precond=flow", "--config.diffusion.weight=uncertainty(channels=16)",
+        "--config.diffusion.predicts=flow", "--config.diffusion.weight=uncertainty(channels=16)",
         "--config.diffusion.offset_noise=0.1", "--config.sampler.steps=4",
         "--config.sampler.name=dpmpp_2m_sde(strength=0.5)",
     )  # fmt: skip

@@ -23,7 +23,7 @@ def settings(**changes):
     """A model from 4x4 to 16x16; unet__noise_aug=False changes config.unet.noise_aug."""
     c = quickstart_sr.get_config()
     c.unet.update(image_size=16, patch=2, embed_dim=32, head_dim=32, cond_dim=32)
-    c.diffusion.update(precond="edm")
+    c.diffusion.update(predicts="edm")
     c.sampler.update(threshold="none")
     c.text.drop_prob = 0.0
     for name, value in changes.items():
@@ -113,7 +113,7 @@ def draw(small, keys):
 
 def test_sampling_puts_noise_of_the_chosen_level_on_the_small_image_once():
     """The network in place returns its small image, and predicting x0 that is the sample."""
-    s = settings(diffusion__precond="x0", super_resolution__aug_sigma=0.3)
+    s = settings(diffusion__predicts="x0", super_resolution__aug_sigma=0.3)
     small = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (3, 5, 6, 3)), jnp.float32)
     keys = jax.random.split(jax.random.key(1), 3)
     drawn, _ = seen_by(s, draw(small, keys))
@@ -126,7 +126,7 @@ def test_sampling_puts_noise_of_the_chosen_level_on_the_small_image_once():
 
 
 def test_an_image_depends_on_its_own_key_alone():
-    s = settings(diffusion__precond="x0", super_resolution__aug_sigma=0.3)
+    s = settings(diffusion__predicts="x0", super_resolution__aug_sigma=0.3)
     small = jnp.zeros((3, 4, 4, 3))
     keys = jax.random.split(jax.random.key(1), 3)
     together, _ = seen_by(s, draw(small, keys))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from configs import base64_500m, quickstart
-from diffusion_jax.diffusion import grids, noise, objective, samplers
-from diffusion_jax.diffusion import noise as noises
+from diffusion_jax.diffusion import grids, noise, samplers
 from diffusion_jax.precache import lookup
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
@@ -69,7 +68,7 @@ def log_snr(schedule, t):
 def papers_loss(s, f, x0, eps, sigma):
     """Per pixel, each in its own paper's form. f maps the network's input and time to F."""
     s_data, column = s.diffusion.sigma_data, sigma[:, None, None, None]
-    if s.diffusion.precond == "edm":
+    if s.diffusion.predicts == "edm":
         x, total = x0 + column * eps, column**2 + s_data**2
         out = f(x / np.sqrt(total), np.log(sigma) / 4)
         denoised = s_data**2 / total * x + column * s_data / np.sqrt(total) * out
@@ -77,7 +76,7 @@ def papers_loss(s, f, x0, eps, sigma):
     alpha = 1 / np.sqrt(1 + column**2)  # Variance preserving: z = alpha x0 + (1 - alpha^2)^.5 eps
     noise = np.sqrt(1 - alpha**2)
     out = f(alpha * x0 + noise * eps, -2 * np.log(sigma))
-    target = {"eps": eps, "x0": x0, "v": alpha * eps - noise * x0}[s.diffusion.precond]
+    target = {"eps": eps, "x0": x0, "v": alpha * eps - noise * x0}[s.diffusion.predicts]
     error = np.abs(out - target)
     huber = np.where(error < 1, error**2 / 2, error - 1 / 2)
     return {"l2": error**2, "l1": error, "huber": huber}[s.diffusion.distance]
@@ -95,7 +94,7 @@ def papers_loss(s, f, x0, eps, sigma):
 )
 def test_the_loss_is_the_papers(network, precond, noise, distance):
     apply, params = network
-    s = settings(diffusion__precond=precond, diffusion__noise=noise, diffusion__distance=distance)
+    s = settings(diffusion__predicts=precond, diffusion__noise=noise, diffusion__distance=distance)
     encoder = lookup.open_encoder(s.text)
     batch, keys = a_batch(encoder), training_noise.keys_of(4)
     tiny = task.make_task(with_network(s, apply), encoder)
@@ -149,8 +148,8 @@ SIGMA_OF_TIME = {
 
 def knows_the_answer(s):
     """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
-    kind = s.diffusion.precond if s.diffusion.precond == "edm" else s.diffusion.noise
-    scalings = objective.make(s.diffusion).scalings
+    kind = s.diffusion.predicts if s.diffusion.predicts == "edm" else s.diffusion.noise
+    scalings = s.diffusion.objective.scalings
     sigma_of = SIGMA_OF_TIME.get(kind, lambda t: jnp.exp(-t / 2))
 
     def apply(params, x, time, text, text_mask):
@@ -190,7 +189,7 @@ SCALES = np.array([1.0, 2.0, 0.0, 1.5])
 )
 def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
     s = settings(
-        sampler__name=sampler, diffusion__precond=precond, diffusion__noise=noise,
+        sampler__name=sampler, diffusion__predicts=precond, diffusion__noise=noise,
         sampler__threshold="static",
     )  # fmt: skip
     images = np.asarray(draw(s, jnp.asarray(SCALES, jnp.float32)))
@@ -229,7 +228,7 @@ def test_a_picture_is_drawn_over_as_strength_and_mask_say():
 
 def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
     """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
-    s = settings(sampler__name="euler", diffusion__precond="v", diffusion__noise="scaled_linear")
+    s = settings(sampler__name="euler", diffusion__predicts="v", diffusion__noise="scaled_linear")
     first, last = noise.sigma_at(noise.scaled_linear(), jnp.array([999.0, 0.0]))
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     x = samplers.initial_noise(keys, (8, 8, 3), first)
@@ -256,7 +255,7 @@ def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
 
 def test_levels_come_from_the_sampler_or_from_the_schedule():
     def levels(s):
-        return np.asarray(samplers.sampling_grid(noises.make(s.diffusion), s.sampler).sigmas)
+        return np.asarray(samplers.sampling_grid(s.diffusion.objective.noise, s.sampler).sigmas)
 
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
     np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))
@@ -287,7 +286,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("sampler__eta", 1.5, "sampler.eta is 1.5: it must be from 0 to 1"),
         ("sampler__guidance", float("nan"), "sampler.guidance is nan: it must be from 0 to 1000"),
         ("sampler__sigma_min", 40.0, "sampler.sigma_max is 40.0: it must be above sampler.sigma_m"),
-        ("diffusion__precond", "edn", "diffusion.precond is 'edn': did you mean 'edm'?"),
+        ("diffusion__predicts", "edn", "diffusion.predicts is 'edn': did you mean 'edm'?"),
         ("diffusion__noise", "cosin", "diffusion.noise is 'cosin': did you mean 'cosine'?"),
         ("diffusion__distance", "l3", "diffusion.distance is 'l3': choose from l2, l1, huber"),
         ("text__encoder", "hash", "text.encoder is 'hash': did you mean 'hashed'?"),

@@ -33,8 +33,8 @@ def test_each_text_is_a_notebook_and_each_notebook_a_text():
 
 def test_notebooks_and_badges_are_of_the_repository_that_the_project_names():
     hint = "python -m notebooks"
-    for path in (*(ROOT / "notebooks" / f"{name}.py" for name in NOTEBOOKS), *making.PAGES):
-        text = path.read_text()
+    for name in NOTEBOOKS:
+        text = (ROOT / "notebooks" / f"{name}.py").read_text()
         assert making.with_repository(text) == text, hint
         assert f"{making.COLAB}/" in text
 

@@ -46,7 +46,7 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 def levels(name, steps):
     """The noise levels of a sampler's steps."""
     sampler = SAMPLER._replace(name=name, steps=steps)
-    return samplers.sampling_grid(noise.make(PIPELINE.diffusion), sampler).sigmas
+    return samplers.sampling_grid(PIPELINE.diffusion.objective.noise, sampler).sigmas
 
 
 def half(self, params, x, method):

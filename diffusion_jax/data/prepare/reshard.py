@@ -17,15 +17,21 @@ from PIL import Image
 
 from diffusion_jax.data import records, tars, transforms
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import claims, untrusted
 
+
+def _write_array_records(path: pathlib.Path, examples: Iterable[Mapping[str, bytes]]) -> None:
+    from diffusion_jax.data.sources import arrayrecord  # Needs packages that tars do not need.
+
+    arrayrecord.write(path, examples)
+
+
 _WRITERS: Mapping[str, tuple[str, Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]]]
 _WRITERS = {
     "webdataset": (".tar", tars.write),
-    "arrayrecord": (arrayrecord.SUFFIX, arrayrecord.write),
+    "arrayrecord": (".array_record", _write_array_records),
 }
 Encode = Callable[[int, Record], dict[str, bytes] | str]
 FORMATS = tuple(_WRITERS)

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.typing import DTypeLike
 
@@ -222,3 +224,17 @@ def test_every_number_of_a_config_has_its_range(kind):
         numeric = re.search(r"\b(int|float)\b", str(hint)) and not elsewhere
         field_ranges = getattr(hint, "__metadata__", ())
         assert field_ranges or not numeric, f"{kind.__name__}.{field} has no range"
+
+
+@pytest.mark.parametrize("module", [imagen_settings, sd_settings])
+def test_a_group_binds_its_functions_once_and_a_changed_copy_binds_them_again(module):
+    sampler = module.Sampler(name="ddim", eta=0.25)
+    assert sampler.method is sampler.method
+    assert sampler.method.sampler.keywords == {"eta": 0.25}
+    assert sampler._replace(eta=0.5).method.sampler.keywords == {"eta": 0.5}
+
+
+def test_an_objective_that_is_first_built_inside_a_traced_function_works_outside():
+    diffusion = imagen_settings.Diffusion("v", noise="zero_terminal_snr")
+    inside = jax.jit(lambda: diffusion.objective.noise.level(jnp.ones(1)))()
+    np.testing.assert_allclose(diffusion.objective.noise.level(jnp.ones(1)), inside, rtol=1e-6)

@@ -26,7 +26,7 @@ def gaussian(x, sigma):
 
 
 def sampler_of(name):
-    return samplers.make(SimpleNamespace(name=name, **FIELDS))
+    return samplers.make(SimpleNamespace(name=name, **FIELDS)).sampler
 
 
 @pytest.fixture(scope="module", params=samplers.SAMPLERS)
@@ -84,7 +84,7 @@ def test_the_network_sees_what_is_known_under_the_noise_of_the_level(name):
         return gaussian(x, sigma)
 
     eps, noise = samplers.initial_noise(KEYS, shape, 1), samplers.gaussian_noise(KEYS, shape)
-    sampler = samplers.make(SimpleNamespace(name=name, eta=1.0, churn=0.0))
+    sampler = samplers.make(SimpleNamespace(name=name, eta=1.0, churn=0.0)).sampler
     edited = editing.wrap(sampler, image, eps, 0.9, new)
     jax.block_until_ready(edited(watched, SIGMAS[0] * eps, SIGMAS, noise))
     jax.effects_barrier()

@@ -2,7 +2,6 @@
 
 import itertools
 import pathlib
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from diffusion_jax.config import settings
 from diffusion_jax.diffusion import grids, guidance, onestep, precond, samplers
 from imagen_jax import settings as imagen_settings
 from sd_jax import settings as sd_settings
+from sd_jax.settings import Sampler
 from tests.diffusion_jax.toy import classifier_free
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
@@ -78,7 +78,7 @@ def test_both_rows_of_an_image_carry_its_noise_level():
         np.testing.assert_array_equal(seen["sigma"][half], SIGMA)
 
 
-S = types.SimpleNamespace(guiding="cfg", guidance_low=0.0, guidance_high=float("inf"))
+S = Sampler()
 LEVELS = jnp.array([30.0, 2.0, 0.5, 0.1, 0.0])
 MODEL = guidance.Model(precond.velocity(precond.log_snr), LEVELS)
 D = dict(
@@ -92,7 +92,7 @@ D = dict(
 
 def combined(guiding, scale, sigma=SIGMA, **fields):
     """What a guidance makes of D."""
-    s = types.SimpleNamespace(**{**vars(S), "guiding": guiding, **fields})
+    s = S._replace(guiding=guiding, **fields)
     guide = guidance.make(s, MODEL)
     return np.float64(guide.combine(D, X, sigma, scale)), guide
 
@@ -110,7 +110,7 @@ ROWS = []
     "fields", [{"guidance_low": 0.5, "guidance_high": 2.0}, {"guiding": "interval(0.5, 2)"}]
 )
 def test_interval_guides_inside_its_bounds_only_and_computes_no_half_outside(fields):
-    guide = guidance.make(types.SimpleNamespace(**{**vars(S), **fields}), MODEL)
+    guide = guidance.make(S._replace(**fields), MODEL)
     denoise = jax.jit(guidance.guided(branches, jnp.full(4, 3.0), guide))
     for level, inside in ((0.1, False), (0.5, True), (2.0, True), (30.0, False)):
         ROWS.clear()
@@ -122,7 +122,7 @@ def test_interval_guides_inside_its_bounds_only_and_computes_no_half_outside(fie
 
 def test_the_interval_of_sdxl_is_065_times_the_calls_over_30_levels():
     """Kynkaanniemi et al. 2024: 0.28 to 5.42, of Karras' 30 levels from 0.0292 to 14.6."""
-    s = types.SimpleNamespace(**{**vars(S), "guiding": "interval(0.28, 5.42)"})
+    s = S._replace(guiding="interval(0.28, 5.42)")
     denoise = guidance.guided(branches, 3.0, guidance.make(s, MODEL))
     sigmas = grids.karras_sigmas(30, 0.0292, 14.6146)
     ROWS.clear()
@@ -139,7 +139,7 @@ def test_apg_is_diffusers():
     saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
     d = {"cond": jnp.asarray(saved["cond"]), "negative": jnp.asarray(saved["uncond"])}
     for guiding, name in (("apg", "apg/0.0/0.0"), ("apg(eta=0.3, norm=5)", "apg/0.3/5.0")):
-        guide = guidance.make(types.SimpleNamespace(**{**vars(S), "guiding": guiding}), MODEL)
+        guide = guidance.make(S._replace(guiding=guiding), MODEL)
         out = guide.combine(d, d["cond"], jnp.ones(2), 7.5)
         np.testing.assert_allclose(out, saved[name], atol=2e-5)
 
@@ -157,7 +157,7 @@ def test_rescale_is_diffusers_of_what_the_network_predicts():
         "cond": c_skip * x + c_out * saved["cond"],
         "negative": c_skip * x + c_out * saved["uncond"],
     }
-    guide = guidance.make(types.SimpleNamespace(**{**vars(S), "guiding": "rescale(0.7)"}), MODEL)
+    guide = guidance.make(S._replace(guiding="rescale(0.7)"), MODEL)
     out = (guide.combine(d, x, sigma, 7.5) - c_skip * x) / c_out
     np.testing.assert_allclose(out, saved["rescaled"], atol=2e-4)
 
@@ -206,10 +206,11 @@ def test_a_second_model_guides_in_place_of_the_negative_text():
 
 
 def test_at_a_scale_that_changes_nothing_nothing_is_computed():
-    assert guidance.by_image("cfg+rescale", 1, 3) is None
-    np.testing.assert_array_equal(guidance.by_image("apg", 2, 3), [2, 2, 2])
+    by_image = lambda guiding, scale: guidance.by_image(S._replace(guiding=guiding), scale, 3)
+    assert by_image("cfg+rescale", 1) is None
+    np.testing.assert_array_equal(by_image("apg", 2), [2, 2, 2])
     for guiding in ("cfg_pp", "rescale+perp_neg(weight=2)"):
-        np.testing.assert_array_equal(guidance.by_image(guiding, 1, 3), [1, 1, 1])
+        np.testing.assert_array_equal(by_image(guiding, 1), [1, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -278,13 +279,12 @@ def test_static_threshold_clips_to_the_range_of_images():
     ("name", "churn"), [("restart", 0.0), ("heun", 40.0), ("heun(churn=40)", 0.0)]
 )
 def test_cfg_pp_is_refused_where_the_network_is_asked_between_levels(name, churn):
-    fields = {"guiding": "cfg_pp", "guidance_low": 0, "guidance_high": float("inf")}
-    s = types.SimpleNamespace(name=name, churn=churn, **fields)
+    s = S._replace(name=name, churn=churn, guiding="cfg_pp")
     with pytest.raises(ValueError, match="between the levels of its grid: choose ddim"):
-        guidance.make(s, MODEL)
+        guidance.check(s)
 
 
 @pytest.mark.parametrize("name", ["heun(churn=0)", "heun(0.0)", "heun"])
 def test_cfg_pp_takes_heun_without_churn(name):
     churn = 0.0 if name == "heun" else 40.0  # What the name says goes before the field.
-    guidance.check(types.SimpleNamespace(guiding="cfg_pp", name=name, churn=churn))
+    guidance.check(S._replace(guiding="cfg_pp", name=name, churn=churn))

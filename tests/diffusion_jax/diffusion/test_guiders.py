@@ -5,13 +5,13 @@ installed, its guiders run here too. FrequencyDecoupledGuidance also needs korni
 """
 
 import pathlib
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diffusion_jax.diffusion import guidance, guides, precond
+from sd_jax.settings import Sampler
 
 SAVED = dict(np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "guiders.npz"))
 SCALE = 7.5
@@ -44,7 +44,7 @@ def of_diffusers(guiding):
 
 
 def settings(guiding):
-    return types.SimpleNamespace(guiding=guiding, guidance_low=0, guidance_high=float("inf"))
+    return Sampler(guiding=guiding)
 
 
 def ours(guiding, step):
@@ -79,7 +79,7 @@ def test_guided_predictions_are_those_that_diffusers_makes(guiding):
         close(ours(guiding, step), expected[step])
 
 
-@pytest.mark.parametrize("guiding", guidance.PLAIN_AT_1)
+@pytest.mark.parametrize("guiding", [kind.__name__ for kind in guidance.PLAIN_AT_1])
 def test_at_guidance_1_these_kinds_are_the_conditional_model(guiding):
     x = jnp.asarray(SAVED["x"])
     d = {"cond": x, "negative": jnp.asarray(SAVED["uncond"])}

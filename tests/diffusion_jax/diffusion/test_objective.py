@@ -220,5 +220,5 @@ def test_every_sampler_draws_the_data_from_noise_alone(name, grid):
     denoise = lambda x, sigma: x * (0.25 / (0.25 + sigma**2))[:, None, None, None]
     keys, shape = jax.random.split(jax.random.key(0), 2), (24, 24, 3)
     x = samplers.initial_noise(keys, shape, sigmas[0])
-    x = samplers.make(s)(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
+    x = s.method.sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
     assert float(jnp.std(x)) == pytest.approx(0.5, abs=0.1)  # First-order SDEs: 0.41.

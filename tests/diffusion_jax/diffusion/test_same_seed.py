@@ -31,7 +31,7 @@ KEPT = {
 
 def draw(name):
     keys = jax.random.split(jax.random.key(3), 2)
-    sampler = samplers.make(SimpleNamespace(name=name, **FIELDS))
+    sampler = samplers.make(SimpleNamespace(name=name, **FIELDS)).sampler
 
     def denoise(x, sigma):
         share = 0.25 / (0.25 + sigma**2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.diffusion import grids, multistep, noise, onestep, samplers, stochastic
+from sd_jax.settings import Sampler
 
 MU, STD = 0.3, 0.5
 SHAPE = (4, 4, 3)
@@ -427,10 +428,8 @@ GRIDS_OF = [
 def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end):
     """n levels that fall, to 0 or to the least that there is; over a table within its own."""
     fields = vars(SETTINGS) | {"sigma_min": 0.05, "sigma_max": 10.0}
-    s = types.SimpleNamespace(**fields, name="unipc", grid=grid, end=end)
-    model = noise.make(
-        types.SimpleNamespace(noise=name)
-    )  # As a task makes it, outside of its programs.
+    s = Sampler(**fields, name="unipc", grid=grid, end=end)
+    model = noise.NOISES.function(name)()  # As a task makes it, outside of its programs.
     levels = lambda: samplers.sampling_grid(model, s).sigmas
     outside = np.asarray(levels())
     np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
@@ -440,7 +439,7 @@ def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end)
 
 
 def test_a_table_may_have_a_grid_by_level_as_its_default():
-    s = types.SimpleNamespace(**vars(SETTINGS) | {"name": "unipc", "grid": "", "end": "zero"})
+    s = Sampler(**vars(SETTINGS), name="unipc", end="zero")
     table = noise.discrete_noise(noise.scaled_linear())._replace(grid="karras")
     levels = lambda: samplers.sampling_grid(table, s).sigmas
     outside = levels()

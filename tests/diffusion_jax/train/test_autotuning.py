@@ -33,6 +33,7 @@ def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path
     assert first.options == {ONLY: True, DUMP: str(first.written)} and first.loaded == ""
     pathlib.Path(str(first.written)).write_text("kernel 7")  # As XLA does when it compiles.
     autotuning.keep(tmp_path, first)
+    assert first.written is not None and not first.written.parent.exists()
     digest = hashlib.sha256(b"kernel 7").hexdigest()[:16]
     name = f"autotuning_{log.version('jaxlib')}_{digest}.txt"
     assert (tmp_path / name).read_text() == "kernel 7"

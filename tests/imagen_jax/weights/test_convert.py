@@ -177,7 +177,7 @@ SR = dict(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"preconditioning_type": "DDPM"}, "diffusion.precond: 'edm' in the config, 'ddpm' in "),
+        ({"preconditioning_type": "DDPM"}, "diffusion.predicts: 'edm' in the config, 'ddpm' in "),
         (
             {"unet": SR["unet"] | {"skip_connection_scaling": False}},
             "unet.scale_skips: True in the config, False in the file",

@@ -166,5 +166,5 @@ def test_a_step_follows_an_at():
 def test_a_lora_keeps_the_prediction_of_its_weights():
     shipped = ROOT / "models" / "emoji32"
     initial.check_prediction(shipped, "x0")
-    with pytest.raises(ValueError, match=r"predicts 'x0', but diffusion\.precond is 'edm'"):
+    with pytest.raises(ValueError, match=r"predicts 'x0', but diffusion\.predicts is 'edm'"):
         initial.check_prediction(f"{shipped}@3600", "edm")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.ranges import check
-from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import precond, samplers
-from sd_jax.settings import Diffusion, Sampler
+from diffusion_jax.diffusion.noise import NOISES
+from sd_jax.settings import Sampler
 from sd_jax.weights import schedulers
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
@@ -45,7 +45,7 @@ def test_draws_as_diffusers_does(case):
     s = schedulers.read_sampler(config, Sampler(steps=steps))
     check(Sampler, s._asdict(), "sampler")
     predicts, noise = schedulers.read_diffusion(config)
-    table = noises.make(Diffusion(noise=noise))
+    table = NOISES.function(noise)()
     grid = samplers.sampling_grid(table, s)
     told = np.asarray(grid.time(grid.sigmas[:-1]))
     seen = np.array(list(dict.fromkeys(SAVED[f"{case}_times"])))  # Heun's, PNDM's come twice.
@@ -54,7 +54,7 @@ def test_draws_as_diffusers_does(case):
     scalings = precond.PRECONDS[predicts](grid.time)
     start = jnp.sqrt(1 + grid.sigmas[0] ** 2) if s.unit_start else grid.sigmas[0]
     draws = images(SAVED["draws"])
-    sampler = samplers.make(s)
+    sampler = s.method.sampler
     run = jax.jit(
         lambda x: sampler(precond.denoiser(toy, scalings), x, grid.sigmas, draws.__getitem__)
     )
