@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 
-from diffusion_jax.config import named, ranges
+from diffusion_jax.config import named, ranges, versions
 from diffusion_jax.config.ranges import (
     DTYPES,
     Amount,
@@ -383,6 +383,8 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
     dot = f"{name}." if name else ""
     unknown = sorted(group.keys() - fields.keys())
     if unknown:
+        if renamed := versions.renamed(dot + unknown[0]):
+            raise ValueError(f"unknown config field {dot}{unknown[0]}: its name is now {renamed}")
         close = named.closest(unknown[0], fields)
         listed = named.choices(f"did you mean {dot}{close}?" if close else "", fields)
         raise ValueError(f"unknown config field {dot}{unknown[0]}: {listed}")

@@ -49,6 +49,11 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
+def renamed(field: str) -> str:
+    """Return the new name of a config field that was renamed, or "" for other fields."""
+    return next((change.renamed for change in CHANGES if change.field == field), "")
+
+
 def upgrade(config: dict[str, Any]) -> dict[str, Any]:
     """Convert a config of any version to the present field names, and remove its version.
 

@@ -64,14 +64,6 @@ def _decoded(path: pathlib.Path) -> str:
         raise ValueError(f"{path} is {error}") from error
 
 
-def _csv(path: pathlib.Path) -> Iterator[Row]:
-    return _separated(path, ",;\t")  # Excel writes semicolons where a comma is the decimal point.
-
-
-def _tsv(path: pathlib.Path) -> Iterator[Row]:
-    return _separated(path, "\t")
-
-
 def _separated(path: pathlib.Path, delimiters: str) -> Iterator[Row]:
     """Yield the rows of a table whose cells are separated by one of `delimiters`."""
     numbered, width = _cells(path, delimiters)
@@ -204,4 +196,8 @@ def _parquet(path: pathlib.Path) -> Iterator[Row]:
         raise ValueError(f"{path} is damaged: {error}; copy or write it again") from error
 
 
-READERS = {".csv": _csv, ".tsv": _tsv, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+READERS = {
+    # Excel writes semicolons where a comma is the decimal point.
+    ".csv": lambda path: _separated(path, ",;\t"), ".tsv": lambda path: _separated(path, "\t"),
+    ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet,
+}  # fmt: skip

@@ -53,11 +53,6 @@ def is_folder(path: str) -> bool:
     return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
 
 
-def find(folder: str, suffix: str) -> list[str]:
-    """Return the sorted paths or URLs of all files under `folder` whose names end in `suffix`."""
-    return [name for name in walk(folder, Inventory()) if name.endswith(suffix)]
-
-
 def walk(folder: str, inventory: Inventory) -> list[str]:
     """Return the sorted paths or URLs of all files under `folder`. Links are followed.
 

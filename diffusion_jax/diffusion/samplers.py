@@ -4,7 +4,6 @@ onestep.py, multistep.py and stochastic.py implement the samplers. onestep.py de
 arguments that all samplers take.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
@@ -125,29 +124,15 @@ def check_method(d: Any, s: Any) -> None:
 def sampling_grid(noise: Noise, s: Any) -> Grid:
     """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
+    The group's fields `grid` and `end` name the grid and its end. If a field is "", the default of
+    the noise applies. If that default is "" too, the default of the sampler applies.
+
     Raises:
         ValueError: The grid is spaced in time, but the noise defines no times.
     """
-    name, end = _grid_and_end(noise, s)
-    # A grid that the config or a table names may call numpy, which needs concrete values even
-    # during tracing.
-    chosen = s.grid or (noise.steps and noise.grid)
-    with jax.ensure_compile_time_eval() if chosen else contextlib.nullcontext():
+    name, end = s.grid or noise.grid or s.method.grid, s.end or noise.end or s.method.end
+    with jax.ensure_compile_time_eval():  # Grids may call numpy, also while a function is traced.
         return grids.make_grid(noise, s, name, end, s.method.placement)
-
-
-def check_grid(noise: Noise, s: Any) -> None:
-    """Raise ValueError if the config's sampling grid needs times, but the noise defines none."""
-    grids.check(noise, _grid_and_end(noise, s)[0])
-
-
-def _grid_and_end(noise: Noise, s: Any) -> tuple[str, str]:
-    """Return the names of the grid and of its end that a config's `sampler` group selects.
-
-    If a field of the group is "", the default of the noise applies. If the noise has no default,
-    that of the sampler applies.
-    """
-    return s.grid or noise.grid or s.method.grid, s.end or noise.end or s.method.end
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:

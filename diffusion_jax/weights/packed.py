@@ -30,7 +30,7 @@ def write(path: pathlib.Path, params: Params) -> None:
         ValueError: An array is not finite.
     """
     state = {}
-    for name, array in _named(params).items():
+    for name, array in torch_weights.named(params).items():
         array = np.asarray(array, np.float32)
         if not np.isfinite(array).all():
             raise ValueError(f"the weights {name} are not finite: choose an earlier checkpoint")
@@ -53,7 +53,7 @@ def read(path: pathlib.Path, abstract: Params) -> Params:
             array = array * state[name + _SCALES]
         return jax.device_put(jnp.asarray(array, leaf.dtype), leaf.sharding)
 
-    arrays = {name: unpacked(name, leaf) for name, leaf in _named(abstract).items()}
+    arrays = {name: unpacked(name, leaf) for name, leaf in torch_weights.named(abstract).items()}
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays.values())
 
 
@@ -76,8 +76,3 @@ def _rounded(
     scales = np.abs(array).max(axis=tuple(range(array.ndim - 1))) / _LARGEST
     scales = np.where(scales == 0, 1, scales).astype(np.float32)
     return np.rint(array / scales).astype(np.int8), scales
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    keys = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return {keys(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

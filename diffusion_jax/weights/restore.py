@@ -19,7 +19,7 @@ from etils import epath
 
 from diffusion_jax.machine import checksums, distributed, files
 from diffusion_jax.task import Params
-from diffusion_jax.weights import averages, buckets, packed
+from diffusion_jax.weights import averages, buckets, packed, torch_weights
 
 EMA = "ema_"
 """The prefix in the names of checkpoint items that hold averages.
@@ -379,9 +379,7 @@ def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    named = jax.tree.leaves_with_path(tree)
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return {name(path): tuple(leaf.shape) for path, leaf in named}
+    return {name: tuple(leaf.shape) for name, leaf in torch_weights.named(tree).items()}
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

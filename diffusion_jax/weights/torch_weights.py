@@ -85,8 +85,7 @@ def table(
             expression is matched with the path that `name_of` gets. By default, kernels with two
             axes are LINEAR, other kernels are CONV, and all other arrays are VECTOR.
     """
-    return [_entry(_path(path), leaf, name_of, layouts) for path, leaf in
-            jax.tree.leaves_with_path(params)]  # fmt: skip
+    return [_entry(path, leaf, name_of, layouts) for path, leaf in named(params).items()]
 
 
 def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) -> Any:
@@ -129,7 +128,7 @@ def to_stored(
 
 def to_state_dict(params: Any, table: Sequence[Entry]) -> dict[str, Float[np.ndarray, "..."]]:
     """Convert params to a torch state dict, in the table's order."""
-    arrays = {_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    arrays = {path: np.asarray(leaf) for path, leaf in named(params).items()}
     _check_table(table, arrays)
     return {e.torch: np.ascontiguousarray(e.layout.to_torch(arrays[e.path])) for e in table}
 
@@ -245,12 +244,12 @@ def _arranged(
 
     Raises ValueError if `table` does not fit the params, or if `state` has other keys or shapes.
     """
-    shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
+    shapes = {path: leaf.shape for path, leaf in named(abstract_params).items()}
     _check_table(table, shapes)
     _check_keys(state, table)
     _check_shapes(state, table, shapes)
     arrays = {e.path: convert(e.layout.to_jax(state[e.torch])) for e in table}
-    return jax.tree.map_with_path(lambda path, _: arrays[_path(path)], abstract_params)
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), [arrays[p] for p in shapes])
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
@@ -305,5 +304,7 @@ def _check_shapes(
         )
 
 
-def _path(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def named(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree, keyed by their paths, such as "params/mid/kernel"."""
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return {name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

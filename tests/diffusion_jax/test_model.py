@@ -12,7 +12,7 @@ from diffusion_jax.diffusion import guides
 from imagen_jax.settings import Diffusion, Sampler
 from tests.diffusion_jax import training_noise
 
-DIFFUSION = settings.read(Diffusion, {"precond": "x0"}, "diffusion")
+DIFFUSION = settings.read(Diffusion, {"predicts": "x0"}, "diffusion")
 SAMPLER = settings.read(Sampler, {"name": "ddim", "steps": 2, "threshold": "none"}, "sampler")
 
 

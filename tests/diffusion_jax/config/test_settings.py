@@ -60,6 +60,11 @@ def test_the_configs_own_values_are_read_without_its_groups():
             "the config lacks unet.sizes, unet.width: set every field that has no default",
         ),
         ({"width": 1}, "", "the config lacks sizes: set every field that has no default"),
+        (
+            {"precond": "v"},
+            "diffusion",
+            "unknown config field diffusion.precond: its name is now diffusion.predicts",
+        ),
     ],
 )
 def test_stray_and_missing_fields_are_named(values, name, message):

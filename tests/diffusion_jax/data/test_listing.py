@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data import listing, storage, tars
+from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources.webdataset import WebDataset
 
 SUFFIXES = ("jpg", "png", "txt", "json")
@@ -126,7 +127,8 @@ def test_each_machine_copies_what_one_has_put_into_the_store(tmp_path, cache, mo
         storage.write_whole(f"memory://listed/{tar.name}", tar.read_bytes())
     try:
         first = WebDataset("memory://listed", uncaptioned="drop")
-        (kept,) = storage.find("memory://listed", ".index")
+        names = storage.walk("memory://listed", Inventory())
+        (kept,) = (name for name in names if name.endswith(".index"))
         (copy,) = cache.glob("*.index")
         assert storage.read(kept) == copy.read_bytes()
         copy.unlink()
