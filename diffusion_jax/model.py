@@ -25,7 +25,8 @@ from diffusion_jax.task import LABELS, LEVELS, Batch, Frozen, Measure, Metrics, 
 Keys = Key[Array, "B"]
 Condition = Mapping[str, Array]
 """Inputs of the network: its arguments by name, with one row per image."""
-# What training draws from an image's key, each from a key of its own. The noise itself is draw 0.
+# What training draws from an image's key, each from a key of its own. The noise itself is draw 0,
+# and training never asks samplers.gaussian_noise for the noise of later steps.
 _SIGMA, _KEPT, _OFFSET, _SECOND_SIGMA, _TARGET, _INPUTS = range(1, 7)
 
 
@@ -44,7 +45,7 @@ class System(NamedTuple):
     """(frozen, condition) -> the condition that training uses in place of dropped texts."""
     prompts: Callable[[Frozen, Batch], Mapping[str, Callable[[], Condition]]]
     """(frozen, batch) -> for sampling, functions that compute the conditions under each name of
-    guides.py: COND, NEGATIVE and EMPTY."""
+    guides.py: COND, NEGATIVE and EMPTY. The last two hold only what differs from COND."""
     canvas: Callable[[Batch], tuple[int, int, int]]
     """batch -> the shape [H, W, C] in which the sampler draws an image."""
     decode: Callable[[Frozen, Batch, Images], Images]
@@ -103,15 +104,15 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         added = system.training_inputs(x0, _stream(keys, _INPUTS))
         text = system.text(frozen, batch)
         empty = system.dropped(frozen, text)
-        either = {name: where(kept, text[name], empty[name]) for name in text}
+        mixed = {name: where(kept, text[name], empty[name]) for name in text}
 
         counts = batch.get("counts")
         if not objective.mean_flow:
-            network = _network(unet, params, {**either, **added})
+            network = _network(unet, params, {**mixed, **added})
             minimised, losses = objective.loss(params, network, x0, eps, sigma, counts)
             return minimised, loss_by_noise_level(losses, sigma)
         sigmas = sigma, jax.vmap(draw)(_stream(keys, _SECOND_SIGMA))
-        conditions = meanflow.Conditions(*({**c, **added} for c in (either, text, empty)))
+        conditions = meanflow.Conditions(*({**c, **added} for c in (mixed, text, empty)))
         network = lambda params, condition, h: _network(unet, params, condition, h)
         minimised, losses = objective.mean_flow_loss(
             network, params, x0, eps, sigmas, conditions, kept, counts
@@ -120,10 +121,11 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
 
     def errors(params, frozen, batch, keys, sigma):
         x0 = system.target(frozen, batch, keys)
-        keys, added = system.inputs(batch, keys, x0)
+        noise_keys, added = system.inputs(batch, keys, x0)
+        eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
         h = jnp.zeros_like(sigma) if objective.mean_flow else None
         network = _network(unet, params, {**system.text(frozen, batch), **added}, h)
-        return objective.errors(network, x0, samplers.initial_noise(keys, x0[0].shape, 1), sigma)
+        return objective.errors(network, x0, eps, sigma)
 
     levels = lambda n: noise.quantiles(objective.noise, n)
     begin = make_begin(system, diffusion, sampler)
@@ -141,26 +143,26 @@ def make_begin(
     objective = diffusion.objective
     sigmas, time = samplers.sampling_grid(objective.noise, sampler)  # [steps + 1]
     scalings, span = objective.precond(time), objective.span(sigmas)
-    second = guiding and guiding.diffusion.objective
 
     def begin(params, frozen, batch, keys, guidance):
         shape = system.canvas(batch)
-        own, added = system.inputs(batch, keys, None)
-        prompts = system.prompts(frozen, batch)
-        conditions = {
-            name: lambda compute=compute: {**compute(), **added}
-            for name, compute in prompts.items()
-        }
+        noise_keys, added = system.inputs(batch, keys, None)
+        prompts = dict(system.prompts(frozen, batch))
+        given = {**prompts.pop(guides.COND)(), **added}
+        # The other conditions replace some of the inputs, such as the text.
+        conditions = {name: lambda own=own: {**given, **own()} for name, own in prompts.items()}
+        conditions = {guides.COND: lambda: given, **conditions}
         guide_of = None
-        if guiding and second:
-            weights, at = frozen["guide"], second.span(sigmas)
-            guide_of = _denoiser_of(guiding.unet, weights, second.scalings, at)
+        if guiding:
+            second, weights = guiding.diffusion.objective, frozen["guide"]
+            guide_of = _denoiser_of(guiding.unet, weights, second.scalings, second.span(sigmas))
         denoise = guidance_module.make_denoiser(
             sampler, guides.Model(scalings, sigmas), guidance,
             _denoiser_of(system.unet, params, scalings, span), conditions, guide_of,
         )  # fmt: skip
         first = jnp.sqrt(1 + sigmas[0] ** 2) if system.unit_start else sigmas[0]
-        x, draws = samplers.initial_noise(own, shape, first), samplers.gaussian_noise(own, shape)
+        x = samplers.initial_noise(noise_keys, shape, first)
+        draws = samplers.gaussian_noise(noise_keys, shape)
 
         def finish(x):
             return system.decode(frozen, batch, samplers.in_own_coordinates(x, sigmas[-1]))
@@ -168,7 +170,7 @@ def make_begin(
         start = samplers.Start(system.watched(frozen, denoise), x, sigmas, draws, finish)
         if "image" not in batch:
             return start
-        return start._replace(wrap=system.edited(frozen, batch, own))
+        return start._replace(wrap=system.edited(frozen, batch, noise_keys))
 
     return begin
 

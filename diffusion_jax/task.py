@@ -50,9 +50,9 @@ class Task(NamedTuple):
     sample: Sample
     """(params, frozen, batch of texts, one key per image, guidance) -> images in about [-1, 1].
 
-    An image depends only on its own key, text and guidance, not on the rest of the batch. If
-    guidance is None, the network is evaluated with the text alone. This equals guidance 1 at half
-    the cost, for the kinds of guidance in guidance.PLAIN_AT_1."""
+    An image depends only on its own key, inputs and guidance, not on the rest of the batch, up to
+    rounding. If guidance is None, the network is evaluated with the text alone. This equals
+    guidance 1 at half the cost, for the kinds of guidance in guidance.PLAIN_AT_1."""
     frozen: Frozen
     """Weights that are not trained. They are sharded, but never donated or saved in a checkpoint.
     """

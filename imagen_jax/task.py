@@ -78,9 +78,9 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         def negative():
             if not prompt:
                 return empty(given)
-            tokens = {k: jnp.asarray(v).repeat(len(given["text"]), 0)
-                      for k, v in negative_tokens.items()}  # fmt: skip
-            return text(frozen, tokens)
+            tokens = {name: jnp.asarray(row) for name, row in negative_tokens.items()}
+            repeated = lambda x: x.repeat(len(given["text"]), 0)
+            return {name: repeated(x) for name, x in text(frozen, tokens).items()}
 
         return {
             guides.COND: lambda: given,

@@ -87,7 +87,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
     def conditions(frozen, batch):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
-        empty = lambda: prompts(encoder, [""] * len(next(iter(batch.values()))), "")
+        empty = lambda: encoder.tokenize([""] * len(next(iter(batch.values()))))
         return {
             guides.COND: lambda: text(frozen, batch),
             guides.NEGATIVE: lambda: text(frozen, negatives),

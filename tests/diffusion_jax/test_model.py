@@ -37,7 +37,7 @@ def a_task(drop_prob=0.0, network=show):
         dropped=dropped,
         prompts=lambda frozen, batch: {
             guides.COND: lambda: text(frozen, batch),
-            guides.NEGATIVE: lambda: dropped(frozen, text(frozen, batch)),
+            guides.NEGATIVE: lambda: {"text": jnp.zeros_like(batch["text"])},
         },
         canvas=lambda batch: (4, 4, 3),
         decode=lambda frozen, batch, x: x,
