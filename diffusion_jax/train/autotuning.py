@@ -11,6 +11,7 @@ https://openxla.org/xla/determinism. On CPUs and TPUs, nothing of this is needed
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -74,8 +75,8 @@ def _mark_deterministic(operation: Any) -> None:
 def find(workdir: pathlib.Path, deterministic: bool) -> Autotuning:
     """Return the options for a start of the run in `workdir`, with the choices of earlier starts.
 
-    Choices that another version of jaxlib wrote are not loaded, because XLA would refuse them; a
-    warning says so.
+    Choices for another kind of GPU, or by another version of jaxlib, are not loaded, because XLA
+    would not use them; a warning says so.
     """
     options = deterministic_options(deterministic)
     if jax.default_backend() != "gpu":
@@ -87,8 +88,8 @@ def find(workdir: pathlib.Path, deterministic: bool) -> Autotuning:
         return Autotuning(options, mine[0])
     if kept:
         logging.warning(
-            "%s was written by another jaxlib: XLA chooses kernels anew, and results may differ "
-            "from those of the earlier version in rounding", workdir / kept[0],
+            "%s was written by another jaxlib or for another kind of GPU: XLA chooses kernels "
+            "anew, and results may differ in rounding from those so far", workdir / kept[0],
         )  # fmt: skip
     written = pathlib.Path(tempfile.mkdtemp(prefix="autotuning-")) / "chosen.txt"
     options["xla_gpu_dump_autotune_results_to"] = str(written)
@@ -108,7 +109,8 @@ def keep(workdir: pathlib.Path, autotuning: Autotuning) -> None:
 
 
 def _prefix() -> str:
-    return f"autotuning_{log.version('jaxlib')}_"
+    kind = re.sub(r"\W+", "-", jax.local_devices()[0].device_kind)
+    return f"autotuning_{log.version('jaxlib')}_{kind}_"
 
 
 def _local(path: pathlib.Path) -> pathlib.Path:

@@ -35,7 +35,7 @@ def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path
     autotuning.keep(tmp_path, first)
     assert first.written is not None and not first.written.parent.exists()
     digest = hashlib.sha256(b"kernel 7").hexdigest()[:16]
-    name = f"autotuning_{log.version('jaxlib')}_{digest}.txt"
+    name = f"autotuning_{log.version('jaxlib')}_cpu_{digest}.txt"
     assert (tmp_path / name).read_text() == "kernel 7"
     second = autotuning.find(tmp_path, deterministic=False)
     assert second.options == {ONLY: False, LOAD: str(tmp_path / name)}
@@ -45,12 +45,15 @@ def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_choices_of_another_jaxlib_are_not_loaded_and_this_is_logged(tmp_path, caplog):
-    (tmp_path / "autotuning_0.0.1_abc.txt").write_text("kernel 7")
+@pytest.mark.parametrize(
+    "name", ["autotuning_0.0.1_cpu_abc.txt", f"autotuning_{log.version('jaxlib')}_H200_abc.txt"]
+)
+def test_choices_of_another_jaxlib_or_gpu_are_not_loaded_and_this_is_logged(name, tmp_path, caplog):
+    (tmp_path / name).write_text("kernel 7")
     with caplog.at_level(logging.WARNING):
         tuned = autotuning.find(tmp_path, deterministic=True)
     assert LOAD not in tuned.options and DUMP in tuned.options
-    assert "autotuning_0.0.1_abc.txt was written by another jaxlib" in caplog.text
+    assert f"{name} was written by another jaxlib or for another kind of GPU" in caplog.text
 
 
 def test_this_jaxlib_knows_the_options(tmp_path):
