@@ -32,13 +32,13 @@ class Interval:
         self.includes_low, self.includes_high = text[0] == "[", text[-1] == "]"
         self._ends = float(self.low), float(self.high)
 
-    def __contains__(self, number: float) -> bool:
+    def __contains__(self, number: int | float) -> bool:
         """Return whether the number lies in the interval."""
         low, high = self._ends
         above = low <= number if self.includes_low else low < number
         return above and (number <= high if self.includes_high else number < high)
 
-    def words(self, number: float = 0) -> str:
+    def words(self, number: int | float = 0) -> str:
         """Describe the interval, for the error message about `number`, which lies outside it."""
         if self.low == "-inf":
             return "finite"
