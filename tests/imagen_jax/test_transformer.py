@@ -250,15 +250,13 @@ def test_the_loss_on_a_mesh_is_that_of_one_device():
     params = jax.tree.unflatten(jax.tree.structure(shapes), [np.float32(a) for a in draws.values()])
     batch = {k: np.repeat(v, 8, 0) for k, v in model.example.items()}
     batch["image"] = np.random.default_rng(0).integers(0, 256, (8, 16, 16, 3), np.uint8)
-    losses = []
+    losses, keys = [], jax.random.split(jax.random.key(3), 8)
     for sizes in [(1, 1, 1), (2, 2, 2)]:
         mesh = sharding.make_mesh(*sizes)
         where = sharding.shardings(params, mesh, model.task.rules, fsdp_min_size=32)
         placed = jax.device_put(batch, sharding.batch_sharding(mesh))
-        loss = jax.jit(model.task.loss)(
-            jax.device_put(params, where), (), placed, jax.random.key(3)
-        )
-        losses.append(loss[0])
+        loss = jax.jit(model.task.loss)
+        losses.append(loss(jax.device_put(params, where), {"text": ()}, placed, keys)[0])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     specs = {name: place.spec for name, place in flat(where).items()}
     block = "params/block_0/image_"
