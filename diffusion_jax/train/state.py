@@ -215,6 +215,6 @@ def _power_average(ema: Params, params: Params, gamma: float, step: Int[Array, "
 
 
 def _average(ema: Params, params: Params, decay: Float[Array, ""] | float) -> Params:
-    # Not decay * e + (1 - decay) * p: in float32, the factors do not add up to 1, so the average
-    # would shrink, by 0.03 % at a decay of 0.9999.
+    # Not decay * e + (1 - decay) * p: in float32, the factors of a constant decay do not add up to
+    # 1, so the average would shrink, by 0.017 % at a decay of 0.9999.
     return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)
