@@ -37,17 +37,17 @@ from scipy import stats
 
 from benchmarks import measure
 from configs import quickstart, quickstart_mp
-from diffusion_jax import cli, heldout, runs, systems
+from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config.named import one_of
+from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import guidance, guides, samplers
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits.scorer import open_scorer
-from diffusion_jax.machine import files, sharding
 from diffusion_jax.train import loop, optimizer, scoring
-from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.trace import FOLDER, Trace
+from diffusion_jax.train.train_command import exit_if_stopped
 from diffusion_jax.weights import restore
 from imagen_jax import cascade, evaluate
 from imagen_jax import train as imagen_train

@@ -32,12 +32,12 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import measure
-from diffusion_jax import cli
-from diffusion_jax.machine import files, log
+from diffusion_jax import cli, files
+from diffusion_jax.logs import run_log
 from diffusion_jax.train import memory
 from imagen_jax import attention, layers
 from launch import accelerators
-from launch.planner import blocks, compiling, estimate, profiling, systems
+from launch.planner import blocks, compiling, estimate, profiling, tasks
 from launch.planner.profiling import Profile
 from sd_jax import unet
 
@@ -87,7 +87,7 @@ def reduced() -> dict[str, Part]:
 
 def main() -> None:
     """Print the table of estimates or, with --check, compare the small blocks only."""
-    if log.version("libtpu") is None:
+    if run_log.version("libtpu") is None:
         print("libtpu is not installed (pip install libtpu): nothing can be compiled for a TPU")
         return
     results = {"reduced": {}, "rows": {}}
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str]:
-    """Return the names of the compiler settings to use (see diffusion_jax/machine/tuning.py).
+    """Return the names of the compiler settings to use (see diffusion_jax/devices/tuning.py).
 
     Whole programs are compiled with the settings of training runs. Blocks need no settings, because
     the settings concern collectives, and blocks are compiled for a single chip. Raises ValueError
@@ -140,7 +140,7 @@ def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str
     return ["tpu", *kinds] if whole else []
 
 
-def read(name: str, batch: int) -> systems.Model:
+def read(name: str, batch: int) -> tasks.Model:
     """Return the model of the config `name` from configs/, with this global batch size.
 
     A Stable Diffusion model reads stored moments and text embeddings, so that only the UNet is
@@ -151,7 +151,7 @@ def read(name: str, batch: int) -> systems.Model:
     if name.startswith("sd"):
         config.data.update(source="moments", path="moments")
         config.text.store = "none"
-    return systems.read(config.to_dict())
+    return tasks.read(config.to_dict())
 
 
 def row(name: str, place: str, batch: int, profile: Profile) -> str:
@@ -167,7 +167,7 @@ def row(name: str, place: str, batch: int, profile: Profile) -> str:
     )
 
 
-def _profile(model: systems.Model, target: accelerators.Target) -> Profile:
+def _profile(model: tasks.Model, target: accelerators.Target) -> Profile:
     mesh = estimate.mesh_of(model, target.devices)
     if _WHOLE.value:
         compiled, _ = compiling.analyse(model, target, mesh)
@@ -207,11 +207,11 @@ def _check(saved: Mapping[str, Any]) -> int:
 
 
 def _versions() -> dict[str, str | None]:
-    return {name: log.version(name) for name in ("jax", "libtpu")}
+    return {name: run_log.version(name) for name in ("jax", "libtpu")}
 
 
 def _commit() -> str:
-    found = log.git_commit(pathlib.Path(__file__))
+    found = run_log.git_commit(pathlib.Path(__file__))
     return found["commit"][:8] if found else ""
 
 

@@ -21,7 +21,7 @@ from absl import app, flags
 
 from benchmarks import measure
 from configs import emoji64
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 
 _MINUTES = flags.DEFINE_float("minutes", 5.0, "Minutes until the command must have ended.")
 _OUT = flags.DEFINE_string("out", None, "Folder for the results.", required=True)
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
              "--config.sample_every=0", f"--config.save_every={count}")  # fmt: skip
         seconds = time.monotonic() - start
         _run("diffusion_jax.pack", f"--workdir={run}", f"--out={packed}")
-        shutil.copy(run / log.METRICS, packed)
+        shutil.copy(run / run_log.METRICS, packed)
         prompts = emoji64.get_config().prompts
         chosen = ["--prompt=a red seven on gray paper"] if tiny else [
             f"--prompt={prompt}" for prompt in prompts
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
         shutil.copy(drawn / "sheet.png", out / "emoji64.png")
         with tarfile.open(out / "emoji64.tar", "w") as tar:
             tar.add(packed, "emoji64")
-        rows = log.read_metrics(run / log.METRICS)
+        rows = run_log.read_metrics(run / run_log.METRICS)
     images = count * measured["batch"]
     measure.say({
         "steps": count, "images": images, "training_seconds": seconds,

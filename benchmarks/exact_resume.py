@@ -28,7 +28,7 @@ from absl import app, flags
 
 from benchmarks import measure
 from diffusion_jax import cli, runs
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
 
 flags.adopt_module_key_flags(measure)
@@ -66,7 +66,7 @@ def _compare(folder: pathlib.Path, exact: bool) -> None:
     suffix = "exact" if exact else "default"
     whole, killed, again = (folder / f"{name}_{suffix}" for name in ("whole", "killed", "again"))
     seconds = _train(whole, exact)
-    rows = log.read_metrics(whole / log.METRICS)
+    rows = run_log.read_metrics(whole / run_log.METRICS)
     measure.say({
         "run": "whole", "exact": exact, "seconds": seconds,
         "images_per_second": rows[-1].get("images_per_second"), "loss": rows[-1].get("loss"),

@@ -27,7 +27,7 @@ from PIL import Image
 
 from benchmarks import measure
 from diffusion_jax import cli
-from diffusion_jax.examples.digits import judge, pictures
+from diffusion_jax.examples.digits import judge, rendering
 from diffusion_jax.metrics import (
     extractors,
     frechet,
@@ -99,7 +99,7 @@ def _pictures() -> tuple[np.ndarray, np.ndarray]:
     --pictures, and S is --size.
     """
     half = _PICTURES.value // 2
-    prompts = (pictures.seen_prompts() * (1 + _PICTURES.value // 200))[: 2 * half]
+    prompts = (rendering.seen_prompts() * (1 + _PICTURES.value // 200))[: 2 * half]
     images = judge.real_pictures(_SIZE.value, prompts)
     noise = np.random.default_rng(0).normal(0, 20, images[half:].shape)
     return images[:half], np.clip(images[half:] + noise, 0, 255).astype(np.uint8)

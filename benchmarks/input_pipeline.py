@@ -46,7 +46,7 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.machine import tuning
+from diffusion_jax.devices import tuning
 
 flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)

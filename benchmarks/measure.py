@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import jax
 from absl import flags
 
-from diffusion_jax.machine import files, hardware
+from diffusion_jax import files
+from diffusion_jax.devices import hardware
 
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for files and a copy of the printed lines; launchers set it."

@@ -27,11 +27,11 @@ from jax.sharding import Mesh
 
 from benchmarks import measure, step
 from diffusion_jax import cli
+from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import figures
 from diffusion_jax.evaluate.figures import Line
-from diffusion_jax.machine import sharding
 from diffusion_jax.train import optimizer
-from launch.planner.systems import Model
+from launch.planner.tasks import Model
 
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)

@@ -10,11 +10,11 @@ from absl import flags
 from jax.sharding import Mesh
 
 from benchmarks import measure
-from diffusion_jax.machine import flops, hardware, sharding
+from diffusion_jax.devices import flops, hardware, sharding
 from diffusion_jax.train import autotuning, loop, memory, optimizer
 from diffusion_jax.train.state import init_state
-from launch.planner import systems
-from launch.planner.systems import Model
+from launch.planner import tasks
+from launch.planner.tasks import Model
 
 INPUTS = ("cached", "moments", "images")
 """Inputs of a latent diffusion step. "cached": latent moments and text embeddings, so the step runs
@@ -67,7 +67,7 @@ def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
             "data": {**config["data"], **data},
             "text": {**config["text"], "store": store},
         }
-    return systems.read(config), inputs
+    return tasks.read(config), inputs
 
 
 def run(model: Model, mesh: Mesh) -> Timing:

@@ -11,10 +11,10 @@ random.
 The command prints one line of JSON:
 - samples_per_second: the batch size divided by the median step time after the warm-up. As in
   training, a step's input state is donated, so that the new state can use its memory.
-- tflops: TFLOP/s, with FLOPs counted by diffusion_jax/machine/flops.py, including recomputation.
+- tflops: TFLOP/s, with FLOPs counted by diffusion_jax/devices/flops.py, including recomputation.
 - known_tflop_per_sample: an independent count without recomputation; null for models without one.
 - mfu: the achieved share of the devices' peak bfloat16 rate; null for devices that
-  diffusion_jax/machine/hardware.py does not list.
+  diffusion_jax/devices/hardware.py does not list.
 - planned: the planner's estimates for this device, samples/s at 40 % MFU and memory in GiB; null
   for several devices, and for devices that launch/accelerators.py does not list.
 """
@@ -28,10 +28,10 @@ from ml_collections import config_flags
 
 from benchmarks import measure, step
 from diffusion_jax import cli
-from diffusion_jax.machine import hardware, sharding
+from diffusion_jax.devices import hardware, sharding
 from diffusion_jax.train import optimizer
 from launch import accelerators
-from launch.planner import estimate, systems
+from launch.planner import estimate, tasks
 
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
@@ -82,7 +82,7 @@ def main() -> None:
         model = model._replace(optimizer=optimizer.for_mesh(model.optimizer, batch, mesh))
     planned = _planned(model, mesh)
     timing = step.run(model, mesh)
-    parameters = systems.parameters(model)
+    parameters = tasks.parameters(model)
     known_tflop = _KNOWN_TFLOP.get(parameters)
     if inputs:
         known_tflop = _KNOWN_SD_TFLOP.get((parameters, config["latents"]["image_size"]))
@@ -109,7 +109,7 @@ def main() -> None:
     })  # fmt: skip
 
 
-def _largest_batch(model: systems.Model) -> int:
+def _largest_batch(model: tasks.Model) -> int:
     """Return the largest multiple of 8 that the planner expects to fit; ValueError if none fits."""
     mesh, limit = estimate.mesh_of(model, 1), hardware.limit(jax.local_devices()[0])
     batch = estimate.largest_batch(estimate.trace(model), mesh, limit) // 8 * 8
@@ -118,7 +118,7 @@ def _largest_batch(model: systems.Model) -> int:
     return batch
 
 
-def _planned(model: systems.Model, mesh: Mesh) -> dict[str, float] | None:
+def _planned(model: tasks.Model, mesh: Mesh) -> dict[str, float] | None:
     """Return the planner's estimates for the current device, or None if it does not know it."""
     kind = jax.local_devices()[0].device_kind.lower()
     name = next((name for name in accelerators.KINDS if name.partition("-")[0] in kind), None)

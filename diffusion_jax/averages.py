@@ -4,7 +4,7 @@
     python -m diffusion_jax.averages --workdir=runs/quickstart --width=0.07 --out=runs/width_0.07
 
 A power-function average is a weighted mean of the parameters over all training steps, in which
-later steps count more (Karras et al. 2024; see weights/averages.py). With a small relative width,
+later steps count more (Karras et al. 2024; weights/power_averages.py). With a small relative width,
 only the last steps count. A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of
 these relative widths and writes snapshots of them. After training, averages of other widths can be
 computed from the snapshots. For example, evaluate, sample and diffusion_jax.heldout do this with
@@ -28,11 +28,12 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from diffusion_jax import cli, finetune, runs
-from diffusion_jax.machine import files, progress, sharding
+from diffusion_jax import cli, files, runs
+from diffusion_jax.devices import sharding
+from diffusion_jax.logs import progress
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train.checkpoint import Checkpointer
-from diffusion_jax.weights import averages, restore
+from diffusion_jax.weights import finetune, power_averages, restore
 
 _TABLE = (0.02, 0.03, 0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25)
 flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
@@ -53,9 +54,11 @@ def describe(workdir: str, step: int | None = None) -> str:
         ("stored", ", ".join(dict.fromkeys(name for *_, name in sources))),
         ("at step", f"{at:,}, computed from the {len(sources)} averages stored up to this step:"),
     ]
-    steps, widths = zip(*((s, averages.width_of(n) or 0.0) for s, _, n in sources), strict=True)
+    steps, widths = zip(
+        *((s, power_averages.width_of(n) or 0.0) for s, _, n in sources), strict=True
+    )
     for width in sorted({*_TABLE, *widths}):
-        counts, error = averages.combination(steps, widths, at, width)
+        counts, error = power_averages.combination(steps, widths, at, width)
         times = float(np.linalg.norm(counts))
         rows.append((f"width {width:g}", f"error {100 * error:.2g} %, rounding factor {times:.2g}"))
     return progress.block(rows)
@@ -158,9 +161,9 @@ if __name__ == "__main__":
             if width is None or out is None:
                 text = describe(_WORKDIR.value, _CHECKPOINT.value)
             else:
-                if averages.width_of(width) is None:
+                if power_averages.width_of(width) is None:
                     raise ValueError(
-                        f"--width={width}: it must be above 0 and at most {averages.WIDEST}"
+                        f"--width={width}: it must be above 0 and at most {power_averages.WIDEST}"
                     )
                 step = write(_WORKDIR.value, width, _CHECKPOINT.value, out)
                 text = f"wrote the average of width {width} at step {step:,} to {out}"

@@ -16,8 +16,9 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from diffusion_jax import reference, systems
-from diffusion_jax.machine import distributed, exits, files, tuning, untrusted, xla_flags
+from diffusion_jax import exits, files, reference, systems
+from diffusion_jax.devices import distributed, tuning, xla_flags
+from diffusion_jax.files import untrusted
 
 flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
 _EXTRAS = {"starlette": "web", "uvicorn": "web"}
@@ -183,7 +184,7 @@ def start(*, alone: bool = False) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
-    elif bucket := files.remote(os.environ["JAX_COMPILATION_CACHE_DIR"]):
+    elif bucket := files.store_path(os.environ["JAX_COMPILATION_CACHE_DIR"]):
         from diffusion_jax.weights import buckets  # Imports Orbax.
 
         with bad_input():

@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 
-from diffusion_jax.machine import exits
+from diffusion_jax import exits
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SHARED = "diffusion_jax"

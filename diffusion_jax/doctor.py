@@ -6,8 +6,8 @@
 The report holds JAX's description of the machine, the package versions, and the devices with their
 memory. It lists the environment variables of JAX and XLA, and the settings that this project adds
 to them, with reasons. It gives the speed of a matrix product and a convolution, and the peak speed
-that the manufacturer states (machine/hardware.py). It compares each operation of the models with a
-reference (checks.py). Its last line names the checks that failed or are slow.
+that the manufacturer states (devices/hardware.py). It compares each operation of the models with a
+reference (devices/checks.py). Its last line names the checks that failed or are slow.
 
 The command takes about a minute, writes nothing and uses no network.
 """
@@ -25,8 +25,9 @@ import yaml
 from absl import flags
 
 import diffusion_jax
-from diffusion_jax import checks, cli
-from diffusion_jax.machine import hardware, log, tuning
+from diffusion_jax import cli
+from diffusion_jax.devices import checks, hardware, tuning
+from diffusion_jax.logs import run_log
 
 _JSON = flags.DEFINE_bool("json", False, "Print the report as JSON.")
 _PACKAGES = (
@@ -53,9 +54,9 @@ def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
     return {
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
         "host": _host(),
-        "git": log.git_commit(pathlib.Path(__file__)),
+        "git": run_log.git_commit(pathlib.Path(__file__)),
         "versions": {"imagen-sd-jax": diffusion_jax.__version__}
-        | {name: version for name in _PACKAGES if (version := log.version(name))},
+        | {name: version for name in _PACKAGES if (version := run_log.version(name))},
         "environment": tuning.variables(),
         "set_here": {f"{s.variable}: {s.value}": s.reason for s in set_here},
         "devices": _devices(),

@@ -31,12 +31,12 @@ from absl import flags, logging
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
-from diffusion_jax import cli, finetune, runs, systems
+from diffusion_jax import cli, files, runs, systems
 from diffusion_jax.config.settings import Heldout
 from diffusion_jax.data.pipeline import Batches
-from diffusion_jax.machine import files, programs, sharding
+from diffusion_jax.devices import programs, sharding
 from diffusion_jax.task import Measure, Params, Task, Texts
-from diffusion_jax.weights import restore
+from diffusion_jax.weights import finetune, restore
 
 _SEED = 0  # The seed of the noise, independent of the run's seed.
 flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
+from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import guides, meanflow, noise, precond, samplers
 from diffusion_jax.diffusion.onestep import Sampler
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
-from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.nn import ops
 from diffusion_jax.task import LABELS, LEVELS, Batch, Frozen, Measure, Metrics, Params, Task
 

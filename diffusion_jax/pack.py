@@ -18,9 +18,9 @@ import pathlib
 import jax
 from absl import flags
 
-from diffusion_jax import averages, cli, runs
+from diffusion_jax import averages, cli, files, runs
 from diffusion_jax.data import prompts
-from diffusion_jax.machine import checksums, files
+from diffusion_jax.files import checksums
 from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from diffusion_jax import systems
 from diffusion_jax.config import named, ranges
-from diffusion_jax.config.reference import Field, fields, sentences
+from diffusion_jax.config.field_docs import Field, fields, sentences
 from diffusion_jax.config.settings import Run
 from diffusion_jax.systems import System
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
-from diffusion_jax import cli
+from diffusion_jax import cli, files
 from diffusion_jax.evaluate.mlperf import rcp
-from diffusion_jax.machine import files
 from diffusion_jax.web import frozen
 
 

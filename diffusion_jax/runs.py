@@ -15,11 +15,12 @@ from typing import Any
 import jax
 from absl import logging
 
-from diffusion_jax import systems
+from diffusion_jax import files, systems
 from diffusion_jax.config import settings, versions
 from diffusion_jax.config.settings import Data
-from diffusion_jax.machine import claims, distributed, files, untrusted, writer
-from diffusion_jax.machine.exits import Busy
+from diffusion_jax.devices import distributed
+from diffusion_jax.exits import Busy
+from diffusion_jax.files import folder_lock, settings_record, untrusted
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -52,7 +53,7 @@ def claim(
     # The base weights of a LoRA may have moved. base.json holds their fingerprint.
     moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()
     free = ("version", *_FREE, *unread, *moved)
-    different = path.exists() and claims.unlike(load(workdir), config, free)
+    different = path.exists() and settings_record.unlike(load(workdir), config, free)
     if different:
         raise ValueError(
             f"{workdir} was made with another config ({different}): "
@@ -81,7 +82,7 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
         ValueError: If the workdir is not a folder or cannot be written to.
     """
     _check_folder(workdir)
-    lock, errors = writer.Writer(workdir), {Busy: "", ValueError: ""}
+    lock, errors = folder_lock.Writer(workdir), {Busy: "", ValueError: ""}
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             try:
@@ -97,7 +98,7 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
 
 def release(workdir: str | os.PathLike[str]) -> None:
     """Release this process's lock of a workdir. Call it before os._exit, which runs no cleanup."""
-    writer.release(workdir)
+    folder_lock.release(workdir)
 
 
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
@@ -105,7 +106,7 @@ def _check_folder(workdir: str | os.PathLike[str]) -> None:
 
     This is the case for a file, a path inside a file, a broken link and a read-only bucket.
     """
-    if files.remote(workdir):
+    if files.store_path(workdir):
         if jax.process_index() == 0:  # If the check fails, the other processes end too.
             files.check_writable(workdir, "--workdir")
         return
@@ -145,7 +146,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"{workdir} is a run of {config['system']}, not of {system}: give it to the commands "
             f"of {config['system'].partition('.')[0]}"
         )
-    if later := sorted(claims.flat(config).keys() - claims.flat(old).keys()):
+    if later := sorted(settings_record.flat(config).keys() - settings_record.flat(old).keys()):
         logging.info(
             "%s was written by an earlier version: using defaults for %s", path, ", ".join(later)
         )

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key, PRNGKeyArray, UInt8
 
+from diffusion_jax.devices.sharding import Rules
 from diffusion_jax.diffusion.precond import Images, Sigma
 from diffusion_jax.diffusion.samplers import Begin
-from diffusion_jax.machine.sharding import Rules
 
 Params = Any
 Frozen = Any

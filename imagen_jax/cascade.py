@@ -17,19 +17,20 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from diffusion_jax import finetune, lora
 from diffusion_jax.config import ranges
 from diffusion_jax.config.ranges import Share
+from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.draw import model, options
+from diffusion_jax.draw.input_pictures import Pictures
 from diffusion_jax.draw.model import Encoders, Model
 from diffusion_jax.draw.options import NEWEST, Choice, Options, Weights
-from diffusion_jax.draw.pictures import Pictures
 from diffusion_jax.draw.program import Images, default_batch_size, in_batches, previewed
-from diffusion_jax.machine import sharding, sheets
+from diffusion_jax.files import sheets
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Texts
 from diffusion_jax.text import registry
+from diffusion_jax.weights import finetune, lora
 from imagen_jax import task
 from imagen_jax.settings import Sampler, Settings, SuperResolution, check
 from imagen_jax.weights.initial import read_unet

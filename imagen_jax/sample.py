@@ -38,11 +38,11 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
+from diffusion_jax import files
 from diffusion_jax.config.ranges import Count, Share
 from diffusion_jax.data import embeddings
-from diffusion_jax.draw import option_flags, pictures
-from diffusion_jax.draw.command import Session, command, warn_of_cuts, warn_of_new_words
-from diffusion_jax.machine import files
+from diffusion_jax.draw import input_pictures, option_flags
+from diffusion_jax.draw.sample_command import Session, command, warn_of_cuts, warn_of_new_words
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
 from imagen_jax.cascade import Model
@@ -54,7 +54,7 @@ _EMBEDDINGS = flags.DEFINE_multi_string(
     "embeddings", [], "A file with the embedding of one text; may be repeated."
 )
 _LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge, one per text.")
-_PICTURES = pictures.define()
+_PICTURES = input_pictures.define()
 _STRENGTH = flags.DEFINE_list(
     "strength",
     ["0.8"],
@@ -135,7 +135,7 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     Raises ValueError if the first stage cannot enlarge them, or if the number of pictures is not
     the number of texts.
     """
-    low_res = [pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
+    low_res = [input_pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
     arrays = [np.asarray(image) for image in low_res]
     if not arrays:
         cascade.check_low_res(first, None)

@@ -18,9 +18,9 @@ a cascade, one per stage) and a sheet of the first training pictures, and prints
 next. It never overwrites a file.
 """
 
-from diffusion_jax.start.command import command
 from diffusion_jax.start.finetuned import Shipped
 from diffusion_jax.start.stages import Candidate, Stage
+from diffusion_jax.start.start_command import command
 from imagen_jax.train import prepare
 
 _TRAIN = "imagen_jax.train"

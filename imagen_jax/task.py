@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import model
+from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import editing, guides, samplers
-from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.model import Guiding, System
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.text import TextEncoder

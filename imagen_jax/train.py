@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_jax import finetune
 from diffusion_jax.data import captions, sources
 from diffusion_jax.data.pipeline import Batches, training_batches
+from diffusion_jax.devices import sharding
 from diffusion_jax.draw.program import default_batch_size
-from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import to_range
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
-from diffusion_jax.train.command import command
+from diffusion_jax.train.train_command import command
+from diffusion_jax.weights import finetune
 from imagen_jax import super_resolution
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.task import make_task

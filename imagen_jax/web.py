@@ -11,7 +11,7 @@ the runs. The command needs the extra [web]: pip install starlette uvicorn.
 For a cascade, separate its stages by commas: --workdir=runs/base64,runs/sr256.
 """
 
-from diffusion_jax.web.command import command
+from diffusion_jax.web.web_command import command
 from imagen_jax import cascade
 from imagen_jax.notebook import load
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, AxisType
 
 from diffusion_jax.config.named import one_of
-from diffusion_jax.machine import sharding
-from diffusion_jax.machine.hardware import PEAKS
+from diffusion_jax.devices import sharding
+from diffusion_jax.devices.hardware import PEAKS
 
 GB = 1e9
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from diffusion_jax import cli
+from diffusion_jax import cli, files
 from diffusion_jax.config import ranges, settings
 from diffusion_jax.config.settings import MeshShape, Optimizer
-from diffusion_jax.machine import files, tuning
+from diffusion_jax.devices import tuning
 from diffusion_jax.train import optimizer
 from launch import accelerators, fields
 from launch.accelerators import Target

@@ -43,7 +43,7 @@ from absl import flags
 from diffusion_jax import cli
 from launch import accelerators
 from launch.accelerators import Target
-from launch.planner import audit, choice, compiling, estimate, gpu, profiling, systems
+from launch.planner import audit, choice, compiling, estimate, gpu, profiling, tasks
 from launch.planner.profiling import Profile
 
 _CONFIG = cli.define_config()
@@ -76,9 +76,9 @@ def main() -> None:
         cli.start()
         config = _CONFIG.value.to_dict()
         lacks_kernel = _lacks_kernel(config, target)
-        modelled = model = systems.read(_modelled(config))
+        modelled = model = tasks.read(_modelled(config))
         if not lacks_kernel and _modelled(config) is not config:
-            model = systems.read(config)
+            model = tasks.read(config)
         mesh = estimate.mesh_of(model, target.devices)
         estimate.local_batch(model, mesh)
     with _progress("tracing the loss and its gradient"):
@@ -116,9 +116,7 @@ def main() -> None:
             f"{100 * figures['mfu']:.0f} % MFU: MLPerf's H100s with 16, 4 and 2 samples each kept "
             "87, 58 and 38 % of their speed with 64 (docs/lab/scaling.md)"
         )
-    with_remat = functools.cache(
-        lambda: estimate.trace(systems.read(_with_remat(_modelled(config))))
-    )
+    with_remat = functools.cache(lambda: estimate.trace(tasks.read(_with_remat(_modelled(config)))))
     rate = figures["mfu"]
     advice = [
         *_advice(config, figures, mesh, with_remat),

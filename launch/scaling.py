@@ -12,7 +12,7 @@ from absl import flags
 from diffusion_jax import cli
 from launch import templates
 from launch.accelerators import KINDS, Target
-from launch.planner import choice, compiling, estimate, systems
+from launch.planner import choice, compiling, estimate, tasks
 from launch.planner.choice import Choice
 from launch.planner.estimate import TracedModel
 
@@ -43,7 +43,7 @@ def main() -> None:
     for name in CONFIGS:
         config = importlib.import_module(f"configs.{name}").get_config()
         with cli.bad_input():
-            traced = estimate.trace(systems.read(config.to_dict()))
+            traced = estimate.trace(tasks.read(config.to_dict()))
         curves = {kind: curve(traced, kind, _MFU.value) for kind in _KINDS}
         sections[name] = section(traced, curves)
         if not name.startswith("sd"):

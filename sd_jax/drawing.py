@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, UInt8
 
+from diffusion_jax import files
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.draw import options, program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import NEWEST, Choice, Option, Options, Weights
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import files, sheets
+from diffusion_jax.files import sheets
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings
 from sd_jax.weights import published, trained

@@ -34,13 +34,13 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from diffusion_jax import files
 from diffusion_jax.draw import option_flags, options
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Values, Weights
 from diffusion_jax.draw.program import Images
-from diffusion_jax.evaluate import command as evaluation
-from diffusion_jax.evaluate.command import Subject
-from diffusion_jax.machine import files
+from diffusion_jax.evaluate import evaluate_command as evaluation
+from diffusion_jax.evaluate.evaluate_command import Subject
 from diffusion_jax.web import frozen
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import NO_FACTS, File

@@ -31,12 +31,12 @@ import numpy as np
 from absl import flags, logging
 from jaxtyping import Float, UInt8
 
-from diffusion_jax import cli, engines
-from diffusion_jax.data import aspect_buckets, sources
-from diffusion_jax.machine import files, sharding
-from diffusion_jax.machine.programs import announced
-from diffusion_jax.precache import moments as encode_moments
-from diffusion_jax.precache.moments import Work
+from diffusion_jax import cli, files
+from diffusion_jax.data import aspect_buckets, engines, sources
+from diffusion_jax.devices import sharding
+from diffusion_jax.devices.programs import announced
+from diffusion_jax.precache import moment_tars as encode_moments
+from diffusion_jax.precache.moment_tars import Work
 from diffusion_jax.task import to_range
 from sd_jax import task
 from sd_jax.settings import Settings, read_settings, uses_moments

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from diffusion_jax import cli, engines
-from diffusion_jax.machine import files
+from diffusion_jax import cli, files
+from diffusion_jax.data import engines
 from sd_jax.mlperf import coco, download, laion, miniature
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from diffusion_jax.devices import programs
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser
-from diffusion_jax.machine import programs
 from sd_jax.settings import Pipeline
 
 

@@ -38,18 +38,19 @@ import numpy as np
 from absl import flags
 from jaxtyping import ArrayLike
 
+from diffusion_jax.devices import programs
 from diffusion_jax.diffusion.guidance import Preview
+from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw import model as models
-from diffusion_jax.draw import option_flags, pictures
-from diffusion_jax.draw.command import Session, command, warn_of_cuts, warn_of_new_words
-from diffusion_jax.machine import programs, sheets
+from diffusion_jax.draw.sample_command import Session, command, warn_of_cuts, warn_of_new_words
+from diffusion_jax.files import sheets
 from sd_jax import drawing, file_flags
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint file.")
 _OPTIONS = option_flags.define(drawing.OPTIONS)
 _FILE = file_flags.define()
-_PICTURES = pictures.define()
+_PICTURES = input_pictures.define()
 _STRENGTH = flags.DEFINE_float(
     "strength", 0.8, "Share of the sampling steps that draw over --image, in (0, 1]."
 )
@@ -81,7 +82,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
     values, strength, over = option_flags.values(_OPTIONS), 1.0, _pictures(len(prompts))
     if over:
-        height, width = over[pictures.IMAGE].shape[1:3]
+        height, width = over[input_pictures.IMAGE].shape[1:3]
         values |= {"height": height, "width": width}
         strength = _STRENGTH.value
     path = str(_WORKDIR.value or _MODEL.value)
@@ -120,7 +121,7 @@ def _preview(out: pathlib.Path) -> Preview:
 def _pictures(num_texts: int) -> Mapping[str, np.ndarray]:
     """Return arrays of the pictures of --image and --mask, with one row per text.
 
-    They have the keys pictures.IMAGE and pictures.MASK. Without --image, return {}.
+    They have the keys input_pictures.IMAGE and input_pictures.MASK. Without --image, return {}.
     """
     opened = _PICTURES(num_texts)
     if opened is None:

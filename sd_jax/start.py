@@ -11,10 +11,9 @@ from typing import Any
 
 from absl import flags
 
-from diffusion_jax import runs
-from diffusion_jax.machine import files
-from diffusion_jax.start.command import command
+from diffusion_jax import files, runs
 from diffusion_jax.start.stages import Candidate, Stage
+from diffusion_jax.start.start_command import command
 from diffusion_jax.start.written import Changes
 from sd_jax import train, train_vae
 from sd_jax.weights import checkpoints

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import model
-from diffusion_jax.machine.sharding import RULES
+from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module

@@ -23,18 +23,17 @@ from typing import Any
 
 import jax
 
-from diffusion_jax import finetune
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
+from diffusion_jax.devices import sharding
 from diffusion_jax.draw.program import default_batch_size
-from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
-from diffusion_jax.precache.moments import check_originals
+from diffusion_jax.precache.moment_tars import check_originals
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
-from diffusion_jax.train.command import command
-from diffusion_jax.weights import pretrained
+from diffusion_jax.train.train_command import command
+from diffusion_jax.weights import finetune, pretrained
 from sd_jax import sampling
 from sd_jax import vae as vae_module
 from sd_jax.settings import Settings, read_settings, uses_moments

@@ -18,12 +18,12 @@ from jaxtyping import Array, Float
 from diffusion_jax import systems
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import training_batches
+from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.precond import DISTANCES
 from diffusion_jax.draw.program import default_batch_size
-from diffusion_jax.machine import sharding
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.train import loop
-from diffusion_jax.train.command import command
+from diffusion_jax.train.train_command import command
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import posterior_sample

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Values
-from diffusion_jax.web.command import command
+from diffusion_jax.web.web_command import command
 from sd_jax import drawing
 from sd_jax.notebook import load
 

@@ -10,7 +10,7 @@ import time
 
 import jax
 
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 from tests.imagen_jax import commands
 
 PATIENCE = 240  # Seconds, of a machine that has other work.
@@ -99,6 +99,6 @@ def free_port():
 
 def last_step(workdir):
     """Of the metrics; 0 before the first."""
-    path = workdir / log.METRICS
-    lines = log.read_metrics(path) if path.exists() else []
+    path = workdir / run_log.METRICS
+    lines = run_log.read_metrics(path) if path.exists() else []
     return lines[-1]["step"] if lines else 0

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from tests.diffusion_jax.text import tiny_weights
 from tests.sd_jax import test_prepare, tiny
 

@@ -17,8 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 from PIL import Image
 
-from diffusion_jax import runs
-from diffusion_jax.machine import files, log
+from diffusion_jax import files, runs
+from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
 from tests import emulators
 from tests.diffusion_jax import toy
@@ -73,7 +73,7 @@ def assert_alike(workdir, other, saved=SAVED):
         for item in items:
             mine, theirs = (arrays(folder, kind, item) for folder in (workdir, other))
             jax.tree.map(np.testing.assert_array_equal, mine, theirs)
-    lines = [log.read_metrics(folder / log.METRICS) for folder in (workdir, other)]
+    lines = [run_log.read_metrics(folder / run_log.METRICS) for folder in (workdir, other)]
     timed = ("images_per_second", "data/waiting")
     plain = [[{k: v for k, v in x.items() if k not in timed} for x in part] for part in lines]
     assert plain[0] == plain[1]
@@ -199,5 +199,5 @@ def test_one_of_two_processes_killed_in_each_part_of_its_life_they_end_alike(buc
             for folder in (workdir, other)
         )
         jax.tree.map(np.testing.assert_array_equal, mine, theirs)
-    lines = [log.read_metrics(folder / log.METRICS) for folder in (workdir, other)]
+    lines = [run_log.read_metrics(folder / run_log.METRICS) for folder in (workdir, other)]
     assert [x["loss"] for x in lines[0]] == [x["loss"] for x in lines[1]] and len(lines[0]) == 24

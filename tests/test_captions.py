@@ -16,8 +16,8 @@ import pytest
 import imagen_jax.train
 import sd_jax.train
 from diffusion_jax.data import tars
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
 from tests.sd_jax import tiny

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax import finetune, runs
+from diffusion_jax import runs
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import finetune, pretrained
 
 
 class Start:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from diffusion_jax.evaluate import sweep
-from diffusion_jax.machine import sheets
+from diffusion_jax.files import sheets
 from diffusion_jax.metrics.cards import Scored
 
 POINTS = ((4.0, 15.5, 0.31), (1.0, 20.0, 0.25), (2.0, 12.0, 0.29))

@@ -176,7 +176,7 @@ class Optimizer(NamedTuple):
 class Lora(NamedTuple):
     """LoRA: training of low-rank factors, whose product is added to the frozen `unet.weights`.
 
-    Read by diffusion_jax/lora.py.
+    Read by diffusion_jax/weights/lora.py.
     """
 
     rank: Amount = 0
@@ -202,7 +202,7 @@ class MeshShape(NamedTuple):
 
     One size can be -1. This axis then takes all devices that the other axes leave over.
 
-    Read by diffusion_jax/machine/sharding.py.
+    Read by diffusion_jax/devices/sharding.py.
     """
 
     replica: Annotated[int, Interval("(0, inf)"), (-1,)] = 1
@@ -275,7 +275,7 @@ class Heldout(NamedTuple):
 class Log(NamedTuple):
     """Where a run writes its metrics, in addition to metrics.jsonl and TensorBoard's files.
 
-    Read by diffusion_jax/machine/log.py.
+    Read by diffusion_jax/logs/run_log.py.
     """
 
     wandb: str = ""

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from diffusion_jax.config.shapes import Shape
 from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.machine import progress
+from diffusion_jax.logs import progress
 
 _CHUNK = 64  # Number of pictures whose headers are read together.
 _THREADS = 16  # Reading headers is limited by the latency of disks and object stores.

@@ -6,7 +6,7 @@
 The first command writes images and captions as files, the second as one tar.
 """
 
-from diffusion_jax.examples.digits import pictures
+from diffusion_jax.examples.digits import rendering
 
 if __name__ == "__main__":
-    pictures.main()
+    rendering.main()

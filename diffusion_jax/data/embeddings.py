@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax.config.settings import EMBEDDINGS, TEXTS
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 
 def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:

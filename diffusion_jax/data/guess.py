@@ -15,7 +15,7 @@ from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources import metadata
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 # Text fields that never hold captions.
 _OTHER = ("file_name", "filename", "path", "key", "url", "image", "status", "error_message",

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 PICTURES, TEXTS, COMPANIONS = "pictures", "texts", "companions"
 USED = (PICTURES, TEXTS, COMPANIONS)

@@ -33,10 +33,12 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, UInt32
 
+from diffusion_jax import files
 from diffusion_jax.data import records, storage, tars
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, TEXTS, USED, Inventory
 from diffusion_jax.data.tars import Index
-from diffusion_jax.machine import files, progress, untrusted
+from diffusion_jax.files import untrusted
+from diffusion_jax.logs import progress
 
 _VERSION = 3
 _NAME = 100  # Bytes of the member's name at the start of a tar header.

@@ -22,7 +22,7 @@ from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Pictures, Rows
 from diffusion_jax.data.split import hashed, split
-from diffusion_jax.machine.sharding import batch_sharding
+from diffusion_jax.devices.sharding import batch_sharding
 
 Batch = dict[str, np.ndarray]
 COUNTS = "counts"

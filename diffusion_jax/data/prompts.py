@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from diffusion_jax import files
 from diffusion_jax.data import captions, records, rows, sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.files import untrusted
 
 _CHUNK = 256  # Number of records whose texts are read together.
 

@@ -16,7 +16,7 @@ from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 KNOWN = ("txt", "caption", "json", "jsonl", "csv", "tsv", "parquet", "cls", "id", "npy", "npz",
               "safetensors", "pickle", "pkl", "pt", "index", "md", "html", "xml", "yaml", "yml",

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 Row = tuple[str, dict[str, Any]]
 """The place of a row for messages, such as "metadata.csv, line 3", and its cells, keyed by column.

@@ -17,8 +17,9 @@ from typing import Any
 
 import fsspec
 
+from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.machine import files, remote
+from diffusion_jax.files import remote
 
 _ATTEMPTS = 4
 _FEW = 1000  # Number of local files that a thread of `stamps` looks up at a time.

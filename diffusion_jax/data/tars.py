@@ -27,10 +27,11 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int
 
+from diffusion_jax import files
 from diffusion_jax.data import records, storage
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.records import check_exists, suffix_of
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.files import untrusted
 
 KEY = "__key__"
 BLOCK = 512

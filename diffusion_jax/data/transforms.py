@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from diffusion_jax.machine import rgb, untrusted
+from diffusion_jax.files import rgb, untrusted
 
 CENTRE = (0.5, 0.5)
 

@@ -23,18 +23,18 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.config import ranges
 from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.draw import input_pictures, options
 from diffusion_jax.draw import model as models
-from diffusion_jax.draw import options, pictures
+from diffusion_jax.draw.input_pictures import Pictures
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Options, Values, Weights
-from diffusion_jax.draw.pictures import Pictures
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import sheets
-from diffusion_jax.seeds import halves, keys_of
+from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.files import sheets
 from diffusion_jax.task import Texts
 from diffusion_jax.text import vocabulary
 from diffusion_jax.text.vocabulary import Vocabulary
-from diffusion_jax.weights import averages, restore
+from diffusion_jax.weights import power_averages, restore
 
 _WEIGHTS = 4  # Sets of weights per stage that stay loaded, including the first set.
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
@@ -178,8 +178,8 @@ class Loaded:
         prompts, seeds = _paired(prompts, seeds)
         if line := vocabulary.warning(self.vocabulary, prompts, self.stages[0].encoder.name):
             logging.warning("%s", line)
-        over = pictures.opened(image, mask)
-        small = low_res and pictures.upright(low_res, "RGB", "the picture to enlarge")
+        over = input_pictures.opened(image, mask)
+        small = low_res and input_pictures.upright(low_res, "RGB", "the picture to enlarge")
         inputs = Inputs(over, small and np.asarray(small))
         values = {**values, **self._size_of(over and over.images[0], values)}
         strengths = self._strengths(strength) if image else [None] * len(self.stages)
@@ -291,7 +291,7 @@ class Loaded:
                 self._weights.popitem(last=False)
             model = models.with_weights(first, weights._replace(step=key[2]))
             self._weights[key] = model
-        ema = averages.canonical(weights.ema, self.averages(n, key[2]))
+        ema = power_averages.canonical(weights.ema, self.averages(n, key[2]))
         return model._replace(ema=ema) if first.step else model
 
     def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
@@ -302,7 +302,7 @@ class Loaded:
         step = self.stages[n].step if weights.step is None else weights.step
         stored = self.averages(n, step)
         largest = stored[-1] if stored else "raw"
-        name = averages.canonical(weights.ema, stored)
+        name = power_averages.canonical(weights.ema, stored)
         return n, largest if name == "ema" else name, step
 
     def _show(self, images: ArrayLike, sigma: ArrayLike) -> None:

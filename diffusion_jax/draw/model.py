@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diffusion_jax import finetune, runs, systems
+from diffusion_jax import files, runs, systems
 from diffusion_jax.config.settings import Text
+from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import options
 from diffusion_jax.draw.options import Overrides, Weights
 from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
-from diffusion_jax.machine import files, sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder, registry
-from diffusion_jax.weights import restore
+from diffusion_jax.weights import finetune, restore
 
 Encoders = dict[Text, tuple[TextEncoder, Any]]
 """A cache of text encoders and their weights on the devices, keyed by the encoder's settings."""

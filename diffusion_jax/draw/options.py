@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from diffusion_jax.config import named, ranges, reference
+from diffusion_jax.config import field_docs, named, ranges
 from diffusion_jax.config.settings import Lora
 
 
@@ -71,7 +71,7 @@ def of_group(group: str, kind: type) -> dict[str, Option]:
             hints[field.name], field.default, f"{group}.{field.name}",
             is_text=hints[field.name] is str,
         )
-        for field in reference.fields(kind)
+        for field in field_docs.fields(kind)
     }  # fmt: skip
 
 

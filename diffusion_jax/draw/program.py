@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
+from diffusion_jax.devices import hardware, programs
+from diffusion_jax.devices.programs import announced
+from diffusion_jax.devices.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.samplers import Begin
-from diffusion_jax.machine import hardware, programs
-from diffusion_jax.machine.programs import announced
-from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
-from diffusion_jax.seeds import halves, keys_of
+from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.task import Params, Sample, Texts
 
 Images = Float[np.ndarray, "B H W 3"]  # In about [-1, 1]; sheets.to_uint8 returns pixels.

@@ -20,9 +20,10 @@ from jaxtyping import Float, Int, UInt8
 from diffusion_jax.data import sources
 from diffusion_jax.data.captions import first
 from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.evaluate import loop
+from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.evaluate.scorers import Features, Scorer
-from diffusion_jax.machine import progress, sheets
+from diffusion_jax.files import sheets
+from diffusion_jax.logs import progress
 from diffusion_jax.metrics import bootstrap, neighbours
 
 TABLE = "copies.csv"
@@ -205,7 +206,7 @@ def _features(name: str, pictures: Pictures, scorer: Scorer, keys: Sequence[str]
     meter = progress.Meter(name, total)
     for start in range(0, total, _BATCH):
         rows = np.arange(start, min(start + _BATCH, total))
-        images, _ = pictures.read(loop.filled(rows, _BATCH))
+        images, _ = pictures.read(drawn_features.filled(rows, _BATCH))
         features = scorer.features(images, [scorer.prompts[0]] * _BATCH)
         parts.append({key: features[key][: len(rows)] for key in keys})
         meter.add(len(rows))

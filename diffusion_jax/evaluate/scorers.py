@@ -11,7 +11,7 @@ from jaxtyping import Float, UInt8
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data import sources
-from diffusion_jax.machine import sheets
+from diffusion_jax.files import sheets
 from diffusion_jax.metrics import (
     cards,
     clip_score,

@@ -19,8 +19,9 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from diffusion_jax import runs
-from diffusion_jax.machine import events, files, log, remote, untrusted
+from diffusion_jax import files, runs
+from diffusion_jax.files import remote, untrusted
+from diffusion_jax.logs import events, run_log
 from diffusion_jax.metrics import cards, table
 from diffusion_jax.metrics.cards import Scored
 
@@ -133,8 +134,10 @@ def write_metrics(
     lines = []
     for row in rows:
         numbers = {f"evaluation/{k}": v for k, v in row.items() if isinstance(v, float)}
-        lines.append(log.metrics_line(row["checkpoint"], {"guidance": row["guidance"], **numbers}))
-    files.write_whole(folder / log.METRICS, "".join(lines))
+        lines.append(
+            run_log.metrics_line(row["checkpoint"], {"guidance": row["guidance"], **numbers})
+        )
+    files.write_whole(folder / run_log.METRICS, "".join(lines))
     top = folder / events.FOLDER
     files.remove_tree(top)  # It may hold an earlier sweep of the same name.
     with contextlib.closing(remote.Mirror(top)) as mirror:

@@ -7,10 +7,10 @@ from typing import Any
 
 from absl import flags
 
-from diffusion_jax import seeds
 from diffusion_jax.config import ranges
 from diffusion_jax.config.ranges import Amount
 from diffusion_jax.config.settings import INCEPTION_MODES
+from diffusion_jax.draw import seeds
 from diffusion_jax.draw.options import Weights
 
 flags.disclaim_key_flags()  # --help lists them with the command that defines them.

@@ -49,10 +49,11 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from diffusion_jax import cli, engines
+from diffusion_jax import cli, files
+from diffusion_jax.data import engines
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.machine import files, sharding
-from diffusion_jax.machine.progress import Meter
+from diffusion_jax.devices import sharding
+from diffusion_jax.logs.progress import Meter
 from diffusion_jax.metrics import (
     cards,
     clip_score,
@@ -63,7 +64,7 @@ from diffusion_jax.metrics import (
     images,
     inception,
     preprocess,
-    reference,
+    sharded_stats,
     stats_files,
     table,
     weights,
@@ -120,7 +121,7 @@ _SEEN = flags.DEFINE_integer(
 _OTHER = flags.DEFINE_string("other", "", "train_judge: a data set with the same captions in "
                              "another style, for one more test.")  # fmt: skip
 _SHARD = flags.DEFINE_integer(
-    "shard_images", reference.Work().shard, "stats: images per shard. An interruption loses at "
+    "shard_images", sharded_stats.Work().shard, "stats: images per shard. An interruption loses at "
     "most the work on one shard.", lower_bound=1,
 )  # fmt: skip
 engines.define_flags()
@@ -184,15 +185,15 @@ def _stats(path: str, out: str) -> None:
     if _CLIP.value:
         network = functools.partial(clip_towers.load_image, _CLIP.value, _CLIP_MODE.value)
     engine = engines.of(flags.FLAGS)
-    work = reference.Work(_SHARD.value, _BATCH.value, _KEEP.value)
-    opened = reference.open_images(path, network, _SIZE.value, _FIT.value)
+    work = sharded_stats.Work(_SHARD.value, _BATCH.value, _KEEP.value)
+    opened = sharded_stats.open_images(path, network, _SIZE.value, _FIT.value)
     if flags.FLAGS.dry_run:
-        shards = reference.shards_of(opened, out, work)
+        shards = sharded_stats.shards_of(opened, out, work)
         finished = sum(shards.path(shard).exists() for shard in shards.numbers)
         print(f"{len(opened)} images in {len(shards.numbers)} shards; finished shards: {finished}")
         return
     with cli.bad_input(usual=(OSError,), code=1):
-        reference.take(opened, out, work, engine)
+        sharded_stats.take(opened, out, work, engine)
     logging.info("wrote the statistics of %s to %s", path, out)
 
 
@@ -317,7 +318,7 @@ def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
 
     The features are computed on all devices of all processes.
     """
-    opened = reference.Images(path, extractor, _SIZE.value, _FIT.value)
+    opened = sharded_stats.Images(path, extractor, _SIZE.value, _FIT.value)
     progress, mesh = Meter("images", len(opened)).reach, sharding.make_mesh()
     stream, skipped = extractors.extract(
         extractor, opened.source, mesh, batch_size=_BATCH.value, progress=progress

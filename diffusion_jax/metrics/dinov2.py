@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 from diffusion_jax.metrics import preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text.transformer import Linear, attend

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num, UInt8
 
-from diffusion_jax.machine import sharding
-from diffusion_jax.machine.programs import announced
-from diffusion_jax.machine.sharding import batch_sharding, place, replicated
+from diffusion_jax.devices import sharding
+from diffusion_jax.devices.programs import announced
+from diffusion_jax.devices.sharding import batch_sharding, place, replicated
 from diffusion_jax.metrics import inception, preprocess, weights
 from diffusion_jax.metrics.features import Rows, Stream
 from diffusion_jax.metrics.weights import Weights

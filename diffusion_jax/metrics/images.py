@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from diffusion_jax import files
 from diffusion_jax.data import sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.files import untrusted
 
 SUFFIXES = ("bmp", "jpg", "jpeg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 FITS = ("exact", "squash", "crop")

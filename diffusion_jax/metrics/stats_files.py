@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import Gaussian, Rows

@@ -11,7 +11,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 from diffusion_jax.metrics import inception, inception_weights
 from diffusion_jax.weights import torch_files
 

@@ -280,7 +280,7 @@ _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 def recomputed(q, k, valid):
     """Recompute the attention scores of a block of keys, [B, N, S, T], for the backward pass.
 
-    machine.flops finds this function by its name, and does not count its operations.
+    devices.flops finds this function by its name, and does not count its operations.
     """
     return jnp.where(valid[:, None, :, None], _einsum("bnsk,bntk->bnst", k, q), _MASKED)
 

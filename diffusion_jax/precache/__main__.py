@@ -22,8 +22,8 @@ the whole store, and encodes damaged shards again.
 
 from absl import flags, logging
 
-from diffusion_jax import cli, engines
-from diffusion_jax.machine import files
+from diffusion_jax import cli, files
+from diffusion_jax.data import engines
 from diffusion_jax.precache import fill, shards, store
 
 _CONFIG = cli.define_config()

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from diffusion_jax.machine import sharding
-from diffusion_jax.machine.programs import announced
+from diffusion_jax.devices import sharding
+from diffusion_jax.devices.programs import announced
 from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 

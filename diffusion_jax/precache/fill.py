@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from diffusion_jax import engines
+from diffusion_jax import files
 from diffusion_jax.config import settings
 from diffusion_jax.config.settings import Data, Evaluation, Text
-from diffusion_jax.data import fingerprints, sources
+from diffusion_jax.data import engines, fingerprints, sources
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.machine import files
+from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.precache import encode, index, lookup, plan, shards, store
 from diffusion_jax.text import TextEncoder, registry
 

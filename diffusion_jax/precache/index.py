@@ -1,7 +1,7 @@
 """Finish a store of embeddings: write its manifest, and its index, which locates each key.
 
 The keys of each shard are written to a sorted table. Then each range of keys is read from all
-tables and becomes a part of the index. Finally, the parts are joined (see machine/tables.py).
+tables and becomes a part of the index. Finally, the parts are joined (see files/sorted_tables.py).
 """
 
 import hashlib
@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.machine import files, tables
+from diffusion_jax import files
+from diffusion_jax.data.engines import ALONE, Engine
+from diffusion_jax.files import sorted_tables
 from diffusion_jax.precache import shards, store
 from diffusion_jax.weights import safetensors_files
 
 _PLACE = [("first", np.int64), ("tokens", np.int32), ("check", np.int64)]
-ROW = np.dtype([("key", tables.KEY), *_PLACE])
-_ENTRY = np.dtype([("key", tables.KEY), ("shard", np.int32), *_PLACE])
+ROW = np.dtype([("key", sorted_tables.KEY), *_PLACE])
+_ENTRY = np.dtype([("key", sorted_tables.KEY), ("shard", np.int32), *_PLACE])
 _TYPES = {"i8": "I64", "i4": "I32"}  # From numpy's names of types to those of safetensors.
 
 
@@ -136,10 +137,10 @@ class _Tables(NamedTuple):
             return
         shard = safetensors_files.open_safetensors(file)
         rows = np.zeros(len(shard["keys"]), ROW)
-        rows["key"] = np.array(shard["keys"]).view(tables.KEY)[:, 0]
+        rows["key"] = np.array(shard["keys"]).view(sorted_tables.KEY)[:, 0]
         rows["first"], rows["tokens"] = shard["first"][:-1], np.diff(shard["first"])
         rows["check"] = shard["check"]
-        tables.write(self.listed.tables[number], rows)
+        sorted_tables.write(self.listed.tables[number], rows)
 
 
 def write_index(shard_list: Listed, engine: Engine) -> tuple[int, str, int, int]:
@@ -150,9 +151,9 @@ def write_index(shard_list: Listed, engine: Engine) -> tuple[int, str, int, int]
         tokens in the store.
     """
     total = sum(path.stat().st_size for path in shard_list.tables) // ROW.itemsize
-    ranges = range(tables.num_ranges(total))
+    ranges = range(sorted_tables.num_ranges(total))
     engine.fill(ranges, shard_list.part, _Parts(shard_list, len(ranges)), name="index")
-    parts = [tables.read(shard_list.part(number), _ENTRY) for number in ranges]
+    parts = [sorted_tables.read(shard_list.part(number), _ENTRY) for number in ranges]
     texts = sum(map(len, parts))
     head = _header(texts)
     digest, size = hashlib.sha256(head), len(head)
@@ -175,7 +176,7 @@ class _Parts(NamedTuple):
 
         If several shards hold a key, the entry names the first of these shards.
         """
-        cut = lambda path: tables.read_range([path], ROW, number, self.ranges)
+        cut = lambda path: sorted_tables.read_range([path], ROW, number, self.ranges)
         parts = []
         for shard, path in enumerate(self.listed.tables):
             rows = cut(path)
@@ -184,7 +185,7 @@ class _Parts(NamedTuple):
                 entries[field] = rows[field]
             entries["shard"] = shard
             parts.append(entries)
-        rows = tables.first_of_each(np.concatenate(parts))
+        rows = sorted_tables.first_of_each(np.concatenate(parts))
         files.write_whole(self.listed.part(number), rows.tobytes())
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import Text
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, store
 from diffusion_jax.text import precomputed, registry
 from diffusion_jax.text.encoder import TextEncoder

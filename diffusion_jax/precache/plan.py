@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from diffusion_jax import files
 from diffusion_jax.data import captions
 from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.machine import files, tables
+from diffusion_jax.files import sorted_tables
 from diffusion_jax.precache import index, store
 
 _CHUNK = 2**16  # Captions per file of keys.
 _NUMBER = np.dtype(np.int64)
-_ROW = np.dtype([("key", tables.KEY), ("number", np.int64)])
+_ROW = np.dtype([("key", sorted_tables.KEY), ("number", np.int64)])
 _READ = 256  # Items that a thread reads at a time.
 _SLOTS = 2**10  # The largest number of captions of a picture.
 
@@ -73,7 +74,8 @@ class Plan(NamedTuple):
 
     Captions that repeat an earlier caption or are already in the store are not encoded. To find
     them without loading all captions, each chunk of captions first becomes a table of keys (hashes
-    of captions). Then each range of keys is compared across all tables (see machine/tables.py).
+    of captions). Then each range of keys is compared across all tables
+    (see files/sorted_tables.py).
     Each `size` remaining captions, in order, become a shard of the store.
     """
 
@@ -91,7 +93,7 @@ class Plan(NamedTuple):
     @property
     def ranges(self) -> range:
         """Return the indices of all ranges of keys; keys are hashes of captions."""
-        return range(tables.num_ranges(self.items))
+        return range(sorted_tables.num_ranges(self.items))
 
     @property
     def counts(self) -> Int[np.ndarray, "_"]:
@@ -99,7 +101,7 @@ class Plan(NamedTuple):
 
         One more item at the end holds the total number of captions to encode.
         """
-        return tables.read(self.folder / "counts", _NUMBER)
+        return sorted_tables.read(self.folder / "counts", _NUMBER)
 
     def chunk(self, chunk: int) -> Int[np.ndarray, "N"]:
         """Return the indices of the items of a chunk."""
@@ -134,7 +136,7 @@ def write_keys(
     """
     rows = np.zeros(len(keys), _ROW)
     rows["key"], rows["number"] = keys, numbers
-    tables.write(plan.keys(chunk), tables.first_of_each(rows))
+    sorted_tables.write(plan.keys(chunk), sorted_tables.first_of_each(rows))
 
 
 def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
@@ -143,8 +145,8 @@ def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
     For each key in the range that is not in the shards `held`, the file lists the first caption
     with this key. Only one range of keys, about 300 MB, is in memory.
     """
-    ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
-    first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
+    ranged = lambda paths, dtype: sorted_tables.read_range(paths, dtype, part, len(plan.ranges))
+    first = sorted_tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
     held_keys = ranged(sorted(files.present(held.tables)), index.ROW)["key"]
     numbers = np.sort(first["number"][~np.isin(first["key"], held_keys)])
     files.write_whole(plan.new_captions(part), numbers.tobytes())
@@ -154,7 +156,7 @@ def write_counts(plan: Plan) -> int:
     """Write the file that Plan.counts reads, and return the total number of captions to encode."""
     counts = np.zeros(len(plan.chunks), np.int64)
     for part in plan.ranges:
-        numbers = tables.read(plan.new_captions(part), _NUMBER)
+        numbers = sorted_tables.read(plan.new_captions(part), _NUMBER)
         counts += np.bincount(numbers // (_CHUNK * _SLOTS), minlength=len(counts))
     files.write_whole(plan.folder / "counts", np.cumsum([0, *counts.tolist()]).tobytes())
     return int(counts.sum())
@@ -165,7 +167,7 @@ def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
     counts, first = plan.counts, shard * plan.size
     chunk = int(np.searchsorted(counts, first, side="right")) - 1
     end = int(np.searchsorted(counts, first + plan.size))
-    parts = [tables.read(plan.new_captions(part), _NUMBER) for part in plan.ranges]
+    parts = [sorted_tables.read(plan.new_captions(part), _NUMBER) for part in plan.ranges]
     ends = np.array([chunk, end]) * _CHUNK * _SLOTS
     cut = [rows[slice(*np.searchsorted(rows, ends))] for rows in parts]
     return np.sort(np.concatenate(cut))[first - counts[chunk] :][: plan.size]
@@ -198,7 +200,7 @@ def free_bytes(path: pathlib.Path) -> int | None:
 
     If the folder does not exist, its nearest existing parent counts.
     """
-    if files.remote(path):
+    if files.store_path(path):
         return None
     path = path.absolute()
     while not path.exists():

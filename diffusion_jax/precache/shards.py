@@ -14,7 +14,7 @@ import numpy as np
 import safetensors.numpy
 from jaxtyping import Float, Int, Shaped
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 from diffusion_jax.precache import store
 from diffusion_jax.weights import safetensors_files
 

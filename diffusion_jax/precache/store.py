@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from diffusion_jax.machine import claims
-from diffusion_jax.machine.tables import KEY, KEY_SIZE
+from diffusion_jax.files import settings_record
+from diffusion_jax.files.sorted_tables import KEY, KEY_SIZE
 from diffusion_jax.precache import quantize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.weights import pretrained
@@ -88,7 +88,7 @@ def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Ident
     An identity holds the values that determine embeddings. `stored` is the identity in the store's
     manifest. Fields that `wanted` lacks are not compared.
     """
-    if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
+    if different := settings_record.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
             f"the embeddings in {path} were made with other settings ({different}): set the "
             "text group of the config to the stored values, or make another store with\n  "

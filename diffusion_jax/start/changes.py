@@ -14,8 +14,8 @@ from diffusion_jax.data.captions import every
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.start import written
-from diffusion_jax.start.pictures import PictureSet
 from diffusion_jax.start.stages import Stage
+from diffusion_jax.start.training_pictures import PictureSet
 from diffusion_jax.start.written import Changes
 from diffusion_jax.text import hashed
 from diffusion_jax.weights import pretrained

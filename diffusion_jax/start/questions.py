@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from diffusion_jax.start import finetuned
 from diffusion_jax.start.finetuned import Shipped
-from diffusion_jax.start.pictures import PictureSet
+from diffusion_jax.start.training_pictures import PictureSet
 
 ASK = "ask"
 """The flag value that makes the command ask the user."""

@@ -13,12 +13,13 @@ import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import runs, systems
-from diffusion_jax.machine import hardware, log, sharding
+from diffusion_jax.devices import hardware, sharding
+from diffusion_jax.logs import run_log
 from diffusion_jax.start import written
 from diffusion_jax.start.written import Changes
 from diffusion_jax.train import loop, memory, optimizer
-from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.state import init_state
+from diffusion_jax.train.train_command import exit_if_stopped
 
 _TIMES, _PERIOD = 10, 300
 """A run draws and saves at least _TIMES times, and at least about every _PERIOD seconds."""
@@ -144,7 +145,7 @@ def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
         run = s.run._replace(steps=_STEPS, **every)
         state = loop.train(inputs, run, passes, mesh, pathlib.Path(workdir), opened.config)
     exit_if_stopped(state, _STEPS)
-    lines = log.read_metrics(pathlib.Path(workdir) / log.METRICS)
+    lines = run_log.read_metrics(pathlib.Path(workdir) / run_log.METRICS)
     lines = [line for line in lines if line["step"] > _LEFT_OUT]
     speed = len(lines) / sum(1 / line["images_per_second"] for line in lines)
     spent = time.time() - start - _STEPS * s.run.batch_size / speed

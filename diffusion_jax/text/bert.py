@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import Batch, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import safetensors.numpy
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 from diffusion_jax.weights import pretrained, torch_files
 
 _PART = 2**32  # Bytes per output file, which is held in memory while it is written.

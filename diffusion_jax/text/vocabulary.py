@@ -17,7 +17,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.text import hashed
 
 FILE = "vocabulary.json"

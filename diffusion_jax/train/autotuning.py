@@ -21,7 +21,8 @@ import jax
 from absl import logging
 from jax.extend.mlir import ir
 
-from diffusion_jax.machine import files, log
+from diffusion_jax import files
+from diffusion_jax.logs import run_log
 
 
 class Autotuning(NamedTuple):
@@ -110,7 +111,7 @@ def keep(workdir: pathlib.Path, autotuning: Autotuning) -> None:
 
 def _prefix() -> str:
     kind = re.sub(r"\W+", "-", jax.local_devices()[0].device_kind)
-    return f"autotuning_{log.version('jaxlib')}_{kind}_"
+    return f"autotuning_{run_log.version('jaxlib')}_{kind}_"
 
 
 def _local(path: pathlib.Path) -> pathlib.Path:
@@ -119,10 +120,10 @@ def _local(path: pathlib.Path) -> pathlib.Path:
     A file from a bucket is copied beside the compiled programs. Its path is part of their keys in
     JAX's cache, and its name holds a hash, so programs with other kernels are not found.
     """
-    if not files.remote(path):
+    if not files.store_path(path):
         return path.absolute()
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if not folder or files.remote(folder):
+    if not folder or files.store_path(folder):
         folder = tempfile.mkdtemp(prefix="autotuning-")
     copy = pathlib.Path(folder) / path.name
     copy.parent.mkdir(parents=True, exist_ok=True)

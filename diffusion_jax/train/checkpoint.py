@@ -27,12 +27,13 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import SNAPSHOT_DTYPE
-from diffusion_jax.machine import checksums, files
+from diffusion_jax.files import checksums
 from diffusion_jax.task import Params
 from diffusion_jax.train.save_limit import SaveLimit, advice
 from diffusion_jax.train.state import TrainState
-from diffusion_jax.weights import averages, restore
+from diffusion_jax.weights import power_averages, restore
 
 _DELETED = "deleted"  # The folder of checkpoints that are being deleted.
 _DAMAGED = "damaged"  # The folder of checkpoints that failed their checksums.
@@ -265,13 +266,13 @@ def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath
     """Move the folders of these steps into the folder directory/name. Return their new paths."""
     places = [directory / name / str(step) for step in steps]
     for place in places:
-        if name == _DELETED and files.remote(directory):  # A move would copy every file.
+        if name == _DELETED and files.store_path(directory):  # A move would copy every file.
             _delete(directory / place.name)
             continue
         place.parent.mkdir(exist_ok=True)
         if place.exists():
             place.rmtree()
-        if remote := files.remote(directory / place.name):
+        if remote := files.store_path(directory / place.name):
             # Without this file Orbax takes the folder for an unfinished save, and deletes it.
             (place.parent / checksums.COMMIT).write_text("")
             remote.copy_to(files.path(place))
@@ -343,7 +344,7 @@ def restore_state(
 
 def powers(state: TrainState) -> dict[str, Params]:
     """Return the power-function averages of a state, keyed by item name."""
-    names = [name for name in state.ema if name.startswith(averages.POWER)]
+    names = [name for name in state.ema if name.startswith(power_averages.POWER)]
     return {restore.EMA + name: state.ema[name] for name in names}
 
 

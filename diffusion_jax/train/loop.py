@@ -21,10 +21,8 @@ from jax.sharding import Mesh
 from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
-from diffusion_jax.draw.program import make_draw
-from diffusion_jax.machine import distributed, events, flops
-from diffusion_jax.machine.log import MetricWriter, write_manifest
-from diffusion_jax.machine.sharding import (
+from diffusion_jax.devices import distributed, flops
+from diffusion_jax.devices.sharding import (
     ambient,
     batch_sharding,
     batch_ways,
@@ -34,13 +32,15 @@ from diffusion_jax.machine.sharding import (
     replicated,
     shardings,
 )
-from diffusion_jax.seeds import halves, keys_of
+from diffusion_jax.draw.program import make_draw
+from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.logs import events
+from diffusion_jax.logs.run_log import MetricWriter, write_manifest
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
-from diffusion_jax.train.progress import IN_FLIGHT, Progress
 from diffusion_jax.train.state import (
     TrainState,
     averaged,
@@ -50,6 +50,7 @@ from diffusion_jax.train.state import (
     make_train_step,
     warmup_decay,
 )
+from diffusion_jax.train.step_report import IN_FLIGHT, Progress
 from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from absl import logging
 
-from diffusion_jax import heldout
+from diffusion_jax import files, heldout
 from diffusion_jax.config.settings import Run
+from diffusion_jax.devices import distributed
 from diffusion_jax.draw.program import Draw, even_batch_size, in_batches
-from diffusion_jax.machine import distributed, files, sheets
-from diffusion_jax.machine.log import METRICS, MetricWriter, read_sound_metrics
-from diffusion_jax.seeds import MOST
+from diffusion_jax.draw.seeds import MOST
+from diffusion_jax.files import sheets
+from diffusion_jax.logs.run_log import METRICS, MetricWriter, read_sound_metrics
 from diffusion_jax.task import Params, Texts
 from diffusion_jax.train.state import TrainState, averaged
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from diffusion_jax.config.settings import SNAPSHOT_DTYPE, Optimizer, Run
-from diffusion_jax.machine import flops, sharding, traced_memory
-from diffusion_jax.machine.traced_memory import Lifetimes, Program
+from diffusion_jax.devices import flops, sharding, traced_memory
+from diffusion_jax.devices.traced_memory import Lifetimes, Program
 from diffusion_jax.task import Task
 from diffusion_jax.train.optimizer import snapshot_every
 from diffusion_jax.train.state import TrainState

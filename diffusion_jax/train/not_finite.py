@@ -21,8 +21,8 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Key
 
-from diffusion_jax.machine import files
-from diffusion_jax.machine.sharding import ambient
+from diffusion_jax import files
+from diffusion_jax.devices.sharding import ambient
 from diffusion_jax.task import LABELS, Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train.state import split
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Optimizer
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 T = TypeVar("T")

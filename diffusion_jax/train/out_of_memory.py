@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from diffusion_jax.machine import files, hardware
+from diffusion_jax import files
+from diffusion_jax.devices import hardware
 
 PROFILE = "memory.prof"
 _MANY = 3  # The error message names this many of the largest parts.

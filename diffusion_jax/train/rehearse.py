@@ -21,19 +21,12 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from diffusion_jax import heldout, runs
+from diffusion_jax import files, heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run, read
+from diffusion_jax.devices import hardware, programs, sharding
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import (
-    files,
-    hardware,
-    log,
-    programs,
-    progress,
-    sharding,
-    sheets,
-    writer,
-)
+from diffusion_jax.files import folder_lock, sheets
+from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
 from diffusion_jax.train.optimizer import make_optimizer, make_schedule
@@ -302,7 +295,7 @@ def _workdir(
     Raises ValueError if the run cannot write to the workdir, or cannot continue from its
     checkpoints.
     """
-    if jax.process_index() == 0 or not files.remote(workdir):
+    if jax.process_index() == 0 or not files.store_path(workdir):
         files.check_writable(workdir, "--workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), _free(workdir)
     disk = f"at most {_number(usage.checkpoints, 'checkpoint')} of {usage.checkpoint / 1e9:.2f} GB"
@@ -326,22 +319,22 @@ def _workdir(
             _jump(workdir, run, settings, step)
         begin = f"continues from step {step:,}" + (", whose checkpoint is sound" if alone else "")
     rows = [("workdir", f"{workdir}: {begin}"), ("disk", disk)]
-    if held := writer.refusal(workdir):
+    if held := folder_lock.refusal(workdir):
         rows.append(("in use", held))
     return [*rows, ("time", _time_left(workdir, run, step))]
 
 
 def _free(workdir: pathlib.Path) -> int | float:
     """Return the number of free bytes on the disk of a workdir; inf for a bucket."""
-    if files.remote(workdir):
+    if files.store_path(workdir):
         return math.inf
     existing = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
-    path = workdir / log.METRICS
-    lines = log.read_sound_metrics(path) if path.exists() else []
+    path = workdir / run_log.METRICS
+    lines = run_log.read_sound_metrics(path) if path.exists() else []
     speeds = [line["images_per_second"] for line in lines if line.get("images_per_second")]
     if not speeds:
         return f"{run.steps:,} steps; their speed is measured during training"

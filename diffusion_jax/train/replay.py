@@ -24,10 +24,12 @@ from jaxtyping import UInt8
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
-from diffusion_jax.machine import claims, log, sharding, sheets
-from diffusion_jax.machine.progress import Meter
+from diffusion_jax.devices import sharding
+from diffusion_jax.files import settings_record, sheets
+from diffusion_jax.logs import run_log
+from diffusion_jax.logs.progress import Meter
 from diffusion_jax.task import Batch, Frozen, Params, Task
-from diffusion_jax.train import autotuning, loop, not_finite, progress
+from diffusion_jax.train import autotuning, loop, not_finite, step_report
 from diffusion_jax.train.state import image_keys
 from diffusion_jax.weights import restore
 
@@ -139,7 +141,7 @@ def replay(
         meter.add()
     assert modules is not None and examples is not None
     compared = [_compare(w, metrics) for w in logged if first <= w.first and w.last <= end]
-    alone = _written(step, progress.mean_metrics([metrics[step]]))
+    alone = _written(step, step_report.mean_metrics([metrics[step]]))
     return Replayed(step, checkpoint, alone, compared, modules, examples, pictures)
 
 
@@ -149,14 +151,14 @@ def windows(workdir: pathlib.Path) -> list[Window]:
     The value `first` of a window is the last step of the previous window, or the step from which
     the run was continued, if that is later.
     """
-    path, found = workdir / log.METRICS, []
+    path, found = workdir / run_log.METRICS, []
     starts: list[int] = []
-    for entry in log.read_manifest(workdir):
+    for entry in run_log.read_manifest(workdir):
         # A start from an earlier checkpoint removes the lines after it.
         starts = [start for start in starts if start < entry["first_step"]]
         starts.append(entry["first_step"])
     last = 0
-    for line in log.read_metrics(path) if path.exists() else []:
+    for line in run_log.read_metrics(path) if path.exists() else []:
         if "grad_norm" in line:
             first = max([last, *(start for start in starts if start < line["step"])])
             last = line["step"]
@@ -171,11 +173,11 @@ def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
     is the config that this process uses. Returns "" if all are equal, or if the manifest has no
     entry for the step.
     """
-    entries = [run for run in log.read_manifest(workdir) if run["first_step"] < step]
+    entries = [run for run in run_log.read_manifest(workdir) if run["first_step"] < step]
     if not entries:
         return ""
-    then = claims.flat(entries[-1])
-    now = claims.flat(log.manifest_entry(config, then["seed"], 0))
+    then = settings_record.flat(entries[-1])
+    now = settings_record.flat(run_log.manifest_entry(config, then["seed"], 0))
     names = [name for name in then if now.get(name) != then[name] and name not in _CHANGING]
     return "; ".join(f"{name} was {then[name]} and is {now.get(name)}" for name in names)
 
@@ -262,7 +264,7 @@ def _examples(batches: Batches, batch_size: int, labels: Mapping[str, np.ndarray
 
 def _compare(window: Window, metrics: Mapping[int, Any]) -> Compared:
     steps = range(window.first + 1, window.last + 1)
-    here = _written(window.last, progress.mean_metrics([metrics[step] for step in steps]))
+    here = _written(window.last, step_report.mean_metrics([metrics[step] for step in steps]))
     both = [name for name in here if name in window.logged]
     differ = {k: (window.logged[k], here[k]) for k in both if window.logged[k] != here[k]}
     equal = [name for name in both if name not in differ]
@@ -271,5 +273,5 @@ def _compare(window: Window, metrics: Mapping[int, Any]) -> Compared:
 
 def _written(step: int, scalars: Mapping[str, Any]) -> dict[str, float | None]:
     """Return metrics as if they were written to metrics.jsonl and read back: NaN becomes None."""
-    line = log.metrics_line(step, {name: float(value) for name, value in scalars.items()})
+    line = run_log.metrics_line(step, {name: float(value) for name, value in scalars.items()})
     return {name: value for name, value in json.loads(line).items() if name != "step"}

@@ -14,11 +14,13 @@ import jax
 import numpy as np
 from absl import flags
 
-from diffusion_jax import cli, finetune, runs, systems
-from diffusion_jax.machine import files, sharding, sheets, untrusted
-from diffusion_jax.machine.progress import block
+from diffusion_jax import cli, files, runs, systems
+from diffusion_jax.devices import sharding
+from diffusion_jax.files import sheets, untrusted
+from diffusion_jax.logs.progress import block
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.replay import Compared, Decode, Replayed, changes, replay
+from diffusion_jax.weights import finetune
 
 FOLDER = "replay"
 _LISTED = 16  # The printed report lists this many examples, those with the largest losses.

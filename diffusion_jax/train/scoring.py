@@ -8,7 +8,7 @@ from absl import logging
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
-from diffusion_jax.evaluate import loop, scorers
+from diffusion_jax.evaluate import drawn_features, scorers
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.train.loop import OpenPrompts, Scoring
 
@@ -49,14 +49,14 @@ def open_scoring(
 
     def rehearse(draw, params):
         first = evaluation.guidance[0]
-        features = loop.drawing(scorer, drawing(draw, params), first, batch_size)
+        features = drawn_features.drawing(scorer, drawing(draw, params), first, batch_size)
         features(np.arange(batch_size))
 
     return Scoring(evaluation.every, score, rehearse)
 
 
 def score_now(
-    scorer: Scorer, draw: loop.Draw, guidance: Sequence[float], batch_size: int
+    scorer: Scorer, draw: drawn_features.Draw, guidance: Sequence[float], batch_size: int
 ) -> dict[str, float]:
     """Draw and score all prompts at each guidance scale, `batch_size` images at a time.
 
@@ -67,8 +67,8 @@ def score_now(
     scores = {}
     for value in guidance:
         name = f"guidance_{value:g}"
-        compute = loop.drawing(scorer, draw, value, batch_size)
-        features = loop.collect(len(scorer.prompts), batch_size, compute, name)
+        compute = drawn_features.drawing(scorer, draw, value, batch_size)
+        features = drawn_features.collect(len(scorer.prompts), batch_size, compute, name)
         bad = int((~features["fine"]).sum())
         if bad:
             logging.warning(

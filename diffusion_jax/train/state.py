@@ -13,7 +13,7 @@ from diffusion_jax.nn.magnitude import forced
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.optimizer import check_decays, keep_finite
-from diffusion_jax.weights.averages import exponent, order, power_name
+from diffusion_jax.weights.power_averages import exponent, order, power_name
 
 DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
 

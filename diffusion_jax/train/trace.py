@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from diffusion_jax.machine import remote
+from diffusion_jax.files import remote
 
 FOLDER = "profile"
 

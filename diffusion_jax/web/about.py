@@ -8,9 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion_jax import runs
+from diffusion_jax import files, runs
 from diffusion_jax.draw.loaded import Loaded
-from diffusion_jax.machine import files
 from diffusion_jax.weights import restore
 
 _CARD = "README.md"

@@ -6,10 +6,11 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from diffusion_jax import runs
+from diffusion_jax import files, runs
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.figures import Band
-from diffusion_jax.machine import files, log, untrusted
+from diffusion_jax.files import untrusted
+from diffusion_jax.logs import run_log
 from diffusion_jax.web import results
 
 PAGE = "report.html"
@@ -42,9 +43,9 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
     for name, (folder,) in named.items():
         root = files.path(folder)
-        if not untrusted.is_plain(root / log.METRICS, root) and name not in dict(sweeps):
+        if not untrusted.is_plain(root / run_log.METRICS, root) and name not in dict(sweeps):
             raise FileNotFoundError(
-                f"{folder} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
+                f"{folder} holds neither {run_log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
                 "it is not a workdir"
             )
     content = {

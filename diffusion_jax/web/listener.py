@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from diffusion_jax.machine import exits
+from diffusion_jax import exits
 from diffusion_jax.web.access import SAFE
 
 _HEADER_SECONDS = 10.0  # Time limit for the head of a request.

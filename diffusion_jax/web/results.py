@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_jax import runs
+from diffusion_jax import files, runs
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.sweep import SweepResult
-from diffusion_jax.machine import claims, files, log, untrusted
+from diffusion_jax.files import settings_record, untrusted
+from diffusion_jax.logs import run_log
 from diffusion_jax.metrics import table
 from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
@@ -89,7 +90,7 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
             sheet. None shows all.
     """
     by_name = _runs(workdirs)
-    configs = {name: claims.flat(_config(workdir)) for name, workdir in by_name.items()}
+    configs = {name: settings_record.flat(_config(workdir)) for name, workdir in by_name.items()}
     keys = sorted({key for config in configs.values() for key in config})
     differ = [
         {"field": key, "values": [_plain(config.get(key)) for config in configs.values()]}
@@ -192,10 +193,10 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
     at most, and the last sheet. If `most` is None, it shows all sheets.
     """
     root = files.path(workdir)
-    path = root / log.METRICS
+    path = root / run_log.METRICS
     is_there = untrusted.is_plain(path, root)
     known = _METRICS.get(path, (b"", []))
-    _METRICS[path] = log.read_more_metrics(path, *known) if is_there else (b"", [])
+    _METRICS[path] = run_log.read_more_metrics(path, *known) if is_there else (b"", [])
     rows = _METRICS[path][1]
     age = time.time() - path.stat().st_mtime if is_there else None
     keys = dict.fromkeys(key for row in rows for key in row if key != "step")

@@ -22,13 +22,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from diffusion_jax import runs
-from diffusion_jax.config import ranges, reference
+from diffusion_jax import files, runs
+from diffusion_jax.config import field_docs, ranges
 from diffusion_jax.draw import options
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.options import Option, Options, Values
-from diffusion_jax.machine import files, untrusted
-from diffusion_jax.seeds import MOST
+from diffusion_jax.draw.seeds import MOST
+from diffusion_jax.files import untrusted
 from diffusion_jax.web import about, results, uploads
 from diffusion_jax.web.access import Answer, guarded, with_headers
 from diffusion_jax.web.jobs import PICTURES, Job, Picture, Queue
@@ -358,7 +358,7 @@ def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
         "name": name,
         "kind": _KINDS[ranges.kind_of(option.hint)],
         "options": list(map(str, ranges.names_of(option.hint))),
-        "about": reference.abouts(option.hint),
+        "about": field_docs.abouts(option.hint),
         "help": option.help,
         "value": shown[0] if same else ", ".join(map(_short, shown)),
     }

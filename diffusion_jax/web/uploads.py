@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from PIL import ImageOps
 
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 MAX_SIDE = 2_048
 """The largest height and width of a picture, in pixels."""

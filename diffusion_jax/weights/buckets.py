@@ -14,7 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from diffusion_jax.machine import remote
+from diffusion_jax.files import remote
 
 _SCHEMES = tuple(f"{scheme}://" for scheme in remote.SCHEMES)
 

@@ -1,7 +1,8 @@
 """Find pretrained weights in a folder or on the Hugging Face Hub, and open them.
 
 Files are mapped into memory, and arrays stay in their files until they are used. Each device reads
-only the parts that it needs (machine/stored.py), so a host never holds a second copy of a model.
+only the parts that it needs (devices/lazy_arrays.py), so a host never
+holds a second copy of a model.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ import jax
 import numpy as np
 from absl import logging
 
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.weights import file_kinds, torch_files
 from diffusion_jax.weights.safetensors_files import map_safetensors
 

@@ -17,9 +17,11 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from diffusion_jax.machine import checksums, distributed, files
+from diffusion_jax import files
+from diffusion_jax.devices import distributed
+from diffusion_jax.files import checksums
 from diffusion_jax.task import Params
-from diffusion_jax.weights import averages, buckets, packed, torch_weights
+from diffusion_jax.weights import buckets, packed, power_averages, torch_weights
 
 EMA = "ema_"
 """The prefix in the names of checkpoint items that hold averages.
@@ -87,7 +89,7 @@ def load_params_and_step(
     else:
         _check_sound(root, step, items)
     item, name = items(step)[0], name_of(root / str(step), average)
-    if name.startswith(averages.POWER) and item != EMA + name:
+    if name.startswith(power_averages.POWER) and item != EMA + name:
         return _combined(root, step, name, abstract_params), step
     return load_items(root / str(step), {item: abstract_params})[item], step
 
@@ -98,7 +100,7 @@ def name_of(folder: epath.Path, average: str) -> str:
     If `folder`, the folder of a step, holds an average with the name `average`, this name is
     returned unchanged.
     """
-    return averages.canonical(average, stored(folder))
+    return power_averages.canonical(average, stored(folder))
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -109,7 +111,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 def absolute(directory: str | os.PathLike[str]) -> epath.Path:
     """Return a folder of checkpoints as an absolute path for Orbax."""
-    if remote_path := files.remote(directory):
+    if remote_path := files.store_path(directory):
         return buckets.absolute(str(remote_path))
     return epath.Path(directory).absolute()
 
@@ -202,12 +204,12 @@ def _warn_without_list(root: epath.Path) -> None:
 def stored(root: epath.Path) -> list[str]:
     """Return the sorted names of the averages in a step's folder: power functions, then EMAs."""
     names = [path.name.removeprefix(EMA) for path in root.glob(f"{EMA}*")]
-    return sorted(names, key=averages.order)
+    return sorted(names, key=power_averages.order)
 
 
 def powers(root: epath.Path) -> list[str]:
     """Return the names of the power-function averages in a step's folder."""
-    return [name for name in stored(root) if name.startswith(averages.POWER)]
+    return [name for name in stored(root) if name.startswith(power_averages.POWER)]
 
 
 def items_of(root: epath.Path, average: str) -> list[str]:
@@ -228,14 +230,14 @@ def items_of(root: epath.Path, average: str) -> list[str]:
         return [EMA + names[-1]]
     if name in names:
         return [EMA + name]
-    if name.startswith(averages.POWER) and (sources := powers(root)):
+    if name.startswith(power_averages.POWER) and (sources := powers(root)):
         return [EMA + source for source in sources]
     if (root / packed.FILE).exists():
         raise ValueError(
             f"no average {average!r} in {root}: it was packed with one set of weights only, so "
             "remove --ema"
         )
-    any_width = [f"a width up to {averages.WIDEST}"] if powers(root) else []
+    any_width = [f"a width up to {power_averages.WIDEST}"] if powers(root) else []
     raise ValueError(
         f"no average {average!r} in {root}: choose one of {['raw'][: len(raw)] + names + any_width}"
     )
@@ -264,11 +266,11 @@ def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -
             logging.warning("skipping the damaged snapshot %s (%s)", folder, damage)
         else:
             sources.append((saved_step, folder, source))
-    width = averages.width_of(name)
+    width = power_averages.width_of(name)
     assert width is not None
-    widths = [averages.width_of(source) or 0.0 for *_, source in sources]
+    widths = [power_averages.width_of(source) or 0.0 for *_, source in sources]
     saved_steps = [saved_step for saved_step, *_ in sources]
-    coefficients, error = averages.combination(saved_steps, widths, step, width)
+    coefficients, error = power_averages.combination(saved_steps, widths, step, width)
     log = logging.warning if error > _FAR else logging.info
     log(
         "computed %s of step %d from %d averages in %s: its profile has an error of %.2g %%",
@@ -290,7 +292,7 @@ def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -
 
 def check_averages(root: epath.Path, expected: list[str]) -> None:
     """Raise ValueError unless a step's folder holds exactly the averages named in `expected`."""
-    if (expected := sorted(expected, key=averages.order)) != stored(root):
+    if (expected := sorted(expected, key=power_averages.order)) != stored(root):
         raise ValueError(
             f"{root} holds the averages {stored(root)}, but this run has {expected}: set "
             "optimizer.ema_decays and optimizer.ema_widths to the stored values, or train in "

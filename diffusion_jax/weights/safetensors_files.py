@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.machine import files, untrusted
-from diffusion_jax.machine.remote import Remote
+from diffusion_jax import files
+from diffusion_jax.files import untrusted
+from diffusion_jax.files.remote import Remote
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16,
@@ -42,7 +43,7 @@ def open_safetensors(path: pathlib.Path) -> Mapping[str, np.ndarray]:
     Raises:
         ValueError: The file is damaged.
     """
-    remote_path = files.remote(path)
+    remote_path = files.store_path(path)
     return _Ranges(remote_path) if remote_path else map_safetensors(path)
 
 

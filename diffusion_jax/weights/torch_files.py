@@ -25,7 +25,8 @@ from typing import IO, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.weights import file_kinds, torch_weights
 
 _NEMO_WEIGHTS, _NEMO_CONFIG = "model_weights.ckpt", "model_config.yaml"

@@ -16,8 +16,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from diffusion_jax.machine import files, untrusted
-from diffusion_jax.machine.stored import Stored
+from diffusion_jax import files
+from diffusion_jax.devices.lazy_arrays import Stored
+from diffusion_jax.files import untrusted
 from diffusion_jax.weights import safetensors_files
 from diffusion_jax.weights.file_kinds import NPZ, SAFETENSORS, kind_of
 from diffusion_jax.weights.safetensors_files import map_safetensors

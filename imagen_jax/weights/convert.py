@@ -11,8 +11,8 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from diffusion_jax import runs
-from diffusion_jax.machine import files, tuning
+from diffusion_jax import files, runs
+from diffusion_jax.devices import tuning
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import TrainState, init_state

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 
-from diffusion_jax import finetune, runs
-from diffusion_jax.machine import files
-from diffusion_jax.weights import torch_files
+from diffusion_jax import files, runs
+from diffusion_jax.weights import finetune, torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
 from imagen_jax.weights.nemo import Network

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh
 
-from diffusion_jax.machine import flops, sharding
+from diffusion_jax.devices import flops, sharding
 from diffusion_jax.train import loop, memory, optimizer
-from launch.planner import audit, compiling, cycles, kernels
+from launch.planner import audit, compiling, cycles, pallas
 from launch.planner.audit import Audit
 from launch.planner.cycles import Cost
-from launch.planner.systems import Model
+from launch.planner.tasks import Model
 
 UPDATE = "update"
 """Label of the parameter update."""
@@ -186,7 +186,7 @@ def measured(program: compiling.Program, kind: str, label: str, work: float) -> 
 
     def kernel_cycles(instruction):
         nonlocal unknown
-        estimate = kernels.cycles(kind, instruction)
+        estimate = pallas.cycles(kind, instruction)
         unknown += estimate is None
         return estimate
 

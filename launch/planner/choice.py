@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh
 
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.train import memory
 from launch.accelerators import Target
 from launch.planner import estimate

@@ -17,11 +17,13 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from diffusion_jax.machine import files, log, sharding, tuning
+from diffusion_jax import files
+from diffusion_jax.devices import sharding, tuning
+from diffusion_jax.logs import run_log
 from diffusion_jax.train import loop, memory, optimizer
 from launch.accelerators import KINDS, Target
 from launch.planner import gpu, traffic
-from launch.planner.systems import Model
+from launch.planner.tasks import Model
 from launch.planner.traffic import Collective
 
 T = TypeVar("T")
@@ -204,7 +206,7 @@ def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
 def versions() -> list[str]:
     """Return the versions and options of the compilers, for use in cache keys."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL")
-    compilers = [f"{name} {log.version(name)}" for name in ("jax", "jaxlib", *COMPILERS)]
+    compilers = [f"{name} {run_log.version(name)}" for name in ("jax", "jaxlib", *COMPILERS)]
     return [*compilers, *(os.environ.get(name, "") for name in names)]
 
 

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from diffusion_jax.machine import sharding, traced_memory
+from diffusion_jax.devices import sharding, traced_memory
 from diffusion_jax.precache import store
 from diffusion_jax.train import memory, optimizer
 from diffusion_jax.train.memory import Bytes
 from launch import accelerators
 from launch.accelerators import Target
-from launch.planner import systems, traffic
+from launch.planner import tasks, traffic
 from launch.planner.compiling import Compiled
-from launch.planner.systems import Model
+from launch.planner.tasks import Model
 from launch.planner.traffic import Collective
 
 _TOKENS, _CAPTION = 25, 100  # Assumed length of an average caption: in T5 tokens, and in bytes.
@@ -208,7 +208,7 @@ def plan(
     return {
         "target": {"kind": target.name, "devices": target.devices, "slices": target.slices},
         "mesh": dict(mesh.shape),
-        "parameters": systems.parameters(model),
+        "parameters": tasks.parameters(model),
         "bytes_per_device": {**need._asdict(), "total": need.total, "limit": int(limit)},
         "temporary_modelled": modelled,
         "memory_source": "model" if temporary is None else "compiled",

@@ -11,7 +11,7 @@ from launch.planner import audit, blocks, compiling, cycles, estimate
 from launch.planner.audit import Audit
 from launch.planner.blocks import Block, Measured
 from launch.planner.cycles import Cost
-from launch.planner.systems import Model
+from launch.planner.tasks import Model
 
 
 class Profile(NamedTuple):

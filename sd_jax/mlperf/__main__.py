@@ -23,8 +23,7 @@ import time
 
 from absl import flags, logging
 
-from diffusion_jax import cli
-from diffusion_jax.machine import files
+from diffusion_jax import cli, files
 from sd_jax.mlperf import mllog, run
 
 _CONFIG = cli.define_config("configs/sd2_mlperf.py:BATCH_SIZE.")
@@ -62,7 +61,7 @@ def main() -> None:
     cli.start()
     workdir = pathlib.Path(_WORKDIR.value)
     with cli.bad_input():
-        if files.remote(workdir):
+        if files.store_path(workdir):
             raise ValueError(
                 f"--workdir={_WORKDIR.value} is in a bucket, but the benchmark appends to its log, "
                 "and files in buckets cannot grow: name a local folder, and copy it to the bucket "

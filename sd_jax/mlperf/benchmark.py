@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.evaluate import loop
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.metrics import (
     clip_score,
     clip_towers,
@@ -32,7 +33,6 @@ from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.table import METRICS
-from diffusion_jax.seeds import halves, keys_of
 from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train.watchdog import Watchdog
@@ -131,7 +131,7 @@ def make_evaluate(
     programs = {name: extractors.program(network, mesh) for name, network in networks.items()}
     split = sharding.batch_sharding(mesh)
     folder = workdir / runs.EVALUATION / "mlperf"
-    loop.claim(folder, {"mlperf": _card(s, judge)})
+    drawn_features.claim(folder, {"mlperf": _card(s, judge)})
 
     def computing(params: Params, step: int, beat: Callable[[], None]) -> Callable:
         # The frozen weights stay on the devices only during an evaluation.
@@ -140,7 +140,7 @@ def make_evaluate(
 
         def compute(rows):
             beat()
-            numbers = loop.filled(rows, batch_size)
+            numbers = drawn_features.filled(rows, batch_size)
             place = lambda array: sharding.place(array, split)
             batch = {name: place(array[numbers]) for name, array in texts.items()}
             places = place(numbers.astype(np.uint32))
@@ -159,7 +159,9 @@ def make_evaluate(
         (folder / name).mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Watchdog(s.run.step_timeout)) as watchdog:
             compute = computing(params, step, watchdog.beat)
-            features = loop.collect(len(judge.captions), batch_size, compute, name, folder / name)
+            features = drawn_features.collect(
+                len(judge.captions), batch_size, compute, name, folder / name
+            )
         return _scores(judge, features, step)
 
     def warm_up(params: Params) -> None:
@@ -202,7 +204,7 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     return jax.jit(draw, out_shardings=(split, split, sharding.replicated(mesh)))
 
 
-def _scores(judge: Judge, features: loop.Features, step: int) -> Scores:
+def _scores(judge: Judge, features: drawn_features.Features, step: int) -> Scores:
     if broken := int((~features["fine"]).sum()):
         total = len(judge.captions)
         logging.error(

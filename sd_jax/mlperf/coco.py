@@ -15,8 +15,10 @@ import numpy as np
 from absl import logging
 from PIL import Image
 
+from diffusion_jax import files
 from diffusion_jax.data import rows
-from diffusion_jax.machine import files, progress, untrusted
+from diffusion_jax.files import untrusted
+from diffusion_jax.logs import progress
 
 NUMBER, SEED, SIZE = 30_000, 2023, 512
 _COLUMNS = ("image_id", "id", "caption")

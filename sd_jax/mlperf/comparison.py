@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diffusion_jax import files
 from diffusion_jax.evaluate import figures
 from diffusion_jax.evaluate.figures import Band, Line, Plot
-from diffusion_jax.machine import files
 from sd_jax.mlperf import convergence, rules
 from sd_jax.mlperf.convergence import Result, Verdict
 

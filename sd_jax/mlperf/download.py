@@ -11,8 +11,8 @@ import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
+from diffusion_jax import files
 from diffusion_jax.data.prepare import fetch
-from diffusion_jax.machine import files
 
 SOURCE = "https://training.mlcommons-storage.org/metadata"
 MOMENTS, IMAGES, PROMPTS, STATS, VAE, INCEPTION, CLIP = (
@@ -177,7 +177,7 @@ def fetch_tokenizer(out: pathlib.Path) -> None:
 
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            bucket = files.remote(folder)
+            bucket = files.store_path(folder)
             place = temporary if bucket else folder
             huggingface_hub.snapshot_download(
                 CLIP_ON_HUB, allow_patterns=list(_TOKENIZER), local_dir=place

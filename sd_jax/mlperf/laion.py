@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 
 COLUMNS = ("SAMPLE_ID", "URL", "TEXT", "HEIGHT", "WIDTH", "LICENSE", "NSFW", "similarity")
 """The columns to keep. The download tool img2dataset reads URL and TEXT, and writes the other
@@ -52,7 +52,7 @@ def filter_table(
 def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:
     try:
         # Read page by page: by default pyarrow reads a whole row group, often a gigabyte.
-        opened = path.open("rb") if files.remote(path) else path
+        opened = path.open("rb") if files.store_path(path) else path
         return pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
     except pa.ArrowInvalid as error:
         raise ValueError(

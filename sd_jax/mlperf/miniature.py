@@ -11,8 +11,8 @@ import string
 
 import numpy as np
 
-from diffusion_jax.examples.digits import pictures
-from diffusion_jax.machine import files
+from diffusion_jax import files
+from diffusion_jax.examples.digits import rendering
 from diffusion_jax.metrics import inception_weights
 from diffusion_jax.weights import torch_weights
 from sd_jax.mlperf import coco
@@ -27,10 +27,10 @@ def write(out: pathlib.Path) -> None:
     There are 290 captions and 290 pictures. Existing files are replaced.
     """
     (out / "clip").mkdir(parents=True, exist_ok=True)
-    captions = pictures.seen_prompts() + pictures.heldout_prompts()
+    captions = rendering.seen_prompts() + rendering.heldout_prompts()
     rows = [coco.Caption(i, i, caption) for i, caption in enumerate(captions)]
     files.write_whole(out / "captions.tsv", coco.to_tsv(rows))
-    pictures.write_examples(out / "pictures", len(captions), size=16)
+    rendering.write_examples(out / "pictures", len(captions), size=16)
     torch_weights.write(out / "inception.safetensors", _inception())
     _write_clip(out / "clip")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 
 RESULT = "result.txt"
 RUNNING, SUCCESS, ABORTED = "running", "success", "aborted"

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diffusion_jax.machine import files
-from diffusion_jax.machine.log import MANIFEST
+from diffusion_jax import files
+from diffusion_jax.logs.run_log import MANIFEST
 from diffusion_jax.weights import pretrained
 from sd_jax.mlperf import mllog, rules
 from sd_jax.mlperf.mllog import Event

@@ -20,12 +20,12 @@ from ml_collections import ConfigDict
 from diffusion_jax import cli, runs
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.pipeline import Batches
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop, optimizer
-from diffusion_jax.train.command import check_configs, check_data, exit_if_stopped
+from diffusion_jax.train.train_command import check_configs, check_data, exit_if_stopped
 from diffusion_jax.weights import restore
 from sd_jax import train
 from sd_jax.mlperf import benchmark, mllog, rules

@@ -26,8 +26,7 @@ import sys
 
 from absl import flags
 
-from diffusion_jax import cli, runs
-from diffusion_jax.machine import files
+from diffusion_jax import cli, files, runs
 from sd_jax.weights import checkpoints, lora_files, trained
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo|

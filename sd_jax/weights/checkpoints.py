@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 from diffusion_jax.weights import pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax.unet import UNet

@@ -6,9 +6,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from diffusion_jax import finetune, runs
-from diffusion_jax.machine import files
-from diffusion_jax.weights import restore
+from diffusion_jax import files, runs
+from diffusion_jax.weights import finetune, restore
 from sd_jax.settings import read_settings
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE

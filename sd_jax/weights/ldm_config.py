@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from diffusion_jax.machine import files
+from diffusion_jax import files
 from diffusion_jax.weights import torch_files, torch_weights
 from sd_jax.unet import UNet
 from sd_jax.vae import SCALE

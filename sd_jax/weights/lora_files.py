@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from diffusion_jax import lora
+from diffusion_jax import files
 from diffusion_jax.config.settings import Lora
-from diffusion_jax.machine import files
 from diffusion_jax.task import Params
 from diffusion_jax.text import clip_weights
-from diffusion_jax.weights import pretrained, torch_files, torch_weights
+from diffusion_jax.weights import lora, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry
 from sd_jax.unet import UNet
 from sd_jax.weights import names

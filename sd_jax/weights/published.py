@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from absl import logging
 from jax.typing import DTypeLike
 
+from diffusion_jax import files
+from diffusion_jax.devices import sharding
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import Overrides
 from diffusion_jax.draw.program import check_fits, make_programs
-from diffusion_jax.machine import files, sharding
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task

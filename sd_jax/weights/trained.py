@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax import finetune, lora
+from diffusion_jax.devices import sharding
 from diffusion_jax.draw import model, program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.options import NEWEST, Weights
-from diffusion_jax.machine import sharding
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import finetune, lora, pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import make_begin

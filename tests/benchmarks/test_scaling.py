@@ -8,7 +8,7 @@ import pytest
 from benchmarks import scaling, step
 from configs import quickstart
 from diffusion_jax.evaluate import figures
-from launch.planner import systems
+from launch.planner import tasks
 from tests.imagen_jax import commands
 
 TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--config.unet.cond_dim=32")
@@ -40,7 +40,7 @@ def test_nodes_that_are_not_there_are_one_line(names, per_node, message):
 def model():
     config = quickstart.get_config().to_dict()
     config["optimizer"]["micro_batch"] = 4
-    return systems.read(config)
+    return tasks.read(config)
 
 
 def test_a_device_has_the_same_share_of_the_batch_on_any_number(model):

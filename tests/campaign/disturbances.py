@@ -58,10 +58,10 @@ def set_clock_back(seconds: float) -> None:
 
 def another_host() -> None:
     """Make this process look like one of another machine, with little patience."""
-    from diffusion_jax.machine import writer
+    from diffusion_jax.files import folder_lock
 
-    writer._machine = lambda: "another machine"
-    writer.Writer.__init__ = functools.partialmethod(writer.Writer.__init__, stale=3.0)  # pyright: ignore[reportAttributeAccessIssue]
+    folder_lock._machine = lambda: "another machine"
+    folder_lock.Writer.__init__ = functools.partialmethod(folder_lock.Writer.__init__, stale=3.0)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def chained(*calls: Any) -> Any:

@@ -25,8 +25,8 @@ from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.data import tars
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import log
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.logs import run_log
 from diffusion_jax.precache import store
 from diffusion_jax.weights import restore
 from tests.campaign import damages
@@ -136,7 +136,7 @@ NEMO = (
 
 def run_result(out: pathlib.Path) -> Result:
     """Parameters, averages, optimizer, position, metrics and the order of samples."""
-    lines = log.read_metrics(out / "run" / log.METRICS)
+    lines = run_log.read_metrics(out / "run" / run_log.METRICS)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "lines of the metrics"
     # Speed, and what a process has skipped since it began, are not of the run.
     own = lambda name: name == "images_per_second" or name.startswith("data/")

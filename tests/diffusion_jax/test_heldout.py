@@ -10,8 +10,9 @@ from configs import quickstart
 from diffusion_jax import heldout
 from diffusion_jax.config.settings import Data, Heldout, Optimizer, Run
 from diffusion_jax.data import pipeline
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import log, sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.logs import run_log
 from diffusion_jax.train import loop
 from tests.diffusion_jax import toy
 from tests.imagen_jax import commands
@@ -80,7 +81,7 @@ def test_training_writes_it_for_parameters_and_averages_every_few_steps(tmp_path
         inputs = loop.Inputs(TASK, batches, records=held)
         state = loop.train(inputs, RUN, optimizer, sharding.make_mesh(), tmp_path, {})
     lines = [
-        row for row in log.read_metrics(tmp_path / "metrics.jsonl") if "heldout/raw/loss" in row
+        row for row in run_log.read_metrics(tmp_path / "metrics.jsonl") if "heldout/raw/loss" in row
     ]
     assert [row["step"] for row in lines] == [3, 4]  # Each third, and the last.
     assert lines[0]["heldout/raw/loss"] != lines[1]["heldout/raw/loss"]
@@ -113,7 +114,7 @@ def test_the_command_prints_what_training_wrote_on_any_number_of_devices(tmp_pat
         "--config.optimizer.warmup=0", devices=1,
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    written = log.read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    written = run_log.read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     for devices in (1, 4):
         ended = commands.run("diffusion_jax.heldout", work, devices=devices)
         assert ended.code == 0, ended.err

@@ -23,7 +23,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import embeddings, records, tars, transforms
 from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.web import frozen
 from diffusion_jax.weights import pretrained, safetensors_files, torch_files, torch_weights

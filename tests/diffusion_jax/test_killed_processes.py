@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 from tests.processes import Group
@@ -47,7 +47,7 @@ def test_killed_in_each_part_of_its_life_a_run_ends_alike(undisturbed, tmp_path,
     group = train(tmp_path)
     assert group.end() == [0, 0], group.said()
     jax.tree.map(np.testing.assert_array_equal, parameters(tmp_path), parameters(undisturbed))
-    lines = [log.read_metrics(folder / log.METRICS) for folder in (tmp_path, undisturbed)]
+    lines = [run_log.read_metrics(folder / run_log.METRICS) for folder in (tmp_path, undisturbed)]
     for name in ("step", "loss", "grad_norm"):
         columns = [[line[name] for line in part] for part in lines]
         assert columns[0] == columns[1] and len(columns[0]) == STEPS

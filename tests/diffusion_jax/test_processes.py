@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax import runs
-from diffusion_jax.machine import exits, log
+from diffusion_jax import exits, runs
+from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 from tests.imagen_jax import commands
@@ -127,7 +127,7 @@ def test_four_go_on_from_there_and_the_first_says_who_they_are(told, four, workd
     codes, said = four
     assert codes == [0] * 4, said
     assert "has ended" not in said
-    runs = json.loads((workdir / log.MANIFEST).read_text())["runs"]
+    runs = json.loads((workdir / run_log.MANIFEST).read_text())["runs"]
     firsts = [run["first_step"] for run in runs]
     assert len(firsts) == 4 and firsts[0] == 0 and firsts == sorted(firsts)
     assert firsts[3] == told[1] and last_step(workdir) == told[1] + 3
@@ -142,7 +142,9 @@ def test_four_go_on_from_there_and_the_first_says_who_they_are(told, four, workd
 def test_every_step_was_that_of_one_process(four, workdir, tmp_path):
     alone = train(tmp_path, 1, steps=last_step(workdir))
     assert alone.end() == [0], alone.said()
-    expected, actual = (log.read_metrics(path / log.METRICS) for path in (tmp_path, workdir))
+    expected, actual = (
+        run_log.read_metrics(path / run_log.METRICS) for path in (tmp_path, workdir)
+    )
     for name in ("step", "loss", "grad_norm"):
         columns = [[line[name] for line in lines] for lines in (actual, expected)]
         # Sums over the batch in another order; Adam divides by the gradient's size.

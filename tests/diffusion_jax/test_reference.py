@@ -7,7 +7,7 @@ import pytest
 
 from diffusion_jax import reference, systems
 from diffusion_jax.config import settings
-from diffusion_jax.config.reference import fields, sentences
+from diffusion_jax.config.field_docs import fields, sentences
 from diffusion_jax.data.sources import SOURCES
 from diffusion_jax.text.registry import ENCODERS
 from diffusion_jax.train.optimizer import SCHEDULES

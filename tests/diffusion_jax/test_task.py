@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import task
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 
 
 def test_means_are_over_samples_and_empty_ranges_are_left_out():
@@ -14,7 +14,7 @@ def test_means_are_over_samples_and_empty_ranges_are_left_out():
         "level_loss": np.array([3.0 + 5.0, 0, 1.5, 0, 2.0]),
         "level_count": np.array([3.0 + 1.0, 0, 3, 0, 1]),
     }
-    assert log.noise_level_means(total) == {
+    assert run_log.noise_level_means(total) == {
         "loss/sigma_0_to_0.1": 2.0,
         "loss/sigma_0.3_to_1.0": 0.5,
         "loss/sigma_3.0_to_inf": 2.0,

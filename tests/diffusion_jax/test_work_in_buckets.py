@@ -9,13 +9,14 @@ import uuid
 import numpy as np
 import pytest
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import Text
 from diffusion_jax.data import tars
 from diffusion_jax.data.prepare import fetch, index, merge, reshard, validate
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import files, remote
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.files import remote
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.text import embed
 from tests import emulators
@@ -62,7 +63,7 @@ def finish(work, writes):
 
 
 def contents(folder):
-    there = files.remote(folder)
+    there = files.store_path(folder)
     paths = filter(lambda path: path.is_file(), folder.rglob("*"))
     names = there.objects() if there else [str(path.relative_to(folder)) for path in paths]
     return {name: (folder / name).read_bytes() for name in names}

@@ -10,8 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import grids, guidance, noise, onestep, precond, samplers
-from diffusion_jax.machine import sharding
 from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.task import Measure, Task, to_range
 from diffusion_jax.text import hashed

@@ -7,12 +7,12 @@ import sys
 import jax
 from absl import flags
 
-from diffusion_jax import cli
+from diffusion_jax import cli, exits, files
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data import pipeline
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import distributed, exits, files, sharding
-from diffusion_jax.train import checkpoint, command, loop, progress
+from diffusion_jax.devices import distributed, sharding
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.train import checkpoint, loop, step_report, train_command
 from tests.diffusion_jax import toy
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run.")
@@ -48,7 +48,7 @@ def main():
         pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
         process_index=where[0], process_count=where[1],
     ) as batches:  # fmt: skip
-        distributed.advise(command.how_to_go_on(files.path(_WORKDIR.value)))
+        distributed.advise(train_command.how_to_go_on(files.path(_WORKDIR.value)))
         scoring = loop.Scoring(5 * run.batch_size, lambda draw, params: _die() or {})
         evaluation = scoring if doomed == "evaluation" else None
         inputs = loop.Inputs(toy.task(), batches, examples, evaluation)
@@ -62,7 +62,7 @@ def _die(*_):
 
 
 def _at_step():
-    add, added = progress.Progress.add, []
+    add, added = step_report.Progress.add, []
 
     def dying(self, *arguments):
         add(self, *arguments)
@@ -70,7 +70,7 @@ def _at_step():
         if len(added) == 2:
             _die()
 
-    progress.Progress.add = dying
+    step_report.Progress.add = dying
 
 
 def _in_saving():

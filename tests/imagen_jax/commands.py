@@ -20,7 +20,7 @@ import jax
 ROOT = pathlib.Path(__file__).parents[2]
 SLOW_IMPORTS = [
     "imagen_jax.cascade", "sd_jax.drawing", "diffusion_jax.evaluate.sweep",
-    "diffusion_jax.train.command", "matplotlib.figure", "matplotlib.backends.backend_agg",
+    "diffusion_jax.train.train_command", "matplotlib.figure", "matplotlib.backends.backend_agg",
     "clu.metric_writers",
     "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
 ]  # fmt: skip
@@ -83,14 +83,14 @@ def fork(function: Callable[..., None], *arguments: Any, devices: int = 1) -> Ba
 
 def skip_rehearsal() -> None:
     """Spare this process the rehearsal of its training, which traces every program once more."""
-    from diffusion_jax.train import command
+    from diffusion_jax.train import train_command
 
-    command.rehearse = lambda *_: ""
+    train_command.rehearse = lambda *_: ""
 
 
 def check_little() -> None:
     """Make diffusion_jax.doctor check two operations, once each: test_checks.py checks all."""
-    from diffusion_jax import checks
+    from diffusion_jax.devices import checks
 
     every = checks.checks
     checks.checks = lambda platform: every(platform)[-2:]
@@ -109,7 +109,7 @@ def record_samples(folder: pathlib.Path) -> None:
     A line [samples taken, [indices of the last ones]] a batch, in a file of this process's number.
     """
     from diffusion_jax.data import pipeline
-    from diffusion_jax.examples.digits import pictures as digits
+    from diffusion_jax.examples.digits import rendering as digits
 
     read, take, of = digits.Digits.read, pipeline.Batches.__next__, {}
     path = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"
@@ -148,7 +148,7 @@ def _command(name, arguments, devices, outputs, before):
 
 
 def _configure(devices):
-    from diffusion_jax.machine import xla_flags
+    from diffusion_jax.devices import xla_flags
 
     os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
     xla_flags.KNOWN += tuple(FASTER)  # They need no trial, which takes a second.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
 from tests import shared
 from tests.imagen_jax import commands
@@ -78,7 +78,7 @@ def _interrupt(folder):
         process.join()
         codes.append(process.exitcode)
         whole.append(restore.steps(workdir / runs.CHECKPOINTS)[-1])
-        lines.append(log.read_metrics(workdir / log.METRICS)[-1]["step"])
+        lines.append(run_log.read_metrics(workdir / run_log.METRICS)[-1]["step"])
 
     record(_train(workdir, 4))
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -118,8 +118,8 @@ def _wait_for_step(workdir, step, process):
     """Returns when the metrics hold this step; AssertionError if the process ends before."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        path = workdir / log.METRICS
-        lines = log.read_metrics(path) if path.exists() else []
+        path = workdir / run_log.METRICS
+        lines = run_log.read_metrics(path) if path.exists() else []
         if lines and lines[-1]["step"] >= step:
             return
         assert process.is_alive(), (workdir / STDERR).read_text()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs import base64_2b
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.state import init_state

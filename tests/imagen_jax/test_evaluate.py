@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.examples.digits import judge as judges
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import events, sheets
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.files import sheets
+from diffusion_jax.logs import events
 from imagen_jax.cascade import load_model
 from tests.diffusion_jax.event_files import points
 from tests.imagen_jax import commands

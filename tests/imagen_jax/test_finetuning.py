@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax import finetune, runs
-from diffusion_jax.weights import restore
+from diffusion_jax import runs
+from diffusion_jax.weights import finetune, restore
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.machine import events, log
+from diffusion_jax.logs import events, run_log
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
@@ -65,7 +65,7 @@ def test_sigkill_leaves_a_whole_checkpoint_of_a_step_before(interrupted):
 
 def test_tensorboard_has_every_line_of_the_metrics_once(interrupted):
     """And the config, as hparams."""
-    lines = log.read_metrics(interrupted.workdir / log.METRICS)
+    lines = run_log.read_metrics(interrupted.workdir / run_log.METRICS)
     folder = interrupted.workdir / events.FOLDER
     shown = {"loss", *(name for name in lines[0] if name.startswith("loss/sigma_"))}
     assert len(shown) > 1
@@ -79,7 +79,7 @@ def test_tensorboard_has_every_line_of_the_metrics_once(interrupted):
 
 
 def test_each_process_continued_from_the_last_whole_checkpoint(interrupted):
-    manifest = json.loads((interrupted.workdir / log.MANIFEST).read_text())
+    manifest = json.loads((interrupted.workdir / run_log.MANIFEST).read_text())
     firsts = [run["first_step"] for run in manifest["runs"]]
     assert firsts == [0, *interrupted.last_whole[:-1]]
 
@@ -116,7 +116,10 @@ def test_their_samples_are_those_of_one_process_in_one_order(interrupted, uninte
 
 def test_every_step_of_theirs_saw_the_same_pictures_and_noise(interrupted, uninterrupted):
     """Each loss depends on the pictures, the noise and the parameters of its step."""
-    lines = [log.read_metrics(path / log.METRICS) for path in (interrupted.workdir, uninterrupted)]
+    lines = [
+        run_log.read_metrics(path / run_log.METRICS)
+        for path in (interrupted.workdir, uninterrupted)
+    ]
     losses = [[(line["step"], line["loss"], line["grad_norm"]) for line in run] for run in lines]
     assert losses[0] == losses[1]
     assert [step for step, *_ in losses[1]] == list(range(1, interrupted.steps + 1))
@@ -130,8 +133,8 @@ def test_a_replayed_step_has_the_bits_of_the_log_and_writes_beside_the_run(inter
     assert "are equal, bit for bit" in ended.out and "  mid_attn " in ended.out
     written = {path.name for path in (run / "replay").iterdir()}
     assert written == {f"step_{interrupted.steps:08}{end}" for end in (".json", ".png")}
-    lines = (run / log.METRICS).read_text().splitlines()
+    lines = (run / run_log.METRICS).read_text().splitlines()
     lines[-1] = re.sub('"loss": [^,]*', '"loss": 0.5', lines[-1])
-    (run / log.METRICS).write_text("\n".join(lines) + "\n")
+    (run / run_log.METRICS).write_text("\n".join(lines) + "\n")
     ended = commands.run("replay", f"--workdir={run}", f"--step={interrupted.steps}", devices=1)
     assert ended.code == 1 and "different: loss was 0.5 and is " in ended.out

@@ -17,11 +17,12 @@ from PIL import Image
 from configs import base64_500m
 from diffusion_jax import runs
 from diffusion_jax.data import tars as tar_files
+from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import scorers
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import log, sharding
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.logs import run_log
 from diffusion_jax.text import embed, t5
-from diffusion_jax.train.command import open_evaluation
+from diffusion_jax.train.train_command import open_evaluation
 from imagen_jax import cascade, evaluate, train
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import nemo
@@ -111,7 +112,7 @@ def enlarger(root):
 
 
 def losses(workdir):
-    return np.array([line["loss"] for line in log.read_metrics(workdir / log.METRICS)])
+    return np.array([line["loss"] for line in run_log.read_metrics(workdir / run_log.METRICS)])
 
 
 def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_path):
@@ -209,7 +210,7 @@ def test_a_model_on_arrays_is_scored_on_the_way_and_shows_the_prompts(root):
         "--config.evaluation.num_prompts=4", f"--config.evaluation.clip={clip}",
         "--config.evaluation.guidance=(1.0,3.0)",
     )  # fmt: skip
-    last = log.read_metrics(root / "scored" / log.METRICS)[-1]
+    last = run_log.read_metrics(root / "scored" / run_log.METRICS)[-1]
     scores = [last[f"evaluation/guidance_{scale}/clip_score"] for scale in (1, 3)]
     assert np.isfinite(scores).all() and scores[0] != scores[1]
     assert (root / "scored" / "samples" / "step_00000003.png").is_file()

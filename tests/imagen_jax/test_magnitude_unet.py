@@ -23,7 +23,7 @@ from diffusion_jax.weights import restore
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.magnitude_unet import Block, MagnitudeUNet
 from imagen_jax.settings import read_settings
-from launch.planner import systems as planned
+from launch.planner import tasks as planned
 from tests.imagen_jax import commands
 
 TEXT_WIDTH = 7

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import quickstart, quickstart_mp
+from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
-from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import loop
 from diffusion_jax.train.optimizer import for_mesh, make_optimizer

@@ -7,7 +7,7 @@ import pytest
 from configs import base64_500m_online, quickstart
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Text
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import loop
 from diffusion_jax.weights import pretrained, restore

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 from tests.imagen_jax import commands
 
 TINY = (
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
 @pytest.mark.slow
 def test_an_objective_is_trained_measured_sampled_and_swept(runs, tmp_path):
     flow, other = f"--workdir={runs / 'flow'}", runs / "other"
-    rows = log.read_metrics(runs / "flow" / "metrics.jsonl")
+    rows = run_log.read_metrics(runs / "flow" / "metrics.jsonl")
     assert rows[-1]["heldout/raw/v_loss"] > 0 and len(rows) == 5
     prompt = "--prompt=a red seven on gray paper"
     guided = ("--guiding=apg(eta=0.5, norm=5)+rescale(0.7)", f"--guide={other}@2", "--guidance=3")

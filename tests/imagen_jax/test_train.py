@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data.sources import SOURCES
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.text import precomputed
 from diffusion_jax.train import loop
 from imagen_jax import train

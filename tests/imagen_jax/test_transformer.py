@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from configs import emoji64_transformer
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.transformer import Transformer, positions
-from launch.planner import systems
+from launch.planner import tasks
 
 TEXT_WIDTH = 12
 SMALL = dict(image_size=16, patch=4, embed_dim=32, depth=2, bottleneck=10, head_dim=8)
@@ -242,7 +242,7 @@ def tiny():
 
 def test_the_loss_on_a_mesh_is_that_of_one_device():
     """Feed-forward layers are split over "tensor" by their hidden width, the rest over fsdp."""
-    model = systems.read(tiny().to_dict())
+    model = tasks.read(tiny().to_dict())
     shapes = model.state.params
     leaves = flat(shapes)
     draws = {n: 0.1 * np.random.default_rng(zlib.crc32(n.encode())).normal(size=a.shape)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax import runs
-from diffusion_jax.machine import exits, log
+from diffusion_jax import exits, runs
+from diffusion_jax.logs import run_log
 from diffusion_jax.weights import restore
 from tests.imagen_jax.conftest import TINY
 from tests.processes import Group
@@ -29,11 +29,11 @@ def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, uninterrupted, tmp
     run = (f"--workdir={workdir}", f"--config.steps={interrupted.steps}")
     group = Group(tmp_path, 2, "train", *TINY, *run)
     assert group.end() == [0, 0], group.said()
-    manifest = json.loads((workdir / log.MANIFEST).read_text())["runs"][-1]
+    manifest = json.loads((workdir / run_log.MANIFEST).read_text())["runs"][-1]
     assert (manifest["first_step"], manifest["devices"]["processes"]) == (first, 2)
     assert restore.steps(workdir / runs.CHECKPOINTS) == [first, last]
     paths = uninterrupted, workdir
-    expected, actual = (log.read_metrics(path / log.METRICS)[first:] for path in paths)
+    expected, actual = (run_log.read_metrics(path / run_log.METRICS)[first:] for path in paths)
     assert [line["step"] for line in actual] == list(range(first + 1, last + 1))
     for name in ("step", "loss", "grad_norm"):
         columns = [[line[name] for line in lines] for lines in (actual, expected)]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from tests import processes
 from tests.imagen_jax import two_processes
 from tests.imagen_jax.two_processes import BATCH, SAVED, STEPS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 from tests.processes import Group

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.evaluate import sweep
-from diffusion_jax.machine import sheets
+from diffusion_jax.files import sheets
 from diffusion_jax.web import jobs
 from tests import pages
 from tests.imagen_jax import commands, test_cascade

@@ -21,7 +21,7 @@ def settings(path):
 
 def read(path, state=None, steps=STEPS):
     """(the indices of this process's rows of each batch, the position after step SAVED)."""
-    from diffusion_jax.machine import sharding
+    from diffusion_jax.devices import sharding
     from diffusion_jax.precache import lookup
     from imagen_jax import train
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from diffusion_jax.machine import flops
+from diffusion_jax.devices import flops
 from diffusion_jax.train import memory
-from launch.planner import systems
+from launch.planner import tasks
 from sd_jax.unet import UNet
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -33,7 +33,7 @@ def count(function, *shapes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_models_cost_what_is_known_of_them(name):
-    model = systems.read(importlib.import_module(f"configs.{name}").get_config().to_dict())
+    model = tasks.read(importlib.import_module(f"configs.{name}").get_config().to_dict())
     loss = jax.make_jaxpr(lambda p, b, k: model.task.loss(p, {"text": ()}, b, k))
     forward = loss(model.state.params, memory.batch_of(model.example, 1), memory.abstract_keys(1))
     assert 3 * flops.count(forward.jaxpr) / 1e12 == pytest.approx(KNOWN[name], rel=0.006)

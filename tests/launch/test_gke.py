@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 import yaml
 
-from diffusion_jax.machine import exits, tuning
+from diffusion_jax import exits
+from diffusion_jax.devices import tuning
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 ROOT = pathlib.Path(__file__).parents[2]

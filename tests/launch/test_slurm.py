@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from diffusion_jax.machine import exits
+from diffusion_jax import exits
 from launch import accelerators, slurm
 from launch.job import Job, Run
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused

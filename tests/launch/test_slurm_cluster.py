@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax import runs
-from diffusion_jax.machine import checksums, exits, log
+from diffusion_jax import exits, runs
+from diffusion_jax.files import checksums
+from diffusion_jax.logs import run_log
 from diffusion_jax.precache import lookup
 from diffusion_jax.weights import restore
 from imagen_jax import task
 from imagen_jax.settings import read_settings
-from tests.diffusion_jax.machine import test_writer
+from tests.diffusion_jax.files import test_folder_lock
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 from tests.launch import slurm_cluster, train_slowly
@@ -101,14 +102,14 @@ def train(submit):
 def test_a_run_whose_workdir_is_still_held_is_queued_again_until_it_is_free(
     cluster, train, tmp_path
 ):
-    holder = test_writer.hold(tmp_path / "run")
+    holder = test_folder_lock.hold(tmp_path / "run")
     number, folder = train("--job.restarts=1000", steps=2)
     cluster.wait(number, "PENDING", "RUNNING", restarts=1)
-    test_writer.end(holder)
+    test_folder_lock.end(holder)
     ended = cluster.wait(number, "COMPLETED", restarts=1)
     crashes = (folder / f"crashes-{number}").read_text().split()
     assert set(crashes) == {str(exits.BUSY)} and len(crashes) == int(ended["Restarts"])
-    assert log.read_metrics(folder / log.METRICS)[-1]["step"] == 2
+    assert run_log.read_metrics(folder / run_log.METRICS)[-1]["step"] == 2
 
 
 def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train, tmp_path):
@@ -120,7 +121,7 @@ def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train
     cluster.wait(number, "COMPLETED")
     saved = f"{runs.CHECKPOINTS}/50/{checksums.FOLDER}/0-of-1.json"
     for name, save_every, sign, lines, disturb in (
-        ("preempted", 1000, log.METRICS, 50, lambda: cluster.submit(URGENT)),
+        ("preempted", 1000, run_log.METRICS, 50, lambda: cluster.submit(URGENT)),
         ("lost", 50, saved, 1, lambda: cluster.lose("n2")),
     ):
         number, folder = run(name=name, save_every=save_every)
@@ -132,10 +133,12 @@ def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train
             cluster.start("n2", "slurmd", "-D", "-N", "n2")
         assert int(cluster.wait(number, "COMPLETED", restarts=1)["Restarts"]) == 1
         assert not list(folder.glob("crashes-*"))
-        runs_of = json.loads((folder / log.MANIFEST).read_text())["runs"]
+        runs_of = json.loads((folder / run_log.MANIFEST).read_text())["runs"]
         assert name == "preempted" or runs_of[1]["first_step"] % 50 == 0
         assert 50 <= runs_of[1]["first_step"] < 400
-        last, expected = (log.read_metrics(f / log.METRICS)[-1] for f in (folder, undisturbed))
+        last, expected = (
+            run_log.read_metrics(f / run_log.METRICS)[-1] for f in (folder, undisturbed)
+        )
         for metric in ("step", "loss", "grad_norm", "param_norm"):
             assert last[metric] == expected[metric]
         jax.tree.map(np.testing.assert_array_equal, parameters(folder), parameters(undisturbed))

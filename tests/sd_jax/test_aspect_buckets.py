@@ -8,8 +8,8 @@ from PIL import Image
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import aspect_buckets, transforms
 from diffusion_jax.data.sources import moments
-from diffusion_jax.machine import sharding
-from diffusion_jax.precache.moments import Work
+from diffusion_jax.devices import sharding
+from diffusion_jax.precache.moment_tars import Work
 from diffusion_jax.task import to_range
 from diffusion_jax.text import hashed
 from sd_jax import precache, train

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from diffusion_jax import runs
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import files
+from diffusion_jax import files, runs
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.weights import restore
 from tests import emulators, test_buckets
 from tests.sd_jax import tiny

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
-from diffusion_jax import lora
 from diffusion_jax.config.settings import Lora
+from diffusion_jax.weights import lora
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, formats, lora_files, names

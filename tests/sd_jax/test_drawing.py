@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state

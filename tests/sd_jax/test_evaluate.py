@@ -14,11 +14,11 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
-from diffusion_jax.evaluate import command as evaluation
+from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits.scorer import open_scorer
-from diffusion_jax.machine import sheets
+from diffusion_jax.files import sheets
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.samplers import SAMPLERS
-from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from sd_jax import sampling, task
 from sd_jax.vae import VAE

@@ -10,13 +10,14 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
+from diffusion_jax.data.engines import Share
 from diffusion_jax.data.sources import moments, open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.engines import Share
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding, sheets
-from diffusion_jax.precache import moments as encode_moments
-from diffusion_jax.precache.moments import Work
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.files import sheets
+from diffusion_jax.precache import moment_tars as encode_moments
+from diffusion_jax.precache.moment_tars import Work
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from diffusion_jax.train import replay as replaying

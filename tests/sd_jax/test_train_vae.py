@@ -10,8 +10,8 @@ import pytest
 
 from configs import sd_quickstart_vae
 from diffusion_jax import runs
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.train import loop
 from diffusion_jax.weights import restore
 from sd_jax import train_vae

@@ -15,7 +15,7 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import pipeline
-from diffusion_jax.evaluate import loop
+from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.metrics import clip_towers, extractors, weights
 from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.model import loss_by_noise_level
@@ -112,7 +112,7 @@ def _in_saving():
 
 def _in_evaluation():
     """After the second batch's features."""
-    write, written = loop.files.write_whole, []
+    write, written = drawn_features.files.write_whole, []
 
     def dying(path, content):
         write(path, content)
@@ -120,7 +120,7 @@ def _in_evaluation():
         if len([path for path in written if path.suffix == ".npz"]) == 2:
             _die()
 
-    loop.files.write_whole = dying
+    drawn_features.files.write_whole = dying
 
 
 _KILLS = {

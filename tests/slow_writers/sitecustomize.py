@@ -6,7 +6,7 @@ So a command has not ended when it is to be killed, however fast the machine is.
 import functools
 import time
 
-from diffusion_jax import engines
+from diffusion_jax.data import engines
 
 
 def slowed(write):

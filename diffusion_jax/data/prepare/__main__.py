@@ -15,13 +15,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from diffusion_jax import cli, engines
+from diffusion_jax import cli, files
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import sources
+from diffusion_jax.data import engines, sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.examples.emoji import prepare as emoji
-from diffusion_jax.machine import files, progress, sheets
+from diffusion_jax.files import sheets
+from diffusion_jax.logs import progress
 
 _DAMAGED_EXIT = 1
 

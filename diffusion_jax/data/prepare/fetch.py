@@ -20,8 +20,10 @@ from urllib.error import HTTPError
 
 from absl import logging
 
+from diffusion_jax import files
 from diffusion_jax.data import storage, tars
-from diffusion_jax.machine import files, progress, remote
+from diffusion_jax.files import remote
+from diffusion_jax.logs import progress
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 SCHEMES = ("http", "https", *remote.SCHEMES)
@@ -131,7 +133,7 @@ def name(url: str) -> str:
 
 
 def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> None:
-    if bucket := files.remote(path):  # Files in buckets cannot be appended to.
+    if bucket := files.store_path(path):  # Files in buckets cannot be appended to.
         with tempfile.TemporaryDirectory() as folder:
             _fetch(url, local := pathlib.Path(folder, path.name), digest, timeout)
             return bucket.send(local)

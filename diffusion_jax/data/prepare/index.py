@@ -6,10 +6,11 @@ import pathlib
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
+from diffusion_jax import files
 from diffusion_jax.data import listing, storage, tars
+from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import check_text
-from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.files import untrusted
 
 _PART = 64  # Tars that are indexed together, by several threads.
 

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import EMBEDDINGS
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
+from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.machine import files, tables, untrusted, writer
+from diffusion_jax.files import folder_lock, sorted_tables, untrusted
 
 _ARRAYS = {
     ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
@@ -33,7 +34,7 @@ _ARRAYS = {
 }  # fmt: skip
 
 
-_ROW = np.dtype([("key", tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", "i8"),
+_ROW = np.dtype([("key", sorted_tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", "i8"),
                  ("suffix", "S32")])  # fmt: skip
 """A table row for one embedding: a hash of its name without suffix, the number of its tar, its byte
 range in the tar, and its suffix."""
@@ -74,12 +75,12 @@ def merge(
         )
     digest = hashlib.blake2b(json.dumps([stored, stamps]).encode(), digest_size=8).hexdigest()
     places = _Places(out / f"places-{digest}.tmp", len(stored))
-    with writer.Writer(out):
+    with folder_lock.Writer(out):
         places.folder.mkdir(exist_ok=True)
         write = functools.partial(_write_list, stored, places)
         engine.fill(range(len(stored)), places.listed, write, noun="tars", name="listing")
         rows = sum(places.listed(i).stat().st_size for i in range(len(stored))) // _ROW.itemsize
-        places = places._replace(ranges=tables.num_ranges(rows))
+        places = places._replace(ranges=sorted_tables.num_ranges(rows))
         engine.fill(range(places.ranges), places.sorted, places.sort, noun="ranges", name="sorting")
         path = lambda number: out / names[number]
         files.remove_unfinished(map(path, range(len(tars))))
@@ -148,7 +149,7 @@ def _last(name: str) -> str:
 
 
 class _Places(NamedTuple):
-    """Temporary tables that record where each embedding is stored (see machine/tables.py)."""
+    """Temporary tables that record where each embedding is stored (see files/sorted_tables.py)."""
 
     folder: pathlib.Path
     tars: int
@@ -168,19 +169,19 @@ class _Places(NamedTuple):
         If several embeddings have the same name, the table holds only the last one.
         """
         paths = map(self.listed, range(self.tars))
-        rows = tables.read_range(paths, _ROW, number, self.ranges)
-        files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
+        rows = sorted_tables.read_range(paths, _ROW, number, self.ranges)
+        files.write_whole(self.sorted(number), sorted_tables.first_of_each(rows[::-1]).tobytes())
 
     def find(self, stem: str) -> Any:
-        key = np.frombuffer(_hash(stem), tables.KEY)[0]
-        rows = tables.read(self.sorted(tables.range_of(key, self.ranges)), _ROW)
+        key = np.frombuffer(_hash(stem), sorted_tables.KEY)[0]
+        rows = sorted_tables.read(self.sorted(sorted_tables.range_of(key, self.ranges)), _ROW)
         at = bisect.bisect_left(rows["key"], key)
         exists = at < len(rows) and rows["key"][at] == key
         return rows[at].copy() if exists else None  # A view would keep the file open.
 
 
 def _hash(stem: str) -> bytes:
-    return hashlib.blake2b(_raw(stem), digest_size=tables.KEY_SIZE).digest()
+    return hashlib.blake2b(_raw(stem), digest_size=sorted_tables.KEY_SIZE).digest()
 
 
 def _raw(name: str) -> bytes:
@@ -198,7 +199,7 @@ def _write_list(stored: Sequence[str], places: _Places, number: int) -> None:
                 "bytes: give this file a shorter suffix"
             )
         rows.append((_hash(stem), number, offset, size, _raw(suffix)))
-    tables.write(places.listed(number), np.array(rows, _ROW))
+    sorted_tables.write(places.listed(number), np.array(rows, _ROW))
 
 
 def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:

@@ -16,10 +16,10 @@ from typing import Any
 from PIL import Image
 
 from diffusion_jax.data import records, tars, transforms
+from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.machine import claims, untrusted
+from diffusion_jax.files import settings_record, untrusted
 
 
 def _write_array_records(path: pathlib.Path, examples: Iterable[Mapping[str, bytes]]) -> None:
@@ -88,7 +88,7 @@ def reshard(
     if pad and not size:
         raise ValueError("pad is set, but size is 0: set size to the side of the squares in pixels")
     shrinking = {"size": size, "pad": pad} if size else {}
-    claims.claim(
+    settings_record.claim(
         out / MANIFEST,
         {**identity, "records": len(records), "num": num, "format": format, **shrinking},
     )

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
+from diffusion_jax import files
 from diffusion_jax.data import captions, transforms
+from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.machine import files, sheets, tables, untrusted
+from diffusion_jax.files import sheets, sorted_tables, untrusted
 
 _CHUNK = 64
 _PART = 4096  # Records per file of intermediate counts.
 _HASHED = ("images", "texts")
-_ROW = np.dtype([("key", tables.KEY)])
+_ROW = np.dtype([("key", sorted_tables.KEY)])
 _NAMED = 20
 _WORD = re.compile(r"[^\W_]+")
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
@@ -81,7 +82,7 @@ def validate(
         size = lambda part: min(_PART, total - part * _PART)
         look = functools.partial(_write_part, records, parts)
         engine.fill(parts.numbers, parts.counts, look, noun="records", size=size)
-        ranges = range(len(_HASHED) * tables.num_ranges(total))
+        ranges = range(len(_HASHED) * sorted_tables.num_ranges(total))
         distinct = functools.partial(_write_distinct, parts)
         different = engine.fill(ranges, parts.distinct, distinct, noun="ranges")
         sums: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
@@ -147,7 +148,7 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
     bad = [f for f in facts if f.reason]
     for which, kind in enumerate(_HASHED):
         hashes = [(key,) for f in good for key in f.hashes[which]]
-        tables.write(parts.hashes(kind, number), np.array(hashes, _ROW))
+        sorted_tables.write(parts.hashes(kind, number), np.array(hashes, _ROW))
     count = collections.Counter
     counts = {
         "records": {"read": len(facts), "usable": len(good)},
@@ -169,10 +170,10 @@ def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
     In the first half of all numbers, `number` selects a range of hashes of images; in the second
     half, it selects a range of hashes of texts.
     """
-    which, part = divmod(number, ranges := tables.num_ranges(parts.total))
+    which, part = divmod(number, ranges := sorted_tables.num_ranges(parts.total))
     paths = (parts.hashes(_HASHED[which], i) for i in parts.numbers)
-    rows = tables.read_range(sorted(files.present(paths)), _ROW, part, ranges)
-    files.write_whole(parts.distinct(number), str(count := len(tables.first_of_each(rows))))
+    rows = sorted_tables.read_range(sorted(files.present(paths)), _ROW, part, ranges)
+    files.write_whole(parts.distinct(number), str(count := len(sorted_tables.first_of_each(rows))))
     return {_HASHED[which]: count}
 
 
@@ -264,7 +265,7 @@ def _look(record: Record) -> _Facts:
 
 
 def _hash(contents: bytes) -> bytes:
-    return hashlib.blake2b(contents, digest_size=tables.KEY_SIZE).digest()
+    return hashlib.blake2b(contents, digest_size=sorted_tables.KEY_SIZE).digest()
 
 
 def _quantiles(counts: Mapping[Any, int]) -> dict[str, float]:

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from diffusion_jax import engines
 from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import transforms
+from diffusion_jax.data import engines, transforms
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
 from diffusion_jax.data.records import Records

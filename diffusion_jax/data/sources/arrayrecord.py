@@ -17,12 +17,13 @@ from array_record.python import array_record_module  # pyright: ignore[reportAtt
 from google.protobuf.message import DecodeError
 from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import EMBEDDINGS, Data
 from diffusion_jax.data import captions, records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax.files import untrusted
 
 SUFFIX = ".array_record"
 _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]

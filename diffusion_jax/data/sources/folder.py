@@ -16,7 +16,7 @@ from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Alternative, Record, Records
 from diffusion_jax.data.sources import metadata
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 
 def open_source(data: Data, _: Shapes) -> Records:

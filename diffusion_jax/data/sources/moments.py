@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import claims, files, untrusted
+from diffusion_jax.files import settings_record, untrusted
 
 MANIFEST = "moments.json"
 SUFFIXES = ("npy",)
@@ -143,7 +144,7 @@ def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) ->
     stored = find_manifest(path)
     if stored is None:
         return
-    if different := claims.unlike({name: stored.get(name) for name in expected}, expected):
+    if different := settings_record.unlike({name: stored.get(name) for name in expected}, expected):
         raise ValueError(
             f"the moments in {path} were computed with other settings ({different}): set the "
             "config to the stored settings, or compute moments in a new folder"

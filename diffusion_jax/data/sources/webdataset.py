@@ -12,7 +12,7 @@ from diffusion_jax.data import captions, listing, records, storage, tars
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 
 Spans = Sequence[tuple[int, int]]
 """(offset, size) of an image and of each of its texts in a tar, in bytes. A missing text has the

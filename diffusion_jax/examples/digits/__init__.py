@@ -6,15 +6,15 @@ A config uses this data set with data.source="diffusion_jax.examples.digits".
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion_jax.examples.digits import pictures
-from diffusion_jax.examples.digits.pictures import open_source
+from diffusion_jax.examples.digits import rendering
+from diffusion_jax.examples.digits.rendering import open_source
 
 __all__ = ["open_scorer", "open_source", "prompts"]
 
 
 def prompts() -> list[str]:
     """Return the 290 prompts: first the 272 that training shows, then the 18 held-out ones."""
-    return pictures.seen_prompts() + pictures.heldout_prompts()
+    return rendering.seen_prompts() + rendering.heldout_prompts()
 
 
 def open_scorer(

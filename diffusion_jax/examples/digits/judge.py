@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 
 class Judge:

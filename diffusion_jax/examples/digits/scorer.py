@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.evaluate.scorers import FeatureJudge, Scorer
 from diffusion_jax.examples.digits import judge as judges
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.metrics import cards
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.stats_files import Stats

@@ -21,8 +21,10 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from diffusion_jax import files
 from diffusion_jax.data import tars
-from diffusion_jax.machine import claims, files, progress, untrusted
+from diffusion_jax.files import settings_record, untrusted
+from diffusion_jax.logs import progress
 
 BACKGROUNDS = {
     "white": (255, 255, 255),
@@ -182,7 +184,7 @@ def prepare(
         groups[NEVER_SHOWN if held_out(shown) else TRAIN].append(shown)
     counts = {}
     read = {style: functools.cache(read_style(style, path)) for style, path in named.items()}
-    claims.claim(out / CARD, card)
+    settings_record.claim(out / CARD, card)
     for group, members in groups.items():
         rows = [
             (shown, style, variant)

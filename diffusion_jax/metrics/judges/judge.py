@@ -23,7 +23,8 @@ import safetensors.numpy
 from flax import traverse_util
 from jaxtyping import Array, Bool, Float, UInt8, UInt32
 
-from diffusion_jax.machine import files, untrusted
+from diffusion_jax import files
+from diffusion_jax.files import untrusted
 from diffusion_jax.metrics import extractors, preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import hashed

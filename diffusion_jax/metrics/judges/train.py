@@ -24,7 +24,7 @@ from scipy import ndimage
 from diffusion_jax.data import captions, sources
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.split import Subset
-from diffusion_jax.machine.progress import Meter
+from diffusion_jax.logs.progress import Meter
 from diffusion_jax.metrics import accuracy, frechet, preprocess, table
 from diffusion_jax.metrics.judges import judge
 from diffusion_jax.metrics.judges.judge import Judge, Pair

@@ -191,7 +191,7 @@ def test_a_shape_that_the_model_cannot_train_on_is_refused(wrong, message):
 def test_a_source_without_files_is_refused():
     with pytest.raises(ValueError, match=r"aspect buckets have no use: set data.aspect_buckets"):
         aspect_buckets.sort(
-            open_pictures(Data("diffusion_jax.examples.digits.pictures"), 16), SHAPES
+            open_pictures(Data("diffusion_jax.examples.digits.rendering"), 16), SHAPES
         )
 
 

@@ -15,7 +15,7 @@ from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 
 @pytest.fixture(scope="module")

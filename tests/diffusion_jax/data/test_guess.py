@@ -12,7 +12,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import sources, tars
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.guess import guess
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 
 @pytest.fixture(scope="module")

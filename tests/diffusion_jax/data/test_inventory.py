@@ -7,7 +7,7 @@ import numpy as np
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import sources, split
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 
 def test_the_table_counts_used_files_and_names_the_first_of_each_reason():

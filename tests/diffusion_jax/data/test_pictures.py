@@ -9,8 +9,8 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pictures
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources import open_pictures, open_records
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sheets
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.files import sheets
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sheets
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.files import sheets
 from diffusion_jax.text import hashed
 
 ROOT = pathlib.Path(__file__).parents[3]

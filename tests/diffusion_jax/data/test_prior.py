@@ -14,7 +14,7 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.split import split
 from diffusion_jax.diffusion import objective
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 TOKENIZE = lambda texts: {"text": np.array(texts)}
 

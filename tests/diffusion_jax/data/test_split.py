@@ -9,7 +9,7 @@ from diffusion_jax.config.settings import Data, Run
 from diffusion_jax.data import pipeline, sources, split
 from diffusion_jax.data.mixture import Mixture
 from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 
 
 class Numbered(Pictures):

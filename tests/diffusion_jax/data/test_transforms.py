@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from diffusion_jax.data.transforms import Unusable, crop, size_of
-from diffusion_jax.machine import rgb, untrusted
+from diffusion_jax.files import rgb, untrusted
 
 
 def encode(image, format="PNG", **options):

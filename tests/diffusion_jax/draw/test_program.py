@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
-from diffusion_jax.seeds import halves, keys_of
+from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.examples.digits import rendering as digits
 from tests.diffusion_jax import toy
 
 TASK = toy.task()

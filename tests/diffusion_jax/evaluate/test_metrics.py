@@ -5,10 +5,11 @@ import csv
 import numpy as np
 import pytest
 from PIL import Image
+from tests.diffusion_jax.evaluate.test_command import make_scorer, make_subject, real_features
 
-from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import curve, scorers, sweep
-from diffusion_jax.evaluate.command import Sweep
+from diffusion_jax.evaluate import evaluate_command as evaluation
+from diffusion_jax.evaluate.evaluate_command import Sweep
 from diffusion_jax.metrics import (
     bootstrap,
     cards,
@@ -23,7 +24,6 @@ from diffusion_jax.metrics import (
 from diffusion_jax.metrics.table import METRICS, Metric
 from diffusion_jax.train import scoring
 from diffusion_jax.web import results
-from tests.diffusion_jax.evaluate.test_command import make_scorer, make_subject, real_features
 from tests.diffusion_jax.metrics.running import run
 from tests.diffusion_jax.text import tiny_weights
 

@@ -6,7 +6,7 @@ import pytest
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits import judge as judges
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.examples.digits.scorer import open_scorer
 from diffusion_jax.metrics import extractors, features, frechet, stats_files
 from diffusion_jax.train import scoring

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.evaluate import loop, sweep
+from diffusion_jax.evaluate import drawn_features, sweep
 
 ROWS = [
     {"guidance": 1.5, "seen": 0.25, "held_out": 0.125, "ema": "0.999"},
@@ -49,12 +49,12 @@ def numbers(calls, kill_at=None):
 def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
     calls = []
     with pytest.raises(Killed):
-        loop.collect(10, 4, numbers(calls, kill_at=2), "point", tmp_path)
-    features = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+        drawn_features.collect(10, 4, numbers(calls, kill_at=2), "point", tmp_path)
+    features = drawn_features.collect(10, 4, numbers(calls), "point", tmp_path)
     assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8, 9]]
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
     np.testing.assert_array_equal(features["shown"], [3])
-    again = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+    again = drawn_features.collect(10, 4, numbers(calls), "point", tmp_path)
     assert len(calls) == 4
     np.testing.assert_array_equal(again["double"], features["double"])
 
@@ -62,9 +62,9 @@ def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
 def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
     calls = []
     with pytest.raises(Killed):
-        loop.collect(12, 3, numbers(calls, kill_at=3), "point", tmp_path)
+        drawn_features.collect(12, 3, numbers(calls, kill_at=3), "point", tmp_path)
     (tmp_path / "images_000000_000002.npz").unlink()
-    features = loop.collect(12, 5, numbers(calls), "point", tmp_path)
+    features = drawn_features.collect(12, 5, numbers(calls), "point", tmp_path)
     assert calls[3:] == [[0, 1, 2], [6, 7, 8, 9, 10], [11]]
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(12))
 
@@ -72,13 +72,13 @@ def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
 def test_features_that_two_evaluations_wrote_count_each_image_once(tmp_path):
     def compute(rows):
         if not list(tmp_path.glob("*.npz")):  # Meanwhile, another evaluation begins and ends.
-            loop.collect(20, 3, numbers([]), "point", tmp_path)
+            drawn_features.collect(20, 3, numbers([]), "point", tmp_path)
         return numbers([])(rows)
 
-    features = loop.collect(20, 4, compute, "point", tmp_path)
+    features = drawn_features.collect(20, 4, compute, "point", tmp_path)
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(20))
     calls = []
-    again = loop.collect(20, 5, numbers(calls), "point", tmp_path)
+    again = drawn_features.collect(20, 5, numbers(calls), "point", tmp_path)
     np.testing.assert_array_equal(again["double"], features["double"])
     assert calls == []
 
@@ -86,9 +86,9 @@ def test_features_that_two_evaluations_wrote_count_each_image_once(tmp_path):
 def test_overlapping_features_are_chosen_so_that_most_are_kept(tmp_path):
     for first, last in [(0, 3), (2, 8), (4, 6), (9, 9)]:
         rows = np.arange(first, last + 1)
-        loop._write_shard(tmp_path, rows, numbers([])(rows))
+        drawn_features._write_shard(tmp_path, rows, numbers([])(rows))
     calls = []
-    features = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+    features = drawn_features.collect(10, 4, numbers(calls), "point", tmp_path)
     assert calls == [[7, 8]]
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
 
@@ -99,7 +99,7 @@ def test_features_that_disappear_are_an_error(tmp_path, capsys):
         return numbers([])(rows)
 
     with pytest.raises(SystemExit) as ended:
-        loop.collect(8, 4, compute, "point", tmp_path)
+        drawn_features.collect(8, 4, compute, "point", tmp_path)
     assert ended.value.code == 2
     assert f"{tmp_path} holds the features of 4 of 8 images" in capsys.readouterr().err
 
@@ -107,12 +107,12 @@ def test_features_that_disappear_are_an_error(tmp_path, capsys):
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty"])
 def test_a_damaged_batch_is_drawn_again(tmp_path, harm, caplog):
     calls = []
-    expected = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+    expected = drawn_features.collect(10, 4, numbers(calls), "point", tmp_path)
     path = tmp_path / "images_000004_000007.npz"
     content = bytearray(path.read_bytes())
     content[content.index(np.float64(8).tobytes())] ^= 1  # The number of image 4, twice.
     path.write_bytes({"flip": content, "cut": content[:200], "empty": b""}[harm])
-    again = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+    again = drawn_features.collect(10, 4, numbers(calls), "point", tmp_path)
     assert calls[3:] == [[4, 5, 6, 7]]
     np.testing.assert_array_equal(again["double"], expected["double"])
     assert f"{path} is damaged, so its images are drawn again" in caplog.text
@@ -120,15 +120,15 @@ def test_a_damaged_batch_is_drawn_again(tmp_path, harm, caplog):
 
 def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
     card = {"seed": 0, "step": 3, "versions": {"jax": "1"}}
-    assert loop.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
+    assert drawn_features.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
     newer = card | {"versions": {"jax": "2"}}
-    assert loop.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
+    assert drawn_features.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
     with pytest.raises(
         ValueError, match=r"other settings .toy.seed: 0 stored, 1 requested.: use the"
     ):
-        loop.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
+        drawn_features.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
     with pytest.raises(ValueError, match=r"clip\.seed: None stored, 0 requested"):
-        loop.claim(tmp_path / "f", {"toy": card, "clip": card})
+        drawn_features.claim(tmp_path / "f", {"toy": card, "clip": card})
 
 
 def test_a_point_in_words_has_each_score_with_its_interval():

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.machine.sharding import make_mesh
+from diffusion_jax.devices.sharding import make_mesh
 from diffusion_jax.metrics import clip_score, clip_towers, extractors
 from tests.diffusion_jax.metrics import standin, toy
 from tests.diffusion_jax.text import tiny_weights

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.machine.sharding import make_mesh
+from diffusion_jax.devices.sharding import make_mesh
 from diffusion_jax.metrics import extractors
 from tests import processes
 from tests.diffusion_jax.metrics import toy

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import scorers
-from diffusion_jax.machine import sharding
 from diffusion_jax.metrics import (
     features,
     frechet,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.machine import flops, sharding
+from diffusion_jax.devices import flops, sharding
 from diffusion_jax.nn import attention, layers
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.machine import flops
+from diffusion_jax.devices import flops
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense
 from imagen_jax.layers import ConvTranspose

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.nn import ops
 from launch.planner import traffic
 

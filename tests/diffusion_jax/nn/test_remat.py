@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.machine.flops import subjaxprs
+from diffusion_jax.devices.flops import subjaxprs
 from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, with_remat
 

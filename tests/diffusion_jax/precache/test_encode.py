@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.precache import encode
 from diffusion_jax.text import clip, embed, t5
 from tests.diffusion_jax.text import tiny_weights

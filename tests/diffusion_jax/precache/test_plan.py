@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.machine import tables
+from diffusion_jax.files import sorted_tables
 from diffusion_jax.precache import index, plan, store
 
 IDENTITY = {"encoder": "x"}
@@ -28,7 +28,7 @@ def open_plan(path, texts, size=2, held=()):
     rows = np.zeros(len(held), index.ROW)
     rows["key"] = keys(*held)
     before = index.listed(path, folder, ["shard", "gone"])
-    tables.write(before.tables[0], rows)
+    sorted_tables.write(before.tables[0], rows)
     for part in p.ranges:
         plan.write_new_captions(p, before, part)
     return p, plan.write_counts(p)
@@ -38,7 +38,7 @@ def open_plan(path, texts, size=2, held=()):
 def test_of_each_key_the_first_caption_is_encoded_unless_it_is_there(tmp_path, monkeypatch, rows):
     """As sorting all keys in one place says, whatever the ranges and however they are cut."""
     monkeypatch.setattr(plan, "_CHUNK", 4)
-    monkeypatch.setattr(tables, "_ROWS", rows)
+    monkeypatch.setattr(sorted_tables, "_ROWS", rows)
     hashes = [hashlib.blake2b(bytes([i]), digest_size=16).digest() for i in range(9)]
     texts = [hashes[i] for i in np.random.default_rng(0).integers(9, size=30)]
     held = sorted(hashes[:2])

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax import engines
 from diffusion_jax.config.settings import Data, Text
-from diffusion_jax.data import sources
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
+from diffusion_jax.data import engines, sources
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.text import embed
 from imagen_jax import settings as imagen_settings

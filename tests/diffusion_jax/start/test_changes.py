@@ -8,8 +8,8 @@ import pytest
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.start import changes, pictures, written
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.start import changes, training_pictures, written
 from diffusion_jax.start.stages import Stage
 
 BASE = Stage("base32_8m", "", "imagen_jax.train", lambda s, mesh: pytest.fail("nothing is opened"))
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 def config(folder, weights="", uncaptioned="error"):
     """The config that a set becomes, whole."""
-    photos = pictures.read(Data("folder", str(folder), uncaptioned=uncaptioned))
+    photos = training_pictures.read(Data("folder", str(folder), uncaptioned=uncaptioned))
     own = changes.of_data(photos, weights)(BASE)
     return written.config(BASE.base, own)
 
@@ -59,7 +59,7 @@ def test_prompts_are_short_captions_of_frequent_words():
 
 
 def test_shapes_that_are_kept_are_those_of_the_stage(folder):
-    photos = pictures.read(Data("folder", str(folder)))
+    photos = training_pictures.read(Data("folder", str(folder)))
     of_data = changes.of_data(photos, "", keep_shapes=True)
     data = {base: written.config(base, of_data(BASE._replace(base=base)))["data"]
             for base in ("base32_8m", "sd64_11m")}  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 from diffusion_jax.config.settings import Data
 from diffusion_jax.start import questions
 from diffusion_jax.start.finetuned import Shipped
-from diffusion_jax.start.pictures import PictureSet
 from diffusion_jax.start.questions import ASK, FINETUNE
+from diffusion_jax.start.training_pictures import PictureSet
 
 ROOT = pathlib.Path(__file__).parents[3]
 SHIPPED = Shipped(str(ROOT / "models/emoji32"), "emoji32")

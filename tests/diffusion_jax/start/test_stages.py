@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from diffusion_jax.config.settings import Data, Run
-from diffusion_jax.start import command, stages, written
-from diffusion_jax.start.pictures import PictureSet
+from diffusion_jax.start import stages, start_command, written
 from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
+from diffusion_jax.start.training_pictures import PictureSet
 
 SMALL, LARGE, AFTER = (Stage(name, "", "train", lambda s, mesh: None) for name in "abc")
 MODELS = [
@@ -56,14 +56,14 @@ def test_a_stage_that_two_candidates_have_keeps_its_share_of_the_time(monkeypatc
     monkeypatch.setattr(stages, "open_stage", open_stage)
     of_data = lambda stage: {}
     photos = PictureSet(Data("folder"), range(9), {"smaller_side": {"median": 64.0}}, 9.0)
-    chosen = command._measure(MODELS[:2], photos, of_data, 1.0, "mine")
+    chosen = start_command._measure(MODELS[:2], photos, of_data, 1.0, "mine")
     assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
         ("a", 0.75), ("c", 0.25)
     ]  # fmt: skip
     assert measured == [("a", "mine"), ("c", "mine")]  # None of them twice.
     assert traced == ["c"]  # Measuring traces too.
     short = 100 / 3_600  # Too short for the second model, so its other stages are not traced.
-    command._measure(MODELS[:2], photos, of_data, short, "mine")
+    start_command._measure(MODELS[:2], photos, of_data, short, "mine")
     assert traced == ["c"]
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.machine import sharding
-from diffusion_jax.machine.stored import Stored
+from diffusion_jax.devices import sharding
+from diffusion_jax.devices.lazy_arrays import Stored
 from diffusion_jax.text import embed, t5
 from diffusion_jax.weights import pretrained, torch_weights
 from tests.diffusion_jax.text import tiny_weights

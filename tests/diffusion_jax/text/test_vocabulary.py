@@ -10,7 +10,7 @@ import pytest
 from diffusion_jax.data import pictures
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.text import meaning, vocabulary
-from diffusion_jax.train import command, loop
+from diffusion_jax.train import loop, train_command
 
 CAPTIONS = [
     "A fox, noto style, on a gray background",
@@ -143,32 +143,34 @@ def inputs(texts, **changes):
 
 
 def test_training_keeps_the_words_of_an_even_sample_of_captions(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_CAPTIONS", 5)
-    monkeypatch.setattr(command, "_CHUNK", 2)
+    monkeypatch.setattr(train_command, "_CAPTIONS", 5)
+    monkeypatch.setattr(train_command, "_CHUNK", 2)
     given, rows = inputs([f"word{n}" if n % 4 else np.zeros(3) for n in range(9)])
-    command.keep_vocabulary(tmp_path, given)
+    train_command.keep_vocabulary(tmp_path, given)
     assert sorted(rows) == [0, 2, 4, 6, 8]
     kept = vocabulary.read(tmp_path)
     assert kept and kept.words == {"word2", "word6"} and kept.num_captions == 2
     before = len(rows)
-    command.keep_vocabulary(tmp_path, given)  # A run that continues reads nothing.
+    train_command.keep_vocabulary(tmp_path, given)  # A run that continues reads nothing.
     assert len(rows) == before
 
 
 def test_all_captions_of_a_picture_count(tmp_path):
-    command.keep_vocabulary(tmp_path, inputs([Captions(("one", "two"), (0.9, 0.1)), "three"])[0])
+    train_command.keep_vocabulary(
+        tmp_path, inputs([Captions(("one", "two"), (0.9, 0.1)), "three"])[0]
+    )
     kept = vocabulary.read(tmp_path)
     assert kept and kept.words == {"one", "two", "three"} and kept.num_captions == 3
 
 
 @pytest.mark.parametrize("changes", [{"start": print}, {"open_prompts": None}])
 def test_a_run_that_starts_from_weights_or_draws_no_prompts_has_none(tmp_path, changes):
-    command.keep_vocabulary(tmp_path, inputs(["a fox"], **changes)[0])
+    train_command.keep_vocabulary(tmp_path, inputs(["a fox"], **changes)[0])
     assert vocabulary.read(tmp_path) is None
 
 
 def test_slow_storage_ends_the_reading_after_a_chunk_of_the_whole_range(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_SECONDS", -1)
+    monkeypatch.setattr(train_command, "_SECONDS", -1)
     given, rows = inputs([f"word{n}" for n in range(1000)])
-    command.keep_vocabulary(tmp_path, given)
+    train_command.keep_vocabulary(tmp_path, given)
     assert rows == list(range(0, 1000, 4))

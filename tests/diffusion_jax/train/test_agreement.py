@@ -9,7 +9,7 @@ import pytest
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import fingerprints
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from tests import processes
 
 
@@ -18,7 +18,7 @@ def check(process, folder, out):
     import jax
 
     from configs import quickstart
-    from diffusion_jax.train import command
+    from diffusion_jax.train import train_command
 
     def error(function, argument):
         try:
@@ -30,12 +30,14 @@ def check(process, folder, out):
     data = lambda name: open_pictures(Data("folder", path=f"{folder}/{name}"), 8)
     second = jax.process_index() == 1
     said = [
-        error(command.check_configs, config(prompts=("x" * 700 + "ab"[second],))),
-        error(command.check_configs, config(data=config()["data"] | {"path": f"here{second}"})),
-        error(command.check_data, data("fewer" if second else "all")),
-        error(command.check_data, data("renamed" if second else "all")),
-        error(command.check_data, data("edited" if second else "all")),
-        error(command.check_data, data("copy" if second else "all")),
+        error(train_command.check_configs, config(prompts=("x" * 700 + "ab"[second],))),
+        error(
+            train_command.check_configs, config(data=config()["data"] | {"path": f"here{second}"})
+        ),
+        error(train_command.check_data, data("fewer" if second else "all")),
+        error(train_command.check_data, data("renamed" if second else "all")),
+        error(train_command.check_data, data("edited" if second else "all")),
+        error(train_command.check_data, data("copy" if second else "all")),
     ]
     pathlib.Path(out, f"{process}.json").write_text(json.dumps(said))
 

@@ -9,7 +9,7 @@ from PIL import Image
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import aspect_buckets, pipeline
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop, rehearse, replay

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from absl import logging
 
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 from diffusion_jax.train import autotuning
 
 DUMP, LOAD = "xla_gpu_dump_autotune_results_to", "xla_gpu_load_autotune_results_from"
@@ -35,7 +35,7 @@ def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path
     autotuning.keep(tmp_path, first)
     assert first.written is not None and not first.written.parent.exists()
     digest = hashlib.sha256(b"kernel 7").hexdigest()[:16]
-    name = f"autotuning_{log.version('jaxlib')}_cpu_{digest}.txt"
+    name = f"autotuning_{run_log.version('jaxlib')}_cpu_{digest}.txt"
     assert (tmp_path / name).read_text() == "kernel 7"
     second = autotuning.find(tmp_path, deterministic=False)
     assert second.options == {ONLY: False, LOAD: str(tmp_path / name)}
@@ -46,7 +46,7 @@ def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path
 
 @pytest.mark.usefixtures("_on_a_gpu")
 @pytest.mark.parametrize(
-    "name", ["autotuning_0.0.1_cpu_abc.txt", f"autotuning_{log.version('jaxlib')}_H200_abc.txt"]
+    "name", ["autotuning_0.0.1_cpu_abc.txt", f"autotuning_{run_log.version('jaxlib')}_H200_abc.txt"]
 )
 def test_choices_of_another_jaxlib_or_gpu_are_not_loaded_and_this_is_logged(name, tmp_path, caplog):
     (tmp_path / name).write_text("kernel 7")

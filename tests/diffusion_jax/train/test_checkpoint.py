@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffusion_jax.machine import checksums, sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.files import checksums
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import restore

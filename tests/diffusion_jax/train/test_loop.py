@@ -16,10 +16,12 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data import pipeline
+from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import checksums, log, sharding, sheets
-from diffusion_jax.train import checkpoint, loop, measuring, out_of_memory, progress, trace
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.files import checksums, sheets
+from diffusion_jax.logs import run_log
+from diffusion_jax.train import checkpoint, loop, measuring, out_of_memory, step_report, trace
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 
@@ -190,7 +192,7 @@ def one_device(tmp_path_factory):
     """Return the loss of each step, and the last state."""
     workdir = tmp_path_factory.mktemp("run")
     state = train(workdir, log_every=1)
-    return log.read_metrics(workdir / log.METRICS), state
+    return run_log.read_metrics(workdir / run_log.METRICS), state
 
 
 def assert_close(actual, expected):
@@ -217,7 +219,7 @@ def test_a_run_continues_on_another_mesh(tmp_path, one_device):
 
 
 def read(workdir):
-    return log.read_metrics(workdir / log.METRICS)
+    return run_log.read_metrics(workdir / run_log.METRICS)
 
 
 def test_metrics_are_means_since_the_last_line(tmp_path, one_device):
@@ -238,7 +240,7 @@ def test_metrics_are_means_since_the_last_line(tmp_path, one_device):
 
 def test_losses_by_noise_level_average_to_the_loss(tmp_path, monkeypatch):
     totals = []
-    monkeypatch.setattr(progress, "noise_level_means", lambda total: totals.append(total) or {})
+    monkeypatch.setattr(step_report, "noise_level_means", lambda total: totals.append(total) or {})
     train(tmp_path, log_every=4)
     losses = [line["loss"] for line in read(tmp_path)]
     np.testing.assert_array_equal([t["level_count"].sum() for t in totals], [4 * 8, 3 * 8])
@@ -256,7 +258,7 @@ def test_the_speed_leaves_out_drawing_and_saving(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(step_report, "time", types.SimpleNamespace(time=lambda: now[0]))
     monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
     monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
     monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))
@@ -291,9 +293,9 @@ def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline.Batches, "__next__", no_data)
     with pytest.raises(OSError, match="the disk is gone"):
         train(tmp_path)
-    (run,) = json.loads((tmp_path / log.MANIFEST).read_text())["runs"]
+    (run,) = json.loads((tmp_path / run_log.MANIFEST).read_text())["runs"]
     assert (run["seed"], run["first_step"], run["config"]) == (5, 0, {"a": [1, 2]})
-    assert not (tmp_path / log.METRICS).exists()
+    assert not (tmp_path / run_log.METRICS).exists()
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
@@ -301,7 +303,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "make_step", None)
     assert_equal(train(tmp_path, steps=2), whole)
     assert [line["step"] for line in read(tmp_path)] == [1, 2]
-    runs = json.loads((tmp_path / log.MANIFEST).read_text())["runs"]
+    runs = json.loads((tmp_path / run_log.MANIFEST).read_text())["runs"]
     assert [run["first_step"] for run in runs] == [0, 2]
 
 
@@ -461,4 +463,4 @@ def test_the_step_is_compiled_with_the_options_for_exact_resume(tmp_path, monkey
     monkeypatch.setattr(loop, "compiled", lambda *args: used.append(args[-1]) or compiled(*args))
     train(tmp_path, steps=1)
     assert used == [options] and kept == [(tmp_path, tuned)]
-    assert log.read_manifest(tmp_path)[0]["autotuning"] == "autotuning_1.txt"
+    assert run_log.read_manifest(tmp_path)[0]["autotuning"] == "autotuning_1.txt"

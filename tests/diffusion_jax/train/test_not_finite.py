@@ -12,8 +12,8 @@ from flax import linen as nn
 from PIL import Image
 
 from diffusion_jax.data import pipeline
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.train import loop, not_finite
 from diffusion_jax.train.state import image_keys

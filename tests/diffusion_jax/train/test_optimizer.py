@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from diffusion_jax.config.settings import Optimizer
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.train import optimizer
 
 

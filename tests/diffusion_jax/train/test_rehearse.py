@@ -15,13 +15,13 @@ from configs import quickstart
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.data import pipeline
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.train import loop
 from diffusion_jax.train.rehearse import _sample, rehearse
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
-from tests.diffusion_jax.machine.test_writer import end, hold
+from tests.diffusion_jax.files.test_folder_lock import end, hold
 from tests.diffusion_jax.test_heldout import records
 from tests.diffusion_jax.train.test_loop import EXAMPLES, OPTIMIZER, RUN, TASK, train
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_the_run(tmp_path
 
 
 def test_a_step_that_may_not_fit_and_a_disk_that_may_fill_are_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("diffusion_jax.machine.hardware.host_memory", lambda: 10**6)
+    monkeypatch.setattr("diffusion_jax.devices.hardware.host_memory", lambda: 10**6)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     told(tmp_path, ignore_memory=True)

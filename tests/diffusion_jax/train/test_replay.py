@@ -11,8 +11,9 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data import pipeline
-from diffusion_jax.examples.digits import pictures as digits
-from diffusion_jax.machine import log, sharding
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.logs import run_log
 from diffusion_jax.train import loop, replay, replay_command, state
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy, training_noise
@@ -55,11 +56,11 @@ def fifth(workdir):
 def test_a_line_is_a_mean_since_the_last_line_or_start(workdir, tmp_path):
     spans = [(window.first, window.last) for window in replay.windows(workdir)]
     assert spans == [(0, 2), (2, 4), (4, 6), (6, 7), (7, 8), (8, 9)]
-    (tmp_path / log.METRICS).write_text(
-        "".join(log.metrics_line(s, {"grad_norm": 1.0}) for s in (4, 8))
+    (tmp_path / run_log.METRICS).write_text(
+        "".join(run_log.metrics_line(s, {"grad_norm": 1.0}) for s in (4, 8))
     )
     for first_step in (0, 6, 5, 7):  # The start from 5 removed the lines after the one from 6.
-        log.write_manifest(tmp_path, {}, 0, first_step)
+        run_log.write_manifest(tmp_path, {}, 0, first_step)
     assert [window[:2] for window in replay.windows(tmp_path)] == [(0, 4), (7, 8)]
 
 
@@ -167,10 +168,10 @@ def test_the_report_names_every_part_and_the_sheet_begins_with_the_largest_loss(
 
 
 def test_what_has_changed_since_is_named(tmp_path, monkeypatch):
-    log.write_manifest(tmp_path, {"steps": 5, "mesh": {"fsdp": 2}}, 3, 0)
+    run_log.write_manifest(tmp_path, {"steps": 5, "mesh": {"fsdp": 2}}, 3, 0)
     now = {"steps": 9, "mesh": {"fsdp": 2}}
     assert replay.changes(tmp_path, 1, now) == ""
     assert replay.changes(tmp_path, 1, {"mesh": {"fsdp": 4}}) == "config.mesh.fsdp was 2 and is 4"
-    monkeypatch.setattr(log, "version", lambda package: "9.9")
+    monkeypatch.setattr(run_log, "version", lambda package: "9.9")
     assert f"versions.jax was {jax.__version__} and is 9.9" in replay.changes(tmp_path, 1, now)
     assert replay.changes(tmp_path / "nothing", 1, now) == ""

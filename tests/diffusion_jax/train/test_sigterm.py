@@ -8,8 +8,8 @@ import time
 import jax
 import pytest
 
-from diffusion_jax import runs
-from diffusion_jax.machine import distributed, exits
+from diffusion_jax import exits, runs
+from diffusion_jax.devices import distributed
 from tests.imagen_jax import commands
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.nn import ops
 from diffusion_jax.train import optimizer
 from diffusion_jax.train import state as state_module

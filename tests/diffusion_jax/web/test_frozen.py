@@ -10,7 +10,8 @@ from PIL import Image
 
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.mlperf import rcp
-from diffusion_jax.machine import log, sheets
+from diffusion_jax.files import sheets
+from diffusion_jax.logs import run_log
 from diffusion_jax.web import frozen, results
 from tests import pages, written_sweeps
 
@@ -166,15 +167,15 @@ def test_the_page_says_which_scores_cannot_be_compared(tmp_path, show):
 
 
 def test_training_curves_are_means_of_neighbours(tmp_path):
-    lines = [log.metrics_line(s, {"loss": float(s % 2)}) for s in range(1, 601)]
-    (tmp_path / log.METRICS).write_text("".join(lines) + log.metrics_line(601, {}))
+    lines = [run_log.metrics_line(s, {"loss": float(s % 2)}) for s in range(1, 601)]
+    (tmp_path / run_log.METRICS).write_text("".join(lines) + run_log.metrics_line(601, {}))
     (run,) = kept(frozen.page([tmp_path]))["/api/training"]["runs"]
     steps, losses = zip(*run["curves"]["loss"], strict=True)
     assert len(steps) == 300 and set(losses) == {0.5} and steps[0] == 1.5
 
 
 def test_of_many_pictures_some_are_kept_from_the_first_to_the_last(tmp_path):
-    (tmp_path / log.METRICS).write_text(log.metrics_line(40, {"loss": 1.0}))
+    (tmp_path / run_log.METRICS).write_text(run_log.metrics_line(40, {"loss": 1.0}))
     for step in range(1, 41):
         path = tmp_path / "samples" / f"step_{step:08}.png"
         path.parent.mkdir(exist_ok=True)

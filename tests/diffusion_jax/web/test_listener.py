@@ -8,7 +8,7 @@ import time
 import pytest
 import uvicorn
 
-from diffusion_jax.machine import exits
+from diffusion_jax import exits
 from diffusion_jax.web import access, listener
 
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from diffusion_jax.data import prompts
-from diffusion_jax.machine import untrusted
+from diffusion_jax.files import untrusted
 from diffusion_jax.web import frozen, results
 from tests import written_sweeps
 

@@ -17,9 +17,9 @@ from PIL import Image
 from diffusion_jax.draw import loaded
 from diffusion_jax.draw.loaded import Cancelled
 from diffusion_jax.evaluate import sweep
-from diffusion_jax.machine import log
+from diffusion_jax.logs import run_log
 from diffusion_jax.metrics.cards import Scored
-from diffusion_jax.web import command, jobs, results, server
+from diffusion_jax.web import jobs, results, server, web_command
 from imagen_jax import cascade
 from imagen_jax.settings import Sampler
 from sd_jax import web as sd_web
@@ -266,9 +266,9 @@ def test_an_address_for_others_asks_for_the_token(site):
     assert cookie.startswith("token_1=secret;")  # Of this port, whose pages are not another's.
     assert ask(app, "/", cookie=cookie.partition(";")[0], **anywhere)[0] == 200
     assert ask(app, "/", cookie="token_1=é", **anywhere)[0] == 403
-    local = [command.is_local(h) for h in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "box")]
+    local = [web_command.is_local(h) for h in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "box")]
     assert local == [True, True, True, False, False]
-    assert [command.in_address(h) for h in ("::1", "127.0.0.2")] == ["[::1]", "127.0.0.2"]
+    assert [web_command.in_address(h) for h in ("::1", "127.0.0.2")] == ["[::1]", "127.0.0.2"]
 
 
 def test_models_say_what_can_be_chosen(site):
@@ -344,23 +344,23 @@ def test_stages_train_under_their_own_names_and_are_read_when_they_change(tmp_pa
     base, sr = tmp_path / "base", tmp_path / "sr"
     for folder in (base, sr):
         folder.mkdir()
-        (folder / log.METRICS).write_text(log.metrics_line(1, {"loss": 2.0}))
-    read, known = log.read_more_metrics, []
+        (folder / run_log.METRICS).write_text(run_log.metrics_line(1, {"loss": 2.0}))
+    read, known = run_log.read_more_metrics, []
     more = lambda path, tail, rows: known.append(len(rows)) or read(path, tail, rows)
-    monkeypatch.setattr(log, "read_more_metrics", more)
+    monkeypatch.setattr(run_log, "read_more_metrics", more)
     workdirs = {"sr": [str(base), str(sr)], "base": [str(base)]}
     found = [results.training(workdirs, str) for _ in range(2)][1]
     assert [run["name"] for run in found["runs"]] == found["names"] == ["base", "sr"]
-    with (sr / log.METRICS).open("a") as file:
-        file.write(log.metrics_line(2, {"loss": 1.0}))
+    with (sr / run_log.METRICS).open("a") as file:
+        file.write(run_log.metrics_line(2, {"loss": 1.0}))
     assert results.training(workdirs, str)["runs"][1]["curves"]["loss"] == [(1, 2.0), (2, 1.0)]
     assert known == [0, 0, 1, 1, 1, 1]  # Of each run in turn: lines that are not parsed again.
 
 
 def test_a_folder_may_have_commas(tmp_path):
     (tmp_path / "a,b").mkdir()
-    assert command.stages_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
-    assert command.stages_of("a,b") == ["a", "b"]
+    assert web_command.stages_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert web_command.stages_of("a,b") == ["a", "b"]
     with pytest.raises(ValueError, match="--workdir=a,b does not exist"):
         sd_web.open_model(["a", "b"], {})
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from diffusion_jax.machine import sharding
-from diffusion_jax.machine.stored import Stored
+from diffusion_jax.devices import sharding
+from diffusion_jax.devices.lazy_arrays import Stored
 from diffusion_jax.weights import pretrained
 from tests.diffusion_jax.text import tiny_weights
 from tests.diffusion_jax.weights import torch_writer

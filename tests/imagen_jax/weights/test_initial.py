@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax import finetune, lora, runs
+from diffusion_jax import runs
+from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.objective import LEARNED
-from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
+from diffusion_jax.weights import finetune, lora
 from imagen_jax import cascade, task, train
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, initial

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from configs import quickstart, sr256_600m
-from diffusion_jax.machine import sharding, traced_memory
+from diffusion_jax.devices import sharding, traced_memory
 from diffusion_jax.nn import layers
 from diffusion_jax.train import memory, optimizer
 from diffusion_jax.train.state import init_state
 from imagen_jax.layers import ResBlock
-from launch.planner import compiling, estimate, systems, traffic
+from launch.planner import compiling, estimate, tasks, traffic
 
 SAMPLES = 1009
 ROW = 4 * 16  # Bytes of a sample's row of 16 numbers.
@@ -107,7 +107,7 @@ class Blocks(nn.Module):
 
 def blocks(c):
     """The model of a config, with these blocks in the place of its UNet."""
-    model, net = systems.read(c.to_dict()), Blocks()
+    model, net = tasks.read(c.to_dict()), Blocks()
     image = np.zeros((1, 32, 32, 3), np.uint8)
 
     def loss(params, frozen, batch, keys):
@@ -136,7 +136,7 @@ def blocks(c):
 def test_bytes_and_traffic_are_those_of_the_compiled_step(kind, sizes):
     c = tiny(kind)
     c.mesh.update(dict(zip(sharding.AXES, sizes, strict=True)))
-    model = blocks(c) if kind == "blocks" else systems.read(c.to_dict())
+    model = blocks(c) if kind == "blocks" else tasks.read(c.to_dict())
     traced, mesh = estimate.trace(model), estimate.mesh_of(model, 8)
     need = estimate.bytes_per_device(traced, mesh)
     compiled = compiling.lower_step(model, sharding.make_mesh(*sizes)).compile()

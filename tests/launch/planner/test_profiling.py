@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from configs import base64_500m, emoji64_transformer, quickstart
-from diffusion_jax.machine import flops
+from diffusion_jax.devices import flops
 from diffusion_jax.train import memory
 from launch import accelerators
 from launch.planner import (
@@ -19,9 +19,9 @@ from launch.planner import (
     estimate,
     gpu,
     hlo,
-    kernels,
+    pallas,
     profiling,
-    systems,
+    tasks,
 )
 from tests.imagen_jax import commands
 
@@ -97,7 +97,7 @@ def test_a_loop_turns_as_often_as_its_condition_says_where_nothing_else_does():
 
 _LOOP = """
 import jax, jax.numpy as jnp
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from launch.planner import compiling, cycles
 compiling.prepare(1)
 where = sharding.replicated(compiling.one_device("v5e"))
@@ -119,12 +119,12 @@ def test_six_turns_cost_twice_as_much_as_three_on_a_tpu():
 
 _MICRO = """
 from configs import quickstart
-from launch.planner import compiling, systems
+from launch.planner import compiling, tasks
 compiling.prepare(1)
 for size in (0, 32):
     config = quickstart.get_config()
     config.optimizer.micro_batch = size
-    model = systems.read(config.to_dict())
+    model = tasks.read(config.to_dict())
     text = compiling.lower_step(model, compiling.one_device("v5e")).as_text()
     print(text.count("stablehlo.while"))
 """
@@ -195,7 +195,7 @@ def test_tiles_are_filled_up_along_the_axes_that_lie_together():
 def test_the_grid_of_a_kernel_is_read_from_its_operands():
     (instruction,) = [i for i, _ in hlo.read(TEXT).run() if cycles.is_kernel(i)]
     # 2 x 8 rows and heads, 2 blocks of queries, 3 of keys.
-    assert kernels.grid_of(instruction) == kernels.Grid(
+    assert pallas.grid_of(instruction) == pallas.Grid(
         1024, 1152, 64, 2 * 8 * 2 * 3, backward=False, masked=False
     )
 
@@ -204,7 +204,7 @@ def test_the_grid_of_a_kernel_is_read_from_its_operands():
     "config", [quickstart, emoji64_transformer, pytest.param(base64_500m, marks=pytest.mark.slow)]
 )
 def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
-    model = systems.read(config.get_config().to_dict())
+    model = tasks.read(config.get_config().to_dict())
     parts = blocks.record(model, 2)
     work = sum(len(block.names) * blocks.work(block) for block in parts)
     frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, 2)
@@ -238,7 +238,7 @@ def test_a_profile_adds_blocks_as_often_as_they_are_called():
 
 
 def test_a_profile_takes_the_place_of_the_assumed_utilization():
-    model = systems.read(quickstart.get_config().to_dict())
+    model = tasks.read(quickstart.get_config().to_dict())
     traced = estimate.trace(model)
     target = accelerators.parse("v5e:1x1")
     f = estimate.plan(traced, target, mfu=0.5, pictures=0, update=0.25)

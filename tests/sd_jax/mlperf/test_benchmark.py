@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import sd2_mlperf
-from diffusion_jax.machine import sharding
+from diffusion_jax.devices import sharding
 from diffusion_jax.metrics import clip_towers, extractors, frechet
 from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.metrics.features import Gaussian

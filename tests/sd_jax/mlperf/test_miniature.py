@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from configs import sd2_mlperf_miniature
-from diffusion_jax.examples.digits import pictures
+from diffusion_jax.examples.digits import rendering
 from diffusion_jax.metrics import clip_towers, extractors
 from sd_jax.mlperf import coco, miniature, rules
 from sd_jax.settings import read_settings
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 def test_each_caption_has_a_row_and_there_is_a_picture_for_each(folder):
     rows = coco.read_tsv(folder / "captions.tsv")
-    assert [row.caption for row in rows] == pictures.seen_prompts() + pictures.heldout_prompts()
+    assert [row.caption for row in rows] == rendering.seen_prompts() + rendering.heldout_prompts()
     assert len(list((folder / "pictures").glob("*.png"))) == len(rows) == 290
 
 
@@ -32,7 +32,7 @@ def test_inception_has_random_weights_and_the_real_shapes(folder):
 
 def test_every_clip_score_meets_the_target_and_depends_on_image_and_caption(folder):
     clip = clip_towers.load(folder / "clip")
-    captions = pictures.heldout_prompts()
+    captions = rendering.heldout_prompts()
     texts = extractors.on_host(clip.text)(clip.tokenize(captions))
     noise = np.random.default_rng(0).uniform(0, 255, (4, 16, 16, 3)).astype(np.float32)
     images = extractors.on_host(clip.image)(noise)

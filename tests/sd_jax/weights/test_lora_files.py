@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import lora
 from diffusion_jax.config.settings import Lora
-from diffusion_jax.weights import torch_weights
+from diffusion_jax.weights import lora, torch_weights
 from sd_jax.unet import UNet
 from sd_jax.weights import lora_files, names, text
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart

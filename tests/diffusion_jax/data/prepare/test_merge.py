@@ -10,10 +10,11 @@ import tarfile
 import numpy as np
 import pytest
 
+from diffusion_jax import exits
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.machine import exits, writer
+from diffusion_jax.files import folder_lock
 
 
 def as_nemo(array, protocol=4):
@@ -156,8 +157,8 @@ def test_names_need_not_be_utf_8_and_long_suffixes_are_refused(tars):
 
 def test_two_merges_do_not_write_into_one_folder(tars):
     (tars / "out").mkdir()
-    other = {"pid": os.getppid(), "started": writer._started(os.getppid()),
-             "machine": writer._machine()}  # fmt: skip
+    other = {"pid": os.getppid(), "started": folder_lock._started(os.getppid()),
+             "machine": folder_lock._machine()}  # fmt: skip
     (tars / "out" / "writer-1.json").write_text(json.dumps(other))
     with pytest.raises(exits.Busy, match=f"out is being written by process {os.getppid()}"):
         merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")

@@ -11,7 +11,7 @@ from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from tests.imagen_jax import commands
 
 

@@ -10,7 +10,7 @@ from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources.arrayrecord import ArrayRecords
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 READERS = {"webdataset": WebDataset, "arrayrecord": ArrayRecords}
 

@@ -11,7 +11,7 @@ from diffusion_jax.data import guess
 from diffusion_jax.data.records import suffix_of
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources import webdataset
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.examples.digits.judge import compare, compare_on_real, fit_judge
 from diffusion_jax.metrics import accuracy
 

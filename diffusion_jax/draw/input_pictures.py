@@ -1,0 +1,167 @@
+"""Read pictures to draw over, and masks of the parts to redraw, from flags and files."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from absl import flags, logging
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from diffusion_jax import files
+from diffusion_jax.files import rgb, untrusted
+
+IMAGE, MASK = "image", "mask"
+flags.disclaim_key_flags()  # --help lists these flags with those of the module that defines them.
+
+
+class Pictures(NamedTuple):
+    """Pictures to draw over, and masks. Pixels that are white in the mask are redrawn."""
+
+    images: Sequence[Image.Image]
+    """One picture for all texts, or one picture per text."""
+    masks: Sequence[Image.Image]
+    """No mask, one mask for all texts, or one mask per text."""
+
+    def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
+        """Return the arrays {IMAGE: uint8 [N, H, W, 3], MASK: bool [N, H, W]} for N texts.
+
+        Without masks, the key MASK is missing. Pictures and masks are resized to `size`. A pixel of
+        a resized mask is True if any part of it is white. So a pixel that is not redrawn lies
+        entirely in the black part of the mask.
+
+        Args:
+            size: Width and height in pixels.
+            num_texts: The number of texts, N.
+        """
+
+        def stacked(images: Sequence[Image.Image], how: Image.Resampling) -> np.ndarray:
+            same = [np.asarray(i if i.size == size else i.resize(size, how)) for i in images]
+            return np.stack(same * (num_texts // len(same)))
+
+        batch = {IMAGE: stacked(self.images, Image.Resampling.BICUBIC)}
+        if self.masks:
+            white = [mask.point([0] * 128 + [255] * 128) for mask in self.masks]
+            batch[MASK] = stacked(white, Image.Resampling.BOX) > 0
+        return batch
+
+
+def define() -> Callable[[int], Pictures | None]:
+    """Define the flags --image and --mask.
+
+    Return a function that takes the number of texts, and opens the pictures and masks that the
+    flags name (see `read`).
+    """
+    images = flags.DEFINE_multi_string(
+        "image", [], "A picture to draw over: one for all texts, or one for each."
+    )
+    masks = flags.DEFINE_multi_string(
+        "mask",
+        [],
+        "A mask for --image, white at the parts to redraw and black elsewhere: one for all texts, "
+        "or one for each.",
+    )
+    return lambda num_texts: read(images.value, masks.value, num_texts)
+
+
+def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Pictures | None:
+    """Open pictures and masks from the paths `images` and `masks`. Return None without paths.
+
+    Raises:
+        ValueError: The number of pictures or of masks is not 0, 1 or `num_texts`, a mask has no
+            picture or another size than its picture, or a file is damaged.
+        OSError: A file is missing, or is not an image that Pillow can read.
+    """
+    opened = [open_picture(path, "RGB", "--image") for path in images]
+    white = [open_picture(path, "L", "--mask") for path in masks]
+    for name, some in (("--image", opened), ("--mask", white)):
+        if len(some) not in (0, 1, num_texts):
+            raise ValueError(
+                f"{name} is given {len(some)} times, but there are {num_texts} texts: give it "
+                "once, or once per text"
+            )
+    if white and not opened:
+        raise ValueError(f"--mask={masks[0]} needs a picture: give --image too")
+    for i, (path, mask) in enumerate(zip(masks, white, strict=True)):
+        for image in opened if len(white) == 1 else [opened[min(i, len(opened) - 1)]]:
+            _check_mask(mask, image, f"--mask={path}")
+    return Pictures(opened, white) if opened else None
+
+
+def open_picture(path: str, mode: str, flag: str) -> Image.Image:
+    """Open and decode a picture, and convert it to "RGB" or "L" (see `upright`).
+
+    `flag` is the name of the flag that gives the path, for error messages.
+
+    Raises:
+        ValueError: The file is damaged, has too many pixels, or has pixels of an unknown range.
+        OSError: The file is missing, or is not an image that Pillow can read.
+    """
+    try:
+        image = untrusted.open_image(files.local(path))
+    except UnidentifiedImageError as error:
+        raise OSError(f"{flag}={path} is not an image that Pillow can read") from error
+    except OSError as error:
+        raise OSError(f"{flag}={path} cannot be opened: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{flag}={path} cannot be opened: {error}") from error
+    try:
+        image.load()
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each for damaged files.
+        raise ValueError(f"{flag}={path} is damaged: {error}") from error
+    return upright(image, mode, f"{flag}={path}")
+
+
+def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:
+    """Return Pictures that hold the picture to draw over and its mask, or None without a picture.
+
+    Raises:
+        ValueError: There is a mask without a picture, or their sizes differ.
+    """
+    if image is None:
+        if mask is not None:
+            raise ValueError("a mask was given without an image to draw over: give an image too")
+        return None
+    image = upright(image, "RGB", "the image")
+    if mask is not None:
+        mask = upright(mask, "L", "the mask")
+        _check_mask(mask, image, "the mask")
+    return Pictures([image], [] if mask is None else [mask])
+
+
+def upright(image: Image.Image, mode: str, name: str) -> Image.Image:
+    """Turn an image as its EXIF tag says, and convert it to "RGB", or to "L" for a mask.
+
+    Its colours are those of training (see rgb.to_rgb), but transparent pixels of a mask become
+    black. `name` is the image's name in error messages.
+
+    Raises ValueError if the range of the pixels is unknown, or if a mask with transparent pixels
+    shows other colours than black and white.
+    """
+    image = ImageOps.exif_transpose(image)
+    try:
+        flat = rgb.to_rgb(image, background="black" if mode == "L" else "white")
+    except ValueError as error:
+        raise ValueError(f"{name} has {error}") from error
+    flat = flat.convert(mode)
+    if mode == "RGB" or not image.has_transparency_data:
+        return flat
+    opaque = np.asarray(flat)[np.asarray(image.convert("RGBA"))[..., 3] == 255]
+    if ((opaque > 15) & (opaque < 240)).any():
+        raise ValueError(
+            f"{name} is a picture with transparent parts, which does not say what to redraw: give "
+            "a mask that is white at the parts to redraw and black elsewhere"
+        )
+    return flat
+
+
+def _check_mask(mask: Image.Image, image: Image.Image, name: str) -> None:
+    if mask.size != image.size:
+        raise ValueError(
+            f"{name} is {mask.size[0]}x{mask.size[1]}, but its picture is "
+            f"{image.size[0]}x{image.size[1]}: give a mask of the picture's size"
+        )
+    white = np.asarray(mask) >= 128
+    if white.all():
+        logging.warning("%s is white throughout: the whole picture is redrawn", name)
+    elif not white.any():
+        logging.warning("%s is black throughout: nothing is redrawn", name)

@@ -1,0 +1,204 @@
+"""The sampling command of every system: draw prompts, and write the images and their metadata.
+
+The command writes a PNG file for each image, a contact sheet and metadata.jsonl. A system reads its
+own flags and opens its models. This module handles prompts, seeds, progress and files, in the same
+way for all systems.
+"""
+
+import contextlib
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import flags, logging
+from jaxtyping import UInt8
+
+from diffusion_jax import cli, files
+from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.devices import programs
+from diffusion_jax.draw import seeds
+from diffusion_jax.draw.program import Images
+from diffusion_jax.files import sheets
+from diffusion_jax.logs import progress
+from diffusion_jax.text import TextEncoder, vocabulary
+
+flags.disclaim_key_flags()  # --help lists these flags with those of the module that runs `command`.
+
+
+_SHOWN = 5  # The log shows the ignored parts of at most this many texts.
+
+
+class Session(NamedTuple):
+    """Opened and checked models, and the texts to draw."""
+
+    captions: Sequence[str]
+    draw: Callable[[Sequence[int], Sequence[int]], Iterator[Sequence[Images]]]
+    """A function (indices of captions [N], seeds [N]) -> batches.
+
+    A batch holds one array of images per stage of the cascade, the largest images last.
+    """
+    card: dict[str, Any]
+    """A description of the models and settings, written into each line of metadata.jsonl."""
+    inputs: Mapping[str, Sequence[str]] = {}
+    """Paths of input files, keyed by their names in metadata.jsonl, such as "image" and "mask".
+
+    A key has one path for all captions, or one per caption.
+    """
+    all_sizes: bool = False
+    """Whether to write the images of a cascade's earlier stages as well."""
+
+
+def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
+    """Run `python -m SYSTEM.sample --out=FOLDER`. Its --help shows the calling module's docstring.
+
+    Args:
+        open_session: Takes the prompts (possibly none) and the output folder, and returns a
+            Session. A ValueError or OSError from it becomes a one-line message and exit code 2.
+    """
+    f = _define_flags()
+
+    def main() -> None:
+        cli.start()
+        out = files.path(f["out"].value)
+        with cli.bad_input(), contextlib.ExitStack() as held:
+            if not f["out"].value:
+                raise ValueError("--out is empty: name the folder to write to")
+            files.check_writable(out, "--out")
+            folder = out
+            if f["rehearse"].value:
+                folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory()))
+            file = f["prompts"].value
+            prompts = [*f["prompt"].value, *(prompt_files.read(file) if file is not None else ())]
+            session = open_session(prompts, folder)
+            last = f["seed"].value + len(session.captions) * f["num_images"].value - 1
+            seeds.halves([last])
+            if f["rehearse"].value:
+                print(_rehearse(session, out, f["num_images"].value, folder))
+                return
+            out.mkdir(parents=True, exist_ok=True)
+        _draw(session, out, f["num_images"].value, f["seed"].value)
+
+    cli.run(main, "write --prompt={!r}")
+
+
+def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
+    """Log the number of texts that the encoder does not read in full, and what it ignores.
+
+    The ignored parts are logged for at most five texts.
+    """
+    lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
+    for text, part in lost[:_SHOWN]:
+        logging.warning(
+            "the text encoder ignores %r in the text %r, because it does not know these characters "
+            "or reads only the first %d tokens", part, text, encoder.max_tokens,
+        )  # fmt: skip
+    if lost:
+        logging.warning("%d of %d texts are not read in full", len(lost), len(texts))
+
+
+def warn_of_new_words(workdir: files.Path, encoder: TextEncoder, texts: Sequence[str]) -> None:
+    """Log one line that lists the words of `texts` that no training caption of a run contains."""
+    if line := vocabulary.warning(vocabulary.read(workdir), texts, encoder.name):
+        logging.warning("%s", line)
+
+
+def _define_flags() -> dict[str, flags.FlagHolder]:
+    integer = flags.DEFINE_integer
+    holders = [
+        flags.DEFINE_string("out", None, "The folder to write to.", required=True),
+        flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
+        flags.DEFINE_string(
+            "prompts", None, "A .txt file with one text per line, a table, or FILE::COLUMN."
+        ),
+        integer("num_images", 1, "Images for each text.", lower_bound=1, upper_bound=10**6),
+        flags.DEFINE_bool("rehearse", False, "Print what would be drawn, and exit."),
+        integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=seeds.MOST),
+    ]
+    return {holder.name: holder for holder in holders}
+
+
+def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
+    """Trace the drawing of the first text without compiling anything, and return a report.
+
+    The report names the devices, the number and size of the images, and the models. The files of
+    the first text are written to `folder`, which is temporary.
+    """
+    start = time.time()
+    with programs.rehearsal():
+        ((images, *larger),) = session.draw([0], [0])
+    _write(session, folder, [0], [0], [(images, *larger)])
+    sizes = " to ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (images, *larger))
+    total, device = len(session.captions) * num_images, jax.devices()[0]
+    rows = [
+        ("device", f"{jax.device_count()} x {device.device_kind}"),
+        ("draws", f"{total:,} images of {sizes}, for {len(session.captions):,} texts, into {out}"),
+        *((name, str(value)) for name, value in session.card.items() if name != "stages"),
+        *(
+            ("stage", ", ".join(f"{k} {v}" for k, v in s.items()))
+            for s in session.card.get("stages", ())
+        ),
+        ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
+    ]
+    return progress.block(rows)
+
+
+def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
+    rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
+    seeds = [first_seed + n for n in range(len(rows))]
+    batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
+    reported = progress.reported(batches, len(rows), "images", size=size)
+    _write(session, out, rows, seeds, reported)
+    logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(rows), out)
+
+
+def _write(
+    session: Session, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
+    batches: Iterable[Sequence[Images]],
+) -> None:  # fmt: skip
+    """Write each image of the batches, then metadata.jsonl and the contact sheet.
+
+    Image n draws caption rows[n] with seed seeds[n]. Only process 0 writes.
+    """
+    lines, images = [], []
+    for batch in batches:
+        with cli.bad_input():
+            pixels = [sheets.to_uint8(images) for images in batch]
+        if jax.process_index():
+            continue
+        for sizes in zip(*pixels, strict=True):
+            n = len(lines)
+            lines.append(_write_image(session, out, rows[n], seeds[n], sizes))
+            images.append(sizes[-1])
+    if jax.process_index() == 0:
+        index = "".join(json.dumps(line) + "\n" for line in lines)
+        files.write_whole(out / "metadata.jsonl", index)
+        sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
+        sheets.write_png(out / "sheet.png", sheet)
+
+
+def _write_image(
+    session: Session,
+    out: pathlib.Path,
+    text: int,
+    seed: int,
+    sizes: Sequence[UInt8[np.ndarray, "_ _ 3"]],
+) -> dict[str, Any]:
+    """Write the PNG files of one image, and return its line of metadata.jsonl.
+
+    `text` is the index of the image's caption. `sizes` holds the image at the size of each stage.
+    """
+    name = f"seed_{seed:06}"
+    line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}
+    line |= {kind: paths[text % len(paths)] for kind, paths in session.inputs.items() if paths}
+    line |= {"seed": seed}
+    sheets.write_png(out / line["file_name"], sizes[-1])
+    if session.all_sizes:
+        line["smaller"] = [f"{name}_{image.shape[0]}.png" for image in sizes[:-1]]
+        for smaller, image in zip(line["smaller"], sizes, strict=False):
+            sheets.write_png(out / smaller, image)
+    return line | session.card

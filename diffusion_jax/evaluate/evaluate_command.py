@@ -1,0 +1,414 @@
+"""Implement the evaluation command of all systems: score a sweep, write tables and a page.
+
+A sweep consists of points. A point is a model with one checkpoint, one average (EMA) of its
+weights, and fixed sampler settings. The command draws pictures for every point at every guidance
+scale, with the same prompts and the same noise. loop.py saves the pictures' features after each
+batch.
+"""
+
+import contextlib
+import functools
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import flags, logging
+from jaxtyping import UInt8
+
+from diffusion_jax import cli, files, runs
+from diffusion_jax.config.ranges import Scale
+from diffusion_jax.config.settings import Evaluation
+from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.devices import programs
+from diffusion_jax.draw import options, program
+from diffusion_jax.draw.model import Model, fingerprint, with_overrides, with_weights
+from diffusion_jax.draw.options import Overrides, Weights
+from diffusion_jax.draw.program import Images
+from diffusion_jax.evaluate import (
+    copies,
+    curve,
+    drawn_features,
+    figures,
+    scorers,
+    sweep,
+    sweep_flags,
+)
+from diffusion_jax.evaluate.scorers import Scorer
+from diffusion_jax.files import sheets
+from diffusion_jax.logs import progress
+from diffusion_jax.metrics.cards import Card, Scored
+from diffusion_jax.task import Params
+
+
+class Point(NamedTuple):
+    """A point of a sweep: a model or a cascade with fixed weights and sampler settings."""
+
+    checkpoint: int
+    """The step of the first stage's checkpoint."""
+    ema: str
+    """The name of the first stage's average (EMA)."""
+    params: Sequence[Params]
+    """The weights of each stage."""
+    draw: drawn_features.Draw
+    """Draws pictures with these weights and sampler settings."""
+    card: Card
+    """The sampler, its steps, the precision, and other settings that affect the pictures."""
+    later: str = ""
+    """The checkpoints and averages (EMA) of a cascade's later stages, or "" if they do not vary."""
+    settings: Mapping[str, str] = {}
+    """The config fields that vary over the sweep: maps names such as "sampler.steps" to values."""
+
+
+class Subject(NamedTuple):
+    """A model or a cascade to evaluate, with the points of its sweep."""
+
+    workdir: pathlib.Path
+    """The run's folder. The sweep is written to its subfolder evaluation/."""
+    source: str
+    """The config field data.source. A source's module may provide prompts and a judge."""
+    size: int
+    """The side of the final pictures in pixels."""
+    batch_size: int
+    """The largest number of pictures to draw at once, if Sweep.batch_size is None."""
+    points: Sequence[Callable[[], Point]]
+    """One function per point. Each loads the weights of its point and returns the Point."""
+    name: str = ""
+    """The label of this subject's curve if several subjects share a figure."""
+
+
+class Sweep(NamedTuple):
+    """The guidance values of a sweep, and the settings for drawing and saving its pictures."""
+
+    guidance: Sequence[float]
+    seed: int = 0
+    """The seed of image 0. Image i has seed `seed` + i."""
+    batch_size: int | None = None
+    save_images: bool = False
+    name: str | None = None
+    """The name of the results' folder under evaluation/. By default, it is step_N, where N is the
+    step of the first point's checkpoint. With several subjects, it joins their names."""
+    size: int | None = None
+    """The side in pixels to which pictures are resized before scoring. None does not resize."""
+
+
+AXES = ("ema", "checkpoint", "guidance")
+"""Drawing options whose flags sweep_flags defines. Each of these flags takes several values."""
+
+
+def of_models(
+    models: Sequence[Model],
+    draw: Callable[[Sequence[Model], Sequence[str], Sequence[int], float], Images],
+    describe: Callable[[Model], dict[str, Any]],
+    source: str,
+    sizes: tuple[int, int],
+    weights: Sequence[Sequence[Weights]] = (),
+    name: str = "",
+    overrides: Sequence[Sequence[Overrides]] = ((),),
+) -> Subject:
+    """Return the Subject of a model or a cascade.
+
+    The Subject has a point for each combination of weights (one per stage) and overrides.
+
+    Args:
+        models: The model of each stage, loaded with the first weights and the first overrides.
+        draw: Maps (models of the stages, prompts, seeds, guidance) to images in about [-1, 1].
+        describe: Maps the model of a stage to its entry in the card's list "models".
+        source: The config field data.source of the training run.
+        sizes: The sides in pixels of the first stage's images and of the final pictures.
+        weights: A list of weights to evaluate for each stage, in the order of the stages. Stages
+            without a list keep their loaded weights.
+        name: The label of the subject in tables and figures.
+        overrides: For each combination of sampler settings, the config overrides of each stage.
+
+    Raises:
+        ValueError: The overrides of a stage are invalid.
+    """
+    joined = lambda values: ", ".join(map(str, values))
+    varied = options.varied(overrides)
+    for point in overrides[1:]:  # Raise errors of invalid settings before anything is drawn.
+        for model, of_stage in zip(models, point, strict=True):
+            with_overrides(model, of_stage)
+
+    def open_point(chosen: Sequence[tuple[int, Weights]], number: int) -> Point:
+        stages = [
+            with_weights(model, of_stage) if n else model
+            for model, (n, of_stage) in zip(models, chosen, strict=True)
+        ]
+        if number:
+            pairs = zip(stages, overrides[number], strict=True)
+            stages = [with_overrides(model, of_stage) for model, of_stage in pairs]
+        each = [model.settings for model in stages]
+        card = {
+            "sampler": joined(s.sampler.name for s in each),
+            "steps": joined(s.sampler.steps for s in each),
+            "precision": joined(s.unet.dtype for s in each),
+            "models": [describe(model) for model in stages],
+        }
+        params = [model.params for model in stages]
+        vary = any(len(of_stage) > 1 for of_stage in weights[1:])
+        later = ", ".join(f"{model.step} {model.ema}" for model in stages[1:] if vary)
+        first, draw_point = stages[0], functools.partial(draw, stages)
+        return Point(first.step, first.ema, params, draw_point, card, later, varied[number])
+
+    loaded = [[Weights(model.ema)] for model in models[len(weights) :]]
+    chosen = list(itertools.product(*(enumerate(of_stage) for of_stage in [*weights, *loaded])))
+    points = [
+        functools.partial(open_point, of_stages, number)
+        for of_stages in chosen
+        for number in range(len(overrides))
+    ]
+    batch_size = program.default_batch_size(sizes[0], sizes[0])
+    return Subject(files.path(models[0].workdir), source, sizes[1], batch_size, points, name)
+
+
+def command(
+    open_subjects: Callable[[Sequence[Sequence[Weights]]], Sequence[Subject]],
+    guidance: Sequence[float],
+    write_page: Callable[[pathlib.Path], pathlib.Path],
+) -> None:
+    """Run the command `python -m SYSTEM.evaluate --workdir=FOLDER`.
+
+    --help prints the docstring of the main module, which calls this function.
+
+    Args:
+        open_subjects: Called with a list of weights for each stage, which --ema and --checkpoint
+            select. It opens the models that the other flags name. If it raises ValueError or
+            OSError, the command prints a one-line message and exits with code 2.
+        guidance: The default guidance scales.
+        write_page: Writes a web page about a run's folder and returns the path of the page.
+    """
+    f = sweep_flags.define(guidance)
+
+    def main() -> None:
+        cli.start()
+        with cli.bad_input():
+            chosen = sorted(sweep_flags.numbers(f["guidance"].value, "guidance", Scale))
+            subjects = open_subjects(sweep_flags.weights(f["ema"].value, f["checkpoint"].value))
+            check_names(subjects)
+            check_folder(f["name"].value)
+            if f["out"].value:
+                files.check_writable(f["out"].value, "--out")
+                subjects = [s._replace(workdir=files.path(f["out"].value)) for s in subjects]
+            scorer = _scorer(subjects, f)
+            size = f["size"].value or common_size(subjects)
+            training = copies.open_training(f["copies"].value, f["unseen"].value, scorer, size)
+        plan = Sweep(
+            chosen or scorer.guidance or guidance, f["seed"].value, f["batch_size"].value,
+            f["save_images"].value, f["name"].value, f["size"].value,
+        )  # fmt: skip
+        with cli.bad_input():
+            plans = [rehearse(subject, scorer, plan) for subject in subjects]
+        if f["rehearse"].value:
+            print("\n\n".join(plans))
+            return
+        out = evaluate(subjects, scorer, plan, training)
+        if jax.process_index() == 0:
+            page = write_page(subjects[0].workdir)
+            logging.info("wrote %s, and a page with all results to %s", out, page)
+
+    cli.run(main)
+
+
+def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
+    """Trace the drawing and scoring of one batch, and return a printable summary of the sweep.
+
+    Nothing is compiled. An error that would stop the sweep is raised during tracing.
+    """
+    start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
+    most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
+    kinds = {g == 1: g for g in plan.guidance}.values()  # With and without guidance.
+    compute = lambda guidance: drawn_features.drawing(
+        scorer, point.draw, guidance, most, size=plan.size
+    )
+    with programs.rehearsal():
+        *_, features = [compute(guidance)(np.arange(most)) for guidance in kinds]
+    judged = [f"{k} ({v.shape[1]})" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
+    images = len(subject.points) * len(plan.guidance) * total
+    rows = [
+        ("model", f"{subject.workdir}, with sampler {point.card['sampler']}"),
+        ("draws", f"{images:,} images of {subject.size}x{subject.size}, {most} at once"),
+        ("prompts", f"{total:,}, at guidance {', '.join(f'{g:g}' for g in plan.guidance)}"),
+        ("features", f"{', '.join(judged)} (number per image)"),
+        ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
+    ]
+    return progress.block(rows)
+
+
+def evaluate(
+    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep,
+    training: copies.Training | None = None,
+) -> pathlib.Path:  # fmt: skip
+    """Draw and score all prompts at every point and guidance. Return the folder of the results.
+
+    The folder is in the first subject's workdir. Its table has a row for each point at each
+    guidance scale. If `training` is not None, also find the nearest training picture of each drawn
+    picture. The process prints a message and exits with code 2 if a checkpoint or average is
+    missing, if the folder holds features of another sweep, or if an image is not finite. It exits
+    with code 75 if another process evaluates into the folder.
+    """
+    with contextlib.ExitStack() as stack:
+        with cli.bad_input():
+            name = plan.name or _name(subjects, subjects[0].points[0]())
+            out = subjects[0].workdir / runs.EVALUATION / name
+            stack.enter_context(runs.writing(out))
+        _score_points(subjects, scorer, plan, training, out)
+    return out
+
+
+def _score_points(
+    subjects: Sequence[Subject], scorer: Scorer, plan: Sweep, training: copies.Training | None,
+    out: pathlib.Path,
+) -> None:  # fmt: skip
+    rows, pictures, copied = [], [], []
+    several = any(len(subject.points) > 1 for subject in subjects)
+    for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):
+        with cli.bad_input():
+            point = open_point()
+        of_point: dict[str, Any] = {"model": subject.name} if len(subjects) > 1 else {}
+        of_point |= {"checkpoint": point.checkpoint, "ema": point.ema}
+        of_point |= {"later": point.later} if point.later else {}
+        of_point |= point.settings
+        model = fingerprint(point.params)
+        for guidance in plan.guidance:
+            name = f"{sweep.point_name(of_point)}_guidance_{guidance:g}"
+            card = point.card | of_point | {"guidance": guidance, "seed": plan.seed, "model": model}
+            if plan.size not in (None, subject.size):
+                card["resized"] = f"{drawn_features.KERNEL} from {subject.size}x{subject.size}"
+            row = {"guidance": guidance, **of_point}
+            saved = out / f"images_{pathlib.Path(sweep.sheet_name(row, several)).stem}"
+            cards, features = _features(subject, point, scorer, plan, out, name, card, saved)
+            if jax.process_index():
+                continue
+            pictures.append(_sheet(scorer, features.pop("images")))
+            seconds = features.pop("seconds").sum(0)
+            scores = scorer.score(features)
+            rows.append(row | scorers.columns(scores) | _share(*seconds))
+            sweep.write_scored(
+                out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
+            )
+            sweep.write_table(out / sweep.TABLE, rows)
+            sheets.write_png(out / sweep.sheet_name(row, several), pictures[-1])
+            logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
+            if training is not None:
+                redraw = functools.partial(_redraw, scorer, point, plan, guidance)
+                sheet = sweep.sheet_name(row, several)
+                found = copies.write(out, sheet, training, features, redraw)
+                copied += [row | of_features for of_features in found]
+                sweep.write_table(out / copies.TABLE, copied)
+    if jax.process_index() == 0:
+        sweep.write_scores(out, rows)
+        _write_curve(out)
+        if (real := scorer.real_sheet()) is not None:
+            sheets.write_png(out / sweep.REAL, real)
+        sweep.write_metrics(out, rows, pictures)
+
+
+def _features(
+    subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
+    card: Card, images: pathlib.Path,
+) -> tuple[dict[str, Card], drawn_features.Features]:  # fmt: skip
+    """Return the judges' cards, and the features of the pictures drawn at one point and guidance.
+
+    The cards are keyed by judge, and the features by kind (Metric.features). The features are saved
+    in out/features/`name`. Pictures whose features are already saved are not drawn again. If
+    plan.save_images is set, the drawn pictures are written to the folder `images`.
+    """
+    folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
+    batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
+    with cli.bad_input():
+        cards = drawn_features.claim(
+            folder, {k: of_judge | card for k, of_judge in scorer.cards.items()}
+        )
+    keep = plan.save_images and jax.process_index() == 0
+    save = functools.partial(_save, images) if keep else None
+    compute = drawn_features.drawing(
+        scorer, point.draw, guidance, batch_size, first_seed=plan.seed, size=plan.size, save=save
+    )
+    return cards, drawn_features.collect(total, batch_size, compute, name, folder, finite=True)
+
+
+def _redraw(
+    scorer: Scorer, point: Point, plan: Sweep, guidance: float, indices: Sequence[int]
+) -> UInt8[np.ndarray, "B H W 3"]:
+    prompts, seeds = [scorer.prompts[i] for i in indices], [plan.seed + i for i in indices]
+    images = sheets.to_uint8(point.draw(prompts, seeds, guidance))
+    return drawn_features.resized(images, plan.size)
+
+
+def _name(subjects: Sequence[Subject], first: Point) -> str:
+    """Return a sweep's default folder name: step_N, or the names of several subjects joined."""
+    if len(subjects) > 1:
+        return "_".join(subject.name for subject in subjects)
+    return f"step_{first.checkpoint:08}"
+
+
+def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, image in zip(rows, images, strict=True):
+        sheets.write_png(folder / f"image{i:06}.png", image)
+
+
+def _sheet(scorer: Scorer, images: np.ndarray) -> np.ndarray:
+    return sheets.contact_sheet(images, [scorer.caption(i) for i in scorer.shown])
+
+
+def _share(drawing: float, scoring: float) -> dict[str, float]:
+    return {"features_share_of_time": round(float(scoring / (drawing + scoring)), 4)}
+
+
+def _write_curve(out: pathlib.Path) -> None:
+    figure = curve.figure(sweep.read(out))
+    for format in ("png", "pdf"):
+        files.write_whole(out / f"curve.{format}", figures.save(figure, format))
+
+
+def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scorer:
+    value = lambda name: f[name].value
+    size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
+    source = sources.pop() if len(sources) == 1 else ""
+    own = None if value("prompts") else scorers.own_scorer(source)
+    if own is not None:
+        scorers.check_unused("--", {name: holder.value for name, holder in f.items()})
+        return own(size, value("num_seen"), value("num_heldout"), value("metrics"))
+    for name in ("num_seen", "num_heldout"):
+        if f[name].present:
+            logging.warning(
+                "--%s has no effect, because the run's data source has no prompts of its own, or "
+                "--prompts replaces them",
+                name,
+            )
+    prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
+    names = ("prompts", "reference", "inception", "inception_mode", "clip", "clip_reference",
+             "dinov2", "dinov2_reference", "judge", "metrics")  # fmt: skip
+    group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
+    return scorers.open_scorer(source, size, prompts, group)
+
+
+def check_names(subjects: Sequence[Subject]) -> None:
+    """Raise ValueError if two models have the same name, because their files would collide."""
+    names = [subject.name for subject in subjects]
+    if same := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"two models are named {same[0]}, after their folders: rename one of these folders"
+        )
+
+
+def check_folder(name: str | None) -> None:
+    """Raise ValueError if `name`, the value of --name, is empty or a path with several parts."""
+    if name is not None and (name in ("", ".", "..") or pathlib.PurePath(name).name != name):
+        raise ValueError(f"--name={name}: give the name of a folder under evaluation/, not a path")
+
+
+def common_size(subjects: Sequence[Subject]) -> int:
+    """Return the picture side shared by all subjects. Raises ValueError if the sides differ."""
+    sides = sorted({subject.size for subject in subjects})
+    if len(sides) > 1:
+        raise ValueError(
+            f"the models draw pictures of different sizes ({', '.join(map(str, sides))} pixels): "
+            f"set --size, for example --size={sides[0]}, to resize all before they are scored"
+        )
+    return sides[0]

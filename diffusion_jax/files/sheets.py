@@ -1,0 +1,100 @@
+"""Write PNG files and contact sheets with captions."""
+
+import functools
+import io
+import os
+import subprocess
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageDraw, ImageFont
+
+from diffusion_jax import files
+
+_CELL = 128  # Approximate width of a picture in pixels; smaller images are enlarged.
+_LETTERS = 12  # Font size in pixels. In smaller fonts, the spaces between words disappear.
+_LINE = 14  # Height of a line of text.
+
+
+def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3"]:
+    """Convert images from [-1, 1] to integers in 0 ... 255. Values are rounded and clipped.
+
+    Raises ValueError if an image has a value that is NaN or infinite.
+    """
+    images = np.asarray(images)
+    if bad := int((~np.isfinite(images).all((1, 2, 3))).sum()):
+        raise ValueError(
+            f"{bad} of {len(images)} pictures are not finite: the sampler diverges, or the weights "
+            "are damaged; choose other sampler settings, or weights of another step"
+        )
+    return np.clip(np.round((images + 1) * 127.5), 0, 255).astype(np.uint8)
+
+
+def contact_sheet(
+    images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
+) -> UInt8[np.ndarray, "_ _ 3"]:
+    """Return one image that shows all images, with captions, in a grid with `columns` columns.
+
+    Small images are enlarged by a whole factor with a Lanczos filter. A caption has at most three
+    lines. Captions with letters outside ASCII are drawn with a font that fontconfig finds.
+    """
+    columns = min(columns, len(images))
+    scale = max(1, round(_CELL / images.shape[2]))
+    width, height = images.shape[2] * scale, images.shape[1] * scale
+    fonts = [_font("".join(sorted(set(caption)))) for caption in captions]
+    lines = [_wrapped(*pair, width) for pair in zip(captions, fonts, strict=True)]
+    text_height = _LINE * max(map(len, lines), default=0)
+    rows = -(-len(images) // columns)
+    size = (columns * (width + 4) + 4, rows * (height + text_height + 6) + 4)
+    sheet = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (image, text, font) in enumerate(zip(images, lines, fonts, strict=True)):
+        x, y = 4 + i % columns * (width + 4), 4 + i // columns * (height + text_height + 6)
+        enlarged = Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS)
+        sheet.paste(enlarged, (x, y))
+        for row, line in enumerate(text):
+            draw.text((x, y + height + 1 + row * _LINE), line, fill="black", font=font)
+    return np.asarray(sheet)
+
+
+def _wrapped(caption: str, font: Any, width: int) -> list[str]:
+    """Wrap a caption to lines of at most `width` pixels, and return the first three.
+
+    A line may have 8 letters even if these are wider than `width`.
+    """
+    lines: list[str] = []
+    caption = caption[: 3 * max(width, 8)]  # More cannot fit: a letter is at least a pixel wide.
+    for letters in range(max(8, min(width, len(caption))), 7, -1):
+        lines = textwrap.wrap(caption, letters)[:3]
+        if all(font.getlength(line) <= width for line in lines):
+            break
+    return lines
+
+
+@functools.cache
+def _font(letters: str) -> Any:
+    """Return a font for these letters: Pillow's own font for ASCII, otherwise an installed one.
+
+    If fontconfig finds no font, return Pillow's font.
+    """
+    if not letters.isascii():
+        codes = " ".join(f"{ord(letter):x}" for letter in letters)
+        command = ["fc-match", "--format=%{file}", f":charset={codes}"]
+        try:
+            matched = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=20
+            )
+            return ImageFont.truetype(matched.stdout, _LETTERS)
+        except (OSError, subprocess.SubprocessError):  # Without fontconfig, or without any font.
+            pass
+    return ImageFont.load_default(_LETTERS)
+
+
+def write_png(path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"]) -> None:
+    """Write a PNG file atomically."""
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="PNG")
+    files.write_whole(path, buffer.getvalue())

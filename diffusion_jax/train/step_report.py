@@ -1,0 +1,95 @@
+"""Report the mean metrics and the speed of a training run since its last report."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from diffusion_jax.config.settings import Run
+from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.devices import hardware
+from diffusion_jax.logs.progress import step_line
+from diffusion_jax.logs.run_log import MetricWriter, noise_level_means
+from diffusion_jax.task import Metrics
+
+IN_FLIGHT = 2
+"""The number of steps that the host may be ahead of the devices."""
+
+
+def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each metric over steps, keyed as in metrics.jsonl.
+
+    `metrics` holds one dict of host arrays per step. "skipped" is a running total, so its last
+    value is returned instead of the mean.
+    """
+    total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
+    means = {name: value / len(metrics) for name, value in total.items() if np.ndim(value) == 0}
+    return means | {"skipped": metrics[-1]["skipped"]} | noise_level_means(total)
+
+
+class Progress:
+    """Collects metrics and training time, and reports them.
+
+    Time for drawing, scoring, the held-out loss and saving does not count.
+    """
+
+    def __init__(self, run: Run, writer: MetricWriter, num_devices: int, batches: Batches) -> None:
+        self._run, self._writer, self._batches = run, writer, batches
+        self._num_devices, self._flops = num_devices, 0.0
+        self._metrics: list[Metrics] = []
+        self._since, self._waited = time.time(), 0.0
+
+    def add(self, metrics: Metrics, flops: float) -> None:
+        """Add a step's metrics, and the number of its floating-point operations.
+
+        Then wait until the devices have computed the step that came IN_FLIGHT steps earlier.
+        """
+        self._metrics.append(metrics)
+        self._flops += flops
+        if len(self._metrics) > IN_FLIGHT:
+            jax.block_until_ready(self._metrics[-1 - IN_FLIGHT])
+
+    def report(self, step: int) -> None:
+        """Write the mean metrics since the last report, and log a progress line."""
+        metrics = jax.device_get(self._metrics)
+        seconds = (time.time() - self._since) / len(metrics)
+        scalars = mean_metrics(metrics)
+        device = jax.local_devices()[0]
+        line = {
+            "images_per_second": self._run.batch_size / seconds,
+            "loss": float(scalars["loss"]),
+            "seconds_left": (self._run.steps - step) * seconds,
+            "memory": hardware.memory(device),
+            "utilization": hardware.utilization(
+                self._flops / len(metrics), seconds, device.device_kind, self._num_devices
+            ),
+        }
+        logging.info("%s", step_line(step, self._run.steps, **line))
+        unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
+        speed = {
+            "images_per_second": line["images_per_second"],
+            "data/waiting": self._waited / (seconds * len(metrics)),
+        }
+        self._writer.write_scalars(step, scalars | speed | unusable)
+        self._metrics, self._flops = [], 0.0
+        self._since, self._waited = time.time(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside this context as waiting for data."""
+        start = time.time()
+        with jax.profiler.TraceAnnotation("data"):
+            yield
+        self._waited += time.time() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait until all steps so far are computed, then stop the clock inside this context."""
+        jax.block_until_ready(self._metrics)
+        start = time.time()
+        yield
+        self._since += time.time() - start

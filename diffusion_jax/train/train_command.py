@@ -1,0 +1,228 @@
+"""The training command, shared by all systems: it reads flags, checks the run and trains."""
+
+import contextlib
+import itertools
+import pathlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags, logging
+from jax.sharding import Mesh
+from ml_collections import config_flags
+
+from diffusion_jax import cli, exits, files, heldout, runs, systems
+from diffusion_jax.config.unread import watched
+from diffusion_jax.data import fingerprints
+from diffusion_jax.data.captions import every
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.pipeline import OtherData
+from diffusion_jax.devices import distributed, sharding
+from diffusion_jax.files import settings_record
+from diffusion_jax.logs import weights_and_biases
+from diffusion_jax.text import vocabulary
+from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train.checkpoint import NotSaved
+from diffusion_jax.train.not_finite import NothingLearned
+from diffusion_jax.train.out_of_memory import OutOfMemory
+from diffusion_jax.train.rehearse import rehearse
+from diffusion_jax.train.state import TrainState
+from diffusion_jax.train.trace import FOLDER, Trace, parse
+from diffusion_jax.weights import finetune, restore
+
+_WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
+"""Config groups with fields that only some samplers, data sources or text encoders read."""
+_PATHS = ("path", "weights", "store")
+"""Names of config fields that hold a file or folder."""
+_LOCAL = (*_PATHS, "prior", "mixture", "threads")
+"""Names of config fields that may differ between processes, such as the path of a local copy."""
+# The largest number of captions that a vocabulary is made from, and how many are read at once.
+_CAPTIONS, _CHUNK = 20_000, 256
+_SECONDS = 15  # After this time, no further captions are read.
+flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
+
+
+def command(
+    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.Inputs]
+) -> None:
+    """Run the training command, `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
+
+    The docstring of the calling module is the --help text. If `read` or `prepare` raises ValueError
+    or OSError, the command prints one line and exits with code 2. On SIGTERM it saves a checkpoint
+    and exits with code 143. It exits with code 1 if a checkpoint cannot be saved.
+
+    Args:
+        read: Converts a config to settings, which include `run`, `optimizer` and `mesh`.
+        prepare: Maps (settings, mesh) to the loop.Inputs of a run: it opens the task, the data and
+            the examples.
+    """
+    config = cli.define_config()
+    workdir_flag = flags.DEFINE_string(
+        "workdir", None, "The folder of this run; created if needed.", required=True
+    )
+    alone = flags.DEFINE_bool("rehearse", False, "Describe the run and exit without training.")
+    device_memory = flags.DEFINE_float(
+        "device_memory", None, "Device memory in bytes for --rehearse; default: this machine's."
+    )
+    ignore_memory = flags.DEFINE_bool(
+        "ignore_memory", False, "Train even if a step seems to need more memory than a device has."
+    )
+    flags.mark_flag_as_required("config")
+    profiled = flags.DEFINE_string(
+        "profile_steps",
+        "",
+        "Steps to trace for xprof, such as 100:105; written to WORKDIR/profile.",
+    )
+
+    def main() -> None:
+        cli.start()
+        workdir = files.path(workdir_flag.value)
+        with contextlib.ExitStack() as stack:
+            with cli.bad_input():
+                # Read the flags and the config.
+                if not workdir_flag.value:
+                    raise ValueError("--workdir is empty: name the folder of this run")
+                trace = Trace(workdir / FOLDER, parse(profiled.value))
+                values = config.value.to_dict()
+                weights_and_biases.check(values["log"]["wandb"])
+                s, unread = watched(read(values), _WATCHED)
+                trained = "unet" if hasattr(s, "unet") else "vae"
+                optimizer.check_dtype(trained, getattr(s, trained))
+                check_configs(values)
+                mesh = sharding.make_mesh(*s.mesh)
+                settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+
+                # Open the data, the text encoder, and the measurements during training.
+                inputs = prepare(s, mesh)
+                stack.enter_context(inputs.batches)
+                check_data(inputs.batches.pictures)
+                inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
+                if measure := inputs.task.measure:
+                    records = heldout.open_records(s.heldout, inputs.batches, measure)
+                    inputs = inputs._replace(records=records)
+
+                # Check that the workdir belongs to this run. Trace everything the run will compute.
+                runs.claim(workdir, values, write=False)
+                finetune.check_base(workdir, inputs.base)
+                report = rehearse(
+                    inputs, s.run, settings, mesh, workdir, alone.value, device_memory.value,
+                    ignore_memory.value,
+                )  # fmt: skip
+                _print_report(
+                    report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
+                )
+                if alone.value:
+                    return
+
+                # Claim the workdir, so that no other run writes to it until this process ends.
+                stack.enter_context(runs.writing(workdir))
+                runs.claim(workdir, values)
+                finetune.keep_base(workdir, inputs.base)
+                keep_vocabulary(workdir, inputs)
+
+            # Train. Known failures become one-line messages. A failure that may not occur at the
+            # next start exits with code 1, after which launchers start the command again.
+            distributed.advise(how_to_go_on(workdir))
+            stack.enter_context(
+                cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
+            )
+            stack.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
+            state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
+        exit_if_stopped(state, s.run.steps)
+        logging.info("done: %s", workdir)
+
+    cli.run(main)
+
+
+def check_configs(config: Mapping[str, Any]) -> None:
+    """Raise ValueError in all processes if their configs differ, except in the paths of files."""
+    fields = settings_record.flat(systems.complete(config)).items()
+    local = lambda name, value: (
+        name.rpartition(".")[2] in _LOCAL
+        or (name.startswith("evaluation.") and isinstance(value, str))
+    )
+    facts = {name: value for name, value in fields if not local(name, value)}
+    distributed.check_equal(facts, "start all processes with the same config")
+
+
+def check_data(pictures: Pictures) -> None:
+    """Raise ValueError in all processes if the names or sizes of their data differ."""
+    if jax.process_count() > 1:
+        facts = fingerprints.inventory(pictures)
+        distributed.check_equal(facts, "give all processes the same data (data.path)")
+
+
+def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
+    """Return the scoring that the config's `evaluation` group describes, or None for no scoring.
+
+    `s` holds the settings of the run. The result is None if s.evaluation.every is 0, or if
+    `open_prompts` is None because the system does not draw from prompts.
+    """
+    if open_prompts is None or not s.evaluation.every:
+        return None
+    # Imported here because it loads judges, extractors and metrics.
+    from diffusion_jax.train import scoring
+
+    return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
+
+
+def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
+    """Write vocabulary.json, the words of the training captions, into the workdir of a new run.
+
+    Nothing is written if the run starts from given weights, if the system does not draw from
+    prompts, or if the workdir has this file already.
+    At most _CAPTIONS captions are read, evenly spread over the data, for at most _SECONDS seconds.
+    """
+    exists = (workdir / vocabulary.FILE).exists()
+    if jax.process_index() or exists or inputs.start or not inputs.open_prompts:
+        return
+    pictures, started, captions = inputs.batches.pictures, time.monotonic(), []
+    rows = np.unique(np.linspace(0, len(pictures) - 1, _CAPTIONS).astype(int))
+    # Each chunk of rows is spread over the whole data, in case the time ends early.
+    num_chunks = -(-len(rows) // _CHUNK)
+    for first in range(num_chunks):
+        texts = itertools.chain(*map(every, pictures.texts(rows[first::num_chunks])))
+        captions += [text for text in texts if isinstance(text, str) and text]
+        if time.monotonic() - started > _SECONDS:
+            break
+    if captions:
+        vocabulary.write(workdir, vocabulary.of(captions))
+
+
+def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Print the report of a rehearsal, and warn about each config field that the run does not read.
+
+    `unread` maps such fields to their values, and `overrides` holds the fields that the command
+    line sets. Raises ValueError if an unread field is a path that the command line sets.
+    """
+    for field, value in unread.items():
+        if field in overrides and field.rpartition(".")[2] in _PATHS:
+            raise ValueError(
+                f"this run does not read --config.{field}={value}: leave it out, or choose a "
+                "sampler, data source or text encoder that reads it"
+            )
+    if jax.process_index() == 0:
+        print(report, flush=True)
+        for field, value in unread.items():
+            logging.warning("%s is %r, but has no effect: this run does not read it", field, value)
+
+
+def how_to_go_on(workdir: pathlib.Path) -> str:
+    """Return a sentence that tells the user how to continue a run that ended early."""
+    return (
+        "The same command, in each process, continues from the last checkpoint in "
+        f"{workdir / runs.CHECKPOINTS}: {shlex.join(sys.orig_argv)}"
+    )
+
+
+def exit_if_stopped(state: TrainState, steps: int) -> None:
+    """Exit with code 143 if SIGTERM ended the loop before step `steps`."""
+    if int(state.step) < steps:
+        logging.info(
+            "stopped at step %d by SIGTERM; to continue, run the same command", int(state.step)
+        )
+        sys.exit(exits.PREEMPTED)

@@ -1,0 +1,166 @@
+"""Prepare fine-tuning: start a run from given weights, and train either all weights or a LoRA.
+
+lora.py defines LoRA. A LoRA run does not store the weights that it adapts. Its config holds the
+path of these weights, and base.json holds their fingerprint (pretrained.digest). To draw images,
+the weights are read from the path, and their fingerprint must match base.json.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from diffusion_jax import files, runs
+from diffusion_jax.config.settings import Lora
+from diffusion_jax.devices import sharding
+from diffusion_jax.task import Params, Task
+from diffusion_jax.weights import lora, pretrained, restore
+
+BASE = "base.json"
+Path = str | os.PathLike[str]
+Read = Callable[[], Params]
+
+
+class Start(NamedTuple):
+    """A run's task and its initial parameters."""
+
+    task: Task
+    read: Read | None = None
+    """Reads the initial parameters as host arrays. None: task.init creates them."""
+    base: str = ""
+    """The fingerprint of the weights that a LoRA adapts; "" if the run trains all weights."""
+
+
+def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
+    """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
+
+    Args:
+        task: The task that trains all parameters.
+        s: The config's `lora` group.
+        weights: The path in the config's `unet.weights`, or "" for none.
+        read: Reads `weights` as host arrays.
+
+    Raises FileNotFoundError if `weights` does not exist. Raises ValueError if a LoRA has no weights
+    to adapt, or if `s` does not fit their layers.
+    """
+    if weights and not any(files.path(p).exists() for p in (weights, at_step(weights)[0])):
+        raise FileNotFoundError(
+            f"unet.weights is {weights!r}: there is no such run, folder or file"
+        )
+    if not s.rank:
+        return Start(task, read if weights else None)
+    if not weights:
+        raise ValueError(
+            f"lora.rank is {s.rank} and unet.weights is empty: name the model to adapt, such as "
+            "unet.weights=runs/base, or train all weights with lora.rank=0"
+        )
+    base = read()
+    return Start(lora.adapt(task, base, s), None, pretrained.digest(base))
+
+
+def check_base(workdir: Path, base: str) -> None:
+    """Raise ValueError if `workdir` holds a LoRA of weights whose fingerprint is not `base`."""
+    path = files.path(workdir) / BASE
+    if not path.is_file():
+        return
+    saved = pretrained.read_json(path)
+    if saved.get("fingerprint") != base:
+        raise ValueError(
+            f"the LoRA in {workdir} adapts weights that differ from those in unet.weights: name "
+            "the checkpoint that this LoRA was trained on with --unet_weights=WORKDIR@STEP or "
+            "--unet_weights=PATH (in training, with --config.unet.weights)"
+        )
+
+
+def check_wanted(base: str | None, s: Lora) -> None:
+    """Raise ValueError if `base`, the path of weights to adapt, is given for a run without LoRA."""
+    if base and not s.rank:
+        raise ValueError(
+            f"--unet_weights={base} names the weights that a LoRA run adapts, but this run trains "
+            "all weights: remove --unet_weights"
+        )
+
+
+def keep_base(workdir: Path, base: str) -> None:
+    """Write `base`, the fingerprint of the weights that a LoRA run adapts, into its workdir.
+
+    If `base` is "", the run trains no LoRA, and nothing is written.
+    """
+    if base and jax.process_index() == 0:
+        path = files.path(workdir) / BASE
+        files.write_whole(path, json.dumps({"fingerprint": base}))
+
+
+def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
+    """Return the fields "lora_scale" and "base" of a card, the JSON that is saved with a picture.
+
+    "base" is the fingerprint of the weights that the LoRA adapts. If `scale` is None, the scale
+    comes from the run's config. For a run without LoRA, return {}.
+    """
+    path = files.path(workdir) / BASE
+    if not path.is_file():
+        return {}
+    scale = runs.load(workdir)["lora"]["scale"] if scale is None else scale
+    return {"lora_scale": scale, "base": pretrained.read_json(path)["fingerprint"]}
+
+
+def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
+    """Return a task whose `sample` takes the parameters that the run in `workdir` trained.
+
+    For a LoRA run, this task adds the LoRA factors to the base weights. For other runs, it is
+    `task`. `read` reads the base weights. All arrays of `task.frozen` must be on the devices
+    already. Raises ValueError if the LoRA was trained on other base weights.
+    """
+    if not s.rank:
+        return task
+    base = read()
+    check_base(workdir, pretrained.digest(base))
+    return lora.adapt(task, sharding.place_all(base, mesh, task.rules), s)
+
+
+def network(
+    workdir: Path, s: Any, abstract: Params, read: Read, which: str = "ema", step: int | None = None
+) -> Params:
+    """Return the parameters {"params": ...} of a run's network as host arrays.
+
+    LoRA factors are merged into the weights that they adapt.
+
+    Args:
+        workdir: The workdir of the run.
+        s: The settings of the run.
+        abstract: The shapes of the network's parameters.
+        read: Reads the weights that a LoRA run adapts.
+        which: "raw", the name of an average such as "0.9999", or "ema" for the average
+            with the largest decay.
+        step: The step of the checkpoint; None: the newest undamaged one.
+
+    Raises ValueError or FileNotFoundError if the run has no such weights or checkpoint.
+    """
+    params = factors(workdir, s, abstract, which, step)
+    if s.lora.rank:
+        base = read()
+        check_base(workdir, pretrained.digest(base))
+        params = lora.merge(base, params, s.lora)
+    return jax.device_get({"params": params["params"]})
+
+
+def factors(
+    workdir: Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
+) -> Params:
+    """Return the parameters that a run saved, as `network` does, but without merging.
+
+    For a LoRA run, these are the factors. A learned loss weighting, if any, is included.
+    """
+    shapes = jax.eval_shape(s.diffusion.objective.with_learned, abstract)
+    if s.lora.rank:
+        shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
+    return restore.load_params(files.path(workdir) / runs.CHECKPOINTS, shapes, which, step)
+
+
+def at_step(path: Path) -> tuple[str, int | None]:
+    """Split a path WORKDIR@STEP into (workdir, step). Without @STEP, the step is None."""
+    workdir, at, step = str(path).rpartition("@")
+    return (workdir, int(step)) if at and step.isdigit() else (str(path), None)

@@ -1,0 +1,95 @@
+"""Each finding of the checks is made by an operation that is wrong, slow or missing on purpose."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.devices import checks
+from diffusion_jax.devices.checks import Check
+from diffusion_jax.nn import attention
+from tests.imagen_jax import commands
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return jax.local_devices()[0]
+
+
+def test_every_operation_is_right_on_the_reference_itself(cpu, monkeypatch):
+    monkeypatch.setattr(checks, "seconds", commands.call_once)
+    rows = {row["check"]: row for row in checks.on(cpu)}
+    assert {row["verdict"] for row in rows.values()} == {"right"}
+    errors = {name: row["error"] for name, row in rows.items() if "error" in row}
+    # bfloat16 rounds by up to 0.004: a check that compared float32 with itself would say less.
+    assert all(1e-3 < error < 0.02 for error in errors.values()), errors
+    assert "attention blockwise (256, 333, 64)" in errors and "upload" in rows
+    assert f"sum over {jax.local_device_count()} devices" in rows
+
+
+def test_a_wrong_gradient_is_found(cpu):
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    def backward(_, cotangent):
+        return (cotangent * (1.9 if cotangent.dtype == jnp.bfloat16 else 2),)
+
+    double.defvjp(lambda x: (double(x), None), backward)
+    row = checks._row(Check("double", double, [(8, 8)]), cpu, {})
+    assert row["verdict"] == "wrong" and row["error"] == pytest.approx(0.05, abs=0.01)
+
+
+def test_a_number_that_is_none_is_wrong(cpu):
+    holes = lambda x: jnp.where(x.dtype == jnp.bfloat16, jnp.nan, 1.0) * x
+    assert checks._row(Check("holes", holes, [(8,)]), cpu, {})["verdict"] == "wrong"
+
+
+def test_what_does_not_run_says_why(cpu):
+    def refused(x):
+        raise NotImplementedError("no such algorithm\nwith more lines")
+
+    row = checks._row(Check("refused", refused, [(8,)]), cpu, {})
+    assert row["verdict"] == "does not run: NotImplementedError: no such algorithm"
+
+
+def test_a_kernel_slower_than_the_plain_way_is_found(cpu):
+    run = lambda x: x * 2.0
+    row = checks._row(Check("kernel", run, [(8,)], plain="plain"), cpu, {"plain": 1e-9})
+    assert row["verdict"].startswith("slow: ")
+    fast = checks._row(Check("kernel", run, [(8,)], plain="plain"), cpu, {"plain": 1e9})
+    assert fast["verdict"] == "right"
+
+
+def test_each_device_is_asked_for_its_own_kernels():
+    names = lambda platform: {check.name.split()[1] for check in checks.checks(platform)
+                              if check.name.startswith("attention")}  # fmt: skip
+    own = {"cpu": {"xla", "blockwise"}, "tpu": {"xla", "blockwise", "splash"}}
+    own["gpu"] = {"xla", "blockwise", "cudnn"}
+    assert {platform: names(platform) for platform in own} == own
+    assert set(attention.IMPLEMENTATIONS) == {"auto"}.union(*own.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "flops"),
+    [(checks.matmul, (64,), 2 * 64**3), (checks.conv, (2, 8), 2 * 2 * 64**2 * 9 * 8**2)],
+)
+def test_the_operations_are_those_of_the_program(make, sizes, flops):
+    run, said = make(*sizes, jnp.float32)
+    assert said == flops
+    cost = jax.jit(run).lower().cost_analysis()
+    assert cost and cost["flops"] == pytest.approx(flops, rel=1e-6)
+
+
+def test_seconds_are_of_one_call(monkeypatch):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def run():
+        clock[0] += 0.01 if calls else 7.0  # The first one compiles.
+        calls.append(0)
+        return np.zeros(())
+
+    assert checks.seconds(run, 0.05) == pytest.approx(0.01) and len(calls) == 9

@@ -1,0 +1,32 @@
+"""A message that outlives its process, however the process ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys
+from diffusion_jax.devices.crash_message import LastWords, exit_at_abort
+
+words = LastWords("not this")
+words.replace("the same command continues")
+{end}
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "expected"),
+    [
+        ("os.abort()", -6, "the same command continues\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "the same command continues\n"),
+        ("exit_at_abort(); os.abort()", 1, "the same command continues\n"),
+        ("", 3, "the same command continues\n"),
+        ("words.cancel()", 3, ""),
+    ],
+)
+def test_the_latest_words_are_printed_unless_they_are_cancelled(end, code, expected):
+    command = [sys.executable, "-c", SCRIPT.format(end=end)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (code, expected)

@@ -1,0 +1,121 @@
+"""Who joins whom, from flags and from the environments of schedulers; the processes are stand-ins.
+
+Real ones are in test_processes.py.
+"""
+
+import types
+
+import jax
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from diffusion_jax.devices import distributed
+
+EXPLICIT = {
+    "coordinator_address": "host:1234",
+    "num_processes": 4,
+    "process_id": 0,
+    "cluster_detection_method": "deactivate",
+}
+SLURM = {
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What JAX is asked with these variables and flags; None if it is not."""
+    flags.FLAGS.mark_as_parsed()
+
+    def join(environment, **given):
+        asked = []
+        initialize = lambda *, initialization_timeout, heartbeat_timeout_seconds, **rest: (
+            asked.append(rest)
+        )
+        with monkeypatch.context() as patch, flagsaver.as_parsed(**given):
+            patch.setattr(jax.distributed, "initialize", initialize)
+            patch.setattr(distributed, "_check_port", lambda identity: None)
+            patch.setattr(distributed.os, "environ", environment)
+            distributed.join()
+        return asked[0] if asked else None
+
+    yield join
+    flags.FLAGS.unparse_flags()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        SLURM | {"SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "8"},  # A batch script, or an allocation's shell: no srun.
+        {"TPU_WORKER_HOSTNAMES": "localhost"},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    ],
+)
+def test_one_process_is_alone_unless_it_is_asked(joined, environment):
+    assert joined(environment) is None
+    assert joined(environment, distributed="on") is not None
+
+
+def test_flags_and_variables_say_the_same(joined):
+    flags = {"coordinator": "host:1234", "num_processes": "4", "process_id": "0"}
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0",
+    }  # fmt: skip
+    assert joined({}, **flags) == joined(variables) == EXPLICIT
+    # The environment of a scheduler does not change what was said.
+    assert joined(SLURM | variables) == EXPLICIT
+    assert joined(SLURM, **flags | {"process_id": "3"}) == EXPLICIT | {"process_id": 3}
+    assert joined(variables, distributed="off") is None
+
+
+def test_the_only_task_of_a_node_takes_all_its_gpus(joined):
+    asked = {"cluster_detection_method": "slurm"}
+    assert joined(SLURM) == asked | {"local_device_ids": [0, 1, 2, 3, 4, 5, 6, 7]}
+    a_task_a_gpu = {"SLURM_NTASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
+    assert joined(SLURM | a_task_a_gpu) == asked | {"local_device_ids": None}
+    assert joined(SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,1"}) == asked | {"local_device_ids": None}
+    assert joined(SLURM | {"SLURM_GPUS_ON_NODE": ""}) == asked | {"local_device_ids": None}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
+     {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "a"}],
+)  # fmt: skip
+def test_pods_of_a_tpu_slice_join(joined, environment):
+    assert joined(environment) == {"cluster_detection_method": "gketpu"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"coordinator": "host:1", "num_processes": "2"}, "--process_id is missing: set all of"),
+        ({"process_id": "1"}, "--coordinator, --num_processes is missing: set all of"),
+        ({"coordinator": "host:1", "num_processes": "2", "process_id": "2"},
+         "process_id is 2, but with 2 processes it must be from 0 to 1"),
+        ({"coordinator": "host", "num_processes": "2", "process_id": "1"},
+         "coordinator is 'host': it must be HOST:PORT"),
+    ],
+)  # fmt: skip
+def test_a_part_of_what_must_be_said_is_an_error(joined, flags, message):
+    with pytest.raises(ValueError, match=message):
+        joined({}, **flags)
+
+
+def test_the_table_has_a_line_a_process():
+    device = lambda id, process: types.SimpleNamespace(
+        id=id, process_index=process, device_kind="H100"
+    )
+    devices = [device(0, 0), device(1, 0), device(2, 1), device(3, 1)]
+    assert distributed.table(["a", "node-17"], devices).splitlines() == [
+        "process  host     devices",
+        "      0  a        2 x H100 (ids 0,1)",
+        "      1  node-17  2 x H100 (ids 2,3)",
+    ]

@@ -1,0 +1,50 @@
+"""Peaks by device kind, and utilization by hand."""
+
+import jax
+import pytest
+
+from diffusion_jax.devices import hardware
+
+
+@pytest.mark.parametrize(
+    ("kind", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1307.4),
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+        ("TPU7x", 1153.5),
+    ],
+)
+def test_peaks_are_the_makers_dense_bfloat16_figures(kind, teraflops):
+    assert hardware.peak_flops(kind) == teraflops * 1e12
+
+
+def test_an_unknown_device_has_no_peak_and_no_utilization():
+    assert hardware.peak_flops("cpu") is None
+    assert hardware.utilization(1e12, 1.0, "cpu", 8) is None
+
+
+def test_utilization_counts_all_devices():
+    # 312 TFLOP in half a second on four devices of 312 TFLOP/s.
+    assert hardware.utilization(312e12, 0.5, "NVIDIA A100-SXM4-40GB", 4) == 0.5
+
+
+def test_the_cpu_does_not_report_memory():
+    assert hardware.memory(jax.devices()[0]) is None
+
+
+def test_memory_without_a_peak_reports_what_is_used():
+    class Device:
+        def memory_stats(self):
+            return {"bytes_in_use": 3, "bytes_limit": 9}
+
+    assert hardware.memory(Device()) == hardware.Memory(used=3, peak=3, limit=9)

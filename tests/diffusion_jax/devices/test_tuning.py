@@ -1,0 +1,104 @@
+"""Settings of the accelerators: added where the user set none, and known to the compilers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from diffusion_jax.devices import tuning
+from diffusion_jax.devices.tuning import SETTINGS
+
+TPU = " ".join(setting.value for setting in SETTINGS["tpu"])
+
+
+def test_flags_are_added_to_what_the_user_has():
+    added = tuning.environment(["tpu", "v5p"], {"LIBTPU_INIT_ARGS": "--a=1"})
+    assert added == {"LIBTPU_INIT_ARGS": f"--a=1 {TPU}"}
+    v5e = " ".join(setting.value for setting in SETTINGS["v5e"])
+    assert tuning.environment(["tpu", "v5e"], {}) == {"LIBTPU_INIT_ARGS": f"{TPU} {v5e}"}
+    assert tuning.environment(["gpu"], {}) == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
+
+
+def test_what_the_user_set_stays():
+    mine = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1"
+    added = tuning.environment(["tpu"], {"LIBTPU_INIT_ARGS": mine})
+    assert added == {"LIBTPU_INIT_ARGS": f"{mine} {SETTINGS['tpu'][1].value}"}
+    assert tuning.environment(["gpu"], {"XLA_CLIENT_MEM_FRACTION": ""}) == {}
+    assert tuning.environment(["gpu"], {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}) == {}
+    assert tuning.environment(["tpu"], {"LIBTPU_INIT_ARGS": TPU}) == {}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "kind", "platforms", "expected"),
+    [
+        ((), "", "", []),
+        (("jax_cuda13_plugin",), "v5litepod-8", "", ["gpu"]),
+        (("libtpu",), "v5litepod-8", "", ["tpu", "v5e"]),
+        (("libtpu",), "v5p-8", "tpu,cpu", ["tpu"]),
+        (("libtpu", "jax_cuda12_plugin"), "v5p-8", "cpu", []),
+    ],
+)
+def test_the_plugins_say_what_is_here(monkeypatch, plugins, kind, platforms, expected):
+    monkeypatch.setattr(
+        tuning.importlib.util, "find_spec", lambda name: name if name in plugins else None
+    )
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert tuning.local_kinds() == expected
+
+
+def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
+    """With a module of the plugin's name, since no accelerator is needed to set a variable."""
+    (tmp_path / "jax_cuda13_plugin.py").touch()
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cuda,cpu", "NCCL_DEBUG": "WARN"}
+    environ.pop("XLA_CLIENT_MEM_FRACTION", None)
+    lines = (
+        "import os",
+        "from absl import flags",
+        "from diffusion_jax import cli",
+        "from diffusion_jax.devices import tuning",
+        "flags.FLAGS(['x'])",
+        "cli.start()",
+        "print({k: v for k, v in tuning.variables().items() if 'FRACTION' in k or 'NCCL' in k})",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True
+    )
+    wanted = {"NCCL_DEBUG": "WARN", "XLA_CLIENT_MEM_FRACTION": "0.9"}
+    assert ended.stdout.splitlines()[-1:] == [str(wanted)], ended.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+@pytest.mark.parametrize(("theirs", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
+def test_a_cpu_asks_the_kernel_for_memory_once(theirs, kept):
+    """Ten times 64 MiB, which are 2^14 pages, allocated, filled and freed as XLA does it."""
+    lines = (
+        "import ctypes, resource",
+        "from absl import flags",
+        "from diffusion_jax import cli",
+        "flags.FLAGS(['x'])",
+        "cli.start()",
+        "c = ctypes.CDLL(None)",
+        "c.prctl(41, 1, 0, 0, 0)",  # No huge pages.
+        "c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]",
+        "c.free.argtypes = [ctypes.c_void_p]",
+        "def call():",
+        "    block = c.malloc(2**26)",
+        "    ctypes.memset(block, 1, 2**26)",
+        "    c.free(block)",
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt",
+        "call()",
+        "before = faults()",
+        "for _ in range(10):",
+        "    call()",
+        "print((faults() - before) / 2**14)",
+    )
+    environ = {n: v for n, v in os.environ.items() if not n.startswith(tuning.MALLOC)}
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env={**environ, "JAX_PLATFORMS": "cpu", **theirs},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    times = float(ended.stdout.splitlines()[-1])
+    assert times < 0.1 if kept else times > 9.7, (times, ended.stderr)

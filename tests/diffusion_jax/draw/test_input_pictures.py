@@ -1,0 +1,72 @@
+"""Pictures to draw over: what cannot be opened is named with its flag."""
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from diffusion_jax.draw import input_pictures
+
+
+def test_the_flag_of_a_picture_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    text, large = tmp_path / "text.png", tmp_path / "large.png"
+    text.write_text("no picture")
+    Image.new("L", (20, 20)).save(large)
+    with pytest.raises(OSError, match=rf"^--mask={text} is not an image that Pillow can read$"):
+        input_pictures.open_picture(str(text), "L", "--mask")
+    with pytest.raises(OSError, match=rf"^--image={tmp_path}/none cannot be opened: \[Errno 2\]"):
+        input_pictures.open_picture(f"{tmp_path}/none", "RGB", "--image")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=rf"^--low_res={large} cannot be opened: Decompression"):
+        input_pictures.open_picture(str(large), "RGB", "--low_res")
+
+
+def test_a_jpeg_with_exif_rotation_is_upright(tmp_path):
+    exif, stored = Image.Exif(), Image.new("RGB", (64, 40), "black")
+    exif[ExifTags.Base.Orientation] = 6  # The camera was turned: rotate by 90 degrees clockwise.
+    stored.paste("white", (0, 0, 16, 40))  # The left of the stored pixels is the top.
+    stored.save(tmp_path / "turned.jpg", exif=exif)
+    image = input_pictures.open_picture(f"{tmp_path}/turned.jpg", "RGB", "--image")
+    assert image.size == (40, 64)
+    rows = np.asarray(image.convert("L")).mean(1)
+    assert rows[:14].min() > 240 and rows[20:].max() < 15
+    given = input_pictures.opened(
+        Image.open(tmp_path / "turned.jpg"), Image.new("L", (40, 64), 255)
+    )
+    assert given is not None and given.images[0].size == (40, 64)
+
+
+def test_grey_levels_of_16_bits_are_scaled_to_8(tmp_path):
+    levels = np.array([[0, 257, 32768, 65535]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "grey.png")
+    image = input_pictures.open_picture(f"{tmp_path}/grey.png", "RGB", "--image")
+    assert np.asarray(image)[0, :, 1].tolist() == [0, 1, 128, 255]
+    mask = input_pictures.open_picture(f"{tmp_path}/grey.png", "L", "--mask")
+    assert np.asarray(mask)[0].tolist() == [0, 1, 128, 255]
+
+
+@pytest.mark.parametrize(("mode", "value"), [("F", 1.5), ("I", 2**20)])
+def test_pixels_without_a_known_range_are_refused(mode, value):
+    image = Image.new(mode, (4, 4), value)
+    with pytest.raises(ValueError, match=r"^--image=a\.tiff has pixels of mode [FI] from"):
+        input_pictures.upright(image, "RGB", "--image=a.tiff")
+
+
+def test_transparent_pixels_are_white_in_a_picture_and_black_in_a_mask():
+    image = Image.new("RGBA", (2, 1), (255, 255, 255, 255))
+    image.putpixel((0, 0), (255, 255, 255, 0))
+    assert np.asarray(input_pictures.upright(image, "L", "mask")).tolist() == [[0, 255]]
+    image.putpixel((0, 0), (0, 0, 0, 0))
+    assert np.asarray(input_pictures.upright(image, "RGB", "image"))[0, :, 0].tolist() == [255, 255]
+    image.putpixel((1, 0), (255, 0, 0, 255))  # A photograph with a hole.
+    with pytest.raises(ValueError, match=r"^mask is a picture with transparent parts, which does"):
+        input_pictures.upright(image, "L", "mask")
+
+
+@pytest.mark.parametrize(
+    ("level", "message"),
+    [(255, "white throughout: the whole picture is redrawn"), (0, "black throughout: nothing")],
+)
+def test_a_mask_of_one_colour_is_named(caplog, level, message):
+    with caplog.at_level("WARNING"):
+        input_pictures.opened(Image.new("RGB", (4, 4)), Image.new("L", (4, 4), level))
+    assert f"the mask is {message}" in caplog.text

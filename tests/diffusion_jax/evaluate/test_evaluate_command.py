@@ -1,0 +1,398 @@
+"""A sweep from prompts to tables, of a toy that draws and is scored by a toy Inception and a CLIP.
+
+The two processes have four of eight CPU devices each.
+"""
+
+import csv
+import functools
+import itertools
+import json
+import os
+import pathlib
+import re
+import types
+import warnings
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.devices import sharding
+from diffusion_jax.draw import program
+from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.options import Weights
+from diffusion_jax.evaluate import curve, scorers, sweep
+from diffusion_jax.evaluate import evaluate_command as evaluation
+from diffusion_jax.evaluate.evaluate_command import Point, Subject, Sweep
+from diffusion_jax.files import folder_lock, sheets
+from diffusion_jax.logs import events
+from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
+from tests import processes
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.event_files import points
+from tests.diffusion_jax.metrics import toy as toy_metrics
+from tests.diffusion_jax.text import tiny_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
+
+ROOT = pathlib.Path(__file__).parents[3]
+PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
+SCALES = (1.0, 4.0)
+LAST = (Weights(),)
+# Images that differ in the last bits of float32 may round to other 8-bit pixels: one of 12,864 that
+# does moves these scores by 1e-5.
+CLOSE = 5e-5
+
+
+def real_features():
+    pictures = np.random.default_rng(1).integers(0, 256, (200, 8, 8, 3), np.uint8) // 2
+    return np.asarray(
+        toy_metrics.apply(toy_metrics.extractor().params, toy_metrics.prepare(pictures))
+    )
+
+
+def write_reference(path, **fields):
+    """Statistics as the stats command writes them."""
+    made = toy_metrics.extractor()
+    card = {"extractor": "toy", "weights": "abc", "preprocessing": made.preprocessing} | fields
+    stats_files.write(path, stats_files.Stats(features.gaussian(real_features()), None, card))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Reference and CLIP, as paths."""
+    folder = tmp_path_factory.mktemp("inputs")
+    clip = tiny_weights.clip_folder(folder / "clip", "open_clip")
+    return write_reference(folder / "real.npz"), str(clip)
+
+
+def make_scorer(inputs, prompts=PROMPTS, **fields):
+    """FID and CLIP score; the toy extractor stands for Inception."""
+    with (
+        mock.patch.object(weights, "load"),
+        mock.patch.object(extractors, "inception_extractor", lambda *_: toy_metrics.extractor()),
+    ):
+        wanted = toy_metrics.wanted(inputs[0], "toy.safetensors", inputs[1], **fields)
+        return scorers.of_prompts(toy.SIZE, prompts, wanted)
+
+
+def make_subject(workdir, calls=None, seed=0, spoil=None, steps=(3,), weights=LAST, name=""):
+    """The toy in place of a run; `calls` notes the seeds of each batch, `spoil` changes images."""
+    mesh, task = sharding.make_mesh(), toy.task()
+    frozen = sharding.place_all(task.frozen, mesh, [(".*", sharding.P())])
+    draw_one = program.make_draw(task.sample, frozen, mesh)
+
+    def draw(params):
+        def drawn(prompts, seeds, scale):
+            if calls is not None:
+                calls.append(list(seeds))
+            scales = np.full(len(seeds), scale, np.float32)
+            images = draw_one(params, toy.ENCODER.tokenize(list(prompts)), seeds, scales)
+            return images if spoil is None else spoil(images, seeds)
+
+        return drawn
+
+    def at(ema, step):
+        step = step or steps[-1]
+        if step not in steps:
+            raise FileNotFoundError(f"no checkpoint of step {step}")
+        key = jax.random.key(seed + step)
+        noisy = lambda x: x + 0.1 * jax.random.normal(key, x.shape)
+        params = jax.device_get(jax.tree.map(noisy, task.init(key)))
+        params = sharding.place_all(params, mesh, task.rules)
+        card = {"sampler": "ddim", "steps": "4", "precision": "float32", "models": [{"seed": seed}]}
+        return Point(step, ema, [params], draw(params), card)
+
+    points = [functools.partial(at, *which) for which in weights]
+    return Subject(workdir, "folder", toy.SIZE, 64, points, name)
+
+
+def rows_of(out):
+    with (out / sweep.TABLE).open() as file:
+        return [
+            {k: float(v) for k, v in row.items() if k not in ("ema", "features_share_of_time")}
+            for row in csv.DictReader(file)
+        ]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, inputs):
+    """The folder of a sweep by one process with eight devices, and its rows."""
+    workdir = tmp_path_factory.mktemp("one")
+    out = evaluation.evaluate([make_subject(workdir)], make_scorer(inputs), Sweep(SCALES))
+    return out, rows_of(out)
+
+
+def check_same(rows, expected):
+    assert len(rows) == len(expected) == len(SCALES)
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=CLOSE)
+
+
+def test_a_sweep_has_both_scores_with_intervals_and_nemos_tables(one):
+    out, rows = one
+    assert [row["guidance"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row["fd_toy_low"] < row["fd_toy"] < row["fd_toy_high"]
+        assert row["clip_score_low"] < row["clip_score"] < row["clip_score_high"]
+    assert abs(rows[0]["fd_toy"] / rows[1]["fd_toy"] - 1) > 100 * CLOSE
+    assert (out / "clip_scores.csv").read_text().splitlines()[0] == "cfg,clip_score"
+    assert not (out / "fid_scores.csv").exists()  # The weights are not FID's.
+
+
+def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
+    """Drawn again in one batch, and taken through the extractors' own command's way."""
+    point = make_subject(tmp_path).points[0]()
+    images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
+    taken = extractors.extract(
+        toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh()
+    )
+    reference = frechet.reference(features.gaussian(real_features()))
+    expected = frechet.distance(taken.stream.features(), reference)
+    assert one[1][1]["fd_toy"] == pytest.approx(expected, rel=CLOSE)
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(1, 64), (8, 7)])
+def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, batch):
+    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+    with mock.patch.object(sharding, "make_mesh", lambda: mesh):
+        subject, scorer = make_subject(tmp_path), make_scorer(inputs)
+        out = evaluation.evaluate([subject], scorer, Sweep(SCALES, batch_size=batch))
+    check_same(rows_of(out), one[1])
+    models = {one.card["model"] for folder in (out, one[0])
+              for one in sweep.read_scored(folder / sweep.SCORED).values()}  # fmt: skip
+    assert len(models) == 1  # A hash of the weights, wherever they lie.
+
+
+def test_two_processes_get_the_scores_of_one(one, inputs, tmp_path):
+    assert processes.run_all(2, process, tmp_path, *inputs, devices=4) == [0, 0]
+    check_same(rows_of(tmp_path / "evaluation" / "step_00000003"), one[1])
+
+
+class Killed(Exception):
+    """Comes while a batch is drawn."""
+
+
+def test_a_killed_sweep_redoes_one_batch_and_gives_the_same_numbers(one, inputs, tmp_path):
+    calls = []
+
+    def dying(images, seeds):
+        if len(calls) == 4:  # In the second batch of the second scale.
+            raise Killed
+        return images
+
+    asked, scorer = Sweep(SCALES, batch_size=64), make_scorer(inputs)
+    with pytest.raises(Killed):
+        evaluation.evaluate([make_subject(tmp_path, calls, spoil=dying)], scorer, asked)
+    out = tmp_path / "evaluation" / "step_00000003"
+    check_same([*rows_of(out), one[1][1]], one[1])  # The first scale's row is there.
+    evaluation.evaluate([make_subject(tmp_path, calls)], scorer, asked)
+    first, second = [*range(34)], [*range(34, 67), 34]  # Filled up, and the last cut off.
+    assert calls == [first, second, first, second, second]
+    check_same(rows_of(out), one[1])
+
+
+def test_each_score_has_a_card_that_tells_all(one):
+    scored = sweep.read_scored(one[0] / sweep.SCORED)
+    names = [f"step_00000003_ema_guidance_{g}_{k}" for g in (1, 4) for k in ("clip", "inception")]
+    assert list(scored) == names
+    scores, card = scored["step_00000003_ema_guidance_4_inception"]
+    assert scores["fd_toy"] == one[1][1]["fd_toy"]
+    assert card.items() >= {
+        "extractor": "toy", "weights": "abc", "preprocessing": "means", "image_size": "8x8",
+        "n": 67, "reference": "real.npz, n 200", "seed": 0, "sampler": "ddim", "steps": "4",
+        "guidance": 4.0, "checkpoint": 3, "ema": "ema", "precision": "float32", "official": False,
+    }.items()  # fmt: skip
+    assert re.fullmatch("[0-9a-f]{16}", card["prompts"]) and card["versions"]["jax"]
+    _, card = scored["step_00000003_ema_guidance_1_clip"]
+    assert (card["extractor"], card["preprocessing"]) == ("clip_clip", "open_clip")
+
+
+def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
+    weights = itertools.product(("ema", "raw"), (3, 5))
+    subject = make_subject(tmp_path, steps=(3, 5), weights=weights)
+    asked = Sweep((2.0,), batch_size=67, name="all")
+    out = evaluation.evaluate([subject], make_scorer(inputs), asked)
+    with (out / sweep.TABLE).open() as file:
+        rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in csv.DictReader(file)]
+    assert [row[:2] for row in rows] == [("ema", "3"), ("ema", "5"), ("raw", "3"), ("raw", "5")]
+    assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy has no averages of its own.
+    assert len(curve.figure(sweep.read(out)).lines) == 4
+    names = [f"step_{int(step):08}_{ema}" for ema, step, _ in rows]
+    curves = [points(out / events.FOLDER / name, "guidance_x100/fd_toy") for name in names]
+    scores = [np.float32(score) for *_, score in rows]
+    assert curves == [[(200, score)] for score in scores]
+
+
+def test_models_of_unlike_sizes_share_a_curve(inputs, tmp_path):
+    """The larger one's pictures are brought to one side by Pillow, which their card says."""
+    twice = lambda images, seeds: images.repeat(2, axis=1).repeat(2, axis=2)
+    large = make_subject(tmp_path / "no", seed=1, spoil=twice, name="large")._replace(size=16)
+    both = [make_subject(tmp_path, name="small"), large]
+    scorer = make_scorer(inputs)
+    out = evaluation.evaluate(both, scorer, Sweep((1.0, 4.0), size=8, batch_size=67))
+    assert out == tmp_path / "evaluation" / "small_large"
+    with (out / sweep.TABLE).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == ["small", "small", "large", "large"]
+    scored = sweep.read_scored(out / sweep.SCORED)
+    name = "large_step_00000003_ema_guidance_4_inception"
+    assert scored[name].card["resized"] == "Pillow's bicubic from 16x16"
+    assert scored[name.replace("large", "small")].card["resized"] is None
+    images = sheets.to_uint8(large.points[0]().draw(PROMPTS, list(range(67)), 4.0))
+    small = [Image.fromarray(i).resize((8, 8), Image.Resampling.BICUBIC) for i in images]
+    taken = extractors.extract(
+        toy_metrics.extractor(), toy_metrics.InMemory(np.stack(small)), sharding.make_mesh()
+    )
+    reference = frechet.reference(features.gaussian(real_features()))
+    expected = frechet.distance(taken.stream.features(), reference)
+    assert float(rows[3]["fd_toy"]) == pytest.approx(expected, rel=CLOSE)
+    lines = curve.figure(sweep.read(out)).lines
+    assert [line.name for line in lines] == ["small", "large"]
+    assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
+
+
+def test_the_weights_of_every_stage_are_axes(monkeypatch):
+    """All combinations, of which the first is loaded already; a stage without them stays."""
+    loaded = []
+
+    def with_weights(model, weights):
+        loaded.append((model.workdir, *weights))
+        return model._replace(ema=weights.ema, step=weights.step or 9)
+
+    monkeypatch.setattr(evaluation, "with_weights", with_weights)
+    settings = types.SimpleNamespace(
+        sampler=types.SimpleNamespace(name="heun", steps=3), unet=types.SimpleNamespace(dtype="x")
+    )
+    row = [
+        Model(name, settings, toy.ENCODER, lambda *_: np.zeros((0, 8, 8, 3)), {}, "ema", 9)
+        for name in ("base", "sr", "last")
+    ]
+    weights = [[Weights(), Weights("raw", 5)], [Weights(), Weights("0.9", 7)]]
+    draw = lambda models, prompts, seeds, guidance: [model.ema for model in models]
+    subject = evaluation.of_models(
+        row, draw, lambda model: {"ema": model.ema}, "folder", (8, 16), weights
+    )
+    points = [open_point() for open_point in subject.points]
+    assert [point.draw([], [], 1.0) for point in points] == [
+        ["ema", "ema", "ema"], ["ema", "0.9", "ema"], ["raw", "ema", "ema"], ["raw", "0.9", "ema"]
+    ]  # fmt: skip
+    assert loaded == [("sr", "0.9", 7), ("base", "raw", 5), ("base", "raw", 5), ("sr", "0.9", 7)]
+    assert [(p.checkpoint, p.ema, p.later) for p in points[1:3]] == [
+        (9, "ema", "7 0.9, 9 ema"), (5, "raw", "9 ema, 9 ema")
+    ]  # fmt: skip
+    names = {sweep.point_name({"checkpoint": p.checkpoint, "ema": p.ema, "later": p.later})
+             for p in points}  # fmt: skip
+    assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
+
+
+def test_settings_of_the_sampler_are_axes_at_the_same_weights():
+    """Nothing is loaded again: a point is the model with another program."""
+    of = lambda sampler: types.SimpleNamespace(
+        sampler=sampler, unet=types.SimpleNamespace(dtype="x")
+    )
+    settle = lambda overrides: of(
+        types.SimpleNamespace(name="heun", steps=overrides["sampler.steps"])
+    )
+    programs = types.SimpleNamespace(draw=lambda s, preview, strength: s.sampler.steps)
+    model = Model("run", of(types.SimpleNamespace(name="heun", steps=3)), toy.ENCODER, 3, {"a": 1},
+                  "ema", 9, "", programs, settle)  # fmt: skip
+    subject = evaluation.of_models(
+        [model], lambda models, *_: models[0].draw, lambda model: {}, "folder", (8, 8),
+        overrides=[[{"sampler.steps": n}] for n in (3, 5, 7)],
+    )  # fmt: skip
+    points = [open_point() for open_point in subject.points]
+    assert [point.draw([], [], 1.0) for point in points] == [3, 5, 7]
+    assert [point.card["steps"] for point in points] == ["3", "5", "7"]
+    assert [point.settings for point in points] == [{"sampler.steps": n} for n in "357"]
+    assert all(point.params[0] is model.params for point in points)
+
+
+def test_models_of_unlike_sizes_need_one_to_be_scored_at(tmp_path):
+    subjects = [make_subject(tmp_path), make_subject(tmp_path)._replace(size=16)]
+    with pytest.raises(ValueError, match=r"sizes \(8, 16 pixels\): set --size, .*--size=8"):
+        evaluation.common_size(subjects)
+
+
+def not_finite(images, seeds):
+    images = images.copy()
+    images[[i for i, seed in enumerate(seeds) if seed == 40], 3, 3, 1] = np.nan
+    return images
+
+
+def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
+    subject = make_subject(tmp_path, spoil=not_finite)
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES, save_images=True))
+    message = (
+        "1 of 33 images of step_00000003_ema_guidance_1 are not finite; the first one is for "
+        "prompt number 40 (from 0): the model or its sampler diverges, so no score is written"
+    )
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
+    saved = {path.name for path in tmp_path.rglob("image*.png")}
+    assert "image000039.png" in saved and "image000040.png" not in saved
+
+
+def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, capsys):
+    scorer = make_scorer(inputs)
+    scorer.features = lambda images, prompts: {"clip": np.full((len(images), 1), np.nan)}
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep(SCALES))
+    assert capsys.readouterr().err == (
+        "error: the clip features are not finite: the weights of the network that computes them "
+        "are damaged\n"
+    )
+
+
+def test_a_second_evaluation_of_the_same_name_is_refused(inputs, tmp_path, capsys):
+    folder = tmp_path / "evaluation" / "step_00000003"
+    folder.mkdir(parents=True)
+    other = {"machine": folder_lock._machine(), "host": "here", "nonce": "n", "pid": os.getppid()}
+    other["started"] = folder_lock._started(os.getppid())
+    (folder / "writer-1.json").write_text(json.dumps(other))
+    with pytest.raises(SystemExit, match="75"):
+        evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs), Sweep(SCALES))
+    assert f"{folder} is being written by process {os.getppid()}" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["writer-1.json"]
+
+
+def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_path, capsys):
+    asked, scorer = Sweep((2.0,)), make_scorer(inputs)
+    out = evaluation.evaluate([make_subject(tmp_path)], scorer, asked)
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate([make_subject(tmp_path, seed=1)], scorer, asked)
+    err = capsys.readouterr().err
+    assert re.search(r"guidance_2 was started with other settings \(clip.model: '\w+' stored", err)
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs, PROMPTS[:66]), asked)
+    assert "clip.n: 67 stored, 66 requested" in capsys.readouterr().err
+    assert len(rows_of(out)) == 1
+
+
+def test_a_missing_checkpoint_is_one_line(inputs, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        missing = make_subject(tmp_path, weights=[("ema", 4)])
+        evaluation.evaluate([missing], make_scorer(inputs), Sweep(SCALES))
+    assert capsys.readouterr().err == "error: no checkpoint of step 4\n"
+
+
+def test_statistics_of_another_extractor_are_refused(inputs, tmp_path):
+    reference = write_reference(tmp_path / "other.npz", weights="def")
+    with pytest.raises(
+        ValueError, match=r"other\.npz was computed with weights def, but the images"
+    ):
+        make_scorer((reference, inputs[1]))
+    with pytest.raises(
+        ValueError, match="a Fréchet distance needs at least 2 images, but there is 1"
+    ):
+        make_scorer(inputs, PROMPTS[:1])
+
+
+def process(index, workdir, reference, clip):
+    warnings.simplefilter("error")
+    scorer = make_scorer((reference, clip))
+    evaluation.evaluate([make_subject(workdir)], scorer, Sweep(SCALES, batch_size=16))

@@ -1,0 +1,77 @@
+"""TensorBoard's event files, as TensorBoard itself reads them."""
+
+import io
+import logging
+import sys
+
+import numpy as np
+from PIL import Image
+
+from diffusion_jax.logs import events, run_log
+from tests.diffusion_jax.event_files import hparams, points
+
+
+def write(workdir, steps, resumed_from=0, **config):
+    writer = run_log.MetricWriter(workdir, config, resumed_from)
+    for step in steps:
+        writer.write_scalars(step, {"loss": step / 4, "loss/sigma_0_to_0.1": step / 8})
+    return writer
+
+
+def test_tensorboard_reads_the_numbers_the_pictures_and_the_config(tmp_path):
+    config = {"run": {"steps": 7, "prompts": ("a", "b")}, "lr": np.float32(0.5), "flip": True}
+    writer = write(tmp_path, [3, 7], **config)
+    noise = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), np.uint8)
+    writer.write_images(7, {"samples": noise})
+    there = tmp_path / events.FOLDER
+    # Before close: a run that is killed leaves them.
+    assert points(there, "loss") == [(3, 0.75), (7, 1.75)]
+    assert points(there, "loss/sigma_0_to_0.1") == [(3, 0.375), (7, 0.875)]
+    ((step, (_, _, *pictures)),) = points(there, "samples")  # Width and height stand before them.
+    np.testing.assert_array_equal([Image.open(io.BytesIO(png)) for png in pictures], noise)
+    assert step == 7
+    assert hparams(there) == {
+        "run.steps": 7, "run.prompts": "('a', 'b')", "lr": 0.5, "flip": True,
+    }  # fmt: skip
+    writer.close()
+
+
+def test_a_resumed_run_holds_no_step_twice_and_the_config_of_its_last_start(tmp_path):
+    write(tmp_path, [10, 20, 30, 40], lr=1.0).close()
+    (path,) = (tmp_path / events.FOLDER).iterdir()
+    with path.open("ab") as file:
+        file.write(b"torn")  # Killed while it wrote.
+    write(tmp_path, [30, 40, 50], resumed_from=20, lr=2.0).close()
+    there = tmp_path / events.FOLDER
+    assert [step for step, _ in points(there, "loss")] == [10, 20, 30, 40, 50]
+    assert hparams(there) == {"lr": 2.0}
+
+
+def test_a_new_run_in_an_old_folder_starts_its_events_anew(tmp_path):
+    write(tmp_path, [10, 20]).close()
+    write(tmp_path, [5]).close()
+    assert points(tmp_path / events.FOLDER, "loss") == [(5, 1.25)]
+
+
+def test_without_tensorflow_the_metrics_are_written_and_it_is_said_once(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with caplog.at_level(logging.WARNING):
+        writer = write(tmp_path, [1, 2])
+        writer.write_images(2, {"grid": np.zeros((2, 4, 4, 3), np.uint8)})
+        writer.close()
+    (said,) = [r.getMessage() for r in caplog.records if "TensorBoard" in r.getMessage()]
+    assert said.endswith("pip install -r requirements.txt")
+    assert len(run_log.read_metrics(tmp_path / run_log.METRICS)) == 2
+    assert not (tmp_path / events.FOLDER).exists()
+
+
+def test_no_gpu_is_tensorflows(tmp_path, monkeypatch):
+    """A GPU build would take all of its memory at the first operation."""
+    import tensorflow as tf  # Slow: not for every worker that reads this file.
+
+    asked = []
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda *args: asked.append(args))
+    write(tmp_path, [1]).close()
+    assert asked == [([], "GPU")]

@@ -1,0 +1,76 @@
+"""The lines of long jobs."""
+
+import itertools
+import logging
+import time
+
+import pytest
+
+from diffusion_jax.devices import hardware
+from diffusion_jax.logs import progress
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Ten seconds pass from one look at the clock to the next."""
+    ticks = itertools.count(0, 10)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_line_has_rate_and_time_left(seconds, caplog):
+    with caplog.at_level(logging.INFO, "absl"):
+        meter = progress.Meter("captions", 1000, name="encoding", done=100)
+        meter.add(30)  # Looks at the clock for whether it is time, and once more for the rate.
+        meter.reach(1000)
+    assert lines(caplog) == [
+        "encoding: 130/1,000 captions | 1.5 captions/s | 0:09:40 left",
+        "encoding: 1,000/1,000 captions | 22.5 captions/s | 0:00:00 left",
+    ]
+
+
+def test_items_pass_and_the_last_is_reported(caplog):
+    with caplog.at_level(logging.INFO, "absl"):
+        assert list(progress.reported("abc", 3, "letters")) == ["a", "b", "c"]
+    (line,) = lines(caplog)
+    assert line.startswith("3/3 letters | ") and line.endswith(" letters/s | 0:00:00 left")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "absl"):
+        list(progress.reported(["ab", "c"], 3, "letters", size=len, every=0.0))
+    assert [line.partition(" ")[0] for line in lines(caplog)] == ["2/3", "3/3"]
+
+
+def test_what_has_no_known_end_says_how_long_it_runs(seconds, caplog):
+    with caplog.at_level(logging.INFO, "absl"):
+        list(progress.reported("abcd", None, "letters", every=25.0))
+    assert lines(caplog) == [
+        "3 letters | 0.07 letters/s | 0:00:40 so far",
+        "4 letters | 0.07 letters/s | 0:01:00 so far",
+    ]
+
+
+def test_the_line_of_training_names_what_is_known():
+    line = progress.step_line(
+        300,
+        8000,
+        images_per_second=812.34,
+        loss=0.12345,
+        seconds_left=3792.4,
+        memory=hardware.Memory(used=1, peak=3 * 2**29, limit=2**36),
+        utilization=0.4123,
+    )
+    assert line == (
+        "step 300/8,000 | 812 images/s | loss 0.1235 | 1:03:12 left | 1.5/64.0 GiB | MFU 41.2 %"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0:00:00"), (59.6, "0:01:00"), (100 * 3600, "100:00:00"), (float("inf"), "-:--:--")],
+)
+def test_the_line_of_training_counts_hours_minutes_and_seconds(seconds, expected):
+    line = progress.step_line(1, 2, images_per_second=9.87, loss=1.0, seconds_left=float(seconds))
+    assert line == f"step 1/2 | 9.9 images/s | loss 1.0000 | {expected} left"

@@ -1,0 +1,173 @@
+"""LoRA: the product of two factors is added to frozen kernels, and nothing else is trained."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.config.settings import Lora, Optimizer
+from diffusion_jax.devices import sharding
+from diffusion_jax.diffusion import objective
+from diffusion_jax.task import Measure, Task
+from diffusion_jax.train import optimizer
+from diffusion_jax.train.state import init_state
+from diffusion_jax.weights import finetune, lora
+
+S = Lora(rank=2, alpha=3.0, targets="attn/|conv")
+KEY = jax.random.key(0)
+
+
+def weights(key=KEY):
+    """A linear layer, a convolution and a layer that no target names, without a zero."""
+    shapes = {
+        "mid_attn": {"q": {"kernel": (6, 4), "bias": (4,)}},
+        "conv1": {"kernel": (3, 3, 2, 5), "bias": (5,)},
+        "other": {"kernel": (4, 4)},
+    }
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+    arrays = [jax.random.normal(k, shape) for k, shape in zip(keys, leaves, strict=True)]
+    return {"params": jax.tree.unflatten(tree, arrays)}
+
+
+def of_sums(params, frozen, batch, *_):
+    """A loss and images whose gradient by each kernel is known: sums of products with the batch."""
+    p = params["params"]
+    total = (p["mid_attn"]["q"]["kernel"] * batch["a"]).sum()
+    total += (p["conv1"]["kernel"] * batch["b"]).sum() + (p["other"]["kernel"] ** 2).sum()
+    return total * frozen["factor"]
+
+
+BATCH = {"a": jnp.arange(24.0).reshape(6, 4), "b": jnp.arange(90.0).reshape(3, 3, 2, 5) / 9}
+TASK = Task(
+    init=weights,
+    loss=lambda *args: (of_sums(*args), {}),
+    sample=of_sums,
+    frozen={"factor": jnp.array(2.0)},
+    rules=sharding.RULES,
+    measure=Measure(lambda n: np.ones(n), lambda *args: (of_sums(*args), of_sums(*args))),
+)
+
+
+def factors(task, key=KEY):
+    """The parameters of an adapted task, with random numbers also where they start at 0."""
+    shapes = jax.eval_shape(task.init, key)
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
+    arrays = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def test_step_0_is_the_model_that_is_adapted():
+    task = lora.adapt(TASK, weights(), S)
+    params = task.init(KEY)
+    pairs = lora.flat(params)
+    assert {path: pair["down"].shape for path, pair in pairs.items()} == {
+        "mid_attn/q": (6, 2), "conv1": (3, 3, 2, 2),
+    }  # fmt: skip
+    assert all(float(jnp.abs(pair["up"]).max()) == 0 for pair in pairs.values())
+    for pair in pairs.values():  # U(-1, 1) / sqrt(fan_in), as torch and peft start a layer.
+        limit = np.prod(pair["down"].shape[:-1]) ** -0.5
+        assert 0.5 * limit < float(jnp.abs(pair["down"]).max()) <= limit
+    expected = of_sums(weights(), TASK.frozen, BATCH)
+    for value in (
+        task.loss(params, task.frozen, BATCH, KEY)[0],
+        task.sample(params, task.frozen, BATCH, KEY, None),
+        task.measure.errors(params, task.frozen, BATCH, KEY, None)[0],
+    ):
+        assert float(value) == float(expected)
+
+
+def test_kernels_are_moved_by_the_product_times_alpha_by_rank():
+    task, base = lora.adapt(TASK, weights(), S), weights()
+    params = factors(task)
+    merged = lora.merge(base, params, S)["params"]
+    down, up = (np.asarray(x, np.float64) for x in params["lora"]["mid_attn"]["q"].values())
+    kernel = np.asarray(base["params"]["mid_attn"]["q"]["kernel"], np.float64)
+    wanted = kernel + 1.5 * down @ up
+    np.testing.assert_allclose(merged["mid_attn"]["q"]["kernel"], wanted, rtol=1e-5, atol=1e-6)
+    for path in (("other", "kernel"), ("conv1", "bias"), ("mid_attn", "q")):
+        a, b = merged, base["params"]
+        for name in path:
+            a, b = a[name], b[name]
+        if path[-1] != "q":
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_convolution_gets_one_of_few_channels_before_a_1x1():
+    """kohya's and peft's form, and the same numbers."""
+    task, base = lora.adapt(TASK, weights(), S), weights()
+    params = factors(task)
+    conv = lambda x, w: jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    x = jax.random.normal(KEY, (1, 5, 5, 2))
+    down, up = params["lora"]["conv1"]["down"], params["lora"]["conv1"]["up"]
+    apart = conv(x, base["params"]["conv1"]["kernel"]) + 1.5 * conv(conv(x, down), up[None, None])
+    merged = lora.merge(base, params, S)["params"]["conv1"]["kernel"]
+    np.testing.assert_allclose(conv(x, merged), apart, rtol=2e-5, atol=2e-5)
+
+
+def test_gradients_are_those_of_the_kernel_through_the_other_factor():
+    task = lora.adapt(TASK, weights(), S)
+    params = factors(task)
+    grads = jax.grad(lambda p: task.loss(p, task.frozen, BATCH, KEY)[0])(params)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    pair, of_kernel = params["lora"]["mid_attn"]["q"], 2.0 * BATCH["a"]
+    wanted = {"down": 1.5 * of_kernel @ pair["up"].T, "up": 1.5 * pair["down"].T @ of_kernel}
+    for name, value in wanted.items():
+        np.testing.assert_allclose(grads["lora"]["mid_attn"]["q"][name], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, -1.0])
+def test_the_scale_of_drawing_is_linear_and_leaves_the_loss_alone(scale):
+    params = factors(lora.adapt(TASK, weights(), S))
+    at = lambda scale: lora.adapt(TASK, weights(), S._replace(scale=scale))
+    drawn = {k: float(at(k).sample(params, at(k).frozen, BATCH, KEY, None)) for k in (0, 1, scale)}
+    assert drawn[scale] == pytest.approx((1 - scale) * drawn[0] + scale * drawn[1], rel=1e-5)
+    assert drawn[0] == float(of_sums(weights(), TASK.frozen, BATCH))
+    losses = [float(at(k).loss(params, at(k).frozen, BATCH, KEY)[0]) for k in (1, scale)]
+    assert losses[0] == losses[1] != drawn[0]
+
+
+def test_what_a_weighting_learns_is_trained_along():
+    learning = TASK._replace(init=lambda key: {**weights(key), objective.LEARNED: {"kernel": KEY}})
+    params = lora.adapt(learning, weights(), S).init(KEY)
+    assert params.keys() == {"lora", objective.LEARNED}
+
+
+def test_the_state_of_a_run_holds_factors_alone_and_has_its_places():
+    task = lora.adapt(TASK, weights(), S)
+    tx = optimizer.make_optimizer(Optimizer(lr=1.0), 10)
+    state = jax.eval_shape(lambda key: init_state(task.init(key), tx, (0.9,)), KEY)
+    sizes = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(state)}
+    count = 2 * (6 + 4) + 2 * (18 + 5)
+    assert sum(sizes.values()) == 4 * count + 5  # Parameters, average, two moments; five scalars.
+    mesh = sharding.make_mesh(1, 1, 1)
+    placed = sharding.shardings((state, task.frozen["base"]), mesh, task.rules)
+    assert len(jax.tree.leaves(placed)) == len(sizes) + 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": "attm"}, "lora.targets is 'attm', which matches none of the 3 layers: the"),
+        ({"targets": "("}, r"lora.targets is '\(', which is not a regular expression: missing \)"),
+        (
+            {"rank": 5},
+            r"lora.rank is 5, but the kernel of mid_attn/q has shape \(6, 4\), so its rank",
+        ),
+    ],
+)
+def test_what_cannot_be_adapted_is_said(change, message):
+    with pytest.raises(ValueError, match=message):
+        lora.adapt(TASK, weights(), S._replace(**change))
+    with pytest.raises(ValueError, match="this network has no layers that LoRA can adapt"):
+        lora.layers({"params": {"a": {"unit_kernel": np.zeros((2, 2))}}}, S)
+
+
+def test_a_place_of_adapted_weights_for_a_run_that_adapts_none_is_an_error():
+    finetune.check_wanted("s3://bkt/base", S)
+    finetune.check_wanted(None, Lora())
+    with pytest.raises(ValueError, match=r"--unet_weights=s3://bkt/base .* remove --unet_weights"):
+        finetune.check_wanted("s3://bkt/base", Lora())

@@ -1,0 +1,265 @@
+"""Averages by power functions: the paper's numbers, brute force, and the files of a run."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+
+from diffusion_jax import runs
+from diffusion_jax.devices import sharding
+from diffusion_jax.train import checkpoint, memory
+from diffusion_jax.train.state import init_state, make_train_step
+from diffusion_jax.weights import power_averages, restore
+from tests.diffusion_jax.train import test_loop, test_state
+from tests.imagen_jax import commands
+
+STEPS, WIDTHS = 480, (0.05, 0.1)
+POWERS = test_loop.OPTIMIZER._replace(ema_widths=WIDTHS, snapshot_every=2)
+
+
+def profile(width, steps):
+    """What each step counts: shares of (k / steps)^(gamma + 1), which sum to 1."""
+    ends = (np.arange(steps + 1) / steps) ** (power_averages.exponent(width) + 1)
+    return np.diff(ends)
+
+
+def test_exponents_are_those_of_the_paper():
+    np.testing.assert_allclose(
+        [power_averages.exponent(w) for w in WIDTHS], [16.97, 6.94], atol=5e-3
+    )
+    for width in (0.01, 0.05, 0.1, 0.2, 0.28):  # By the moments of the profile itself.
+        times, counts = np.arange(1, 200_001) / 200_000, profile(width, 200_000)
+        mean = counts @ times
+        assert np.sqrt(counts @ (times - mean) ** 2) == pytest.approx(width, rel=1e-4)
+
+
+def test_inner_products_are_integrals_of_the_profiles():
+    steps, widths = [3000, 4000, 4000], [0.05, 0.1, 0.2]
+    counts, distance = power_averages.combination(steps, widths, 4000, 0.12)
+    each = [np.pad(profile(w, s), (0, 4000 - s)) for s, w in zip(steps, widths, strict=True)]
+    # The paper's closed form is of continuous profiles: a sum over 4,000 steps is close. The last
+    # count is what is left of 1.
+    first = np.stack([one - each[2] for one in each[:2]], 1)
+    expected, *_ = np.linalg.lstsq(first, profile(0.12, 4000) - each[2], rcond=None)
+    np.testing.assert_allclose(counts, [*expected, 1 - expected.sum()], atol=2e-4)
+    left = counts @ np.stack(each) - profile(0.12, 4000)
+    expected = np.linalg.norm(left) / np.linalg.norm(profile(0.12, 4000))
+    assert distance == pytest.approx(expected, rel=1e-2)
+
+
+def test_of_few_snapshots_a_width_is_still_a_mean_of_weights():
+    for steps, widths in (([100], [0.05]), ([50, 50, 100, 100], [0.05, 0.1] * 2)):
+        counts, distance = power_averages.combination(steps, widths, 100, 0.2)
+        assert counts.sum() == pytest.approx(1, abs=1e-12) and distance > 0.1
+    counts, distance = power_averages.combination([0, 0], [0.05, 0.1], 0, 0.07)
+    assert (counts.tolist(), distance) == ([1, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "name"),
+    [
+        ("0.10", (), "power-0.1"), ("power-0.1", (), "power-0.1"), ("0.1", ("0.1",), "0.1"),
+        ("0.9999", (), "0.9999"), ("0.5", (), "0.5"), ("raw", (), "raw"), ("ema", (), "ema"),
+        ("0", (), "0"), ("nan", (), "nan"), ("power-2", (), "power-2"),
+        ("0.28", (), "power-0.28"), ("0.281", (), "0.281"),  # As in optimizer.ema_widths.
+    ],
+)  # fmt: skip
+def test_a_small_number_is_a_width_unless_it_is_a_decay_that_is_kept(text, kept, name):
+    assert power_averages.canonical(text, kept) == name
+
+
+def test_decays_come_after_widths_and_the_largest_last():
+    names = ["0.9999", "power-0.1", "0.99", "power-0.05"]
+    assert sorted(names, key=power_averages.order) == ["power-0.05", "power-0.1", "0.99", "0.9999"]
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory):
+    """(parameters [steps, 6] at every step, the last state, the folder of checkpoints)."""
+    params, frozen, batches = test_state.line_problem()
+    tx, folder = test_state.make_tx(lr=0.02), tmp_path_factory.mktemp("walk")
+
+    def loss(params, frozen, batch, keys):
+        value, extra = test_state.line_loss(params, frozen, batch, keys)
+        lost = jax.random.uniform(jax.random.fold_in(keys[0], 1)) < 0.1
+        return jnp.where(lost, jnp.nan, 1.0) * value, extra
+
+    step_fn = jax.jit(make_train_step(loss, tx, (0.5,), WIDTHS))
+    state, every = init_state(params, tx, (0.5,), WIDTHS), []
+    snapshots = checkpoint.Snapshots(folder / restore.SNAPSHOTS, 0)
+    for step in range(1, STEPS + 1):
+        state, _ = step_fn(state, frozen, batches[step % len(batches)], test_state.KEY)
+        every.append(flat(state.params))
+        if step % 40 == 0:
+            snapshots.save(step, state)
+    snapshots.close()
+    assert 20 < int(state.skipped) < 100
+    return np.stack(every), state, folder / runs.CHECKPOINTS
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
+
+def error(actual, expected):
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def test_a_width_above_those_of_the_config_is_refused(walked):
+    message = r"no average '0\.281' .*\['power-0\.05', 'power-0\.1', 'a width up to 0\.28'\]"
+    with pytest.raises(ValueError, match=message):
+        restore.items_of(epath.Path(walked[2].parent / restore.SNAPSHOTS / "480"), "0.281")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_training_keeps_is_the_mean_of_all_steps_the_skipped_ones_too(walked, width):
+    every, state, _ = walked
+    assert (
+        error(flat(state.ema[power_averages.power_name(width)]), profile(width, STEPS) @ every)
+        < 3e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "step"), [(0.04, STEPS), (0.05, 240), (0.08, STEPS), (0.12, 240), (0.15, STEPS)]
+)
+def test_any_width_is_made_of_snapshots_to_a_thousandth(walked, width, step):
+    every, state, folder = walked
+    shapes = jax.eval_shape(lambda: state.params)
+    made, at = restore.load_params_and_step(folder, shapes, str(width), step)
+    assert at == step and jax.tree.leaves(made)[0].dtype == jnp.float32
+    expected = profile(width, step) @ every[:step]
+    assert error(flat(made), expected) < 1e-3
+    others = [error(profile(w, step) @ every[:step], expected) for w in (width * 0.8, width / 0.8)]
+    assert min(others) > 2e-3  # Or any average would do.
+
+
+def test_snapshots_of_a_mesh_make_the_same(walked, tmp_path):
+    _, state, folder = walked
+    mesh = sharding.make_mesh(1, 4, 2)
+    rules = [(r"", sharding.P())]
+    placed = jax.device_put(state, sharding.shardings(state, mesh, rules))
+    shutil.copytree(folder.parent / restore.SNAPSHOTS, tmp_path / restore.SNAPSHOTS)
+    snapshots = checkpoint.Snapshots(tmp_path / restore.SNAPSHOTS, STEPS - 1)
+    snapshots.save(STEPS, placed)
+    snapshots.close()
+    shapes = jax.eval_shape(lambda: state.params)
+    target = sharding.placed(shapes, sharding.shardings(shapes, mesh, rules))
+    make = lambda root: restore.load_params(root / runs.CHECKPOINTS, target, "0.07", STEPS)
+    jax.tree.map(np.testing.assert_array_equal, make(tmp_path), make(folder.parent))
+    assert len(jax.tree.leaves(make(tmp_path))[0].sharding.device_set) == 8
+
+
+def test_a_damaged_snapshot_is_passed_over(walked, tmp_path, caplog):
+    every, state, folder = walked
+    shutil.copytree(folder.parent / restore.SNAPSHOTS, tmp_path / restore.SNAPSHOTS)
+    item = tmp_path / restore.SNAPSHOTS / "320" / "ema_power-0.05"
+    victim = max((p for p in item.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-1] + b"!")
+    shapes = jax.eval_shape(lambda: state.params)
+    made = restore.load_params(tmp_path / runs.CHECKPOINTS, shapes, "0.07", STEPS)
+    assert error(flat(made), profile(0.07, STEPS) @ every) < 1e-3
+    assert "skipping the damaged snapshot" in caplog.text
+
+
+def arrays(workdir, step, name="ema_power-0.05"):
+    root = restore.absolute(workdir) / restore.SNAPSHOTS / str(step)
+    shapes = restore.shapes(root, name)
+    return restore.load_items(root, {name: shapes})[name]
+
+
+@pytest.mark.gate
+@pytest.mark.slow
+def test_a_run_that_was_killed_writes_the_same_snapshots_again(tmp_path):
+    train = lambda name, **changes: test_loop.train(
+        tmp_path / name, test_loop.sometimes_nan(test_loop.TASK), settings=POWERS, **changes
+    )
+    whole = train("whole", save_every=3, keep_last=9)
+    train("parts", steps=5, save_every=3, keep_last=9)
+    checkpoints, snapshots = (tmp_path / "parts" / n for n in (runs.CHECKPOINTS, restore.SNAPSHOTS))
+    shutil.rmtree(checkpoints / "5")  # As if it had been killed before it was written.
+    (snapshots / "9.orbax-checkpoint-tmp").mkdir()
+    assert restore.steps(snapshots) == [2, 4, 5]
+    jax.tree.map(np.testing.assert_array_equal, train("parts", save_every=3, keep_last=9), whole)
+    assert restore.steps(snapshots) == [2, 4, 6, 7]
+    assert restore.steps(tmp_path / "whole" / restore.SNAPSHOTS) == [2, 4, 6, 7]
+    for step in (2, 4, 6, 7):
+        pair = [arrays(tmp_path / name, step) for name in ("whole", "parts")]
+        jax.tree.map(np.testing.assert_array_equal, *pair)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3)  # float16.
+    jax.tree.map(close, arrays(tmp_path / "parts", 7), whole.ema["power-0.05"])
+    # At a step between two snapshots the checkpoint's own averages stand in for one.
+    assert [at for at, *_ in restore.traces(restore.absolute(checkpoints), 3)] == [2, 2, 3, 3]
+
+
+def test_disk_counts_snapshots_in_their_type():
+    params = {"a": jnp.zeros((10, 10))}
+    state = init_state(params, test_state.make_tx(), (0.9,), WIDTHS)
+    settings = test_loop.OPTIMIZER._replace(ema_widths=WIDTHS)
+    run = test_loop.RUN._replace(steps=100, keep_last=3)
+    kept = memory.disk(run, settings, state)
+    # Every 4 steps of 100; 100 numbers of two widths in two bytes.
+    assert (kept.snapshots, kept.snapshot, kept.checkpoints) == (25, 400, 3)
+    assert kept.checkpoint == 4 * (6 * 100 + 5)
+    assert kept.total == 3 * kept.checkpoint + 25 * 400
+    none = memory.disk(run, test_loop.OPTIMIZER, state)
+    assert (none.snapshots, none.total) == (0, 3 * kept.checkpoint)
+
+
+@pytest.mark.slow
+def test_widths_are_a_swept_axis_of_a_run_and_weights_of_a_folder(tmp_path):
+    work, made = tmp_path / "run", tmp_path / "made"
+    small = (
+        "--config.steps=12", "--config.batch_size=8", "--config.unet.embed_dim=32",
+        "--config.unet.image_size=8", "--config.unet.cond_dim=32", "--config.sample_every=0",
+        "--config.optimizer.warmup=0", "--config.data.heldout=0.01", "--config.heldout.records=8",
+        "--config.optimizer.ema_widths=(0.05,0.1)",
+    )  # fmt: skip
+    told = commands.run(
+        "train", "--config=configs/quickstart.py", f"--workdir={work}", *small, devices=1
+    )
+    assert told.code == 0, told.err
+    assert ", 12 snapshots of " in told.out and "GB are free" in told.out
+    listed = commands.run("diffusion_jax.averages", f"--workdir={work}", devices=1)
+    assert listed.code == 0, listed.err
+    lines = {line[:14].strip(): line[15:] for line in listed.out.splitlines()}
+    assert (
+        lines["snapshots"].endswith("of steps 1 to 12")
+        and lines["width 0.05"] == "error 0 %, rounding factor 1"
+    )
+    assert lines["stored"] == "power-0.05, power-0.1"
+    wrote = commands.run(
+        "diffusion_jax.averages", f"--workdir={work}", "--width=0.07", f"--out={made}", devices=1
+    )
+    assert wrote.code == 0, wrote.err
+    losses = commands.run(
+        "diffusion_jax.heldout", f"--workdir={work}", "--ema=0.07,0.05,raw,0.999", devices=1
+    )
+    rows = [json.loads(line) for line in losses.out.splitlines()]
+    names, values = zip(*((row["weights"], row["loss"]) for row in rows), strict=True)
+    assert names == ("ema_power-0.07", "ema_power-0.05", "raw", "ema_0.999")
+    alone = commands.run("diffusion_jax.heldout", f"--workdir={made}", devices=1)
+    assert json.loads(alone.out)["loss"] == values[0] and len({*values}) == 4
+    drawn = [
+        commands.run(
+            "sample", f"--workdir={folder}", *ema, "--prompt=a red seven on gray paper",
+            f"--out={tmp_path / folder.name}_png", devices=1,
+        )
+        for folder, ema in ((work, ["--ema=0.07"]), (made, []))
+    ]  # fmt: skip
+    assert [ended.code for ended in drawn] == [0, 0], drawn[0].err
+    pictures = [(tmp_path / f"{n}_png" / "sheet.png").read_bytes() for n in ("run", "made")]
+    assert pictures[0] == pictures[1]
+    swept = commands.run(
+        "evaluate", f"--workdir={work}", "--ema=0.05,0.10,0.15,0.999", "--guidance=2",
+        "--num_heldout=1", devices=1,
+    )  # fmt: skip
+    assert swept.code == 0, swept.err
+    table = (work / "evaluation" / "step_00000012" / "sweep.csv").read_text()
+    averaged = [line.split(",")[2] for line in table.splitlines()[1:]]
+    assert averaged == ["power-0.05", "power-0.1", "power-0.15", "0.999"]
+    assert "power-0.15" in (work / "report.html").read_text()

@@ -1,0 +1,115 @@
+"""Attention's kernels compiled for accelerators that are not here, where their compilers are."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from launch import accelerators
+from launch.planner import compiling, gpu
+
+_GPU = """
+import functools
+import jax, numpy as np
+import jax.numpy as jnp
+from diffusion_jax.devices import sharding
+from diffusion_jax.nn import attention
+from jax.sharding import AxisType, Mesh
+from launch import accelerators
+from launch.planner import compiling, gpu
+
+compiling.prepare(1)
+device = gpu.devices(accelerators.parse("h100:1"))
+mesh = Mesh(np.array(device).reshape(1, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+array = lambda *shape: jax.ShapeDtypeStruct(
+    shape, jnp.bool_ if len(shape) == 2 else jnp.bfloat16, sharding=sharding.replicated(mesh)
+)
+attend = functools.partial(attention.attend, implementation="{implementation}")
+gradient = lambda q, k, v, mask, out: jax.vjp(lambda *qkv: attend(*qkv, mask), q, k, v)[1](out)
+q, k = array(2, 256, 2, 64), array(2, 333, 2, 64)
+program = jax.jit(sharding.ambient(mesh, gradient)).lower(q, k, k, array(2, 77), q).compile()
+print(gpu.kernels(program.as_text()))
+"""
+
+
+def run(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize(
+    "sizes", [("256", "333", "64", "masked"), ("4096", "4096", "128", "unmasked")]
+)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_splash_compiles_for_tpus_forwards_and_backwards(kind, sizes):
+    ended = run("-m", "launch.planner.pallas", kind, *sizes)
+    assert ended.returncode == 0, ended.stderr
+    forward, backward = json.loads(ended.stdout.splitlines()[-1])
+    # A step is at least its products: 256 x 384 scores over 128 lanes, twice and five times, or
+    # 512 x 4,096.
+    assert 500 < forward < backward < 30_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["auto", "cudnn"])
+def test_attention_is_cudnns_when_it_is_compiled_for_an_h100(implementation):
+    if missing := gpu.missing(accelerators.parse("h100:1")):
+        pytest.skip(missing)
+    if not gpu.has_cudnn():
+        pytest.skip("cuDNN (the extra plan-gpu) is not installed")
+    ended = run("-c", _GPU.format(implementation=implementation))
+    assert ended.returncode == 0, ended.stderr
+    assert "fmhaSoftmaxBackward" in ended.stdout
+
+
+def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options(monkeypatch):
+    class Compiled:
+        as_text = staticmethod(lambda: "ENTRY")
+        memory_analysis = staticmethod(lambda: SimpleNamespace(temp_size_in_bytes=7))
+
+    class Lowered:
+        as_text = staticmethod(lambda: "stablehlo.dot_general")
+
+        def compile(self, **options):
+            tried.append(options)
+            if not options:
+                raise jax.errors.JaxRuntimeError("Couldn't find output tile sizes")
+            return Compiled()
+
+    tried: list = []
+    lowered: Any = Lowered()
+    monkeypatch.setattr(compiling, "cached", lambda name, parts, make: make())
+    found = compiling.compile_for(lowered, "h100", fallback=gpu.FALLBACK)
+    assert (found.temporary, found.products) == (7, 1)
+    assert tried == [{}, {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
+        compiling.compile_for(lowered, "h100")
+
+
+@pytest.mark.parametrize(
+    ("installed", "lacking"),
+    [
+        ((), "jax-cuda13-plugin and nvidia-cuda-nvcc"),
+        (("nvidia.cu13.bin",), "jax-cuda13-plugin"),
+        (("jax_plugins.xla_cuda13",), "nvidia-cuda-nvcc"),
+        (("jax_plugins.xla_cuda12",), "nvidia-cuda-nvcc-cu12"),
+    ],
+)
+def test_packages_missing_for_a_gpu_are_named(installed, lacking, monkeypatch):
+    monkeypatch.setattr(gpu, "_installed", lambda module: module in installed)
+    message = f"this machine lacks {lacking} (extra plan-gpu)"
+    assert gpu.missing(accelerators.parse("h100:8")) == message
+    assert "no description of mi300x" in str(gpu.missing(accelerators.parse("mi300x:8")))
+
+
+def test_the_description_of_a_gpu_names_the_installed_cuda(monkeypatch):
+    h100 = gpu.DEVICES["h100"]
+    assert "runtime_version { major: 13 minor: 0 patch: 0 }" in gpu.text(h100)
+    monkeypatch.setattr(gpu, "_installed", lambda module: module == "jax_plugins.xla_cuda12")
+    assert "runtime_version { major: 12 minor: 9 patch: 0 }" in gpu.text(h100)
