@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_jax import exits
 from launch import accelerators, slurm
-from launch.job import Job, Run
+from launch.job import Job, JobRun
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 # Each says what it was called with. srun is the command until scancel tells it to stop.
@@ -116,7 +116,7 @@ SLURM = slurm.Slurm("", "", "24:00:00", 300, "")
 def test_three_preemptions_without_a_checkpoint_end_a_run_and_a_crash_or_a_checkpoint_is_new(
     tmp_path,
 ):
-    run_of = Run("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
+    run_of = JobRun("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
     text = slurm.render(JOB, SLURM, accelerators.parse("h100:8"), run_of)
     ends, said = [], []
     for code in [143, 143, 1, 143, 143]:
@@ -182,7 +182,7 @@ def test_the_longest_grace_is_shorter_than_the_time():
 
 def test_a_folder_that_pyxis_would_split_is_refused():
     job = JOB._replace(image="i", mounts=("/etc:/x",))
-    run_of, target = Run("run", ("x.train",), "/x", ()), accelerators.parse("h100:8")
+    run_of, target = JobRun("run", ("x.train",), "/x", ()), accelerators.parse("h100:8")
     with pytest.raises(ValueError, match=r"^/etc:/x cannot be mounted: its name contains ':' or"):
         slurm.render(job, SLURM, target, run_of)
 

@@ -49,7 +49,7 @@ def settings(guiding):
 
 def ours(guiding, step):
     """Return the guided prediction of a step here, for the same predictions."""
-    model = guides.Model(V, LEVELS)
+    model = guides.GuidedModel(V, LEVELS)
     x, sigma = jnp.asarray(SAVED["x"]), jnp.full(len(SAVED["x"]), LEVELS[step])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in V(sigma))
     d = {
@@ -83,13 +83,13 @@ def test_guided_predictions_are_those_that_diffusers_makes(guiding):
 def test_at_guidance_1_these_kinds_are_the_conditional_model(guiding):
     x = jnp.asarray(SAVED["x"])
     d = {"cond": x, "negative": jnp.asarray(SAVED["uncond"])}
-    guide = guidance.make(settings(guiding), guides.Model(V, LEVELS))
+    guide = guidance.make(settings(guiding), guides.GuidedModel(V, LEVELS))
     np.testing.assert_allclose(guide.combine(d, x, jnp.full(len(x), 0.5), 1.0), x, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["apg", "cfg_zero", "tcfg", "fdg"])
 def test_a_kind_that_changes_the_negative_text_comes_before_perp_neg(name):
-    model = guides.Model(V, LEVELS)
+    model = guides.GuidedModel(V, LEVELS)
     guidance.make(settings(f"{name}+perp_neg"), model)
     with pytest.raises(ValueError, match=rf"which perp_neg leads away: write {name}\+perp_neg"):
         guidance.make(settings(f"perp_neg+{name}"), model)

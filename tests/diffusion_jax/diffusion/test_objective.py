@@ -197,7 +197,7 @@ def test_offset_noise_shifts_each_channel_of_each_image_by_one_number():
 
 
 def test_the_quantiles_of_a_noise_are_those_of_its_draws():
-    table = noise.ldm()
+    table = noise.scaled_linear()
     levels = noise.quantiles(table, 4)
     steps = np.asarray(table.time(jnp.asarray(levels)))
     np.testing.assert_allclose(steps, [125, 375, 625, 875], atol=8)  # 65,536 draws: 4 errors.

@@ -5,7 +5,11 @@ import csv
 import numpy as np
 import pytest
 from PIL import Image
-from tests.diffusion_jax.evaluate.test_command import make_scorer, make_subject, real_features
+from tests.diffusion_jax.evaluate.test_evaluate_command import (
+    make_scorer,
+    make_subject,
+    real_features,
+)
 
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate import evaluate_command as evaluation
@@ -93,8 +97,8 @@ def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, t
     expected = {
         "fd_toy": frechet.frechet(rows, real),
         "kid_toy": mmd.kid(real, rows, size=22).mean,
-        "precision_toy": neighbours.precision(rows, neighbours.Real(real)).value,
-        "recall_toy": neighbours.recall(rows, neighbours.Real(real)).value,
+        "precision_toy": neighbours.precision(rows, neighbours.RealFeatures(real)).value,
+        "recall_toy": neighbours.recall(rows, neighbours.RealFeatures(real)).value,
         "cmmd": mmd.cmmd(*normalised),
         "clip_score": kept["clip"].mean(),
     }

@@ -44,7 +44,7 @@ def end(process):
 
 def test_a_folder_is_taken_kept_and_left(tmp_path):
     folder = tmp_path / "new" / "run"
-    with folder_lock.Writer(folder, beat=0.02):
+    with folder_lock.FolderLock(folder, beat=0.02):
         said = json.loads((folder / "writer-1.json").read_text())
         assert (said["host"], said["pid"]) == (socket.gethostname(), os.getpid())
         deadline = time.monotonic() + 120
@@ -60,11 +60,11 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
         rf"{tmp_path} is being written by process {process.pid} on {socket.gethostname()} since "
         r"\d{4}-.* \(.*\): wait until it ends, stop it, or choose another folder"
     )
-    with pytest.raises(folder_lock.Busy, match=message), folder_lock.Writer(tmp_path):
+    with pytest.raises(folder_lock.Busy, match=message), folder_lock.FolderLock(tmp_path):
         pass
     assert re.fullmatch(message, str(folder_lock.refusal(tmp_path)))
     stop(process, signal.SIGSTOP, os.WSTOPPED)  # It may go on at any time.
-    with pytest.raises(folder_lock.Busy, match=message), folder_lock.Writer(tmp_path):
+    with pytest.raises(folder_lock.Busy, match=message), folder_lock.FolderLock(tmp_path):
         pass
     end(process)
 
@@ -74,7 +74,7 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_stale_at_once(tmp_path):
     stop(process, signal.SIGKILL, os.WEXITED)  # Nobody has taken its exit code: it is a zombie.
     assert folder_lock.refusal(tmp_path) is None is folder_lock.refusal(tmp_path / "nothing")
     started = time.monotonic()
-    with folder_lock.Writer(tmp_path):
+    with folder_lock.FolderLock(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["writer-2.json"]
     assert time.monotonic() - started < folder_lock.STALE / 2
     end(process)
@@ -86,7 +86,7 @@ def test_a_process_id_that_another_process_has_now_holds_nothing(tmp_path, chang
     said = json.loads((tmp_path / "writer-1.json").read_text())
     end(process)
     (tmp_path / "writer-1.json").write_text(json.dumps(said | {"pid": os.getppid()} | change))
-    with folder_lock.Writer(tmp_path):
+    with folder_lock.FolderLock(tmp_path):
         pass
 
 
@@ -105,13 +105,16 @@ def test_a_writer_of_another_machine_holds_while_its_heart_beats(tmp_path):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(folder_lock.Busy, match="on far since"), folder_lock.Writer(tmp_path):
+        with (
+            pytest.raises(folder_lock.Busy, match="on far since"),
+            folder_lock.FolderLock(tmp_path),
+        ):
             pass
     finally:
         ended.set()
         thread.join()
     started = time.monotonic()
-    with folder_lock.Writer(tmp_path, stale=0.4):
+    with folder_lock.FolderLock(tmp_path, stale=0.4):
         assert [path.name for path in tmp_path.iterdir()] == ["writer-8.json"]
     assert 0.4 <= time.monotonic() - started < folder_lock.STALE / 2
 
@@ -119,7 +122,7 @@ def test_a_writer_of_another_machine_holds_while_its_heart_beats(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_a_damaged_lock_is_stale_when_nobody_writes_it(tmp_path, content):
     (tmp_path / "writer-1.json").write_bytes(content)
-    with folder_lock.Writer(tmp_path, stale=0.1):
+    with folder_lock.FolderLock(tmp_path, stale=0.1):
         assert [path.name for path in tmp_path.iterdir()] == ["writer-2.json"]
 
 
@@ -128,7 +131,7 @@ def test_a_writer_that_slept_too_long_ends_when_it_wakes(tmp_path):
     stop(process, signal.SIGSTOP, os.WSTOPPED)
     said = json.loads((tmp_path / "writer-1.json").read_text())
     (tmp_path / "writer-1.json").write_text(json.dumps(said | {"machine": "another"}))
-    with folder_lock.Writer(tmp_path, stale=0.2):
+    with folder_lock.FolderLock(tmp_path, stale=0.2):
         os.kill(process.pid, signal.SIGCONT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 1
@@ -154,7 +157,7 @@ def test_of_many_that_come_at_once_one_holds(tmp_path):
         "import sys, time\nfrom diffusion_jax.files import folder_lock\n"
         "input()\n"
         "try:\n"
-        "    with folder_lock.Writer(sys.argv[1]):\n"
+        "    with folder_lock.FolderLock(sys.argv[1]):\n"
         "        print('held', flush=True)\n"
         "        input()\n"
         "except folder_lock.Busy as error:\n"

@@ -66,7 +66,7 @@ def test_a_nan_is_seen_even_if_the_network_hides_it():
 
 
 def test_levels_and_preprocessings_are_named():
-    weights = extractors.Weights({}, "abc", official=True)
+    weights = extractors.InceptionWeights({}, "abc", official=True)
     whole = extractors.inception_extractor(weights, "clean")
     assert (whole.name, whole.width, whole.preprocessing, whole.official) == (
         "inception", 2048, "clean", True,

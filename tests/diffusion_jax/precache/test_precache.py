@@ -25,7 +25,7 @@ from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
 
 TEXT = {"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 16, "dtype": "float32"}
-WORK = fill.Work(shard_captions=8, batch_tokens=128)
+WORK = fill.EncodingOptions(shard_captions=8, batch_tokens=128)
 EVERY = {*digits.seen_prompts(), *quickstart.get_config().prompts}
 
 
@@ -195,7 +195,7 @@ def test_a_lost_shard_of_a_store_in_the_making_is_encoded_again(tmp_path, weight
     job = fill.open_job(config(tmp_path / "store", weights))
     lost = []
 
-    class Losing(engines.Share):
+    class Losing(engines.Worker):
         """After the work is done, and before it is listed, a shard goes, and all begins again."""
 
         def fill(self, items, path, write, **how):
@@ -216,7 +216,7 @@ def test_a_lost_shard_of_a_store_in_the_making_is_encoded_again(tmp_path, weight
 def test_who_is_overtaken_on_a_whole_store_ends_with_it(tmp_path, weights, whole):
     job, over = fill.open_job(config(copy(whole, tmp_path / "store"), weights)), []
 
-    class Overtaken(engines.Share):
+    class Overtaken(engines.Worker):
         """Another does all of it meanwhile, and removes the plan."""
 
         def fill(self, items, path, write, **how):

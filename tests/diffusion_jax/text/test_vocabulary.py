@@ -139,7 +139,7 @@ def inputs(texts, **changes):
     """Inputs of a run on pictures with these texts, and the rows that are read of them."""
     data = Texts(texts)
     batches = types.SimpleNamespace(pictures=data)
-    return loop.Inputs(None, batches, **{"open_prompts": print} | changes), data.rows
+    return loop.RunInputs(None, batches, **{"open_prompts": print} | changes), data.rows
 
 
 def test_training_keeps_the_words_of_an_even_sample_of_captions(tmp_path, monkeypatch):

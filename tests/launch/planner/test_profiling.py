@@ -173,7 +173,7 @@ def last_two_numbers(script):
 
 
 def test_an_audit_names_what_computes_nothing():
-    found = audit.audit(compiling.Program(TEXT, 0, 0.0, products=2))
+    found = audit.audit(compiling.CompiledProgram(TEXT, 0, 0.0, products=2))
     assert (found.products, found.products_written) == (3, 2)
     assert found.float32_products == ["jit(step)/jvp(UNet)/emb/dot"]
     assert found.gathers == {"f32": 4 * 4 * 4, "bf16": 4 * 4 * 2}
@@ -195,7 +195,7 @@ def test_tiles_are_filled_up_along_the_axes_that_lie_together():
 def test_the_grid_of_a_kernel_is_read_from_its_operands():
     (instruction,) = [i for i, _ in hlo.read(TEXT).run() if cycles.is_kernel(i)]
     # 2 x 8 rows and heads, 2 blocks of queries, 3 of keys.
-    assert pallas.grid_of(instruction) == pallas.Grid(
+    assert pallas.grid_of(instruction) == pallas.KernelGrid(
         1024, 1152, 64, 2 * 8 * 2 * 3, backward=False, masked=False
     )
 
@@ -219,12 +219,12 @@ def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
 
 
 def test_a_profile_adds_blocks_as_often_as_they_are_called():
-    empty = audit.audit(compiling.Program(TEXT, 0, 0.0, products=3))
-    one = blocks.Measured("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
+    empty = audit.audit(compiling.CompiledProgram(TEXT, 0, 0.0, products=3))
+    one = blocks.CompilerEstimate("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
                           [cycles.Cost(3e6, "matrix unit", "", "conv")], 0, empty)  # fmt: skip
     update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, costliest=[])
     names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
-    block = blocks.Block("a", names, None, {}, ((), {}), True)  # pyright: ignore
+    block = blocks.NetworkBlock("a", names, None, {}, ((), {}), True)  # pyright: ignore
     profile = profiling.total([(block, one)], update, passes=2, kind="v5e")
     assert profile.cycles == {"matrix unit": 18e6, "norm": 6e6, "optimizer": 2e6}
     assert profile.layers == {"down_0_res": 16e6, "mid_res_0": 8e6, "update": 2e6}

@@ -52,7 +52,7 @@ def test_its_captions_are_prompts_of_an_evaluation(coco):
 
 
 def test_its_pictures_are_the_reference_of_one(coco):
-    source = images.Decoded(images.open_files(NAME))
+    source = images.DecodedFiles(images.open_files(NAME))
     pixels, status = source.read(np.arange(len(source)))
     assert status.tolist() == [0] * 8
     for image, text in zip(pixels, prompts.read(NAME), strict=True):
