@@ -5,11 +5,6 @@ import csv
 import numpy as np
 import pytest
 from PIL import Image
-from tests.diffusion_jax.evaluate.test_evaluate_command import (
-    make_scorer,
-    make_subject,
-    real_features,
-)
 
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate import evaluate_command as evaluation
@@ -28,6 +23,11 @@ from diffusion_jax.metrics import (
 from diffusion_jax.metrics.table import METRICS, Metric
 from diffusion_jax.train import scoring
 from diffusion_jax.web import results
+from tests.diffusion_jax.evaluate.test_evaluate_command import (
+    make_scorer,
+    make_subject,
+    real_features,
+)
 from tests.diffusion_jax.metrics.running import run
 from tests.diffusion_jax.text import tiny_weights
 
