@@ -40,15 +40,14 @@ from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
+from diffusion_jax.train.moving_average import constant_decay, warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.state import (
     TrainState,
     averaged,
-    constant_decay,
     image_keys,
     init_state,
     make_train_step,
-    warmup_decay,
 )
 from diffusion_jax.train.step_report import IN_FLIGHT, StepReport
 from diffusion_jax.train.trace import NO_TRACE, Trace
