@@ -117,7 +117,7 @@ class Text(NamedTuple):
 class Optimizer(NamedTuple):
     """The AdamW optimizer, its learning rate schedule, and the averages of the weights.
 
-    Read by diffusion_jax/train/optimizer.py, train/state.py and train/moving_average.py.
+    Read by diffusion_jax/train/optimizer.py and diffusion_jax/train/state.py.
     """
 
     lr: Positive
