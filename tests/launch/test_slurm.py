@@ -8,7 +8,7 @@ import pytest
 
 from diffusion_jax import exits
 from launch import accelerators, slurm
-from launch.job import Job, Run
+from launch.job import Job, JobRun
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 # Each stand-in records its arguments. srun runs the command until scancel signals it.
@@ -116,7 +116,7 @@ SLURM = slurm.Slurm("", "", "24:00:00", 300, "")
 def test_three_preemptions_without_a_new_checkpoint_end_a_run(
     tmp_path,
 ):
-    run_of = Run("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
+    run_of = JobRun("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
     text = slurm.render(JOB, SLURM, accelerators.parse("h100:8"), run_of)
     ends, calls = [], []
     for code in [143, 143, 1, 143, 143]:
@@ -182,7 +182,7 @@ def test_a_grace_period_just_shorter_than_the_time_limit_is_accepted():
 
 def test_a_mounted_folder_with_a_colon_in_its_name_is_an_error():
     job = JOB._replace(image="i", mounts=("/etc:/x",))
-    run_of, target = Run("run", ("x.train",), "/x", ()), accelerators.parse("h100:8")
+    run_of, target = JobRun("run", ("x.train",), "/x", ()), accelerators.parse("h100:8")
     with pytest.raises(ValueError, match=r"^/etc:/x cannot be mounted: its name contains ':' or"):
         slurm.render(job, SLURM, target, run_of)
 

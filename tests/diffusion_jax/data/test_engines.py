@@ -50,7 +50,7 @@ def contents(folder):
 
 @pytest.mark.parametrize(("count", "workers"), [(10, 1), (10, 3), (2, 5), (0, 2)])
 def test_each_worker_starts_with_its_own_part_and_then_takes_the_rest(count, workers):
-    turns = [list(engines.Share(w, workers).turns(count)) for w in range(workers)]
+    turns = [list(engines.Worker(w, workers).turns(count)) for w in range(workers)]
     assert all(sorted(order) == list(range(count)) for order in turns)
     own = [order[: count * (w + 1) // workers - count * w // workers]
            for w, order in enumerate(turns)]  # fmt: skip
@@ -59,9 +59,9 @@ def test_each_worker_starts_with_its_own_part_and_then_takes_the_rest(count, wor
 
 def test_fill_does_not_rewrite_existing_files(tmp_path):
     path(tmp_path, 4).write_text("before")
-    assert fill(engines.Share(1, 2), tmp_path) == {"odd": 5, "all": 9}
+    assert fill(engines.Worker(1, 2), tmp_path) == {"odd": 5, "all": 9}
     assert contents(tmp_path) == {f"{i}.txt": f"{i}" for i in range(2, 12)} | {"4.txt": "before"}
-    assert fill(engines.Share(), tmp_path) == {}
+    assert fill(engines.Worker(), tmp_path) == {}
 
 
 def test_fill_skips_items_that_another_worker_has_written_meanwhile(tmp_path):
@@ -69,7 +69,7 @@ def test_fill_skips_items_that_another_worker_has_written_meanwhile(tmp_path):
         write(folder, 5)  # In place of another worker.
         return write(folder, item)
 
-    assert fill(engines.Share(), tmp_path, both)["all"] == 9
+    assert fill(engines.Worker(), tmp_path, both)["all"] == 9
 
 
 def test_the_next_item_is_read_while_one_is_written(tmp_path):
@@ -192,7 +192,7 @@ def test_reshard_and_precache_write_the_same_bytes_on_beam(tmp_path, beam):
         )
         assert counts == {"written": 30}
         config["text"]["store"] = str(out / "store")
-        work = precache.Work(shard_captions=8, engine=engine)
+        work = precache.EncodingOptions(shard_captions=8, engine=engine)
         precache.run(precache.open_job(config), work)
         (parts := out / "parts").mkdir()
         report = validate.validate(opened, threads=1, folder=parts, engine=engine)

@@ -16,7 +16,7 @@ from diffusion_jax.diffusion import multistep, noise, onestep, precond, samplers
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 SAVED = {k: jnp.asarray(v) for k, v in np.load(FIXTURES / "authors_samplers.npz").items()}
 X = SAVED["x"]
-EPS = precond.epsilon(noise.time_of(noise.scaled_linear()))
+EPS = precond.epsilon(noise.time_of(noise.ldm_log_alphas()))
 
 
 def denoise(x, sigma):

@@ -80,7 +80,7 @@ def test_both_rows_of_an_image_have_its_noise_level():
 
 S = Sampler()
 LEVELS = jnp.array([30.0, 2.0, 0.5, 0.1, 0.0])
-MODEL = guidance.Model(precond.velocity(precond.log_snr), LEVELS)
+MODEL = guidance.GuidedModel(precond.velocity(precond.log_snr), LEVELS)
 D = dict(
     zip(
         ("cond", "negative", "empty"),

@@ -49,7 +49,7 @@ def settings(guiding):
 
 def ours(guiding, step):
     """Return this project's guided prediction of a step, from the same predictions."""
-    model = guides.Model(V, LEVELS)
+    model = guides.GuidedModel(V, LEVELS)
     x, sigma = jnp.asarray(SAVED["x"]), jnp.full(len(SAVED["x"]), LEVELS[step])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in V(sigma))
     d = {
@@ -83,13 +83,13 @@ def test_guided_predictions_match_the_installed_diffusers(guiding):
 def test_kinds_listed_as_plain_at_1_equal_the_conditional_model_at_guidance_1(guiding):
     x = jnp.asarray(SAVED["x"])
     d = {"cond": x, "negative": jnp.asarray(SAVED["uncond"])}
-    guide = guidance.make(settings(guiding), guides.Model(V, LEVELS))
+    guide = guidance.make(settings(guiding), guides.GuidedModel(V, LEVELS))
     np.testing.assert_allclose(guide.combine(d, x, jnp.full(len(x), 0.5), 1.0), x, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["apg", "cfg_zero", "tcfg", "fdg"])
 def test_perp_neg_is_rejected_before_kinds_that_use_the_negative_text(name):
-    model = guides.Model(V, LEVELS)
+    model = guides.GuidedModel(V, LEVELS)
     guidance.make(settings(f"{name}+perp_neg"), model)
     with pytest.raises(ValueError, match=rf"which perp_neg leads away: write {name}\+perp_neg"):
         guidance.make(settings(f"perp_neg+{name}"), model)

@@ -197,7 +197,7 @@ def test_offset_noise_shifts_each_channel_of_each_image_by_one_number():
 
 
 def test_quantiles_of_the_ldm_noise_match_its_time_steps():
-    table = noise.ldm()
+    table = noise.scaled_linear()
     levels = noise.quantiles(table, 4)
     steps = np.asarray(table.time(jnp.asarray(levels)))
     np.testing.assert_allclose(steps, [125, 375, 625, 875], atol=8)  # 65,536 draws: 4 errors.

@@ -411,7 +411,7 @@ def test_karras_sigmas_match_equation_5_of_edm_and_end_at_0():
 
 def test_an_even_grid_ends_at_the_last_level_of_the_schedule_or_at_0():
     model = noise.continuous_noise(noise.linear_log_snr)
-    levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Placement()).sigmas
+    levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.GridOptions()).sigmas
     t = np.array([1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(levels("sigma_min"), np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
     np.testing.assert_array_equal(levels("zero"), [*levels("sigma_min")[:-1], 0])
@@ -440,7 +440,7 @@ def test_every_grid_of_every_noise_is_equal_inside_and_outside_jit(name, grid, e
 
 def test_a_noise_table_can_have_the_karras_grid_as_its_default():
     s = Sampler(**vars(SETTINGS), name="unipc", end="zero")
-    table = noise.discrete_noise(noise.scaled_linear())._replace(grid="karras")
+    table = noise.discrete_noise(noise.ldm_log_alphas())._replace(grid="karras")
     levels = lambda: samplers.sampling_grid(table, s).sigmas
     outside = levels()
     assert float(outside[0]) == pytest.approx(14.6146, rel=1e-5)  # The table's last level.
@@ -460,7 +460,7 @@ def test_exponential_levels_are_evenly_spaced_logarithmically():
         noise.lognormal(),
         types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
     )
-    sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Placement()).sigmas
+    sigmas = grids.make_grid(model, s, "exponential", "zero", grids.GridOptions()).sigmas
     np.testing.assert_allclose(sigmas, [100, 10, 1, 0.1, 0], rtol=1e-5)
 
 

@@ -30,7 +30,7 @@ def test_quantiles_of_uniform_time_draws_match_the_schedule(log_snr):
     [
         noise.draw_lognormal(0.0, 1.0),
         noise.uniform_time(noise.cosine_log_snr),
-        noise.uniform_steps(noise.scaled_linear()),
+        noise.uniform_steps(noise.ldm_log_alphas()),
     ],
 )
 def test_a_drawn_noise_level_does_not_depend_on_the_batch_size(draw):
@@ -70,7 +70,7 @@ def test_sigma_of_inverts_log_snr():
     np.testing.assert_allclose(noise.sigma_of(precond.log_snr(sigma)), sigma, rtol=3e-6)
 
 
-SD = noise.scaled_linear()
+SD = noise.ldm_log_alphas()
 ABAR = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 
 

@@ -5,7 +5,6 @@ import csv
 import numpy as np
 import pytest
 from PIL import Image
-from tests.diffusion_jax.evaluate.test_command import make_scorer, make_subject, real_features
 
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate import evaluate_command as evaluation
@@ -24,6 +23,11 @@ from diffusion_jax.metrics import (
 from diffusion_jax.metrics.table import METRICS, Metric
 from diffusion_jax.train import scoring
 from diffusion_jax.web import results
+from tests.diffusion_jax.evaluate.test_evaluate_command import (
+    make_scorer,
+    make_subject,
+    real_features,
+)
 from tests.diffusion_jax.metrics.running import run
 from tests.diffusion_jax.text import tiny_weights
 
@@ -95,8 +99,8 @@ def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, t
     expected = {
         "fd_toy": frechet.frechet(rows, real),
         "kid_toy": mmd.kid(real, rows, size=22).mean,
-        "precision_toy": neighbours.precision(rows, neighbours.Real(real)).value,
-        "recall_toy": neighbours.recall(rows, neighbours.Real(real)).value,
+        "precision_toy": neighbours.precision(rows, neighbours.RealFeatures(real)).value,
+        "recall_toy": neighbours.recall(rows, neighbours.RealFeatures(real)).value,
         "cmmd": mmd.cmmd(*normalised),
         "clip_score": stored["clip"].mean(),
     }

@@ -44,7 +44,7 @@ def end(process):
 
 def test_a_writer_creates_updates_and_removes_its_lock(tmp_path):
     folder = tmp_path / "new" / "run"
-    with folder_lock.Writer(folder, beat=0.02):
+    with folder_lock.FolderLock(folder, beat=0.02):
         lock = json.loads((folder / "writer-1.json").read_text())
         assert (lock["host"], lock["pid"]) == (socket.gethostname(), os.getpid())
         deadline = time.monotonic() + 120
@@ -60,11 +60,11 @@ def test_a_second_writer_gets_an_error_that_names_the_first(tmp_path):
         rf"{tmp_path} is being written by process {process.pid} on {socket.gethostname()} since "
         r"\d{4}-.* \(.*\): wait until it ends, stop it, or choose another folder"
     )
-    with pytest.raises(folder_lock.Busy, match=message), folder_lock.Writer(tmp_path):
+    with pytest.raises(folder_lock.Busy, match=message), folder_lock.FolderLock(tmp_path):
         pass
     assert re.fullmatch(message, str(folder_lock.refusal(tmp_path)))
     stop(process, signal.SIGSTOP, os.WSTOPPED)  # A stopped process may continue at any time.
-    with pytest.raises(folder_lock.Busy, match=message), folder_lock.Writer(tmp_path):
+    with pytest.raises(folder_lock.Busy, match=message), folder_lock.FolderLock(tmp_path):
         pass
     end(process)
 
@@ -74,7 +74,7 @@ def test_the_lock_of_a_dead_local_process_is_stale_immediately(tmp_path):
     stop(process, signal.SIGKILL, os.WEXITED)  # Its exit code has not been read, so it is a zombie.
     assert folder_lock.refusal(tmp_path) is None is folder_lock.refusal(tmp_path / "nothing")
     started = time.monotonic()
-    with folder_lock.Writer(tmp_path):
+    with folder_lock.FolderLock(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["writer-2.json"]
     assert time.monotonic() - started < folder_lock.STALE / 2
     end(process)
@@ -86,7 +86,7 @@ def test_a_lock_whose_process_id_was_reused_is_stale(tmp_path, change):
     lock = json.loads((tmp_path / "writer-1.json").read_text())
     end(process)
     (tmp_path / "writer-1.json").write_text(json.dumps(lock | {"pid": os.getppid()} | change))
-    with folder_lock.Writer(tmp_path):
+    with folder_lock.FolderLock(tmp_path):
         pass
 
 
@@ -105,13 +105,16 @@ def test_a_lock_of_another_machine_is_valid_while_its_beats_increase(tmp_path):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(folder_lock.Busy, match="on far since"), folder_lock.Writer(tmp_path):
+        with (
+            pytest.raises(folder_lock.Busy, match="on far since"),
+            folder_lock.FolderLock(tmp_path),
+        ):
             pass
     finally:
         ended.set()
         thread.join()
     started = time.monotonic()
-    with folder_lock.Writer(tmp_path, stale=0.4):
+    with folder_lock.FolderLock(tmp_path, stale=0.4):
         assert [path.name for path in tmp_path.iterdir()] == ["writer-8.json"]
     assert 0.4 <= time.monotonic() - started < folder_lock.STALE / 2
 
@@ -119,7 +122,7 @@ def test_a_lock_of_another_machine_is_valid_while_its_beats_increase(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_a_damaged_lock_is_stale_if_it_does_not_change(tmp_path, content):
     (tmp_path / "writer-1.json").write_bytes(content)
-    with folder_lock.Writer(tmp_path, stale=0.1):
+    with folder_lock.FolderLock(tmp_path, stale=0.1):
         assert [path.name for path in tmp_path.iterdir()] == ["writer-2.json"]
 
 
@@ -128,7 +131,7 @@ def test_a_writer_that_was_replaced_while_suspended_exits(tmp_path):
     stop(process, signal.SIGSTOP, os.WSTOPPED)
     lock = json.loads((tmp_path / "writer-1.json").read_text())
     (tmp_path / "writer-1.json").write_text(json.dumps(lock | {"machine": "another"}))
-    with folder_lock.Writer(tmp_path, stale=0.2):
+    with folder_lock.FolderLock(tmp_path, stale=0.2):
         os.kill(process.pid, signal.SIGCONT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 1
@@ -154,7 +157,7 @@ def test_one_of_six_concurrent_writers_gets_the_lock(tmp_path):
         "import sys, time\nfrom diffusion_jax.files import folder_lock\n"
         "input()\n"
         "try:\n"
-        "    with folder_lock.Writer(sys.argv[1]):\n"
+        "    with folder_lock.FolderLock(sys.argv[1]):\n"
         "        print('held', flush=True)\n"
         "        input()\n"
         "except folder_lock.Busy as error:\n"

@@ -12,7 +12,7 @@ import pytest
 from diffusion_jax import files
 from diffusion_jax.exits import Busy
 from diffusion_jax.files import checksums, remote
-from diffusion_jax.files.folder_lock import Writer
+from diffusion_jax.files.folder_lock import FolderLock
 from diffusion_jax.logs.run_log import MetricWriter, read_metrics
 from diffusion_jax.train import checkpoint
 from diffusion_jax.weights import buckets, restore
@@ -130,9 +130,9 @@ def test_checksums_in_buckets_are_read_from_the_store(folder, monkeypatch):
 
 
 def test_a_folder_in_a_bucket_has_one_writer(folder):
-    with Writer(folder, beat=0.1):
+    with FolderLock(folder, beat=0.1):
         with pytest.raises(Busy, match="is being written by process"):
-            other = Writer(folder, beat=0.1)
+            other = FolderLock(folder, beat=0.1)
             other._identity |= {"nonce": "other", "machine": "another"}
             other._stale = 1.0
             other.__enter__()

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.metrics import clip_score, clip_towers, extractors, frechet, mmd
-from diffusion_jax.metrics.clip_towers import Clip
+from diffusion_jax.metrics.clip_towers import ClipExtractors
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.metrics.running import run
 
@@ -117,7 +117,7 @@ def test_compare_rejects_unlike_cards_unless_allowed(run, tmp_path, sides):
 def test_clip_pairs_each_image_with_a_line_of_the_prompts(run, tmp_path, sides, monkeypatch):
     tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
     text = toy.extractor(prepare=lambda ids: ids / 10)
-    model = Clip(toy.extractor(name="clip_tiny"), text, tokens)
+    model = ClipExtractors(toy.extractor(name="clip_tiny"), text, tokens)
     monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
@@ -138,7 +138,7 @@ def test_clip_pairs_each_image_with_a_line_of_the_prompts(run, tmp_path, sides, 
 
 def test_clip_sorts_images_by_the_numbers_in_their_names(run, tmp_path, sides, monkeypatch):
     tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
-    model = Clip(
+    model = ClipExtractors(
         toy.extractor(name="clip_tiny"), toy.extractor(prepare=lambda ids: ids / 10), tokens
     )
     monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)

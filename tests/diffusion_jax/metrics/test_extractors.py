@@ -66,7 +66,7 @@ def test_an_image_with_nan_is_skipped_even_if_its_features_are_finite():
 
 
 def test_inception_extractors_have_the_name_of_their_level_and_preprocessing():
-    weights = extractors.Weights({}, "abc", official=True)
+    weights = extractors.InceptionWeights({}, "abc", official=True)
     whole = extractors.inception_extractor(weights, "clean")
     assert (whole.name, whole.width, whole.preprocessing, whole.official) == (
         "inception", 2048, "clean", True,

@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_is_read_in_order_of_names_and_converted_to_rgb(folder):
-    source = images.Decoded(images.open_files(str(folder)))
+    source = images.DecodedFiles(images.open_files(str(folder)))
     assert (len(source), source.shape) == (4, (12, 16, 3))
     rows, status = source.read(np.arange(4))
     grey = np.repeat(standin.picture(12, 16)[..., :1], 3, -1)
@@ -46,7 +46,7 @@ def test_a_folder_is_read_in_order_of_names_and_converted_to_rgb(folder):
 def test_broken_images_are_read_as_zeros_with_status_1(folder):
     (folder / "aa.png").write_bytes((folder / "b.png").read_bytes()[:90])
     Image.fromarray(np.full((12, 16), 40000, np.uint16)).save(folder / "ab.png")
-    source = images.Decoded(images.folder_files(folder))
+    source = images.DecodedFiles(images.folder_files(folder))
     rows, status = source.read(np.array([2, 1, 0, 3]))
     assert status.tolist() == [1, 1, 0, 0] and not rows[:2].any() and rows[2:].any()
     assert source.reason(1) == "broken_image"
@@ -54,7 +54,7 @@ def test_broken_images_are_read_as_zeros_with_status_1(folder):
 
 def test_images_of_unequal_sizes_are_an_error_that_names_both(folder):
     write(folder / "e.png", 30, 20)
-    source = images.Decoded(images.folder_files(folder))
+    source = images.DecodedFiles(images.folder_files(folder))
     assert source.read(np.array([4, 0]))[1].tolist() == [2, 0]
     message = f"differ in size: the first is 16x12, {folder}/e.png is 20x30. Resize"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -64,7 +64,7 @@ def test_images_of_unequal_sizes_are_an_error_that_names_both(folder):
 @pytest.mark.parametrize("fit", ["squash", "crop"])
 def test_images_are_squashed_or_cropped_to_the_given_size(folder, fit):
     write(folder / "b.png", 30, 20)
-    source = images.Decoded(images.folder_files(folder), 10, fit)
+    source = images.DecodedFiles(images.folder_files(folder), 10, fit)
     rows, status = source.read(np.array([1]))
     whole = Image.fromarray(standin.picture(30, 20))
     squashed = whole.resize((10, 10), Image.Resampling.BICUBIC)
@@ -84,7 +84,7 @@ def test_images_in_tars_are_read_and_their_texts_ignored(tmp_path, monkeypatch):
             info.size = len(buffer.getvalue())
             tar.addfile(info, io.BytesIO(buffer.getvalue()))
     files = images.open_files(str(tmp_path / "{0..0}.tar"))
-    rows, _ = images.Decoded(files).read(np.arange(files.number))
+    rows, _ = images.DecodedFiles(files).read(np.arange(files.number))
     np.testing.assert_array_equal(rows, [standin.picture(12, 16)])
     assert files.left_out()["no_caption"] == 1
 
@@ -98,9 +98,9 @@ def test_missing_empty_and_broken_folders_and_invalid_fits_are_errors(tmp_path):
     (tmp_path / "a" / "a.png").write_bytes(b"")
     files = images.open_files(str(tmp_path / "a"))
     with pytest.raises(ValueError, match="none of the 1 images can be read"):
-        images.Decoded(files)
+        images.DecodedFiles(files)
     for size, fit in ((8, "exact"), (0, "crop"), (8, "stretch")):
         with pytest.raises(
             ValueError, match=f"fit is '{fit}' with size {size}: choose 'squash' or"
         ):
-            images.Decoded(files, size, fit)
+            images.DecodedFiles(files, size, fit)

@@ -7,7 +7,7 @@ from diffusion_jax.metrics import neighbours
 
 
 def both(generated, real):
-    real = neighbours.Real(real)
+    real = neighbours.RealFeatures(real)
     return tuple(f(generated, real).value for f in (neighbours.precision, neighbours.recall))
 
 
@@ -15,7 +15,7 @@ def test_precision_and_recall_of_points_on_a_line():
     """The third neighbour of real points 0, 1, ... 9 is 2 away, but 3 away at the ends."""
     real = np.arange(10.0)[:, None]
     generated = np.array([4.5, 11.9, 12.1, 100, 100.1, 100.2])[:, None]
-    spheres = neighbours.Real(real)
+    spheres = neighbours.RealFeatures(real)
     score = neighbours.precision(generated, spheres)
     assert score.value == pytest.approx(2 / 6)
     assert score.each is not None and score.each.tolist() == [1, 1, 0, 0, 0, 0]
@@ -27,7 +27,7 @@ def test_precision_and_recall_of_points_on_a_line():
 
 def test_density_and_coverage_of_points_on_a_line():
     """The fifth neighbour of real points 0, 1, ... 9 is 3 away in the middle, 5 at the ends."""
-    real = neighbours.Real(np.arange(10.0)[:, None])
+    real = neighbours.RealFeatures(np.arange(10.0)[:, None])
     generated = np.array([4.5, 4.6, 4.7, 4.8, 14.0, 100])[:, None]
     # 4.5 lies in the balls of 0 (radius 5), 1 (4), 2 to 7 (3), 8 (4) and 9 (5): all ten.
     density = neighbours.density(generated, real)
@@ -62,7 +62,7 @@ def test_all_four_scores_match_a_loop_over_pairs():
         "density": (across <= radius(real, 5)).sum(1) / 5,
         "coverage": (across <= radius(real, 5)).any(0),
     }
-    spheres = neighbours.Real(real)
+    spheres = neighbours.RealFeatures(real)
     for name, each in expected.items():
         score = getattr(neighbours, name)(generated, spheres)
         assert score.each is not None and 0 < score.value != 1
@@ -74,7 +74,7 @@ def test_distances_are_computed_once_for_all_four_scores(monkeypatch):
     inside = neighbours._inside
     monkeypatch.setattr(neighbours, "_inside", lambda *a: calls.append(1) or inside(*a))
     rng = np.random.default_rng(0)
-    real, rows = neighbours.Real(rng.normal(size=(20, 3))), rng.normal(size=(10, 3))
+    real, rows = neighbours.RealFeatures(rng.normal(size=(20, 3))), rng.normal(size=(10, 3))
     scores = (neighbours.precision, neighbours.recall, neighbours.density, neighbours.coverage)
     values = [metric(rows, real).value for metric in scores]
     assert len(calls) == 1
@@ -88,4 +88,4 @@ def test_precision_and_recall_of_too_few_images_are_errors():
         with pytest.raises(
             ValueError, match=r"more than 3 images in each set, but there are 3 real and 9"
         ):
-            metric(np.zeros((9, 2)), neighbours.Real(np.zeros((3, 2))))
+            metric(np.zeros((9, 2)), neighbours.RealFeatures(np.zeros((3, 2))))

@@ -28,7 +28,7 @@ def pictures(tmp_path):
 
 def take(pictures, out, engine=engines.ALONE, extractor=toy.extractor, **work):
     opened = sharded_stats.open_images(str(pictures), extractor)
-    work = sharded_stats.Work(**{"shard": 7, "batch": 4} | work)
+    work = sharded_stats.StatsOptions(**{"shard": 7, "batch": 4} | work)
     sharded_stats.take(opened, out, work, engine)
     assert not list(out.parent.glob(".*"))
     return out.read_bytes()
@@ -66,7 +66,7 @@ def test_merged_sums_match_all_rows_at_once():
 def test_killed_late_and_restarted_workers_write_the_same_file(pictures, tmp_path, monkeypatch):
     expected = take(pictures, tmp_path / "alone.npz")
     out, write = tmp_path / "shared.npz", sharded_stats.Shards.write
-    work = sharded_stats.Work(7, 4)
+    work = sharded_stats.StatsOptions(7, 4)
     done = []
 
     def killed(self, shard):
@@ -78,7 +78,7 @@ def test_killed_late_and_restarted_workers_write_the_same_file(pictures, tmp_pat
     opened = sharded_stats.open_images(str(pictures), toy.extractor)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(sharded_stats.Shards, "write", killed)
-        sharded_stats.take(opened, out, work, engines.Share(1, 2))
+        sharded_stats.take(opened, out, work, engines.Worker(1, 2))
     assert done == [2] and not out.exists()
 
     def overtaken(self, shard):
@@ -88,15 +88,15 @@ def test_killed_late_and_restarted_workers_write_the_same_file(pictures, tmp_pat
         write(self, shard)
 
     monkeypatch.setattr(sharded_stats.Shards, "write", overtaken)
-    sharded_stats.take(opened, out, work, engines.Share(0, 2))
+    sharded_stats.take(opened, out, work, engines.Worker(0, 2))
     assert out.read_bytes() == expected
     before = out.stat().st_mtime_ns
-    take(pictures, out, engines.Share(1, 2))
+    take(pictures, out, engines.Worker(1, 2))
     assert out.stat().st_mtime_ns == before
     Image.new("RGB", (12, 8)).save(
         pictures / "002.png"
     )  # A changed image, so the statistics change.
-    assert take(pictures, out, engines.Share(1, 2)) != expected
+    assert take(pictures, out, engines.Worker(1, 2)) != expected
 
 
 def test_the_stats_command_shares_its_work_between_workers(run, pictures, tmp_path):

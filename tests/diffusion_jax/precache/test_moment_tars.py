@@ -15,7 +15,7 @@ from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.precache import moment_tars
-from diffusion_jax.precache.moment_tars import Work
+from diffusion_jax.precache.moment_tars import MomentOptions
 
 NAMES = ["000000.tar", "000001.tar", "checksums", "encoded", "moments.json"]
 
@@ -45,19 +45,19 @@ def test_temporary_files_of_killed_workers_are_removed_at_the_end(tmp_path):
     stale = tmp_path / ".000001.tar.0123abcd.tmp"
     other = tmp_path / ".notes.tar.0123abcd.tmp"
     stale.touch(), other.touch()
-    assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+    assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, *NAMES]
 
 
 def test_a_damaged_shard_is_encoded_again_but_not_in_a_dry_run(tmp_path, capsys):
-    assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+    assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2)) == 2
     whole = (tmp_path / NAMES[1]).read_bytes()
     (tmp_path / NAMES[1]).write_bytes(whole[:-1] + b"x")
-    dry = Work(2, 2, verify=True, dry_run=True)
+    dry = MomentOptions(2, 2, verify=True, dry_run=True)
     assert moment_tars.run(Four(), encode, tmp_path, {}, dry) == 1
     assert "would encode 1 of 2 shards" in capsys.readouterr().out
     assert (tmp_path / NAMES[1]).read_bytes() == whole[:-1] + b"x"
-    assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2, verify=True)) == 2
+    assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2, verify=True)) == 2
     assert (tmp_path / NAMES[1]).read_bytes() == whole
     (tmp_path / NAMES[1]).unlink()  # A missing shard counts once.
     assert moment_tars.run(Four(), encode, tmp_path, {}, dry) == 1
@@ -66,10 +66,10 @@ def test_a_damaged_shard_is_encoded_again_but_not_in_a_dry_run(tmp_path, capsys)
 def test_a_shard_written_by_another_worker_meanwhile_is_kept(tmp_path):
     def overtaken(images):
         if not (tmp_path / NAMES[0]).exists():
-            assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+            assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2)) == 2
         return encode(images)
 
-    assert moment_tars.run(Four(), overtaken, tmp_path, {}, Work(2, 2)) == 2
+    assert moment_tars.run(Four(), overtaken, tmp_path, {}, MomentOptions(2, 2)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
 
 
@@ -99,7 +99,7 @@ def encode_red(images):
     return moments
 
 
-TWO = Work(2, 2)
+TWO = MomentOptions(2, 2)
 
 
 def run(folder, out, encode=encode_red, work=TWO, identity=IDENTITY, **fields):
@@ -134,7 +134,7 @@ def test_changed_pictures_and_captions_are_encoded_again(folder, tmp_path, caplo
     assert expected in caplog.text
     expected = [("caption 0", 0), ("a caption", 10), ("caption 2", 20), ("caption 3", 30)]
     assert stored(out) == [*expected, ("caption 4", 90), ("caption 5", 50)]
-    assert run(folder, out, work=Work(2, 2, verify=True)) == []
+    assert run(folder, out, work=MomentOptions(2, 2, verify=True)) == []
 
 
 def test_moments_of_removed_pictures_are_removed(folder, tmp_path):
@@ -164,7 +164,7 @@ def test_a_copy_of_the_pictures_is_not_encoded_again(folder, tmp_path):
         ({"min_size": 4}, "data.min_size: 0 stored, 4 requested"),
         ({"resize": 16}, "data.resize: 0 stored, 16 requested"),
         ({"identity": IDENTITY | {"vae": "def"}}, "vae: 'abc' stored, 'def' requested"),
-        ({"work": Work(3, 2)}, "shard: 2 stored, 3 requested"),
+        ({"work": MomentOptions(3, 2)}, "shard: 2 stored, 3 requested"),
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def test_other_settings_are_an_error_unless_overwrite_is_set(folder, tmp_path, f
         run(folder, out, **fields)
     with pytest.raises(ValueError, match=re.escape(message)):
         run(folder, out, **fields)
-    fields["work"] = fields.get("work", Work(2, 2))._replace(overwrite=True)
+    fields["work"] = fields.get("work", MomentOptions(2, 2))._replace(overwrite=True)
     assert run(folder, out, **fields) == [0, 1, 2, 3, 4]
     assert run(folder, out, **fields) == []
     assert [red for _, red in stored(out)] == [0, 10, 20, 30, 40]
@@ -245,6 +245,6 @@ def test_moments_are_stored_with_all_captions_and_their_weights(tmp_path):
             texts = [Captions((f"{i} a", f"{i} b"), (0.75, 0.25)) if i else "0" for i in indices]
             return *super().usable(indices)[:2], texts
 
-    moment_tars.run(Several(), encode, tmp_path, {}, Work(2, 2))
+    moment_tars.run(Several(), encode, tmp_path, {}, MomentOptions(2, 2))
     texts = WebDataset(tmp_path, "txt,json:captions", images=("npy",)).texts(range(4))
     assert texts[::3] == ["0", Captions(("3 a", "3 b"), (0.75, 0.25))]

@@ -55,7 +55,7 @@ def test_a_plan_can_be_empty(tmp_path):
 
 def test_prompts_come_before_the_captions_of_the_data():
     digits = open_pictures(Data("diffusion_jax.examples.digits"), 16)
-    captions = plan.Captions(["one", "two"], digits, len(digits), 2)
+    captions = plan.CaptionList(["one", "two"], digits, len(digits), 2)
     numbers, texts = captions.of_items(np.arange(1, 600))
     assert texts == ["two", *digits.texts(np.arange(598))]
     assert captions.read(numbers[[2, 0]]) == [texts[2], "two"]

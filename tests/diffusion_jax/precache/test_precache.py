@@ -25,7 +25,7 @@ from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
 
 TEXT = {"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 16, "dtype": "float32"}
-WORK = fill.Work(shard_captions=8, batch_tokens=128)
+WORK = fill.EncodingOptions(shard_captions=8, batch_tokens=128)
 EVERY = {*digits.seen_prompts(), *quickstart.get_config().prompts}
 
 
@@ -195,7 +195,7 @@ def test_a_shard_lost_from_an_unfinished_store_is_encoded_again(tmp_path, weight
     job = fill.open_job(config(tmp_path / "store", weights))
     lost = []
 
-    class Losing(engines.Share):
+    class Losing(engines.Worker):
         """Lose a shard after the work is done and before it is listed, then stop."""
 
         def fill(self, items, path, write, **how):
@@ -218,7 +218,7 @@ def test_a_worker_whose_work_another_has_finished_ends_with_the_same_store(
 ):
     job, over = fill.open_job(config(copy(whole, tmp_path / "store"), weights)), []
 
-    class Overtaken(engines.Share):
+    class Overtaken(engines.Worker):
         """Let another worker finish everything first, and remove the plan."""
 
         def fill(self, items, path, write, **how):

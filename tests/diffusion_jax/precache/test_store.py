@@ -35,7 +35,7 @@ def as_rows(numbers, format):
     if format == "int8":
         values, scales = (np.concatenate([of[i] for i in numbers]) for of in quantized())
     errors = np.tile(np.float32([0.005, 0.9999]), (len(values), 1))
-    return shards.Rows(np.array([len(a) for a in arrays]), values, scales, errors)
+    return shards.EmbeddingRows(np.array([len(a) for a in arrays]), values, scales, errors)
 
 
 def make(path, format="int8"):

@@ -139,7 +139,7 @@ def inputs(texts, **changes):
     """Return a run's inputs with these texts, and a list that records which rows are read."""
     data = Texts(texts)
     batches = types.SimpleNamespace(pictures=data)
-    return loop.Inputs(None, batches, **{"open_prompts": print} | changes), data.rows
+    return loop.RunInputs(None, batches, **{"open_prompts": print} | changes), data.rows
 
 
 def test_training_stores_the_words_of_evenly_spaced_captions(tmp_path, monkeypatch):

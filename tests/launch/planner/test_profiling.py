@@ -173,7 +173,7 @@ def last_two_numbers(script):
 
 
 def test_an_audit_counts_copies_extra_products_and_exposed_collectives():
-    report = audit.audit(compiling.Program(TEXT, 0, 0.0, products=2))
+    report = audit.audit(compiling.CompiledProgram(TEXT, 0, 0.0, products=2))
     assert (report.products, report.products_written) == (3, 2)
     assert report.float32_products == ["jit(step)/jvp(UNet)/emb/dot"]
     assert report.gathers == {"f32": 4 * 4 * 4, "bf16": 4 * 4 * 2}
@@ -195,7 +195,7 @@ def test_arrays_are_padded_to_tiles_along_their_minor_axes():
 def test_the_grid_of_a_kernel_is_read_from_its_operands():
     (instruction,) = [i for i, _ in hlo.read(TEXT).run() if cycles.is_kernel(i)]
     # 2 x 8 rows and heads, 2 blocks of queries, and 3 blocks of keys.
-    assert pallas.grid_of(instruction) == pallas.Grid(
+    assert pallas.grid_of(instruction) == pallas.KernelGrid(
         1024, 1152, 64, 2 * 8 * 2 * 3, backward=False, masked=False
     )
 
@@ -219,12 +219,12 @@ def test_the_flops_of_a_models_blocks_sum_to_those_of_its_loss(config):
 
 
 def test_a_profile_counts_each_block_as_often_as_it_is_called():
-    empty = audit.audit(compiling.Program(TEXT, 0, 0.0, products=3))
-    one = blocks.Measured("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
+    empty = audit.audit(compiling.CompiledProgram(TEXT, 0, 0.0, products=3))
+    one = blocks.CompilerEstimate("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
                           [cycles.Cost(3e6, "matrix unit", "", "conv")], 0, empty)  # fmt: skip
     update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, costliest=[])
     names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
-    block = blocks.Block("a", names, None, {}, ((), {}), True)  # pyright: ignore
+    block = blocks.NetworkBlock("a", names, None, {}, ((), {}), True)  # pyright: ignore
     profile = profiling.total([(block, one)], update, passes=2, kind="v5e")
     assert profile.cycles == {"matrix unit": 18e6, "norm": 6e6, "optimizer": 2e6}
     assert profile.layers == {"down_0_res": 16e6, "mid_res_0": 8e6, "update": 2e6}

@@ -54,7 +54,7 @@ def test_coco_captions_can_be_prompts(coco):
 
 
 def test_coco_pictures_can_be_reference_images_of_metrics(coco):
-    source = images.Decoded(images.open_files(NAME))
+    source = images.DecodedFiles(images.open_files(NAME))
     pixels, status = source.read(np.arange(len(source)))
     assert status.tolist() == [0] * 8
     for image, text in zip(pixels, prompts.read(NAME), strict=True):

@@ -11,7 +11,7 @@ import pytest
 
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.sources import arrayrecord, arrow
-from diffusion_jax.data.sources.arrow import Arrow, Rows
+from diffusion_jax.data.sources.arrow import Arrow, TableRecords
 from diffusion_jax.data.sources.tfds import Tfds
 from diffusion_jax.data.transforms import Unusable
 
@@ -45,9 +45,9 @@ def test_arrow_files_of_save_to_disk_are_read(tmp_path):
 def test_a_table_without_rows_or_an_image_column_is_an_error():
     table = pyarrow.table({"text": ["a"]})
     with pytest.raises(ValueError, match=r"t has no image column, but only the columns text: "):
-        Rows(table, "t", "text")
+        TableRecords(table, "t", "text")
     with pytest.raises(ValueError, match=r"t has no rows: choose another data set or split"):
-        Rows(table[:0], "t", "text")
+        TableRecords(table[:0], "t", "text")
 
 
 def test_a_folder_with_splits_is_an_error_that_lists_them(tmp_path):
@@ -117,7 +117,7 @@ def test_list_columns_and_several_columns_give_several_captions(tmp_path):
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     columns = {"text": [["a", "b"], [], None], "long": ["c", None, "d"]}
     table = pyarrow.table({"image": pyarrow.array(image, kind), **columns})
-    texts = Rows(table, "t", "text*2,long").texts([0, 1, 2])
+    texts = TableRecords(table, "t", "text*2,long").texts([0, 1, 2])
     assert texts[0] == Captions(("a", "b", "c"), (1 / 3, 1 / 3, 1 / 3)) and texts[2] == "d"
     assert isinstance(texts[1], Unusable) and texts[1].reason == "no_caption"
 
