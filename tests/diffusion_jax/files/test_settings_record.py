@@ -1,4 +1,4 @@
-"""The identity of the work in a folder."""
+"""The settings that identify the work in a folder."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from diffusion_jax.files import settings_record
 
 
-def test_a_new_folder_is_claimed_and_another_identity_is_refused(tmp_path):
+def test_claim_records_settings_and_rejects_different_ones(tmp_path):
     path, identity = tmp_path / "out" / "what.json", {"size": 8, "net": {"width": (1, 2)}}
     assert settings_record.record(path, identity, write=False) == {
         "size": 8,
