@@ -78,7 +78,7 @@ def divergence(moments: Moments) -> Float[Array, "B"]:
     return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
 
 
-def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
+def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.RunInputs:
     """Open everything that training an autoencoder needs: the data and the model.
 
     Raises:
@@ -96,7 +96,7 @@ def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
     )
 
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None
-    return loop.Inputs(make_task(s), batches, examples, start=start)
+    return loop.RunInputs(make_task(s), batches, examples, start=start)
 
 
 if __name__ == "__main__":

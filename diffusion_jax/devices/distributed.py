@@ -28,7 +28,7 @@ from absl import flags, logging
 from jax.experimental import multihost_utils
 
 from diffusion_jax import exits
-from diffusion_jax.devices.crash_message import LastWords, exit_at_abort
+from diffusion_jax.devices.crash_message import CrashMessage, exit_at_abort
 from diffusion_jax.devices.stop_signals import end
 
 _HEARTBEAT = 30  # Seconds of silence after which JAX takes a process for dead.
@@ -54,7 +54,7 @@ class _Farewell:
     """The parts of the message that this process prints if another process dies."""
 
     advice = "Start all processes again."
-    last_words: LastWords | None = None
+    last_words: CrashMessage | None = None
 
 
 def join() -> None:
@@ -88,7 +88,7 @@ def join() -> None:
             f"num_processes is {each}: start all processes with the same --num_processes"
         )
     if jax.process_count() > 1:
-        _Farewell.last_words = LastWords(_farewell(_ABRUPTLY))
+        _Farewell.last_words = CrashMessage(_farewell(_ABRUPTLY))
         exit_at_abort()
     logging.info("process %d of %d", jax.process_index(), jax.process_count())
     if jax.process_index():

@@ -40,17 +40,16 @@ from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
+from diffusion_jax.train.moving_average import constant_decay, warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.state import (
     TrainState,
     averaged,
-    constant_decay,
     image_keys,
     init_state,
     make_train_step,
-    warmup_decay,
 )
-from diffusion_jax.train.step_report import IN_FLIGHT, Progress
+from diffusion_jax.train.step_report import IN_FLIGHT, StepReport
 from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
@@ -58,7 +57,7 @@ OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
 """Maps all prompts of an evaluation to a function that tokenizes a batch of these prompts."""
 
 
-class Inputs(NamedTuple):
+class RunInputs(NamedTuple):
     """The inputs of a run, opened and checked.
 
     A system's `prepare` returns them without `evaluation` and `records`. The training command adds
@@ -71,7 +70,7 @@ class Inputs(NamedTuple):
     evaluation: Scoring | None = None
     start: Callable[[], Params] | None = None
     """Reads the initial parameters as host arrays. None: task.init creates random parameters."""
-    records: heldout.Records | None = None
+    records: heldout.HeldOutRecords | None = None
     """The records for the held-out loss. None: training does not measure a held-out loss."""
     base: str = ""
     """A hash of the frozen weights that a LoRA adapts; "" without LoRA."""
@@ -79,10 +78,10 @@ class Inputs(NamedTuple):
     """Opens the prompts of an evaluation. None: the system does not draw from prompts."""
 
 
-Shapes = tuple[tuple[int, ...], ...]
+BatchShapes = tuple[tuple[int, ...], ...]
 
 
-class Program(NamedTuple):
+class CompiledStep(NamedTuple):
     """A compiled training step, for batches of one shape."""
 
     step: Any
@@ -93,8 +92,8 @@ class Program(NamedTuple):
 
 
 def train(
-    inputs: Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    config: Mapping[str, Any], trace: Trace = NO_TRACE, program: Program | None = None,
+    inputs: RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
+    config: Mapping[str, Any], trace: Trace = NO_TRACE, program: CompiledStep | None = None,
 ) -> TrainState:  # fmt: skip
     """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
@@ -177,8 +176,10 @@ def train(
         writer = MetricWriter(workdir, config, first_step)
         stack.callback(writer.close)
         stack.callback(trace.close)
-        progress = Progress(run, writer, mesh.size, batches)
-        skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
+        progress = StepReport(run, writer, mesh.size, batches)
+        skips = not_finite.SkippedSteps(
+            first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped
+        )
         snapshot_steps = snapshot_every(settings, run.steps)
         snapshots = checkpoints.snapshots() if snapshot_steps else None
         if missing:
@@ -262,7 +263,7 @@ def make_step(
 def warm_up(
     task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray],
     workdir: pathlib.Path,
-) -> Program:  # fmt: skip
+) -> CompiledStep:  # fmt: skip
     """Compile the training step, run it once on `batch`, and return the compiled step.
 
     The results of the step are discarded. `batch` holds this process's rows of an artificial batch.
@@ -294,7 +295,7 @@ def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
 def compiled_all(
     step: Any, state: TrainState, frozen: Any, batch: Mapping[str, Any], key: Any,
     batches: Batches, options: Mapping[str, Any],
-) -> dict[Shapes, Program]:  # fmt: skip
+) -> dict[BatchShapes, CompiledStep]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
     `options` are XLA's options for the step (see `autotuning`).
@@ -314,12 +315,12 @@ def compiled_all(
     return programs
 
 
-def shapes_of(batch: Mapping[str, Any]) -> Shapes:
+def shapes_of(batch: Mapping[str, Any]) -> BatchShapes:
     """Return the shapes of a batch's arrays, the key of the compiled step for such batches."""
     return tuple(x.shape for x in batch.values())
 
 
-def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Program:
+def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> CompiledStep:
     """Return the step compiled for the arguments (state, frozen, batch, key). Log the times.
 
     `options` are XLA's options for the step (see `autotuning`). All processes wait until each of
@@ -340,7 +341,7 @@ def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) 
     )
     if jax.process_count() > 1:  # Otherwise, the first step would wait for the slowest process.
         multihost_utils.sync_global_devices("compiled")
-    return Program(executable, float(flops.count(traced.jaxpr.jaxpr)))
+    return CompiledStep(executable, float(flops.count(traced.jaxpr.jaxpr)))
 
 
 def new_state(create: Callable[[Any], TrainState], key: Any, layout: Any) -> TrainState:

@@ -47,7 +47,7 @@ flags.disclaim_key_flags()  # --help shows the flags with the module that calls 
 
 
 def command(
-    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.Inputs]
+    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.RunInputs]
 ) -> None:
     """Run the training command, `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
 
@@ -58,8 +58,8 @@ def command(
 
     Args:
         read: Converts a config to settings, which include `run`, `optimizer` and `mesh`.
-        prepare: Maps (settings, mesh) to the loop.Inputs of a run: it opens the task, the data and
-            the examples.
+        prepare: Maps (settings, mesh) to the loop.RunInputs of a run: it opens the task, the data
+            and the examples.
     """
     config = cli.define_config()
     workdir_flag = flags.DEFINE_string(
@@ -172,7 +172,7 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
     return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
 
 
-def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
+def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs) -> None:
     """Write vocabulary.json, the words of the training captions, into the workdir of a new run.
 
     Nothing is written if the run starts from given weights, if the system does not draw from
