@@ -1,4 +1,4 @@
-"""SIGTERM before the first step: there is nothing to save, so the process ends at once."""
+"""SIGTERM before the first step ends the process immediately, because nothing must be saved."""
 
 import json
 import os
@@ -41,29 +41,29 @@ def build_batch():
 
 
 @pytest.mark.parametrize("work", [compile_long, build_batch])
-def test_sigterm_ends_a_run_that_has_nothing_to_save(tmp_path, work):
+def test_sigterm_before_the_first_step_ends_the_run_immediately(tmp_path, work):
     process = commands.fork(hold, tmp_path, work)
     deadline = time.monotonic() + 120
-    said = lambda: (tmp_path / "stderr").read_text() if (tmp_path / "stderr").exists() else ""
-    while "compiling" not in said():
-        assert time.monotonic() < deadline and process.is_alive(), said()
+    errors = lambda: (tmp_path / "stderr").read_text() if (tmp_path / "stderr").exists() else ""
+    while "compiling" not in errors():
+        assert time.monotonic() < deadline and process.is_alive(), errors()
         time.sleep(0.01)
     assert list((tmp_path / "run").glob("writer-*.json"))
     process.terminate()
     process.join(30)
-    assert process.exitcode == exits.PREEMPTED, said()
-    assert "before the first step; the same command starts the run again" in said()
+    assert process.exitcode == exits.PREEMPTED, errors()
+    assert "before the first step; the same command starts the run again" in errors()
     assert not list((tmp_path / "run").glob("writer-*.json"))
 
 
-def test_after_the_first_step_sigterm_only_asks_for_a_stop():
+def test_sigterm_after_the_first_step_requests_a_stop():
     with distributed.sigterm() as stopping:
         assert not stopping(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopping(2)
 
 
-def test_only_the_holder_releases_a_workdir(tmp_path):
+def test_only_the_process_that_holds_a_workdir_releases_its_lock(tmp_path):
     lock = tmp_path / "writer-1.json"
     for holder in ({"pid": os.getpid(), "machine": "another"}, {"pid": 1}):
         lock.write_text(json.dumps(holder))

@@ -178,7 +178,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(accumulate):
 
     def loss_fn(params, frozen, batch, keys):
         x = batch["x"] + training_noise.normal(keys, 0, *batch["x"].shape[1:])
-        keep = training_noise.kept(keys, 0.5)
+        keep = training_noise.has_text(keys, 0.5)
         return line_loss(params, frozen, {"x": x * keep[:, None], "y": batch["y"]}, keys)
 
     params, frozen, batches = line_problem()
