@@ -76,7 +76,7 @@ def test_imagens_loss_is_the_papers(guidance):
     batch, keys = imagen.a_batch(encoder), training_noise.keys_of(4)
     made = task.make_task(imagen.with_network(s, network), encoder)
     eps = training_noise.normal(keys, 0, 8 * 8 * 3).reshape(4, 8, 8, 3)
-    sigmas, keep = two_levels(keys), training_noise.kept(keys, 0.5)
+    sigmas, keep = two_levels(keys), training_noise.has_text(keys, 0.5)
     assert 0 < keep.sum() < 4
     inputs = batch["image"] / 127.5 - 1, eps, sigmas, keep, encoder.encode((), batch)[0], 0.0
     check(made, {"text": ()}, batch, keys, inputs, guidance)
@@ -106,7 +106,7 @@ def test_stable_diffusions_loss_is_the_papers(drop_to):
     mean, log_variance = jnp.split(sd.moments(), 2, axis=-1)
     x0 = s.latents.scale * (mean + jnp.exp(log_variance / 2) * sd.posterior_noise(keys))
     eps = training_noise.normal(keys, 0, 64).reshape(4, 4, 4, 4)
-    sigmas, keep = two_levels(keys), training_noise.kept(keys, s.text.drop_prob)
+    sigmas, keep = two_levels(keys), training_noise.has_text(keys, s.text.drop_prob)
     assert 0 < keep.sum() < 4
     empty = encode((), encoder.tokenize([""]))[0] if drop_to == "empty" else 0.0
     inputs = x0, eps, sigmas, keep, encode((), batch)[0], empty

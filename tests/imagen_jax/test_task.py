@@ -109,7 +109,7 @@ def test_the_loss_is_the_papers(network, precond, noise, distance):
         sigma = np.exp(-log_snr(noise, np.float64(time)) / 2)
     eps = np.float64(training_noise.normal(keys, 0, 8 * 8 * 3)).reshape(4, 8, 8, 3)
     x0 = np.float64(batch["image"]) * 2 / 255 - 1
-    keep = np.asarray(training_noise.kept(keys, 0.5))[:, None, None]
+    keep = np.asarray(training_noise.has_text(keys, 0.5))[:, None, None]
     assert 0 < keep.sum() < 4
     text, mask = encoder.encode((), batch)
 

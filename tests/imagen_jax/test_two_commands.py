@@ -28,7 +28,7 @@ def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, uninterrupted, tmp
     shutil.rmtree(workdir / runs.CHECKPOINTS / str(last))
     run = (f"--workdir={workdir}", f"--config.steps={interrupted.steps}")
     group = Group(tmp_path, 2, "train", *TINY, *run)
-    assert group.end() == [0, 0], group.said()
+    assert group.end() == [0, 0], group.printed()
     manifest = json.loads((workdir / run_log.MANIFEST).read_text())["runs"][-1]
     assert (manifest["first_step"], manifest["devices"]["processes"]) == (first, 2)
     assert restore.steps(workdir / runs.CHECKPOINTS) == [first, last]
@@ -52,7 +52,7 @@ def drawn(trained, tmp_path_factory):
             ("evaluate", f"--name={name}", *SCORES),
         ):
             group = Group(said, count, *command, f"--workdir={trained}")
-            assert group.end() == [0] * count, group.said()
+            assert group.end() == [0] * count, group.printed()
         assert sum(path.is_file() for path in out.rglob("*")) == 66  # The first's alone.
         out = out / "0"
         lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
@@ -88,7 +88,7 @@ def test_two_score_what_one_scores(drawn):
 def test_a_process_that_refuses_its_config_ends_with_2_and_so_do_all(tmp_path):
     group = Group(tmp_path, 2, "train", *TINY, "--workdir=nowhere", "--config.batch_size=3")
     assert group.end() == [2, 2]
-    assert "error: batch_size 3 is not divisible by" in group.said()
+    assert "error: batch_size 3 is not divisible by" in group.printed()
 
 
 @pytest.mark.slow
@@ -101,12 +101,12 @@ def test_a_second_run_in_a_workdir_is_refused_and_one_after_a_kill_is_not(tmp_pa
     for count in (1, 2):
         second = Group(tmp_path / f"second_{count}", count, *run)
         assert second.end() == [exits.BUSY] * count
-        assert f"error: {workdir} is being written by process {pid} on" in second.said()
+        assert f"error: {workdir} is being written by process {pid} on" in second.printed()
     assert first.processes[0].is_alive()
     first.processes[0].kill()
     first.end()
     reached = restore.steps(workdir / runs.CHECKPOINTS)[-1]
     third = Group(tmp_path / "third", 1, *run, f"--config.steps={reached + 2}")
-    assert third.end() == [0], third.said()
+    assert third.end() == [0], third.printed()
     assert restore.steps(workdir / runs.CHECKPOINTS)[-1] == reached + 2
     assert not list(workdir.glob("writer-*"))

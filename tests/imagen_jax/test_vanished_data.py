@@ -18,8 +18,8 @@ def test_a_tar_that_vanishes_is_named_in_one_line(tmp_path):
     )  # fmt: skip
     group.wait_for_step(workdir, 1)
     tar.unlink()
-    assert group.end() == [1], group.said()
-    said = group.said()
+    assert group.end() == [1], group.printed()
+    said = group.printed()
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert (
         line == f"error: [Errno 2] No such file or directory: '{tar}'" and "Traceback" not in said

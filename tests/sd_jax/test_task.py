@@ -78,7 +78,7 @@ def ldm_loss(s, batch, keys, f):
     t = np.asarray(training_noise.draw(keys, training_noise.SIGMA, step))
     a = np.sqrt(ABAR[t])[:, None, None, None]
     b = np.sqrt(1 - a**2)
-    keep = np.asarray(training_noise.kept(keys, s.text.drop_prob))
+    keep = np.asarray(training_noise.has_text(keys, s.text.drop_prob))
     assert 0 < keep.sum() < 4
     target = eps if s.diffusion.predicts == "eps" else a * eps - b * x0
     snr = (a**2 / b**2)[:, 0, 0, 0]

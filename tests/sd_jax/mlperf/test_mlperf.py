@@ -47,8 +47,8 @@ def run(folder, name, *arguments, count=1, devices=2, code=0):
     config = f"--config=tests/sd_jax/tiny_benchmark.py:{folder}"
     command = "tests.sd_jax.tiny_mlperf"
     group = Group(folder / "said", count, command, config, *given, devices=devices)
-    assert group.end() == [code] * count, group.said()
-    return folder / name, group.said()
+    assert group.end() == [code] * count, group.printed()
+    return folder / name, group.printed()
 
 
 @pytest.fixture(scope="module")
