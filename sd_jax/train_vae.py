@@ -5,7 +5,7 @@
 To train on the latents, give the workdir to sd_jax.train as --config.vae.weights. The metric
 `latent_std` is the standard deviation of the latents. Set --config.latents.scale of sd_jax.train to
 1 / latent_std. Reconstructions of the first pictures are written to samples/. Config, data,
-checkpoints and SIGTERM work as in sd_jax.train.
+checkpoints and signals work as in sd_jax.train.
 """
 
 from collections.abc import Mapping

@@ -119,6 +119,21 @@ def test_a_run_in_a_bucket_killed_while_saving_ends_with_the_same_weights(traine
     ).exists()  # No local folder "s3:" was created.
 
 
+def test_credentials_that_expire_end_a_run_with_one_line_and_exit_code_1(stores):
+    workdir = files.path(f"s3://{emulators.BUCKET}/expired")
+    long = ("--config.steps=1000000", "--config.keep_last=2", "--config.sample_every=0")
+    process = start("imagen_jax.train", *SMALL, *long, f"--workdir={workdir}")
+    deadline = time.monotonic() + PATIENCE
+    while not restore.steps(workdir / runs.CHECKPOINTS):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    with emulators.locked(os.environ["AWS_ENDPOINT_URL"]):
+        err = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 1 and "Traceback" not in err, err[-5000:]
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "have the credentials expired?" in line or "check that the credentials" in line
+
+
 def test_sample_reads_prompts_from_a_bucket_and_draws_into_one(
     trained, undisturbed, bucket, tmp_path
 ):

@@ -1,7 +1,7 @@
 """The training loop of every system, from the first batch to the last checkpoint.
 
-The loop continues from the newest checkpoint in the workdir. On SIGTERM it saves a checkpoint and
-stops. If a step hangs, a watchdog ends the process.
+The loop continues from the newest checkpoint in the workdir. On SIGTERM, SIGHUP or Ctrl-C it saves
+a checkpoint and stops. If a step hangs, a watchdog ends the process.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
-from diffusion_jax.devices import distributed, flops
+from diffusion_jax.devices import distributed, flops, stop_signals
 from diffusion_jax.devices.sharding import (
     ambient,
     batch_sharding,
@@ -40,15 +40,14 @@ from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
+from diffusion_jax.train.moving_average import constant_decay, warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.state import (
     TrainState,
     averaged,
-    constant_decay,
     image_keys,
     init_state,
     make_train_step,
-    warmup_decay,
 )
 from diffusion_jax.train.step_report import IN_FLIGHT, StepReport
 from diffusion_jax.train.trace import NO_TRACE, Trace
@@ -109,7 +108,7 @@ def train(
         program: The step that `warm_up` compiled for the same task and settings; None: compile it.
 
     Returns:
-        The last state. After SIGTERM its step is below `run.steps`.
+        The last state. After a signal (see `stop_signals`) its step is below `run.steps`.
 
     Raises:
         NothingLearned: Too many steps in a row were skipped (settings.max_skipped, or at most 10
@@ -120,10 +119,10 @@ def train(
     task, batches = inputs.task, inputs.batches
     evaluation, records = inputs.evaluation, inputs.records
     with contextlib.ExitStack() as stack:
-        # From the first step until the last save, SIGTERM only sets a flag. Before the first step,
+        # From the first step until the last save, a signal only sets a flag. Before the first step,
         # it ends the process, because there is nothing to save. The watchdog ends a hung step.
         release = functools.partial(runs.release, workdir)
-        stopping = stack.enter_context(distributed.sigterm(release))
+        should_stop = stack.enter_context(stop_signals.stopping(release))
         watchdog = Watchdog(run.step_timeout, distributed.advice)
         stack.callback(watchdog.close)
 
@@ -195,7 +194,7 @@ def train(
                 state, metrics = chosen.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics, chosen.flops)
-            stopped = stopping(step)
+            stopped = should_stop(step)
             last = stopped or step == run.steps
 
             # Report the metrics. A skipped step is noticed IN_FLIGHT steps later, so that the host

@@ -29,8 +29,9 @@ from diffusion_jax.files import folder_lock, sheets
 from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
+from diffusion_jax.train.moving_average import warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, make_schedule
-from diffusion_jax.train.state import TrainState, init_state, warmup_decay
+from diffusion_jax.train.state import TrainState, init_state
 from diffusion_jax.weights import restore
 
 ReportLines = list[tuple[str, str]]

@@ -246,7 +246,7 @@ def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> s
 def _train(run: OpenRun, batches: Batches, program: loop.CompiledStep, step: int) -> None:
     """Train to a step. For each interval between evaluations, log a block and save a checkpoint.
 
-    On SIGTERM, save a checkpoint and exit with code 143.
+    On SIGTERM, SIGHUP or Ctrl-C, save a checkpoint and exit.
     """
     first = _trained(run.workdir)
     if first >= step:

@@ -171,11 +171,44 @@ def test_the_state_is_json_and_is_rejected_with_other_data():
         pytest.raises(ValueError, match=r"'pictures': 10}, but the data are now .*'pictures': 11}"),
     ):
         iterator.set_state(state)
-    with (
-        batches(10, 3, seed=7) as iterator,
-        pytest.raises(ValueError, match=r"not a multiple of .* 3"),
-    ):
-        iterator.set_state(state)
+
+
+def test_a_position_between_two_batches_of_another_size_continues_at_its_sample():
+    tokenize = lambda texts: {"n": np.array(texts, int)}
+    order = [int(n) for batch in numbers(batches(10, 4, seed=7), 8) for n in batch]
+    with batches(10, 4, seed=7) as iterator:
+        state = [next(iterator) and iterator.get_state() for _ in range(3)][-1]
+    for processes in (1, 2):
+        parts = []
+        for p in range(processes):
+            split = {"process_index": p, "process_count": processes, "num_threads": 2}
+            with batches(10, 10, seed=7, tokenize=tokenize, **split) as part:
+                next(part)
+                part.set_state(state)
+                assert part.get_state() == state
+                parts.append([next(part)["n"] for _ in range(2)])
+                assert json.loads(part.get_state())["samples"] == 32
+                names = part.names(range(10), back=1)
+                assert names == [f"picture {n}" for n in order[12:22]]
+                final = part.get_state()
+        whole = [np.concatenate(rows).tolist() for rows in zip(*parts, strict=True)]
+        assert whole == [order[12:22], order[22:32]]
+    with batches(10, 4, seed=7) as iterator:  # And back to the first size.
+        iterator.set_state(final)
+        assert next(iterator)["n"].tolist() == numbers(batches(10, 4, seed=7), 9)[8].tolist()
+
+
+def test_random_crops_and_captions_belong_to_the_sample_at_any_batch_size():
+    make = lambda size: pipeline.make_batches(
+        digits.Digits(16), TOKENIZE, batch_size=size, seed=3, flip=True
+    )
+    with make(4) as small, make(6) as large:
+        pictures = np.concatenate([next(small)["image"] for _ in range(4)])
+        large.set_state(json.dumps(json.loads(small.get_state()) | {"samples": 4}).encode())
+        continued = np.concatenate([next(large)["image"] for _ in range(2)])
+        texts = small.texts(range(4))
+        assert large.texts(range(6))[2:] == texts
+    np.testing.assert_array_equal(continued, pictures[4:16])
 
 
 def test_flip_mirrors_half_of_the_samples_chosen_by_their_number():

@@ -7,9 +7,9 @@ import pytest
 
 SCRIPT = """
 import os, signal, sys
-from diffusion_jax.devices.crash_message import LastWords, exit_at_abort
+from diffusion_jax.devices.crash_message import CrashMessage, exit_at_abort
 
-words = LastWords("not this")
+words = CrashMessage("not this")
 words.replace("the same command continues")
 {end}
 os._exit(3)
