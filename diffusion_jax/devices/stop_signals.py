@@ -93,7 +93,7 @@ def exit_code() -> int:
 
 
 def name() -> str:
-    """Return the name of the signal that stopped this process, SIGTERM if another process got it."""
+    """Return the name of the signal that stopped this process: SIGTERM if another one got it."""
     return _SIGNALS[signal.Signals(exit_code() - 128)]
 
 
