@@ -13,7 +13,7 @@ def test_a_tar_deleted_during_training_is_a_one_line_error(tmp_path):
     tar, workdir = tmp_path / "a.tar", tmp_path / "run"
     digits.main([f"--out={tar}", "--num=64", "--format=webdataset"])
     group = Group(
-        tmp_path / "said", 1, "train", *TINY, "--config.data.source=webdataset",
+        tmp_path / "output", 1, "train", *TINY, "--config.data.source=webdataset",
         f"--config.data.path={tar}", "--config.steps=1000000", f"--workdir={workdir}",
     )  # fmt: skip
     group.wait_for_step(workdir, 1)
