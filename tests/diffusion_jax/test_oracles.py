@@ -255,9 +255,8 @@ def edm_sample(sigmas, draws, scale, churn, s_noise):
 def compare_calls(calls, case):
     close([sigma[0] for _, sigma in calls], SAMPLERS[f"{case}/call_sigma"], atol=0)
     inputs = [calls[i][0] for i in SAMPLERS[f"{case}/call_index"]]
-    close(
-        jnp.stack(inputs), images(SAMPLERS[f"{case}/call_x"])
-    )  # Relative, because x starts at 240.
+    # Relative, because x starts at 240.
+    close(jnp.stack(inputs), images(SAMPLERS[f"{case}/call_x"]))
 
 
 EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_churn40"]

@@ -301,10 +301,8 @@ def test_global_arrays_hold_the_rows_in_order_on_every_device():
 
 def test_share_computes_a_processs_part_from_the_rows_of_its_devices():
     assert pipeline.share([(4, 6), (6, 8)], 8) == (1, 2)
-    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (
-        1,
-        4,
-    )  # Two devices hold the same rows.
+    # Two devices hold the same rows.
+    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (1, 4)
     with pytest.raises(ValueError, match=r"hold rows \[\(0, 2\), \(6, 8\)\] of a batch of 8"):
         pipeline.share([(6, 8), (0, 2)], 8)
 

@@ -318,9 +318,8 @@ def test_checkpoints_hold_the_train_state_without_frozen_weights(tmp_path):
     items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
     assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata", "checksums"}
     assert json.loads((folder / "5" / "metadata" / "metadata").read_text()) == {"a": [1, 2]}
-    np.testing.assert_array_equal(
-        TASK.frozen["projection"]["kernel"].shape, (32, 32)
-    )  # The frozen weights are still usable.
+    # The frozen weights are still usable.
+    np.testing.assert_array_equal(TASK.frozen["projection"]["kernel"].shape, (32, 32))
 
 
 def test_metrics_of_repeated_steps_replace_the_old_ones(tmp_path):
@@ -369,9 +368,8 @@ def test_running_out_of_memory_while_drawing_does_not_stop_training(tmp_path, ca
     assert [step for step, name in names if name == "out_of_memory/samples"] == [2, 4]
     assert [step for step, name in names if name == "evaluation/mean"] == [2, 4]
     assert not (tmp_path / "samples").exists()
-    train(
-        tmp_path, task, evaluation=loop.Scoring(16, score), **changes
-    )  # Drawing is not tried again.
+    # Drawing is not tried again.
+    train(tmp_path, task, evaluation=loop.Scoring(16, score), **changes)
     assert len([line for line in read(tmp_path) if "out_of_memory/samples" in line]) == 2
 
 

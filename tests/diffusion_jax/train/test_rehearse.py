@@ -216,10 +216,8 @@ def test_a_rehearsal_skips_damaged_checkpoints_and_names_another_writer(tmp_path
     assert lines["workdir"] == f"{tmp_path}: continues from step 1, whose checkpoint is sound"
     assert "skipping the damaged checkpoint" in caplog.text
     assert lines["in use"].startswith(f"{tmp_path} is being written by process {process.pid} on ")
-    assert sorted(restore.steps(tmp_path / "checkpoints")) == [
-        1,
-        2,
-    ]  # A rehearsal moves no checkpoint.
+    # A rehearsal moves no checkpoint.
+    assert sorted(restore.steps(tmp_path / "checkpoints")) == [1, 2]
 
 
 def test_rehearsing_with_another_architecture_than_the_checkpoint_is_an_error(tmp_path):
