@@ -326,9 +326,10 @@ def _batch_order(
 ) -> Order:
     """Return a data set whose item n holds the picture indices in one process's rows of batch n.
 
-    Each process has `rows` rows. Batch 0 starts at sample `first`, which must be 0 with buckets. Each bucket has its own epochs. The bucket of batch n depends on n
-    alone. In any range of batches, all pictures are about equally frequent or, in a mixture, as
-    frequent as the weights say.
+    Each process has `rows` rows. Batch 0 starts at sample `first`, which must be 0 with buckets.
+    Each bucket has its own epochs. The bucket of batch n depends on n alone. In any range of
+    batches, all pictures are about equally frequent or, in a mixture, as frequent as the weights
+    say.
     """
     orders, weights = [], []
     for among in [None] if buckets is None else buckets.members():
