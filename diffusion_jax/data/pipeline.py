@@ -22,11 +22,11 @@ from diffusion_jax.config.settings import CROPS, Data, Run
 from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.mixture import Mixture
-from diffusion_jax.data.pictures import Pictures, Rows
+from diffusion_jax.data.pictures import PictureArray, Pictures
 from diffusion_jax.data.split import hashed, split
 from diffusion_jax.devices.sharding import batch_sharding
 
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 COUNTS = "counts"
 """Batch key of the loss weights [B]. A batch has this key only if the weights differ."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
@@ -38,10 +38,10 @@ class Apart(NamedTuple):
     """The pictures that are held out of training, and a function that makes batches of them."""
 
     pictures: Pictures
-    make: Callable[[Rows, Sequence[Any]], Batch]
+    make: Callable[[PictureArray, Sequence[Any]], HostBatch]
     """A function make(pictures, texts) that returns a batch."""
 
-    def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
+    def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], HostBatch]:
         """Read up to `count` held-out pictures; return (keys, batch) of those that are usable.
 
         Pictures are chosen by a hash of their keys, so adding records changes the choice little.
@@ -75,7 +75,7 @@ class Batches:
         batch_size: int,
         seed: int,
         num_threads: int,
-        make: Callable[[Int[np.ndarray, "B"]], Batch],
+        make: Callable[[Int[np.ndarray, "B"]], HostBatch],
         buckets: Buckets | None = None,
     ):
         """Start the prefetching threads.
@@ -114,7 +114,7 @@ class Batches:
     def __iter__(self) -> "Batches":
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         """Return the next batch, or raise the exception of a prefetching thread."""
         return next(self._iterator)
 
@@ -124,7 +124,7 @@ class Batches:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def example(self) -> Batch:
+    def example(self) -> HostBatch:
         """Return a small batch, without advancing the iterator.
 
         It holds the first picture of each source or, with buckets, one picture of the bucket with
@@ -137,7 +137,7 @@ class Batches:
             firsts = np.cumsum([0, *self.pictures.lengths[:-1]])
         return self._make(np.array(firsts))
 
-    def examples(self) -> list[Batch]:
+    def examples(self) -> list[HostBatch]:
         """Return a small batch for each bucket, or `[example()]` if there are no buckets."""
         if self._buckets is None:
             return [self.example()]
@@ -281,7 +281,7 @@ def make_batches(
     rows = batch_size // process_count
     views = [pictures.cropped_to(shape) for shape in buckets.shapes] if buckets else [pictures]
 
-    def load(start: int, step: int, indices: Int[np.ndarray, "B"]) -> Batch:
+    def load(start: int, step: int, indices: Int[np.ndarray, "B"]) -> HostBatch:
         first = start + step * batch_size + process_index * rows
         samples = range(first, first + rows)
         places = _places(seed, samples) if crop == "random" else None
@@ -290,11 +290,11 @@ def make_batches(
             images = _flip(images, seed, samples)
         return batch_of(images, captions.chosen(texts, seed, samples), indices)
 
-    def make(indices: Int[np.ndarray, "B"]) -> Batch:
+    def make(indices: Int[np.ndarray, "B"]) -> HostBatch:
         images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices)
         return batch_of(images, captions.chosen(texts, seed, indices.tolist()), indices)
 
-    def batch_of(images: Rows, texts: Any, indices: Int[np.ndarray, "B"]) -> Batch:
+    def batch_of(images: PictureArray, texts: Any, indices: Int[np.ndarray, "B"]) -> HostBatch:
         counts = pictures.counts(indices)
         return {name: images, **({} if counts is None else {COUNTS: counts}), **tokenize(texts)}
 

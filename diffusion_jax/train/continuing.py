@@ -105,7 +105,7 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Source | 
     _adapt(config, f"{run}@{newest}", run)
     now = json.loads(json.dumps(systems.complete(config)))
     free = ("version", *_CHANGES, *(["lora."] if adds_lora else []))
-    if refused := settings_record.unlike(before, now, free):
+    if refused := settings_record.differences(before, now, free):
         group = "unet" if "unet" in now else "vae"
         raise ValueError(
             f"--continue_from={run} cannot change these settings ({refused}): use the stored "
@@ -116,10 +116,12 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Source | 
             f"steps is {now['steps']}, but {run}@{newest} has reached step {newest}: raise "
             "--config.steps, the step at which training ends"
         )
-    return Source(run, newest, settings_record.differences(before, now, ("version",)), adds_lora)
+    return Source(run, newest, settings_record.changed_fields(before, now, ("version",)), adds_lora)
 
 
-def prepare(source: Source, inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh) -> str:
+def prepare(
+    source: Source, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
+) -> str:
     """Move the data to their position in the other run, and return a text on what will change.
 
     The text has a line each for what changes, what is kept and what starts anew. The arguments are
@@ -157,7 +159,7 @@ def prepare(source: Source, inputs: loop.Inputs, run: Run, settings: Optimizer, 
 
 
 def begin(
-    source: Source, inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh,
+    source: Source, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh,
     workdir: pathlib.Path, config: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Write the first checkpoint of a workdir, after its lineage and the metrics up to this step.
@@ -176,7 +178,7 @@ def begin(
         saved.save(source.step, state, inputs.batches, config)
 
 
-def _abstract(inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh) -> TrainState:
+def _abstract(inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh) -> TrainState:
     _, key, create, layout = loop.plan(inputs.task, run, settings, mesh)
     return placed(jax.eval_shape(create, key), layout)
 
@@ -193,7 +195,7 @@ def _move(source: Source, batches: Batches) -> str:
 
 
 def _with_lora(
-    step: int, inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh
+    step: int, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
 ) -> TrainState:
     """Return the state of new LoRA factors at a step. Their learning rate is that of this step."""
     _, key, create, layout = loop.plan(inputs.task, run, settings, mesh)

@@ -20,7 +20,7 @@ from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 from diffusion_jax import files
 from diffusion_jax.config.settings import EMBEDDINGS, Data
 from diffusion_jax.data import captions, records, storage, tars
-from diffusion_jax.data.pictures import Shapes
+from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
@@ -29,7 +29,7 @@ SUFFIX = ".array_record"
 _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def open_source(data: Data, _: Shapes) -> Records:
+def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the ArrayRecord files at a config's data.path as a list of records."""
     return ArrayRecords(records.path_of(data), data.text)
 

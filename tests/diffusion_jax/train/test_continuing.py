@@ -61,7 +61,7 @@ def go_on(
     mesh = sharding.make_mesh(*sizes)
     source = continuing.Source(str(begun), 3, dict.fromkeys(changed, (1, 2)), adds_lora)
     with batches:
-        inputs = loop.Inputs(task, batches, test_loop.EXAMPLES)
+        inputs = loop.RunInputs(task, batches, test_loop.EXAMPLES)
         text = continuing.prepare(source, inputs, run, settings, mesh)
         continuing.begin(source, inputs, run, settings, mesh, workdir, {})
         state = loop.train(inputs, run, settings, mesh, workdir, {})
@@ -183,7 +183,7 @@ def test_the_manifest_holds_the_lineage_and_the_metrics_are_one_curve(begun, tmp
 def test_steps_of_the_other_run_are_not_replayed_here(begun, tmp_path):
     go_on(begun, tmp_path, steps=5)
     with pytest.raises(ValueError, match=r"--step=3: .* has the steps 4 to 5"):
-        replay.replay(loop.Inputs(TASK, None), START._replace(steps=5), OPTIMIZER,
+        replay.replay(loop.RunInputs(TASK, None), START._replace(steps=5), OPTIMIZER,
                       sharding.make_mesh(1, 1, 1), tmp_path / "next", 3)  # fmt: skip
 
 
