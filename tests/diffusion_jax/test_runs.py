@@ -57,7 +57,8 @@ def test_another_config_is_an_error_that_names_the_differences(tmp_path):
         f"{tmp_path} was made with another config (data.source: "
         "'diffusion_jax.examples.digits' stored, 'folder' requested; "
         "unet.cond_dim: 64 stored, 32 requested; unet.dropout: 0.0 stored, 0.5 requested): "
-        "choose another --workdir, or use the config of this workdir"
+        "choose another --workdir, or use the config of this workdir. To keep the state of this "
+        f"run, choose another --workdir with --continue_from={tmp_path}"
     )
     assert (tmp_path / "config.json").read_text() == before
 
