@@ -297,9 +297,9 @@ def test_random_crops_lie_anywhere_by_the_samples_number_and_centred_ones_in_the
 
 def mixed(batch_size, seed=0, weights=(3, 1), lengths=(10, 7), **kw):
     pictures = Mixture([Numbers(length) for length in lengths], weights)
-    read = pictures.read
+    columns = pictures.columns
     # Which pictures of the mixture are asked for.
-    pictures.read = lambda indices, places=None: (read(indices)[0], indices)
+    pictures.columns = lambda indices, places=None: columns(indices)._replace(texts=indices)
     return pipeline.make_batches(
         pictures, lambda texts: {"n": texts}, batch_size=batch_size, seed=seed, **kw
     )

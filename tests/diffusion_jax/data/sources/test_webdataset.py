@@ -265,7 +265,7 @@ def test_distant_members_are_read_apart(tmp_path):
     members = {"1.txt": b"one", "1.bin": bytes(webdataset._GAP), "1.jpg": b"first"}
     tar = write_tar(tmp_path / "a.tar", members)
     (record,) = WebDataset(tar).read([0])
-    assert record == (b"first", "one", f"{tar}/1.jpg")
+    assert record[:3] == (b"first", "one", f"{tar}/1.jpg")
 
 
 def test_nemos_lists_of_tars_lie_beside_them(tmp_path, bucket):
