@@ -331,9 +331,9 @@ def test_random_crops_depend_on_the_sample_number_and_center_crops_do_not(tmp_pa
 
 def mixed(batch_size, seed=0, weights=(3, 1), lengths=(10, 7), **kw):
     pictures = Mixture([Numbers(length) for length in lengths], weights)
-    read = pictures.read
+    columns = pictures.columns
     # Return the requested indices in place of texts.
-    pictures.read = lambda indices, places=None: (read(indices)[0], indices)
+    pictures.columns = lambda indices, places=None: columns(indices)._replace(texts=indices)
     return pipeline.make_batches(
         pictures, lambda texts: {"n": texts}, batch_size=batch_size, seed=seed, **kw
     )

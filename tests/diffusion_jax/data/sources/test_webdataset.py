@@ -267,7 +267,7 @@ def test_distant_members_of_a_record_are_read_separately(tmp_path):
     members = {"1.txt": b"one", "1.bin": bytes(webdataset._GAP), "1.jpg": b"first"}
     tar = write_tar(tmp_path / "a.tar", members)
     (record,) = WebDataset(tar).read([0])
-    assert record == (b"first", "one", f"{tar}/1.jpg")
+    assert record[:3] == (b"first", "one", f"{tar}/1.jpg")
 
 
 def test_nemos_wdinfo_pkl_lists_tars_beside_it(tmp_path, bucket):
