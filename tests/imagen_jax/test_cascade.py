@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,6 +98,21 @@ def test_default_batch_sizes_decrease_with_the_image_size():
     stages = [Model("", read(model), *[None] * 4, 0) for model in models]
     assert cascade.batch_sizes(stages, 10_000) == [512, 512, 32]
     assert cascade.batch_sizes(stages, 5) == [5, 5, 5]
+
+
+def test_the_first_stage_must_fit_the_pictures_to_enlarge():
+    base, enlarger = (
+        SimpleNamespace(settings=read_settings(model.get_config().to_dict()), workdir=name)
+        for model, name in ((base64_500m, "base"), (sr256_600m, "sr"))
+    )
+    cascade.check_low_res(base, None)
+    cascade.check_low_res(enlarger, (64, 64))
+    with pytest.raises(ValueError, match=r"^base is a base model, which draws from text alone"):
+        cascade.check_low_res(base, (64, 64))
+    with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64: name a model that draws"):
+        cascade.check_low_res(enlarger, None)
+    with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64, but .* of 32x64: resize"):
+        cascade.check_low_res(enlarger, (64, 32))
 
 
 @pytest.mark.slow
