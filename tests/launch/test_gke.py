@@ -207,9 +207,8 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
     # Kubernetes replaces $$ by $, and $(NAME) by a variable.
     assert (env["A"], container["args"][-2]) == ("$$(B) $$$$ $$C", "--only=$$(HOME)")
     assert container["ports"] == [{"containerPort": 55527}]
-    assert (
-        container["args"][0] == "imagen_jax.train"
-    )  # Fields that the patch does not set are kept.
+    # Fields that the patch does not set are kept.
+    assert container["args"][0] == "imagen_jax.train"
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
     assert len(pod["nodeSelector"]) == 3
     assert job["template"]["metadata"]["annotations"] == {

@@ -60,9 +60,8 @@ def test_read_more_metrics_parses_only_new_lines(tmp_path, monkeypatch):
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\nno\n')
     with pytest.raises(ValueError, match="line 4 is damaged: 'no'"):
         run_log.read_more_metrics(path, *content_and_rows)
-    path.write_bytes(
-        b'{"step": 1}\n{"step": 5}\n{"step": 6}\n'
-    )  # A run that was resumed from step 1.
+    # A run that was resumed from step 1.
+    path.write_bytes(b'{"step": 1}\n{"step": 5}\n{"step": 6}\n')
     assert [row["step"] for row in run_log.read_more_metrics(path, *content_and_rows)[1]] == [
         1,
         5,
