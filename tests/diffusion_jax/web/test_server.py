@@ -429,7 +429,7 @@ def test_previews_of_both_stages_of_a_cascade_belong_to_their_pictures():
 @pytest.mark.parametrize("number", ["9" * 5000, "-1", "1" * 7, "\u0663", "x"])
 def test_a_number_in_a_path_that_is_none_is_404(site, number):
     app = server.app(site, HOSTS)
-    _, said = post(app, [asked()])
+    _, said = post(app, [a_picture()])
     for path in (f"{number}.png", f"0/{number}.png"):
         assert ask(app, f"/api/jobs/{said['job']}/{path}")[0] == 404
 
@@ -442,7 +442,7 @@ def test_words_of_very_long_prompts_are_refused(site):
 
 
 def test_a_fifth_stream_of_a_job_ends_the_first(site):
-    job = site.queue.add([site.picture(asked())])
+    job = site.queue.add([site.picture(a_picture())])
     app = server.app(site, HOSTS)
     ended = threading.Thread(target=ask, args=(app, f"/api/jobs/{job.name}"), daemon=True)
     ended.start()
