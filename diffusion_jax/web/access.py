@@ -26,12 +26,17 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(?::\d*)?")
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-def with_headers(application: Any) -> Any:
-    """Return an ASGI application that adds SAFE to every response, even to Starlette's errors."""
+def with_headers(application: Any, root: str = "") -> Any:
+    """Return an ASGI application that adds SAFE to every response, even to Starlette's errors.
+
+    If the path of a request begins with `root`, this part is removed.
+    """
     safe = [(name.lower().encode(), value.encode()) for name, value in SAFE.items()]
     names = {name for name, _ in safe}
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if root and scope.get("path", "").startswith(f"{root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(root)}
         lengths = {name for name, _ in scope.get("headers", ())} & _LENGTHS
 
         async def send_safely(message: Any) -> None:
@@ -49,12 +54,13 @@ def with_headers(application: Any) -> Any:
     return answer
 
 
-def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
+def guarded(answer: Answer, hosts: Sequence[str], token: str, root: str = "") -> Answer:
     """Return a handler that passes permitted requests to `answer` and refuses others.
 
     Refusals and errors become a response with one line of JSON. Requests from pages of other sites
     are refused. If `hosts` is not empty, only requests for these host names are permitted. If
-    `token` is not empty, requests must carry it as a cookie or in the URL.
+    `token` is not empty, requests must carry it as a cookie or in the URL. `root` is the page's
+    path behind a proxy.
     """
 
     async def checked(request: Request) -> Response:
@@ -63,7 +69,7 @@ def guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
         cookie = f"{_TOKEN}_{request.scope['server'][1]}"  # Browsers send a cookie to all ports.
         in_query = request.query_params.get(_TOKEN, "")
         if token and in_query and hmac.compare_digest(in_query.encode(), token.encode()):
-            welcome = RedirectResponse(request.url.path, 303)
+            welcome = RedirectResponse(f"{root}{request.url.path}", 303)
             # With "strict", browsers would not send the cookie after a click on another site.
             welcome.set_cookie(cookie, token, httponly=True, samesite="lax")
             return welcome

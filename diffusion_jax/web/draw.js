@@ -271,7 +271,7 @@ function detail(picture) {
     x: "", y: "", "x-values": "", "y-values": "", choices: picture.choices};
   if (picture.choices.checkpoint) changes.checkpoint = picture.choices.checkpoint;
   if (picture.choices.ema) changes.ema = picture.choices.ema;
-  const link = `${location.origin}/${hash(changes)}`;
+  const link = `${location.origin}${location.pathname}${hash(changes)}`;
   const done = picture.shown === picture.url;
   const stages = one.stages.slice(picture.edit.enlarge ? one.enlarger.stage : 0);
   const sizes = done ? stages.map((_, n) => picture.url.replace(".png", `/${n}.png`)) : [];
@@ -339,7 +339,7 @@ async function start() {
   $("model").addEventListener("change", showModel);
   $("form").addEventListener("submit", draw);
   $("cancel").addEventListener("click", cancel);
-  $("link").addEventListener("click", () => copy(`${location.origin}/${hash()}`, "Link"));
+  $("link").addEventListener("click", () => copy(`${location.origin}${location.pathname}${hash()}`, "Link"));
   $("prompts").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
   });

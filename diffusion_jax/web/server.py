@@ -60,6 +60,7 @@ class Site:
         models: Mapping[str, Loaded],
         workdirs: Mapping[str, Sequence[str]],
         load: Callable[[str], Loaded] | None = None,
+        root: str = "",
     ) -> None:
         """Start the queue of jobs.
 
@@ -69,8 +70,10 @@ class Site:
             models: The loaded models, keyed by name.
             workdirs: The workdirs of the stages of each model, keyed by the model's name.
             load: Loads a model that is not in `models`, given its name.
+            root: The path of the page behind a proxy, such as "/draw", or "" for the top.
         """
         self.package, self.models, self.workdirs = package, dict(models), dict(workdirs)
+        self.root = root
         self._load, self._loading = load, threading.Lock()
         self.queue = Queue(self.models)
         self.shown: dict[str, pathlib.Path] = {}
@@ -80,7 +83,7 @@ class Site:
         """Allow the page to request a picture file of a run, and return the picture's URL."""
         name = hashlib.blake2b(str(picture).encode(), digest_size=12).hexdigest()
         self.shown[name] = picture
-        return f"/api/shown/{name}.png"
+        return f"{self.root}/api/shown/{name}.png"
 
     def open_waiting(self) -> list[dict[str, Any]]:
         """Load models that now have checkpoints. Return [{"name", "why"}, ...] for the others."""
@@ -192,12 +195,15 @@ def settings(model: Loaded) -> Options:
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
     """Return the web application. For `hosts` and `token`, see access.guarded.
 
-    A browser that opens /?token=... stores the token as a cookie.
+    A browser that opens /?token=... stores the token as a cookie. A proxy may pass the path of a
+    request with site.root or without it.
     """
-    files = [Route(path, _file(name)) for path, name in _FILES.items()]
-    routes = [Route(r.path, guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
-               for r in [*files, *_drawing(site), *_results(site)]]  # fmt: skip
-    return with_headers(Starlette(routes=routes))
+    files = [Route(path, _file(name, site.root)) for path, name in _FILES.items()]
+    routes = [
+        Route(r.path, guarded(r.endpoint, hosts, token, site.root), methods=list(r.methods or ()))
+        for r in [*files, *_drawing(site), *_results(site)]
+    ]
+    return with_headers(Starlette(routes=routes), site.root)
 
 
 def _drawing(site: Site) -> list[Route]:
@@ -229,7 +235,8 @@ def _drawing(site: Site) -> list[Route]:
             raise ValueError(f"a request must be a list of 1 to {PICTURES} pictures")
         pictures = [site.picture(one) for one in requests]
         job = site.queue.add(pictures)
-        answers = [{"url": f"/api/jobs/{job.name}/{n}.png", "command": site.command(picture)}
+        address = f"{site.root}/api/jobs/{job.name}"
+        answers = [{"url": f"{address}/{n}.png", "command": site.command(picture)}
                 for n, picture in enumerate(pictures)]  # fmt: skip
         return JSONResponse({"job": job.name, "pictures": answers})
 
@@ -300,9 +307,13 @@ def _results(site: Site) -> list[Route]:
     ]
 
 
-def _file(name: str) -> Answer:
+def _file(name: str, root: str) -> Answer:
+    """Return a handler that sends a file of the page, in which all URLs are below `root`."""
+
     async def answer(request: Request) -> Response:
         content = (pathlib.Path(__file__).parent / name).read_text()
+        if root:
+            content = re.sub(r"([\"`])(/api/|/\w+\.(?:js|css)\b)", rf"\1{root}\2", content)
         return Response(content, media_type=_TYPES[name.rpartition(".")[2]])
 
     return answer

@@ -1,6 +1,7 @@
 """Define the command that serves a system's web page: read flags, load models, start a server."""
 
 import ipaddress
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from logging import LogRecord
@@ -42,6 +43,10 @@ def command(
         "host", "127.0.0.1", "The address to listen on. An address that other machines can reach "
         "needs a token, which is printed.",
     )  # fmt: skip
+    root_path = flags.DEFINE_string(
+        "root_path", "", "The path of the page behind a proxy, such as /draw; by default, the page "
+        "is at the top of its host.",
+    )  # fmt: skip
     holders = option_flags.define(options)
 
     def main() -> None:
@@ -50,16 +55,17 @@ def command(
         with cli.bad_input():
             from diffusion_jax.web import listener, server  # They need the extra [web].
 
+            root = root_of(root_path.value)
             listening = listener.bind(host.value, port.value)
             workdirs = results.named([stages_of(text) for text in workdir.value])
             values = option_flags.values(holders)
             of = lambda name: load(workdirs[name], values)
             models = {name: of(name) for name, s in workdirs.items() if not about.untrained(s)}
         token = "" if is_local(host.value) else secrets.token_urlsafe(24)
-        site = server.Site(package, models, workdirs, of)
+        site = server.Site(package, models, workdirs, of, root)
         hosts = (*_LOCAL, in_address(host.value)) if is_local(host.value) else ()
         query = f"?token={token}" if token else ""
-        address = f"http://{in_address(host.value)}:{listening.getsockname()[1]}/{query}"
+        address = f"http://{in_address(host.value)}:{listening.getsockname()[1]}{root}/{query}"
         listener.serve(server.app(site, hosts, token), listening, f"open {address}")
 
     cli.run(main)
@@ -71,6 +77,13 @@ def stages_of(text: str) -> list[str]:
     If the whole text is an existing path, it is not split, even if it contains commas.
     """
     return [text] if files.path(text).exists() else text.split(",")
+
+
+def root_of(path: str) -> str:
+    """Return the value of --root_path without a slash at its end. Raises ValueError if invalid."""
+    if not re.fullmatch(r"(/[\w.~-]+)*/?", path, re.ASCII):
+        raise ValueError(f"--root_path={path}: write a path such as /draw")
+    return path.rstrip("/")
 
 
 def in_address(host: str) -> str:

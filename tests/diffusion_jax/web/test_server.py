@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import math
+import re
 import shlex
 import threading
 import time
@@ -465,3 +466,32 @@ def test_curves_are_thinned_as_lines_come_and_keep_their_mean(tmp_path, monkeypa
         assert curves["late"].points() == []
     path.write_text(lines[0])  # Continued from an earlier step.
     assert results._metrics(path)[1]["loss"].points() == [(0.0, values[0])]
+
+
+def test_behind_a_proxy_every_url_of_the_page_is_below_the_root_path(slow, tmp_path):
+    site = server.Site("imagen_jax", {"slow": slow}, {"slow": ["runs/no run"]}, root="/draw")
+    app = server.app(site, HOSTS, "t")
+    status, headers, _ = ask(app, "/draw/?token=t")
+    assert (status, headers["location"]) == (303, "/draw/")
+    cookie = headers["set-cookie"].partition(";")[0]
+    for name in ("", "draw.js", "results.js", "prompts.js", "editing.js", "history.js"):
+        for prefix in ("/draw/", "/"):  # A proxy may remove the root path.
+            status, _, content = ask(app, prefix + name, cookie=cookie)
+            urls = re.findall(r'["`](/[\w/.]*)', content.decode())
+            assert status == 200 and all(url.startswith("/draw/") for url in urls if len(url) > 1)
+    assert b'src="/draw/draw.js"' in ask(app, "/draw/", cookie=cookie)[2]
+    said = json.loads(ask(app, "/draw/api/draw", json.dumps([a_picture()]).encode(), (JSON,),
+                          cookie=cookie)[2])  # fmt: skip
+    assert said["pictures"][0]["url"].startswith("/draw/api/jobs/")
+    assert site.show(tmp_path / "a.png").startswith("/draw/api/shown/")
+
+
+@pytest.mark.parametrize(("path", "root"), [("", ""), ("/", ""), ("/a/b-c/", "/a/b-c")])
+def test_a_root_path_ends_without_a_slash(path, root):
+    assert web_command.root_of(path) == root
+
+
+@pytest.mark.parametrize("path", ["draw", "//evil", "/a b", '/"'])
+def test_an_invalid_root_path_is_an_error(path):
+    with pytest.raises(ValueError, match="write a path such as /draw"):
+        web_command.root_of(path)
