@@ -122,7 +122,7 @@ def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_pat
         r"of training were made by 't5', and new texts need the same encoder.*--text_weights=FOLDER"
     )
     with pytest.raises(ValueError, match=message):
-        cascade.load([tmp_path])
+        cascade.load(tmp_path)
     with pytest.raises(ValueError, match=message):
         evaluate.open_subject([str(tmp_path)])
 

@@ -146,10 +146,12 @@ def test_a_directory_draws_as_its_own_scheduler_says(
     )
     rows = lambda keys, shape: lambda i: jnp.asarray(draws)[i].repeat(len(keys), 0)
     monkeypatch.setattr("diffusion_jax.diffusion.samplers.gaussian_noise", rows)
-    choice = drawing.choose(steps=5, guidance=3.0, negative_prompt="b", height=32, width=48)
-    model = drawing.load(tmp_path / "d", *choice)
-    assert model.settings.sampler.name == sampler + "_v" * (sampler == "plms" and version == "2.x")
-    (ours,) = drawing.draw_batches(model, ["a c d"], [0], batch_size=1)
+    values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
+    model = drawing.load(tmp_path / "d", **values)
+    assert model.stages[0].settings.sampler.name == sampler + "_v" * (
+        sampler == "plms" and version == "2.x"
+    )
+    ((ours,),) = model.batches(["a c d"], [0], [0])
     left = iter(draws.transpose(0, 1, 4, 2, 3).copy())
     monkeypatch.setattr(
         sys.modules[kind.__module__], "randn_tensor",
@@ -198,18 +200,16 @@ def test_every_way_in_which_they_save_opens(folder, pipeline, tmp_path, how):
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])
 def test_prompt_to_pixels_is_their_pipeline(folder, pipeline, sampler, monkeypatch):
     """From the same noise, five steps at guidance 3 with a negative prompt."""
-    choice = drawing.choose(
-        sampler=sampler, steps=5, guidance=3.0, negative_prompt="b", height=32, width=48
-    )
+    values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
     # Their PLMS combines v's of several times, each in directions of its own: compared of eps.
     predicts = "eps" if sampler == "plms" else None
-    model = drawing.load(folder, *choice, file=File(predicts))
+    model = drawing.load(folder, file=File(predicts), sampler=sampler, **values)
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
     monkeypatch.setattr(
         "diffusion_jax.diffusion.samplers.initial_noise",
         lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
     )
-    (ours,) = drawing.draw_batches(model, ["a c d"], [0], batch_size=1)
+    ((ours,),) = model.batches(["a c d"], [0], [0])
     scheduler = {"ddim": diffusers.DDIMScheduler, "plms": diffusers.PNDMScheduler}[sampler]
     changes = {"skip_prk_steps": True} | ({"prediction_type": "epsilon"} if predicts else {})
     monkeypatch.setattr(

@@ -196,8 +196,8 @@ def test_a_run_starts_from_the_average_of_another(whole, stored, vae):
 
 
 def test_a_trained_model_draws_as_chosen(whole, vae):
-    choice = drawing.choose(sampler="euler", steps=1, height=16, negative_prompt="ugly")
-    model = drawing.load(whole[0], *choice)
+    values = {"sampler": "euler", "steps": 1, "height": 16, "negative_prompt": "ugly"}
+    (model,) = drawing.load(whole[0], **values).stages
     assert (model.step, model.settings.output_shape) == (4, (16, 8))
     batch = sampling.prompts(model.encoder, ["a red seven"] * 2, "ugly")
     drawn = model.draw(model.params, batch, [3, 4], np.float32([2, 2]))

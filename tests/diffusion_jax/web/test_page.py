@@ -31,7 +31,7 @@ expect = playwright.expect
 PROMPTS = ["a cat, noto style", "a fox, noto style"]
 
 
-class Quick(loaded.Loaded):
+class Quick(loaded.Model):
     """Draws pixels that are the seed, or the picture that it draws over."""
 
     def __init__(self, *workdirs):

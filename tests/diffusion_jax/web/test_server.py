@@ -29,7 +29,7 @@ HOSTS = ("127.0.0.1",)
 JSON = ("content-type", "application/json")
 
 
-class Slow(loaded.Loaded):
+class Slow(loaded.Model):
     """Draws pixels that are the seed, in steps that a test lets go on."""
 
     enlarger = None
