@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import ranges, settings, shapes
+from diffusion_jax.config import fields, ranges, settings, shapes
 from diffusion_jax.config.settings import (
     Data,
     Evaluation,
@@ -25,7 +25,7 @@ from diffusion_jax.diffusion.guidance import GuidingName, ThresholdName
 from diffusion_jax.diffusion.noise import NoiseName
 from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
-from diffusion_jax.systems import System
+from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
 from imagen_jax import layers
@@ -140,12 +140,15 @@ class _Sampler(NamedTuple):
     negative_prompt: str = ""
     """A text that the picture should not show. Guidance leads away from it; "" leads away from the
     prediction without a text."""
-    height: ranges.Amount = 0
+    height: ranges.WholeNumber = 0
     """The height of the images that a base model draws, in pixels; 0 for the training size. A
     super-resolution model ignores it and keeps the aspect ratio of the small image."""
-    width: ranges.Amount = 0
+    width: ranges.WholeNumber = 0
     """The width of the images that a base model draws, in pixels; 0 for the training size. A
     super-resolution model ignores it and keeps the aspect ratio of the small image."""
+    fields: str = ""
+    """The numbers of data.fields with which pictures are drawn, such as aesthetic=7,year=1950.
+    Fields that are not named are unknown."""
 
 
 class Sampler(_Sampler):
@@ -223,6 +226,7 @@ def check(s: Settings) -> None:
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
+    fields.values(fields.read(s.data.fields), s.sampler.fields)
     objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)
@@ -307,4 +311,4 @@ def _check_texts(s: Settings) -> None:
         )
 
 
-SYSTEMS = {"imagen_jax": System(Settings, check, "imagen_jax.train", {"unet": UNETS})}
+SYSTEMS = {"imagen_jax": SystemEntry(Settings, check, "imagen_jax.train", {"unet": UNETS})}

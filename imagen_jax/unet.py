@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from diffusion_jax.config.ranges import Amount, Count, Decay, Interval, Multiples, Width
+from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
@@ -51,7 +51,7 @@ class UNet(Network):
     text_pooling: Annotated[str, POOLING] = "attention"
     """How the tokens of a text become one vector for the residual blocks: their learned weighted
     mean ("attention") or their plain mean ("mean")."""
-    learned_time_dim: Amount = 0
+    learned_time_dim: WholeNumber = 0
     """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
     are fixed."""
     null_token: bool = False
@@ -82,14 +82,15 @@ class UNet(Network):
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
         dropout_keys: Key[Array, "B"] | None = None,
+        **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
         `time` is the preconditioner's c_noise. `dropout_keys` is one key per image for dropout;
-        with None, nothing is dropped.
+        with None, nothing is dropped. `fields` are those of nn/fields.py.
         """
         emb, context, text_mask = condition(
-            self, time, text, text_mask, low_res_time, self.cond_dim
+            self, time, text, text_mask, low_res_time, self.cond_dim, fields
         )  # [B, E], [B, T, K], [B, T]
         res, attend = self._layers(dropout_keys)
 

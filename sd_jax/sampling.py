@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax import model
+from diffusion_jax.config import fields
 from diffusion_jax.diffusion import guides, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Images
@@ -17,7 +18,7 @@ from sd_jax import editing, previews
 from sd_jax import vae as vae_module
 from sd_jax.editing import IMAGE, MASK
 from sd_jax.settings import Pipeline, Settings
-from sd_jax.vae import Latents, Moments
+from sd_jax.vae import LatentArray, Moments
 
 NEGATIVE = "negative_"
 _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB of feature maps.
@@ -61,6 +62,7 @@ def make_begin(
 def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) -> System:
     """Return what Stable Diffusion supplies. The arguments are those of `make_begin`."""
     unet, vae, factor = p.unet, p.vae, vae_module.factor(p.vae)
+    named = fields.read(p.fields)
 
     def example():
         size = p.latents.image_size // factor
@@ -121,11 +123,13 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         decode=decode,
         edited=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
         watched=watched,
+        fields=named,
+        field_values=fields.values(named, p.sampler.fields),
         unit_start=p.sampler.unit_start,
     )
 
 
-def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> Latents:
+def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> LatentArray:
     """Draw the latents of each image from the posterior with the given moments.
 
     The result is not multiplied by latents.scale.

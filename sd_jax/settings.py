@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import ranges, settings, shapes
+from diffusion_jax.config import fields, ranges, settings, shapes
 from diffusion_jax.config.settings import (
     MOMENTS,
     Data,
@@ -25,7 +25,7 @@ from diffusion_jax.diffusion.guidance import GuidingName
 from diffusion_jax.diffusion.noise import NoiseName
 from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
-from diffusion_jax.systems import System
+from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
 from sd_jax import unet as unet_module
@@ -57,7 +57,7 @@ class Conditioning(NamedTuple):
     drop_to: Annotated[str, DROP_TO] = "empty"
     """What replaces a dropped text in training: the embeddings of the empty text ("empty"), from
     which guidance leads away by default, or zeros ("zeros"), as in NeMo."""
-    pad_to: ranges.Amount = 0
+    pad_to: ranges.WholeNumber = 0
     """Number of tokens to which the text embeddings are padded with zeros (NeMo pads CLIP's 77
     tokens to 80); 0 for no padding."""
 
@@ -115,9 +115,9 @@ class _Sampler(NamedTuple):
     negative_prompt: str = ""
     """A text that the picture should not show. Guidance leads away from it; "" leads away from the
     empty text."""
-    height: ranges.Amount = 0
+    height: ranges.WholeNumber = 0
     """The height of the images in pixels; 0 for the training size."""
-    width: ranges.Amount = 0
+    width: ranges.WholeNumber = 0
     """The width of the images in pixels; 0 for the training size."""
     churn: ranges.Scale = 0.0
     """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
@@ -151,6 +151,9 @@ class _Sampler(NamedTuple):
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
     """The largest noise level at which guidance acts; inf for no limit."""
+    fields: str = ""
+    """The numbers of data.fields with which pictures are drawn, such as aesthetic=7,year=1950.
+    Fields that are not named are unknown."""
 
 
 class Sampler(_Sampler):
@@ -175,6 +178,8 @@ class Pipeline(NamedTuple):
     sampler: Sampler
     strength: float = 1.0
     """Share of the sampling steps that image-to-image takes; 1 starts from pure noise."""
+    fields: tuple[str, ...] = ()
+    """The config's data.fields: the numbers that the UNet sees besides the text."""
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -220,7 +225,7 @@ class Settings(NamedTuple):
     def pipeline(self) -> Pipeline:
         """The subset of the settings that drawing needs."""
         groups = self.conditioning, self.latents, self.diffusion, self.sampler
-        return Pipeline(self.unet, self.vae, *groups)
+        return Pipeline(self.unet, self.vae, *groups, fields=self.data.fields)
 
     @property
     def crop_sides(self) -> tuple[int, int]:
@@ -321,6 +326,7 @@ def check_pipeline(p: Pipeline) -> None:
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
+    fields.values(fields.read(p.fields), p.sampler.fields)
     objective.bound(p.diffusion)
     guidance_module.check(p.sampler)
     samplers.check_method(p.diffusion, p.sampler)
@@ -412,6 +418,6 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
 
 
 SYSTEMS = {
-    "sd_jax": System(Settings, check, "sd_jax.train"),
-    "sd_jax.vae": System(AutoencoderSettings, check_autoencoder, "sd_jax.train_vae"),
+    "sd_jax": SystemEntry(Settings, check, "sd_jax.train"),
+    "sd_jax.vae": SystemEntry(AutoencoderSettings, check_autoencoder, "sd_jax.train_vae"),
 }

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.config.ranges import DTYPES, Amount, Count, Interval, Multiples, Width
+from diffusion_jax.config.ranges import DTYPES, Count, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
+from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import (
     KEEPS,
     FromHeads,
@@ -48,7 +49,7 @@ class UNet(nn.Module):
     """Levels with transformers; level 0 has the full resolution."""
     transformer_depth: Count = 1
     """Number of blocks in each transformer."""
-    num_heads: Amount = 0
+    num_heads: WholeNumber = 0
     """Number of attention heads (8 in 1.x). If it is 0, `head_dim` determines the number."""
     head_dim: Count = 64
     """Width of an attention head. It has no effect if `num_heads` is not 0."""
@@ -81,6 +82,7 @@ class UNet(nn.Module):
         x: Float[Array, "B H W _"],
         time: Float[Array, "B"],
         text: Float[Array, "B L D"],
+        **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W {self.out_channels}"]:
         """Return the network's raw output F, in float32.
 
@@ -88,6 +90,7 @@ class UNet(nn.Module):
             x: The noisy latents, scaled by the preconditioner's c_in.
             time: Timesteps from 0 to 999, possibly fractional.
             text: The text context. Attention has no mask, so it sees every token.
+            **fields: Named numbers of each image (nn/fields.py).
 
         Raises:
             ValueError: The height or width of x is not a multiple of 2^(levels - 1).
@@ -96,6 +99,7 @@ class UNet(nn.Module):
         emb = ops.sinusoid(time, self.width).astype(self.dtype)  # [B, width]
         emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)  # [B, E]
         emb = dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype)
+        emb = with_fields(emb, fields)
         emb = nn.silu(emb)  # LDM applies SiLU in each residual block, with the same result.
         text = text.astype(self.dtype)
         res = functools.partial(

@@ -96,7 +96,7 @@ def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any], system:
 
 
 def open_encoder(
-    text: Text, mesh: Mesh, rules: sharding.Rules, encoders: Encoders | None = None
+    text: Text, mesh: Mesh, rules: sharding.ShardingRules, encoders: Encoders | None = None
 ) -> tuple[TextEncoder, Any]:
     """Open a text encoder for new texts, and place its weights on the devices.
 
@@ -118,7 +118,7 @@ def load_guide(
     read: Callable[[str], Any],
     init_of: Callable[[Any], Any],
     mesh: Mesh,
-    rules: sharding.Rules,
+    rules: sharding.ShardingRules,
 ) -> tuple[Any, Params]:
     """Return the settings and the averaged weights of the run `guide`, for autoguidance.
 
@@ -140,12 +140,14 @@ def load_guide(
     """
     workdir, step = finetune.at_step(guide)
     settings = read(workdir)
-    shared = lambda run: (run.text.encoder, run.text.width, run.text.max_tokens, run.output_size)
+    shared = lambda run: (
+        run.text.encoder, run.text.width, run.text.max_tokens, run.output_size, run.data.fields
+    )  # fmt: skip
     if shared(settings) != shared(s):
         raise ValueError(
-            f"--guide={guide} has the text encoder, text width, number of tokens and image size "
-            f"{shared(settings)}, but the guided model has {shared(s)}: choose a guide with the "
-            "same values"
+            f"--guide={guide} has the text encoder, text width, number of tokens, image size and "
+            f"fields {shared(settings)}, but the guided model has {shared(s)}: choose a guide with "
+            "the same values"
         )
     if settings.lora.rank:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 from diffusion_jax import files
 
 
-def claim(
+def record(
     path: str | os.PathLike[str],
     identity: Mapping[str, Any],
     *,
@@ -32,7 +32,7 @@ def claim(
     path, now = files.path(path), json.loads(json.dumps(identity))
     if path.exists():
         before = json.loads(path.read_text())
-        if different := unlike(before, now, free):
+        if different := differences(before, now, free):
             raise ValueError(
                 f"{path.parent} was started with other settings ({different}): use the same "
                 "settings, or write into another folder"
@@ -44,18 +44,33 @@ def claim(
     return now
 
 
-def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> str:
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()
+) -> str:
     """Return a text that lists the fields that differ, with both values, or "" if none differs.
 
+    The arguments are those of `changed_fields`.
+    """
+    return "; ".join(
+        f"{name}: {stored!r} stored, {requested!r} requested"
+        for name, (stored, requested) in changed_fields(before, now, free).items()
+    )
+
+
+def changed_fields(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that differ: name -> (value before, value now).
+
     A field in a group has a dotted name, such as "optimizer.lr". Fields whose names begin with a
-    prefix in `free` are ignored.
+    prefix in `free` are ignored. A field that one side lacks has the value None there.
     """
     one, other = flat(before), flat(now)
-    return "; ".join(
-        f"{name}: {one.get(name)!r} stored, {other.get(name)!r} requested"
+    return {
+        name: (one.get(name), other.get(name))
         for name in sorted(one.keys() | other.keys())
         if one.get(name) != other.get(name) and not name.startswith(free)
-    )
+    }
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -41,10 +41,10 @@ _FIELDS = ("source", "path", "text", "uncaptioned", "prior", "resize", "min_size
 _PLACE = ("data.source", "data.path")
 _CHUNK = 256  # Records that are compared together.
 _SECONDS = 15.0  # After this time, `check_originals` reads no further records.
-Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
+EncodeImages = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
-class Work(NamedTuple):
+class MomentOptions(NamedTuple):
     """Options of an encoding run.
 
     `shard` is the number of images per shard, and `batch` is the number of images per batch. With
@@ -64,7 +64,11 @@ class Work(NamedTuple):
 
 
 def run(
-    source: Pictures, encode: Encode, out: pathlib.Path, identity: Mapping[str, Any], work: Work
+    source: Pictures,
+    encode: EncodeImages,
+    out: pathlib.Path,
+    identity: Mapping[str, Any],
+    work: MomentOptions,
 ) -> int:
     """Encode the shards that are missing in `out`, and return how many shards exist afterwards.
 
@@ -141,13 +145,14 @@ def check_originals(path: str | os.PathLike[str]) -> None:
 
 
 def _claimed(
-    source: Pictures, out: pathlib.Path, identity: Mapping[str, Any], work: Work
+    source: Pictures, out: pathlib.Path, identity: Mapping[str, Any], work: MomentOptions
 ) -> tuple[dict[str, Any], Collection[int]]:
     """Compare the settings and records with those in `out`; return (manifest, changed shards).
 
     Except in a dry run, the manifest is written, and changed shards are deleted.
     """
     data = {name: getattr(source.data, name) for name in _FIELDS} if source.data else {}
+    data |= {"fields": source.data.fields} if source.data and source.data.fields else {}
     now = {
         **identity, "data": data, "records": len(source), "files": fingerprints.stamp(source),
         "shard": work.shard, "finished": False,
@@ -162,11 +167,11 @@ def _claimed(
     if "data" not in stored:  # Written by an earlier version.
         free = ("finished", "files", "data.")
     changed, names = [], []
-    different = settings_record.unlike(stored, now, (*free, *_PLACE))
+    different = settings_record.differences(stored, now, (*free, *_PLACE))
     if not different and stored.get("files") != now["files"]:
         changed, names = _changed(source, out, work.shard)
         if changed:  # Other records at another place are another data set.
-            different = settings_record.unlike(stored, now, free)
+            different = settings_record.differences(stored, now, free)
     if different and not work.overwrite:
         raise ValueError(
             f"{out} was started with other settings ({different}): use the same settings, write "
@@ -228,7 +233,9 @@ def _count(out: pathlib.Path, total: int, damaged: Collection[str] = ()) -> int:
     return sum(path.name not in damaged for path in present)
 
 
-def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shard: int) -> None:
+def _write(
+    source: Pictures, encode: EncodeImages, out: pathlib.Path, work: MomentOptions, shard: int
+) -> None:
     rows = range(shard * work.shard, min((shard + 1) * work.shard, len(source)))
     path = _path(out, shard)
 
@@ -247,7 +254,7 @@ def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shar
             raise
 
 
-def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
+def _parts(rows: range, work: MomentOptions) -> Iterator[np.ndarray]:
     """Yield the record indices of each batch of a shard. The shard holds the records `rows`.
 
     The images of a batch all have one shape.
@@ -262,7 +269,7 @@ def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
 
 
 def _encoded(
-    source: Pictures, encode: Encode, rows: range, work: Work,
+    source: Pictures, encode: EncodeImages, rows: range, work: MomentOptions,
     contents: dict[int, tuple[str, int]],
 ) -> Iterator[dict[str, bytes]]:  # fmt: skip
     """Yield the files of each usable record among `rows`, keyed by suffix, for tars.write.
@@ -274,10 +281,13 @@ def _encoded(
     views = [source.cropped_to(shape) for shape in buckets.shapes] if buckets else [source]
 
     def read(part):
-        usable = views[buckets.bucket[part[0]] if buckets else 0].usable(part)
-        return *usable, source.contents(part)
+        view = views[buckets.bucket[part[0]] if buckets else 0]
+        usable, contents = view.usable(part), source.contents(part)
+        has_fields = source.data and source.data.fields and len(usable[0])
+        return *usable, view.columns(usable[0]).numbers if has_fields else {}, contents
 
-    for part, (indices, images, texts, of_part) in engines.ahead(read, _parts(rows, work)):
+    read_ahead = engines.ahead(read, _parts(rows, work))
+    for part, (indices, images, texts, numbers, of_part) in read_ahead:
         contents |= zip(part.tolist(), of_part, strict=True)
         if not len(indices):
             continue
@@ -289,11 +299,14 @@ def _encoded(
                 f"the latents of {contents[int(indices[~finite][0])][0]} are not finite: check "
                 "vae.weights, and try vae.dtype=float32"
             )
-        for index, array, text in zip(indices.tolist(), encoded, texts, strict=True):
+        for row, (index, array, text) in enumerate(
+            zip(indices.tolist(), encoded, texts, strict=True)
+        ):
             if not all(isinstance(each, str) for each in captions.every(text)):
                 raise ValueError(
                     f"the caption of record {index} is {type(text).__name__}, not text: "
                     "set data.text to captions, such as txt"
                 )
             key = f"{index:09}".encode()
-            yield {tars.KEY: key, "npy": moments.write(array), **records.write_text(text)}
+            of_row = {name: values[row] for name, values in numbers.items()}
+            yield {tars.KEY: key, "npy": moments.write(array), **records.write_text(text, of_row)}

@@ -143,14 +143,14 @@ class Checkpointer:
         if not read_back:
             self._hurried.set()
         self.wait()
-        if step in restore.steps(self._directory):
-            return
-        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        self._saving = step
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(trees)))
-        name = f"the checkpoint of step {step} under {self._directory}"
-        self._limit.start(size // jax.process_count(), name, self._last_whole())
         with self._explained():
+            if step in restore.steps(self._directory):
+                return
+            items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+            self._saving = step
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(trees)))
+            name = f"the checkpoint of step {step} under {self._directory}"
+            self._limit.start(size // jax.process_count(), name, self._last_whole())
             args = ocp.args.Composite(**items, **others)
             listed = {restore.LISTED: True}
             self._manager.save(step, args=args, force=True, custom_metadata=listed)
@@ -190,7 +190,7 @@ class Checkpointer:
             self._manager.wait_until_finished()
             if checking:
                 checking.result()
-        self._clear_deleted()
+            self._clear_deleted()
 
     def close(self) -> None:
         """Wait for the last save and stop the threads. Raises NotSaved if the save failed."""
@@ -337,9 +337,34 @@ def restore_state(
     folder = root / str(max(restore.steps(root)) if step is None else step)
     restore.check_averages(folder, list(abstract_state.ema))
     items = restore.load_items(folder, _items(abstract_state))
-    data_iterator.set_state(_BytesHandler().restore(folder / "data"))
+    data_iterator.set_state(position(folder))
     ema = {name: items[restore.EMA + name] for name in abstract_state.ema}
     return TrainState(params=items["params"], ema=ema, **items["optimizer"])
+
+
+def restore_changed(folder: epath.Path, abstract_state: TrainState) -> TrainState:
+    """Return the state in the folder of a step, for a run with other averages.
+
+    Averages that are not stored start at the parameters. Arrays may be stored in another dtype. For
+    `abstract_state` and the errors, see `restore_state`.
+    """
+    stored = set(restore.stored(folder)) & abstract_state.ema.keys()
+    ema = {name: abstract_state.ema[name] for name in stored}
+    items = restore.load_items(folder, _items(abstract_state._replace(ema=ema)))
+    params, names = items["params"], {name: restore.EMA + name for name in abstract_state.ema}
+    copy = lambda: jax.tree.map(jnp.copy, params)
+    ema = {name: items[item] if item in items else copy() for name, item in names.items()}
+    return TrainState(params=params, ema=ema, **items["optimizer"])
+
+
+def check_changed(folder: epath.Path, abstract_state: TrainState) -> None:
+    """Raise ValueError if `restore_changed` cannot read the folder of a step."""
+    restore.check_items(folder, _items(abstract_state._replace(ema={})))
+
+
+def position(folder: epath.Path) -> bytes:
+    """Return the data position in the folder of a step, for `DataIterator.set_state`."""
+    return _BytesHandler().restore(folder / "data")
 
 
 def powers(state: TrainState) -> dict[str, Params]:

@@ -1,6 +1,6 @@
 """The optimizer: AdamW as in NeMo, and learning-rate schedules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -195,16 +195,6 @@ def snapshot_every(settings: Optimizer, steps: int) -> int:
     return (settings.snapshot_every or -(-steps // 32)) if settings.ema_widths else 0
 
 
-def check_decays(ema_decays: Sequence[float]) -> None:
-    """Raise ValueError unless every EMA decay is in [0, 1)."""
-    for decay in ema_decays:
-        if not 0 <= decay < 1:
-            raise ValueError(
-                f"optimizer.ema_decays holds {decay}: each decay must be at least 0 and below 1, "
-                "such as 0.9999"
-            )
-
-
 def adamw(
     schedule: Schedule,
     *,
@@ -231,6 +221,12 @@ def adamw(
 def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
     """Read the learning rate of the last update in `opt_state`, the state of `adamw`."""
     return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
+
+
+def at_step(opt_state: optax.OptState, step: int) -> optax.OptState:
+    """Return `opt_state`, a state of `adamw`, with its learning rate schedule at step `step`."""
+    states: Any = opt_state
+    return (*states[:-1], states[-1]._replace(updates=jnp.int32(step)))
 
 
 def keep_finite(finite: ArrayLike, new: T, old: T) -> T:

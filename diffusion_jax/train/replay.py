@@ -47,7 +47,7 @@ class Window(NamedTuple):
     logged: Mapping[str, float | None]
 
 
-class Compared(NamedTuple):
+class ReplayedLine(NamedTuple):
     """The comparison of a line of metrics.jsonl with a replay of its steps.
 
     The line covers the steps `first` + 1 to `last`.
@@ -69,7 +69,7 @@ class Replayed(NamedTuple):
     """The step of the checkpoint that the replay started from; None: the initial weights."""
     metrics: Mapping[str, float | None]
     """The metrics of this step alone, keyed by their names in metrics.jsonl."""
-    compared: Sequence[Compared]
+    compared: Sequence[ReplayedLine]
     """A comparison for each line of metrics.jsonl whose steps were all replayed."""
     modules: Mapping[str, float]
     """The gradient norm of each module before clipping."""
@@ -82,7 +82,7 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
+    inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     step: int, decode: Decode | None = None,
 ) -> Replayed:  # fmt: skip
     """Replay a step of the run in `workdir`. Nothing is written.
@@ -103,15 +103,23 @@ def replay(
         ValueError: The step is out of range, or the checkpoint was trained on other data.
         restore.Damaged: All checkpoints before the step are damaged.
     """
-    if not 1 <= step <= run.steps:
+    lineage = run_log.read_lineage(workdir)
+    before = lineage["step"] if lineage else 0  # The last step of the run that this one continues.
+    if not before < step <= run.steps:
         raise ValueError(
-            f"--step={step}: {workdir} has the steps 1 to {run.steps}, so choose one of these"
+            f"--step={step}: {workdir} has the steps {before + 1} to {run.steps}, so choose one "
+            "of these"
         )
     # The line that covers the step is a mean over a window of steps: replay all of them.
     logged = windows(workdir)
     covering = [window for window in logged if window.first < step <= window.last]
     begin, end = covering[0][:2] if covering else (step - 1, step)
     checkpoint = _nearest(workdir / runs.CHECKPOINTS, begin)
+    if checkpoint is None and lineage:
+        raise ValueError(
+            f"{workdir} continues {lineage['run']}@{before} and keeps no checkpoint up to step "
+            f"{begin}: choose a later --step"
+        )
 
     # Rebuild the state and the position in the data.
     task, batches = inputs.task, inputs.batches
@@ -123,7 +131,7 @@ def replay(
     first, metrics = int(state.step), {}
     train_step = loop.make_step(task, settings, tx, layout)
     tuned = autotuning.find(workdir, run.deterministic)
-    programs: dict[loop.Shapes, loop.Program] = {}
+    programs: dict[loop.BatchShapes, loop.CompiledStep] = {}
     examine = lambda state, batch: _examine(task, settings, mesh, state, frozen, batch, key, decode)
     modules = labels = pictures = examples = None
     meter = Meter("steps", end - first, name="replaying")
@@ -262,13 +270,13 @@ def _examples(batches: Batches, batch_size: int, labels: Mapping[str, np.ndarray
     return rows
 
 
-def _compare(window: Window, metrics: Mapping[int, Any]) -> Compared:
+def _compare(window: Window, metrics: Mapping[int, Any]) -> ReplayedLine:
     steps = range(window.first + 1, window.last + 1)
     here = _written(window.last, step_report.mean_metrics([metrics[step] for step in steps]))
     both = [name for name in here if name in window.logged]
     differ = {k: (window.logged[k], here[k]) for k in both if window.logged[k] != here[k]}
     equal = [name for name in both if name not in differ]
-    return Compared(window.first, window.last, equal, differ)
+    return ReplayedLine(window.first, window.last, equal, differ)
 
 
 def _written(step: int, scalars: Mapping[str, Any]) -> dict[str, float | None]:

@@ -15,17 +15,17 @@ from absl import flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, exits, files, heldout, runs, systems
+from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config.unread import watched
 from diffusion_jax.data import fingerprints
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
-from diffusion_jax.devices import distributed, sharding
+from diffusion_jax.devices import distributed, sharding, stop_signals
 from diffusion_jax.files import settings_record
 from diffusion_jax.logs import weights_and_biases
 from diffusion_jax.text import vocabulary
-from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train import continuing, loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.out_of_memory import OutOfMemory
@@ -47,23 +47,28 @@ flags.disclaim_key_flags()  # --help shows the flags with the module that calls 
 
 
 def command(
-    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.Inputs]
+    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.RunInputs]
 ) -> None:
     """Run the training command, `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
 
     The docstring of the calling module is the --help text. If `read` or `prepare` raises ValueError
-    or OSError, the command prints one line and exits with code 2. On SIGTERM it saves a checkpoint
-    and exits with code 143. It exits with code 1 if a checkpoint cannot be saved.
+    or OSError, the command prints one line and exits with code 2. On SIGTERM, SIGHUP or Ctrl-C it
+    saves a checkpoint and exits with code 143, 129 or 130. It exits with code 1 if a checkpoint
+    cannot be saved.
 
     Args:
         read: Converts a config to settings, which include `run`, `optimizer` and `mesh`.
-        prepare: Maps (settings, mesh) to the loop.Inputs of a run: it opens the task, the data and
-            the examples.
+        prepare: Maps (settings, mesh) to the loop.RunInputs of a run: it opens the task, the data
+            and the examples.
     """
     config = cli.define_config()
     workdir_flag = flags.DEFINE_string(
         "workdir", None, "The folder of this run; created if needed.", required=True
     )
+    continue_from = flags.DEFINE_string(
+        "continue_from", "", "Start a new workdir with the state of another run, as RUN or "
+        "RUN@STEP, and with other settings, such as another batch size or learning rate."
+    )  # fmt: skip
     alone = flags.DEFINE_bool("rehearse", False, "Describe the run and exit without training.")
     device_memory = flags.DEFINE_float(
         "device_memory", None, "Device memory in bytes for --rehearse; default: this machine's."
@@ -89,6 +94,7 @@ def command(
                 trace = Trace(workdir / FOLDER, parse(profiled.value))
                 values = config.value.to_dict()
                 weights_and_biases.check(values["log"]["wandb"])
+                source = continuing.find(workdir, continue_from.value, values)
                 s, unread = watched(read(values), _WATCHED)
                 trained = "unet" if hasattr(s, "unet") else "vae"
                 optimizer.check_dtype(trained, getattr(s, trained))
@@ -110,8 +116,10 @@ def command(
                 finetune.check_base(workdir, inputs.base)
                 report = rehearse(
                     inputs, s.run, settings, mesh, workdir, alone.value, device_memory.value,
-                    ignore_memory.value,
+                    ignore_memory.value, source,
                 )  # fmt: skip
+                if source:
+                    report += "\n" + continuing.prepare(source, inputs, s.run, settings, mesh)
                 _print_report(
                     report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
                 )
@@ -123,14 +131,17 @@ def command(
                 runs.claim(workdir, values)
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
+                if source:
+                    continuing.begin(source, inputs, s.run, settings, mesh, workdir, values)
 
             # Train. Known failures become one-line messages. A failure that may not occur at the
-            # next start exits with code 1, after which launchers start the command again.
+            # next start, such as a lost disk or expired credentials of a bucket, exits with code 1,
+            # after which launchers start the command again.
             distributed.advise(how_to_go_on(workdir))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
             )
-            stack.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
+            stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
             state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", workdir)
@@ -170,7 +181,7 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
     return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
 
 
-def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
+def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs) -> None:
     """Write vocabulary.json, the words of the training captions, into the workdir of a new run.
 
     Nothing is written if the run starts from given weights, if the system does not draw from
@@ -220,9 +231,10 @@ def how_to_go_on(workdir: pathlib.Path) -> str:
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:
-    """Exit with code 143 if SIGTERM ended the loop before step `steps`."""
+    """Exit with the code of the signal that ended the loop, if it ended before step `steps`."""
     if int(state.step) < steps:
+        name = stop_signals.name()
         logging.info(
-            "stopped at step %d by SIGTERM; to continue, run the same command", int(state.step)
+            "stopped at step %d by %s; to continue, run the same command", int(state.step), name
         )
-        sys.exit(exits.PREEMPTED)
+        sys.exit(stop_signals.exit_code())

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 
 from diffusion_jax import files, runs
+from diffusion_jax.config import fields
 from diffusion_jax.weights import finetune, torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
-from imagen_jax.weights.nemo import Network
+from imagen_jax.weights.nemo import NemoNetwork
 
 
-def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
+def read_unet(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) -> Any:
     """Return the parameters for `unet` that are stored at `path`, as float32 arrays on the host.
 
     `path` is a NeMo checkpoint, or WORKDIR or WORKDIR@STEP for a run. For a run, the parameters are
@@ -46,7 +47,7 @@ def check_prediction(path: str | os.PathLike[str], predicts: str) -> None:
 
 def of_run(
     workdir: str | os.PathLike[str],
-    unet: Network,
+    unet: NemoNetwork,
     text_width: int,
     which: str = "ema",
     step: int | None = None,
@@ -67,7 +68,8 @@ def of_run(
         FileNotFoundError: If there is no such run or checkpoint.
         ValueError: If the run has no such average, or `base` is given for a run without LoRA.
     """
-    s, abstract = settings_of(workdir), nemo.abstract_params(unet, text_width)
+    s = settings_of(workdir)
+    abstract = nemo.abstract_params(unet, text_width, fields.read(s.data.fields))
     finetune.check_wanted(base, s.lora)
     read = lambda: read_unet(base or s.unet_weights, unet, text_width)
     return finetune.network(workdir, s, abstract, read, which, step)
@@ -82,7 +84,7 @@ def settings_of(workdir: str | os.PathLike[str]) -> Settings:
     return read_settings(runs.load(workdir, "imagen_jax"))
 
 
-def read_nemo(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
+def read_nemo(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) -> Any:
     """Return the parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names.
 
     `unet` is the network of the parameters, and `text_width` the width of the text embeddings.

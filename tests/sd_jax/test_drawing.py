@@ -1,4 +1,4 @@
-"""Models from elsewhere draw: the same image alone, in a batch, on one device, from a file."""
+"""Published models sample the same image alone, in a batch, on one device, and from a file."""
 
 import re
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
 VALUES = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
-PROMPTS = [*"abcdef"]  # Two devices draw one of them again.
+PROMPTS = [*"abcdef"]  # Eight devices need two more, which repeat one of them.
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +35,22 @@ def six(model):
 
 
 def same(ours, theirs):
-    """Sums in another order may round a pixel up."""
+    """Sums in another order may change a pixel by 1."""
     np.testing.assert_allclose(ours.astype(int), theirs.astype(int), atol=1)
 
 
-def test_six_prompts_are_six_pictures(six):
+def test_six_prompts_give_six_different_pictures(six):
     assert (six.shape, six.dtype) == ((6, 6, 4, 3), np.uint8)
     assert len({image.tobytes() for image in six}) == 6
 
 
-def test_a_seed_draws_its_image_alone(model, six):
+def test_an_image_sampled_alone_equals_the_one_in_a_batch(model, six):
     same(model.draw(["d"], seeds=[3]).images, six[3:4])
     assert np.abs(model.draw(["d"], seeds=[4]).images.astype(int) - six[3]).max() > 5
     assert np.abs(model.draw(["e"], seeds=[3]).images.astype(int) - six[3]).max() > 1
 
 
-def test_a_file_on_one_device_draws_what_its_directory_draws_on_eight(published, six, monkeypatch):
+def test_a_file_on_one_device_matches_its_directory_on_eight(published, six, monkeypatch):
     one = sharding.make_mesh(1, 1, 1)
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
     tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
@@ -59,15 +59,15 @@ def test_a_file_on_one_device_draws_what_its_directory_draws_on_eight(published,
     same(model.draw(PROMPTS[3:5], seeds=[3, 4]).images, six[3:5])
 
 
-def test_guidance_and_the_negative_prompt_lead(model, six):
-    """By the same program: neither is compiled in."""
+def test_guidance_and_the_negative_prompt_change_the_image(model, six):
+    """Both are arguments of the compiled program."""
     away = model.draw(PROMPTS, negative_prompt="b").images
     assert np.abs(away.astype(int) - six).max() > 1
     more = model.draw(PROMPTS, guidance=4.0).images
     assert np.abs(more.astype(int) - six).max() > 1
 
 
-def test_the_directory_says_how_it_draws(model):
+def test_settings_of_a_directory_come_from_its_configs(model):
     p = model.stages[0].settings
     assert (p.diffusion.predicts, p.latents.image_size, p.latents.scale) == ("v", 128, vae.SCALE)
     assert (p.sampler.name, p.sampler.steps, p.output_shape) == ("ddim", 2, (6, 4))
@@ -81,7 +81,7 @@ def test_the_card_of_a_drawing_over_a_picture_has_its_strength(model):
     assert "steps" in before and "strength" not in before
 
 
-def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
+def test_kernels_are_stored_in_the_computing_dtype_and_biases_in_float32(published):
     model = drawing.load(published / "d", file=File(dtype="bfloat16"), **VALUES)
     layer = model.stages[0].params["params"]["init_conv"]
     assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
@@ -89,13 +89,13 @@ def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A workdir at step 0, with a VAE beside it; its texts are hashed words."""
+    """Return a workdir at step 0 with its VAE. Its texts are hashed words."""
     workdir = tmp_path_factory.mktemp("run")
     config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
     s = read_settings(config.to_dict())
-    made = task.make_task(s, lookup.open_encoder(s.text), None)
+    sd_task = task.make_task(s, lookup.open_encoder(s.text), None)
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-    params = tiny.random_params(made)
+    params = tiny.random_params(sd_task)
     runs.claim(workdir, config.to_dict())
     saved = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
     state = init_state(params, tx, s.optimizer.ema_decays)
@@ -107,7 +107,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
+def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
     model = drawing.load(run, steps=2)
     images = model.draw(["a red one"], seeds=[3]).images
     assert (images.shape, model.stages[0].settings.sampler.name) == ((1, 8, 8, 3), "ddim")
@@ -132,7 +132,7 @@ def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
         ((), File(), "does not state whether its UNet predicts eps or v"),
     ],
 )
-def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
+def test_a_file_with_missing_parts_is_an_error_that_names_them(tmp_path, left_out, file, message):
     state = compvis()
     state = {n: w for n, w in state.items() if not n.startswith(left_out)}
     np.savez(tmp_path / "a.npz", **state)
@@ -142,7 +142,7 @@ def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
         drawing.load(tmp_path / "a.npz", file=file, **VALUES)
 
 
-def test_numbers_that_do_not_fit_are_errors(model):
+def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
     with pytest.raises(ValueError, match="2 prompts and 1 seeds: give at least one prompt, and"):
         model.draw(["a", "b"], seeds=[0])
     model = drawing.StableDiffusion(model.stages, [{}])  # No chosen height and width.

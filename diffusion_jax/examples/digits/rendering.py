@@ -17,9 +17,10 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
-from diffusion_jax.data.pictures import Pictures, Shapes
+from diffusion_jax.data.pictures import Pictures, TaskShapes
 
 INKS = {
     "red": (220, 40, 40),
@@ -133,7 +134,7 @@ def render(
     return colour(enlarge(glyph[None], size)[0], _rgb(INKS, ink), _rgb(PAPERS, paper))
 
 
-def open_source(data: Data, shapes: Shapes) -> Pictures:
+def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     """Return the training pictures with sides of shapes.size pixels.
 
     Raises ValueError if the config needs text embeddings or latent moments, because the digits have
@@ -243,7 +244,7 @@ def _write_folder(out: pathlib.Path, records: Iterable[dict[str, bytes]]) -> Non
     for record in records:
         stem = record.pop(tars.KEY).decode()
         for suffix, contents in record.items():
-            (out / f"{stem}.{suffix}").write_bytes(contents)
+            files.write_whole(out / f"{stem}.{suffix}", contents)
 
 
 @functools.cache
