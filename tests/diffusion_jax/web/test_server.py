@@ -29,7 +29,7 @@ HOSTS = ("127.0.0.1",)
 JSON = ("content-type", "application/json")
 
 
-class Slow(loaded.Loaded):
+class Slow(loaded.Model):
     """A model whose pixels equal the seed. A test releases each of its steps."""
 
     enlarger = None
