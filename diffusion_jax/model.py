@@ -6,7 +6,7 @@ arrays, such as the text, its mask and a low-resolution image. A further input o
 more name in it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
+from diffusion_jax.config.fields import Field
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import guides, meanflow, noise, precond, samplers
 from diffusion_jax.diffusion.onestep import SamplerFunction
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
-from diffusion_jax.nn import ops
+from diffusion_jax.nn import fields, ops
 from diffusion_jax.task import LABELS, LEVELS, Batch, Frozen, Measure, Metrics, Params, Task
 
 Keys = Key[Array, "B"]
@@ -27,7 +28,7 @@ Condition = Mapping[str, Array]
 """Inputs of the network: its arguments by name, with one row per image."""
 # What training draws from an image's key, each from a key of its own. The noise itself is draw 0,
 # and training never asks samplers.gaussian_noise for the noise of later steps.
-_SIGMA, _KEPT, _OFFSET, _SECOND_SIGMA, _TARGET, _INPUTS = range(1, 7)
+_SIGMA, _KEPT, _OFFSET, _SECOND_SIGMA, _TARGET, _INPUTS, _FIELDS = range(1, 8)
 
 
 class System(NamedTuple):
@@ -61,6 +62,13 @@ class System(NamedTuple):
     text. The held-out loss passes x0; sampling passes None."""
     watched: Callable[[Frozen, Denoiser], Denoiser] = lambda frozen, denoise: denoise
     """(frozen, denoise) -> the denoiser that the sampler calls: with a threshold or previews."""
+    fields: Sequence[Field] = ()
+    """Named numbers of each image, such as an aesthetic score, which are also inputs of the network
+    (nn/fields.py)."""
+    field_values: Mapping[str, float] = {}
+    """Numbers that sampling uses for fields that its batch does not hold, keyed by Field.key."""
+    field_drop_prob: float = 0.0
+    """The probability with which training drops each field."""
     unit_start: bool = False
     """Whether sampling starts from noise of level sqrt(1 + sigma^2) instead of sigma."""
 
@@ -91,7 +99,8 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
     # `params` holds the network's weights and, for learned loss weights, a collection of their
     # parameters. unet.apply accepts this additional Flax collection and ignores it.
     def init(key: PRNGKeyArray) -> Params:
-        return objective.with_learned(unet.init(key, **system.example()))
+        example = {**system.example(), **fields.example(system.fields)}
+        return objective.with_learned(unet.init(key, **example))
 
     def loss(params, frozen, batch, keys):
         x0 = system.target(frozen, batch, _stream(keys, _TARGET))
@@ -102,8 +111,11 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         keep = lambda key: jax.random.bernoulli(key, 1 - drop_prob)
         kept = jax.vmap(keep)(_stream(keys, _KEPT))  # [B]
         added = system.training_inputs(x0, _stream(keys, _INPUTS))
+        numbers = fields.condition(system.fields, batch)
+        numbers = fields.dropped(numbers, _stream(keys, _FIELDS), system.field_drop_prob)
         text = system.text(frozen, batch)
-        empty = system.dropped(frozen, text)
+        empty = {**system.dropped(frozen, text), **fields.unknown(numbers)}
+        text = {**text, **numbers}
         mixed = {name: where(kept, text[name], empty[name]) for name in text}
 
         counts = batch.get("counts")
@@ -124,7 +136,8 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         noise_keys, added = system.inputs(batch, keys, x0)
         eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
         h = jnp.zeros_like(sigma) if objective.mean_flow else None
-        network = _network(unet, params, {**system.text(frozen, batch), **added}, h)
+        numbers = fields.condition(system.fields, batch)
+        network = _network(unet, params, {**system.text(frozen, batch), **numbers, **added}, h)
         return objective.errors(network, x0, eps, sigma)
 
     levels = lambda n: noise.quantiles(objective.noise, n)
@@ -148,9 +161,13 @@ def make_begin(
         shape = system.canvas(batch)
         noise_keys, added = system.inputs(batch, keys, None)
         prompts = dict(system.prompts(frozen, batch))
-        given = {**prompts.pop(guides.COND)(), **added}
-        # The other conditions replace some of the inputs, such as the text.
-        conditions = {name: lambda own=own: {**given, **own()} for name, own in prompts.items()}
+        numbers = fields.condition(system.fields, batch, system.field_values)
+        unknown = fields.unknown(numbers)
+        given = {**prompts.pop(guides.COND)(), **numbers, **added}
+        # The other conditions replace some of the inputs: the text, and all fields.
+        conditions = {
+            name: lambda own=own: {**given, **own(), **unknown} for name, own in prompts.items()
+        }
         conditions = {guides.COND: lambda: given, **conditions}
         guide_of = None
         if guiding:

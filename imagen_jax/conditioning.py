@@ -4,7 +4,7 @@ In the shapes, B is the batch size, L the number of text tokens, D the width of 
 E = 4 * unet.embed_dim the width of the time embedding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config import named
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import counts_keys, valid_first
+from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import dense, layer_norm
 from imagen_jax.layers import bicubic_upsample
 
@@ -55,8 +56,9 @@ def condition(
     text_mask: Bool[Array, "B L"],
     low_res_time: Float[Array, "B"] | None,
     cond_dim: int,
+    fields: Mapping[str, Float[Array, "B 2"]],
 ) -> tuple[Float[Array, "B E"], Float[Array, "B T {cond_dim}"], Bool[Array, "B T"]]:
-    """Embed the time and the text. Return (embedding, context, mask).
+    """Embed the time, the text and the fields. Return (embedding, context, mask).
 
     Residual blocks use the embedding. Attention uses the context of T tokens: the L tokens of the
     text, and the null token if there is one. The mask is True at the valid tokens of the context.
@@ -75,6 +77,7 @@ def condition(
     else:
         pooled = context.mean(axis=1)  # [B, cond_dim]
     emb += TextEmbed(4 * unet.embed_dim, unet.dtype, name="text_embed")(pooled)  # [B, E]
+    emb = with_fields(emb, fields)
     if unet.null_token:
         token = unet.param("null_token", nn.initializers.normal(1.0), (1, 1, cond_dim))
         token = jnp.broadcast_to(token.astype(unet.dtype), (len(context), 1, cond_dim))

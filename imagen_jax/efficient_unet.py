@@ -72,15 +72,18 @@ class EfficientUNet(Network):
         text_mask: Bool[Array, "B L"],
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
+        **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise.
+        `time` is the preconditioner's c_noise. `fields` are those of nn/fields.py.
         """
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
         # [B, E], [B, T, D], [B, T]
-        emb, context, text_mask = condition(self, time, text, text_mask, low_res_time, cond_dim)
+        emb, context, text_mask = condition(
+            self, time, text, text_mask, low_res_time, cond_dim, fields
+        )
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,

@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Key
 from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
+from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import dropout, with_remat
 from diffusion_jax.nn.magnitude import MPConv, mp_cat, mp_fourier, mp_silu, mp_sum, normalize
 from imagen_jax.attention import check_attention, check_heads
@@ -72,14 +73,15 @@ class MagnitudeUNet(Network):
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
         dropout_keys: Key[Array, "B"] | None = None,
+        **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
         `time` is the preconditioner's c_noise. `dropout_keys` is one key per image for dropout;
-        with None, nothing is dropped.
+        with None, nothing is dropped. `fields` are those of nn/fields.py.
         """
         # [B, E], [B, L, cond_dim] (None without text attention), [B, L]
-        emb, context, text_mask = self._conditions(time, text, text_mask, low_res_time)
+        emb, context, text_mask = self._conditions(time, text, text_mask, low_res_time, fields)
         widths = [self.embed_dim * m for m in self.channel_mult]
         deepest = len(widths) - 1
         block = functools.partial(
@@ -129,8 +131,8 @@ class MagnitudeUNet(Network):
         h = MPConv(3 * self.patch**2, 3, self.dtype, name="out_conv")(h, gain)  # [.., 3 patch^2]
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
-    def _conditions(self, time, text, text_mask, low_res_time):
-        """Return the embedding of time and text, the context of attention, and the context's mask.
+    def _conditions(self, time, text, text_mask, low_res_time, fields):
+        """Return the embedding of time, text and fields, the context of attention, and its mask.
 
         Their shapes are [B, E], [B, L, cond_dim] and [B, L]. If attention does not see the text,
         the context is None. A channel of ones is appended to the text tokens. So a dropped text,
@@ -145,7 +147,7 @@ class MagnitudeUNet(Network):
         if self.noise_aug:
             low_res_time = required(low_res_time, "low_res_time", "noise_aug")
             emb = mp_sum(emb, embed(low_res_time, "low_res_time_embed"), 0.5)
-        emb = mp_silu(mp_sum(emb, linear("text_embed")(pooled), 0.5))
+        emb = mp_silu(with_fields(mp_sum(emb, linear("text_embed")(pooled), 0.5), fields))
         if self.attention == "self":
             return emb, None, text_mask
         if counts_keys(self.attention_impl):  # Attention does not depend on the order of tokens.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import ranges, settings, shapes
+from diffusion_jax.config import fields, ranges, settings, shapes
 from diffusion_jax.config.settings import (
     Data,
     Evaluation,
@@ -146,6 +146,9 @@ class _Sampler(NamedTuple):
     width: ranges.WholeNumber = 0
     """The width of the images that a base model draws, in pixels; 0 for the training size. A
     super-resolution model ignores it and keeps the aspect ratio of the small image."""
+    fields: str = ""
+    """The numbers of data.fields with which pictures are drawn, such as aesthetic=7,year=1950.
+    Fields that are not named are unknown."""
 
 
 class Sampler(_Sampler):
@@ -223,6 +226,7 @@ def check(s: Settings) -> None:
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
+    fields.values(fields.read(s.data.fields), s.sampler.fields)
     objective.bound(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import model
+from diffusion_jax.config import fields
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import editing, guides, samplers
 from diffusion_jax.model import Guiding, System
@@ -63,6 +64,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
     threshold = s.sampler.limit
     prompt = s.sampler.negative_prompt
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
+    named = fields.read(s.data.fields)
 
     def text(frozen, batch):
         embeddings, mask = encoder.encode(frozen["text"], batch)  # [B, L, D], [B, L]
@@ -131,6 +133,9 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         training_inputs=training_inputs,
         inputs=inputs,
         watched=lambda frozen, denoise: threshold(denoise),
+        fields=named,
+        field_values=fields.values(named, s.sampler.fields),
+        field_drop_prob=s.data.fields_drop_prob,
     )
 
 

@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float
 from diffusion_jax.config.ranges import Count, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
+from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import FromHeads, ToHeads, dense, with_remat
 from imagen_jax.attention import check_heads, check_implementation
 from imagen_jax.conditioning import TextEmbed, TimeEmbed, check_low_res, required, with_low_res
@@ -59,12 +60,13 @@ class Transformer(Network):
         text_mask: Bool[Array, "B L"],
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
+        **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
-        `time` is the preconditioner's c_noise.
+        `time` is the preconditioner's c_noise. `fields` are those of nn/fields.py.
         """
-        emb, text, text_mask = self._conditions(time, text, text_mask, low_res_time)
+        emb, text, text_mask = self._conditions(time, text, text_mask, low_res_time, fields)
         x = x.astype(self.dtype)  # [B, H, W, 3]
         if self.low_res:
             x = with_low_res(x, low_res)  # [B, H, W, 6]
@@ -91,8 +93,10 @@ class Transformer(Network):
         out = out.astype(jnp.float32).reshape(len(x), rows, columns, -1)  # [.., 3 patch^2]
         return ops.depth_to_space(out, self.patch)  # [B, H, W, 3]
 
-    def _conditions(self, time, text, text_mask, low_res_time):
-        """Return the embedding of time and text, [B, C], the text tokens [B, L, C], and their mask.
+    def _conditions(self, time, text, text_mask, low_res_time, fields):
+        """Return the embedding of time, text and fields, the text tokens, and their mask.
+
+        Their shapes are [B, C], [B, L, C] and [B, L].
 
         The text tokens get no position embeddings, because the text encoder has already encoded the
         order of words.
@@ -106,6 +110,7 @@ class Transformer(Network):
         total = text.sum(1, where=text_mask[:, :, None], dtype=jnp.float32)  # [B, D]
         mean = total / jnp.maximum(text_mask.sum(1, keepdims=True), 1)  # Over the valid tokens.
         emb += TextEmbed(self.embed_dim, self.dtype, name="text_embed")(mean)
+        emb = with_fields(emb, fields)
         if counts_keys(self.attention_impl):  # Attention does not depend on the order of tokens.
             text, text_mask = valid_first(text, text_mask)
         return emb, dense(text, self.embed_dim, "text_in", dtype=self.dtype), text_mask

@@ -82,14 +82,15 @@ class UNet(Network):
         low_res: Float[Array, "B _ _ 3"] | None = None,
         low_res_time: Float[Array, "B"] | None = None,
         dropout_keys: Key[Array, "B"] | None = None,
+        **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W 3"]:
         """Return the network's raw output F, in float32.
 
         `time` is the preconditioner's c_noise. `dropout_keys` is one key per image for dropout;
-        with None, nothing is dropped.
+        with None, nothing is dropped. `fields` are those of nn/fields.py.
         """
         emb, context, text_mask = condition(
-            self, time, text, text_mask, low_res_time, self.cond_dim
+            self, time, text, text_mask, low_res_time, self.cond_dim, fields
         )  # [B, E], [B, T, K], [B, T]
         res, attend = self._layers(dropout_keys)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax import model
+from diffusion_jax.config import fields
 from diffusion_jax.diffusion import guides, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Images
@@ -61,6 +62,7 @@ def make_begin(
 def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) -> System:
     """Return what Stable Diffusion supplies. The arguments are those of `make_begin`."""
     unet, vae, factor = p.unet, p.vae, vae_module.factor(p.vae)
+    named = fields.read(p.fields)
 
     def example():
         size = p.latents.image_size // factor
@@ -121,6 +123,8 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         decode=decode,
         edited=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
         watched=watched,
+        fields=named,
+        field_values=fields.values(named, p.sampler.fields),
         unit_start=p.sampler.unit_start,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import ranges, settings, shapes
+from diffusion_jax.config import fields, ranges, settings, shapes
 from diffusion_jax.config.settings import (
     MOMENTS,
     Data,
@@ -151,6 +151,9 @@ class _Sampler(NamedTuple):
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
     """The largest noise level at which guidance acts; inf for no limit."""
+    fields: str = ""
+    """The numbers of data.fields with which pictures are drawn, such as aesthetic=7,year=1950.
+    Fields that are not named are unknown."""
 
 
 class Sampler(_Sampler):
@@ -175,6 +178,8 @@ class Pipeline(NamedTuple):
     sampler: Sampler
     strength: float = 1.0
     """Share of the sampling steps that image-to-image takes; 1 starts from pure noise."""
+    fields: tuple[str, ...] = ()
+    """The config's data.fields: the numbers that the UNet sees besides the text."""
 
     @property
     def output_shape(self) -> tuple[int, int]:
@@ -220,7 +225,7 @@ class Settings(NamedTuple):
     def pipeline(self) -> Pipeline:
         """The subset of the settings that drawing needs."""
         groups = self.conditioning, self.latents, self.diffusion, self.sampler
-        return Pipeline(self.unet, self.vae, *groups)
+        return Pipeline(self.unet, self.vae, *groups, fields=self.data.fields)
 
     @property
     def crop_sides(self) -> tuple[int, int]:
@@ -321,6 +326,7 @@ def check_pipeline(p: Pipeline) -> None:
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
+    fields.values(fields.read(p.fields), p.sampler.fields)
     objective.bound(p.diffusion)
     guidance_module.check(p.sampler)
     samplers.check_method(p.diffusion, p.sampler)

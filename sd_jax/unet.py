@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from diffusion_jax.config.ranges import DTYPES, Count, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
+from diffusion_jax.nn.fields import with_fields
 from diffusion_jax.nn.layers import (
     KEEPS,
     FromHeads,
@@ -81,6 +82,7 @@ class UNet(nn.Module):
         x: Float[Array, "B H W _"],
         time: Float[Array, "B"],
         text: Float[Array, "B L D"],
+        **fields: Float[Array, "B 2"],
     ) -> Float[Array, "B H W {self.out_channels}"]:
         """Return the network's raw output F, in float32.
 
@@ -88,6 +90,7 @@ class UNet(nn.Module):
             x: The noisy latents, scaled by the preconditioner's c_in.
             time: Timesteps from 0 to 999, possibly fractional.
             text: The text context. Attention has no mask, so it sees every token.
+            **fields: Named numbers of each image (nn/fields.py).
 
         Raises:
             ValueError: The height or width of x is not a multiple of 2^(levels - 1).
@@ -96,6 +99,7 @@ class UNet(nn.Module):
         emb = ops.sinusoid(time, self.width).astype(self.dtype)  # [B, width]
         emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)  # [B, E]
         emb = dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype)
+        emb = with_fields(emb, fields)
         emb = nn.silu(emb)  # LDM applies SiLU in each residual block, with the same result.
         text = text.astype(self.dtype)
         res = functools.partial(

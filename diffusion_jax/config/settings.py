@@ -336,6 +336,12 @@ class Data(NamedTuple):
     batch, so that fine-tuning forgets less (prior preservation, Ruiz et al. 2022); "" for none."""
     prior_weight: Scale = 1.0
     """The weight in the loss of the pictures from `prior`. All other pictures have weight 1."""
+    fields: tuple[str, ...] = ()
+    """Named numbers of each image that the network also sees, each as NAME=LOW..HIGH with its
+    smallest and its largest value, such as aesthetic=0..10 (docs/data.md)."""
+    fields_drop_prob: Share = 0.1
+    """The share of training images for which a field is dropped, so that the network also learns to
+    draw without it. A dropped text drops all fields, too."""
 
     @property
     def embedded(self) -> bool:

@@ -65,7 +65,7 @@ class Listing(NamedTuple):
     """The files in the tars."""
 
 
-def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> Listing:
+def open_listing(path: str, images: Sequence[str], texts: Sequence[str], more: str = "") -> Listing:
     """Return the listing of all records in the tars at `path`, building it if necessary.
 
     Unreadable tars are left out, and counted in the listing's inventory as "broken_tar". The
@@ -75,6 +75,8 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
         path: the tars; see tars.find.
         images: suffixes of the image files.
         texts: suffixes of the text files. A record needs at least one of these files.
+        more: the suffix of another file that the listing includes, in the last two columns of its
+            spans; "" for none. Records do not need this file.
 
     Raises:
         FileNotFoundError: a tar is missing.
@@ -87,12 +89,13 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
     home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are not paths.
     home += "/" if home or names[0].startswith("/") else ""
     kinds = texts[0] if len(texts) == 1 else texts
-    digest = hashlib.sha256(json.dumps([_VERSION, images, kinds]).encode())
+    identity = [_VERSION, images, kinds, *([more] if more else [])]
+    digest = hashlib.sha256(json.dumps(identity).encode())
     for name, stamp in zip(names, stamps, strict=True):
         digest.update(f"\n{name[len(home) :]} {stamp}".encode())
     name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
-    load = lambda path: _load(path, names, len(texts))
+    load = lambda path: _load(path, names, len(texts) + bool(more))
     trusted = lambda path: load(path) if tars.is_trusted(path, names[0]) else None
     for folder in folders:
         if (listing := trusted(folder / name)) is not None:
@@ -103,7 +106,7 @@ def open_listing(path: str, images: Sequence[str], texts: Sequence[str]) -> List
     target, lock = folder / name, folder / f".{name}.lock"
     with filelock.FileLock(lock):
         if (listing := trusted(target)) is None:  # Another process may have built it meanwhile.
-            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts))
+            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, texts, more))
             listing = load(target)
         assert listing is not None, f"{target} is damaged immediately after writing"
         if listing.inventory.damaged():
@@ -144,7 +147,8 @@ def _is_writable(folder: pathlib.Path) -> bool:
 def _load(path: pathlib.Path, names: Sequence[str], num_texts: int) -> Listing | None:
     """Open a listing as memory-mapped arrays. Return None if the file is missing or damaged.
 
-    `names` are the paths of the listed tars, and `num_texts` is the number of suffixes of texts.
+    `names` are the paths of the listed tars, and `num_texts` is the number of suffixes besides
+    those of images.
     """
     columns = 2 + 2 * num_texts
     try:
@@ -170,12 +174,12 @@ def _load(path: pathlib.Path, names: Sequence[str], num_texts: int) -> Listing |
 
 
 def _build(
-    names: Sequence[str], images: Sequence[str], texts: Sequence[str], path: pathlib.Path
+    names: Sequence[str], images: Sequence[str], texts: Sequence[str], more: str, path: pathlib.Path
 ) -> bool:
     """Write the listing of the tars `names` to `path`, and return whether a tar is damaged.
 
-    `images` and `texts` are suffixes, as in `open_listing`. The tars are processed in groups,
-    because the indices of all tars together would fill memory.
+    `images`, `texts` and `more` are suffixes, as in `open_listing`. The tars are processed in
+    groups, because the indices of all tars together would fill memory.
     """
     inventory, error = Inventory(), ""
     suffixes, lengths, crc = set[str](), [], 0
@@ -193,7 +197,7 @@ def _build(
                 error = error or str(index)
                 lengths.append(0)
                 continue
-            spans, kinds = _sorted(index, images, texts)
+            spans, kinds = _sorted(index, images, texts, more)
             if index.inventory.damaged() and len(spans):  # The text was probably lost.
                 kinds[kinds == _KINDS.index("no_caption")] = _KINDS.index("broken_record")
             for number in np.flatnonzero(np.bincount(kinds)).tolist():
@@ -246,14 +250,14 @@ def _attempt(name: str) -> Index | ValueError:
 
 
 def _sorted(
-    index: Index, images: Sequence[str], texts: Sequence[str]
+    index: Index, images: Sequence[str], texts: Sequence[str], more: str = ""
 ) -> tuple[Int[np.ndarray, "N S 2"], np.ndarray]:
     """Return the records of a tar, and the kind of each of its files.
 
     Returns:
-        (offset, size) in bytes of the image and of each text of the records that have an image and
-        a text, where a missing text has the offset 0; and the inventory's kind of each file, as
-        an array [M] of indices of _KINDS.
+        (offset, size) in bytes of the image, of each text and of the file with the suffix `more` of
+        the records that have an image and a text, where a missing file has the offset 0; and the
+        inventory's kind of each file, as an array [M] of indices of _KINDS.
     """
     suffixes, number = np.unique(index.suffix, return_inverse=True)
     kind_of = lambda suffix: _KINDS.index(_kind(suffix, images, texts))
@@ -274,6 +278,10 @@ def _sorted(
     ):  # fmt: skip
         rows = files[chosen].ravel()
         kinds[rows[rows >= 0]] = _KINDS.index(kind)
+    if more:
+        rows, column = np.flatnonzero(index.suffix == more), np.full((len(files), 1), -1)
+        column[index.record[rows], 0] = rows
+        files = np.append(files, column, axis=1)
     used = files[~incomplete & ~unclear]
     return np.where(used[..., None] < 0, 0, index.span[used]), kinds
 

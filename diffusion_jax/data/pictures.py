@@ -12,10 +12,11 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
+from diffusion_jax.config import fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, transforms
 from diffusion_jax.data.inventory import PICTURES, Inventory
-from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.records import Record, Records, checked_numbers
 
 PictureArray = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or moments.
 _MAX_SUBSTITUTES = 1000
@@ -26,6 +27,16 @@ _CHUNK = 64  # Number of encoded records that are read and held in memory togeth
 _FEW = 100
 _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
+
+
+class Columns(NamedTuple):
+    """The pictures of a batch, with what belongs to them."""
+
+    images: PictureArray
+    texts: Sequence[Any]
+    """A caption, embeddings or captions.Captions for each picture."""
+    numbers: Mapping[str, Sequence[float]]
+    """A number for each picture under the name of each field (Field.name)."""
 
 
 class Pictures(abc.ABC):
@@ -99,6 +110,12 @@ class Pictures(abc.ABC):
             each.
         """
 
+    def columns(
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
+    ) -> Columns:
+        """Return what `read` returns, and the numbers of data.fields. The base class has none."""
+        return Columns(*self.read(indices, places), {})
+
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         """Return the text of each picture, or "" if the text is damaged.
 
@@ -138,7 +155,7 @@ class Pictures(abc.ABC):
         is 0.
         """
         usable, images, texts = self.usable(indices)
-        sums = map(_checksum, images, texts)
+        sums = (_checksum(Record(i, t, "")) for i, t in zip(images, texts, strict=True))
         known = dict(zip(usable.tolist(), sums, strict=True))
         return [(f"picture {index}", known.get(index, 0)) for index in indices.tolist()]
 
@@ -200,6 +217,7 @@ class DecodedPictures(Pictures):
         self._size_of = size_of
         self._records, self._make, self._max_broken = records, make, data.max_broken
         self._filters = {name: getattr(data, name) for name in _FILTERS}
+        self._fields = fields.read(data.fields)
         self._unusable: dict[int, str] = {}
         self._contents: dict[int, tuple[str, int]] = {}
         self._apart, self._groups = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -247,8 +265,16 @@ class DecodedPictures(Pictures):
             ValueError: no usable replacement was found, or the share of damaged records exceeds
                 data.max_broken.
         """
-        images, texts, _ = zip(*self._read(indices, places), strict=True)
-        return np.stack(images), texts
+        images, texts, _ = self.columns(indices, places)
+        return images, texts
+
+    def columns(
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
+    ) -> Columns:
+        """Decode pictures and return them with their texts and numbers; see `read`."""
+        images, texts, numbers, _ = zip(*self._read(indices, places), strict=True)
+        named = {field.name: [of[field.name] for of in numbers] for field in self._fields}
+        return Columns(np.stack(images), texts, named)
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         return self._records.keys(indices)
@@ -265,15 +291,15 @@ class DecodedPictures(Pictures):
         missing = [index for index in rows if index not in self._contents]
         read = self._records.read(missing) if missing else ()
         for index, record in zip(missing, read, strict=True):
-            self._contents[index] = record.name, _checksum(record.image, record.text)
+            self._contents[index] = record.name, _checksum(record)
         return [self._contents.pop(index) for index in rows]
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return the name of each record; for an unusable record, the name of its replacement."""
-        return [name for _, _, name in self._read(indices, None)]
+        return [name for *_, name in self._read(indices, None)]
 
-    def _read(self, indices: np.ndarray, places: np.ndarray | None) -> list[tuple[Any, Any, str]]:
-        """Return (image, text, name) of each record, or of its replacement if it is unusable."""
+    def _read(self, indices: np.ndarray, places: np.ndarray | None) -> list[tuple]:
+        """Return (image, text, numbers, name) of each record, or of its replacement."""
         rows = [transforms.CENTRE] * len(indices) if places is None else places.tolist()
         usable = []
         for first in range(0, len(indices), _CHUNK):
@@ -293,9 +319,9 @@ class DecodedPictures(Pictures):
         """
         usable, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
-            self._contents[index] = record.name, _checksum(record.image, record.text)
+            self._contents[index] = record.name, _checksum(record)
             try:
-                pairs.append(self._picture(record, transforms.CENTRE))
+                pairs.append(self._picture(record, transforms.CENTRE)[:2])
                 usable.append(index)
             except transforms.Unusable as error:
                 self._count(index, record.name, error)
@@ -356,11 +382,12 @@ class DecodedPictures(Pictures):
             self._counts["read"] += len(indices)
         return self._records.read(indices) if indices else []
 
-    def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any]:
+    def _picture(self, record: Record, place: tuple) -> tuple[np.ndarray, Any, dict[str, float]]:
         if isinstance(record.text, transforms.Unusable):
             raise record.text
         text = captions.long_enough(record.text, self._filters["min_chars"])
-        return self._make(record.image, place=place), text
+        numbers = checked_numbers(record, self._fields)
+        return self._make(record.image, place=place), text, numbers
 
     def _count(self, index: int, name: str, error: transforms.Unusable) -> None:
         with self._lock:
@@ -380,5 +407,6 @@ class DecodedPictures(Pictures):
             )
 
 
-def _checksum(image: Any, text: Any) -> int:
-    return zlib.crc32(str(text).encode("utf-8", "surrogatepass"), zlib.crc32(image))
+def _checksum(record: Record) -> int:
+    text = f"{record.text}{record.numbers or ''}"
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), zlib.crc32(record.image))

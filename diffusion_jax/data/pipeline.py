@@ -18,6 +18,8 @@ from absl import logging
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int, UInt64
 
+from diffusion_jax.config import fields
+from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import CROPS, Data, Run
 from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
@@ -40,6 +42,8 @@ class Apart(NamedTuple):
     pictures: Pictures
     make: Callable[[PictureArray, Sequence[Any]], HostBatch]
     """A function make(pictures, texts) that returns a batch."""
+    fields: Sequence[Field] = ()
+    """The numbers that belong to the batch."""
 
     def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], HostBatch]:
         """Read up to `count` held-out pictures; return (keys, batch) of those that are usable.
@@ -51,7 +55,10 @@ class Apart(NamedTuple):
         first = np.argsort(hashed(self.pictures.keys(rows)), kind="stable")[:count]
         usable, images, texts = self.pictures.usable(np.sort(first))
         keys = self.pictures.keys(usable)
-        return keys, self.make(images, captions.chosen(texts, 0, keys.tolist()))
+        batch = self.make(images, captions.chosen(texts, 0, keys.tolist()))
+        if self.fields:
+            batch |= numbers_of(self.pictures.columns(usable).numbers, self.fields)
+        return keys, batch
 
 
 class OtherData(ValueError):
@@ -229,9 +236,10 @@ def training_batches(
         flip=data.flip,
         name=name,
         buckets=buckets,
+        fields=(named := fields.read(data.fields)),
     )
     make = lambda images, texts: {name: images, **tokenize(texts)}
-    batches.apart = Apart(apart, make) if len(apart) else None
+    batches.apart = Apart(apart, make, named) if len(apart) else None
     return batches
 
 
@@ -248,11 +256,13 @@ def make_batches(
     flip: bool = False,
     name: str = "image",
     buckets: Buckets | None = None,
+    fields: Sequence[Field] = (),
 ) -> Batches:
     """Return an iterator over batches of pictures.
 
     A batch holds the pictures [B, H, W, C] under `name`, loss weights under COUNTS if they differ,
-    and the arrays returned by `tokenize`. With buckets, H and W are the shape of the step's bucket.
+    the arrays returned by `tokenize`, and float32 [B] under the key of each field. With buckets, H
+    and W are the shape of the step's bucket.
 
     Args:
         pictures: the pictures.
@@ -267,6 +277,7 @@ def make_batches(
         flip: whether to mirror each picture with probability 1/2.
         name: key of the pictures.
         buckets: the bucket of each picture; None makes squares of one size.
+        fields: the numbers that belong to a batch.
 
     Raises:
         ValueError: `crop` is unknown, or batch_size is not a multiple of process_count.
@@ -285,18 +296,23 @@ def make_batches(
         first = start + step * batch_size + process_index * rows
         samples = range(first, first + rows)
         places = _places(seed, samples) if crop == "random" else None
-        images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices, places)
+        view = views[buckets.bucket[indices[0]] if buckets else 0]
+        images, texts, numbers = view.columns(indices, places)
         if flip:
             images = _flip(images, seed, samples)
-        return batch_of(images, captions.chosen(texts, seed, samples), indices)
+        return batch_of(images, captions.chosen(texts, seed, samples), numbers, indices)
 
     def make(indices: Int[np.ndarray, "B"]) -> HostBatch:
-        images, texts = views[buckets.bucket[indices[0]] if buckets else 0].read(indices)
-        return batch_of(images, captions.chosen(texts, seed, indices.tolist()), indices)
+        view = views[buckets.bucket[indices[0]] if buckets else 0]
+        images, texts, numbers = view.columns(indices)
+        return batch_of(images, captions.chosen(texts, seed, indices.tolist()), numbers, indices)
 
-    def batch_of(images: PictureArray, texts: Any, indices: Int[np.ndarray, "B"]) -> HostBatch:
+    def batch_of(
+        images: PictureArray, texts: Any, numbers: Any, indices: Int[np.ndarray, "B"]
+    ) -> HostBatch:
         counts = pictures.counts(indices)
-        return {name: images, **({} if counts is None else {COUNTS: counts}), **tokenize(texts)}
+        counted = {} if counts is None else {COUNTS: counts}
+        return {name: images, **counted, **tokenize(texts), **numbers_of(numbers, fields)}
 
     # grain takes 12 us per element, so only indices pass through it one by one. The pictures of a
     # batch are read together.
@@ -313,6 +329,11 @@ def make_batches(
         make=make,
         buckets=buckets,
     )
+
+
+def numbers_of(numbers: Mapping[str, Sequence[float]], fields: Sequence[Field]) -> HostBatch:
+    """Return the part of a batch that holds the numbers: float32 [B] under Field.key."""
+    return {field.key: np.array(numbers[field.name], np.float32) for field in fields}
 
 
 def _batch_order(

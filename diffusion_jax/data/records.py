@@ -6,12 +6,13 @@ import io
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, UInt64
 
+from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
 from diffusion_jax.data.inventory import COMPANIONS, PICTURES, Inventory
@@ -39,6 +40,8 @@ class Record(NamedTuple):
     Unusable error if no text can be read."""
     name: str
     """The name of the record in messages, such as its path."""
+    numbers: Mapping[str, Any] = {}
+    """The values of data.fields as they are stored, keyed by Field.name, or Unusable errors."""
 
 
 class Records(abc.ABC):
@@ -210,20 +213,62 @@ def read_text(contents: bytes, text: str) -> Any:
     return cell_text(value)
 
 
-def write_text(text: Any) -> dict[str, bytes]:
-    """Return the file of a caption, of Captions or of embeddings, keyed by suffix.
+def check_places(fields: Sequence[Field], kinds: Collection[str]) -> None:
+    """Raise ValueError if a place in data.fields is not one of the kinds that the source reads."""
+    for field in fields:
+        if field.place and field.place not in kinds:
+            advice = f"use {' or '.join(kinds)}" if kinds else "leave out the kind"
+            raise ValueError(
+                f"data.fields has {field.place}:{field.name}, which this data source cannot read: "
+                f"{advice}"
+            )
+
+
+def read_numbers(contents: bytes, fields: Sequence[Field]) -> dict[str, Any]:
+    """Return the values of data.fields in a JSON file, or Unusable errors, keyed by Field.name."""
+    names = [field.name for field in fields]
+    try:
+        values = untrusted.parse_json(untrusted.decode(contents))
+    except ValueError as error:
+        return dict.fromkeys(names, Unusable("broken_number", f"invalid JSON: {error}"))
+    return {name: values.get(name) for name in names} if isinstance(values, dict) else {}
+
+
+def checked_numbers(record: Record, fields: Sequence[Field]) -> dict[str, float]:
+    """Return the numbers of a record, keyed by Field.name.
+
+    Raises:
+        Unusable: with the reason "broken_number" if a field is missing, is not a number, or is not
+            in its range.
+    """
+    for value in record.numbers.values():
+        if isinstance(value, Unusable):
+            raise value
+    try:
+        return {field.name: field.number(record.numbers.get(field.name)) for field in fields}
+    except ValueError as error:
+        raise Unusable("broken_number", str(error)) from None
+
+
+def write_text(text: Any, numbers: Mapping[str, float] = {}) -> dict[str, bytes]:
+    """Return the files of a caption, of Captions or of embeddings, keyed by suffix.
 
     The suffix is "txt" for a caption, and "npy" for embeddings. Several captions are in the field
-    "captions" of a "json" file, as pairs [text, weight].
+    "captions" of a "json" file, as pairs [text, weight]. Numbers are fields of this file.
     """
+    values, files = dict[str, Any](numbers), dict[str, bytes]()
     if isinstance(text, captions.Captions):
         pairs = [[each, weight] for each, weight in zip(*text, strict=True)]
-        return {"json": json.dumps({"captions": pairs}, ensure_ascii=False).encode()}
-    if isinstance(text, str):
-        return {"txt": text.encode()}
-    array = io.BytesIO()
-    np.save(array, text)
-    return {"npy": array.getvalue()}
+        values = {"captions": pairs, **values}
+    elif isinstance(text, str):
+        files = {"txt": text.encode()}
+    else:
+        array = io.BytesIO()
+        np.save(array, text)
+        files = {"npy": array.getvalue()}
+    if values:
+        files["json"] = json.dumps(values, ensure_ascii=False).encode()
+    return files
 
 
 def cell_text(cell: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Shaped, UInt64
 
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.mixture import Mixture
-from diffusion_jax.data.pictures import PictureArray, Pictures
+from diffusion_jax.data.pictures import Columns, PictureArray, Pictures
 
 _CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 
@@ -77,6 +77,11 @@ class Subset(Pictures):
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[PictureArray, Sequence[Any]]:
         return self._pictures.read(self._inside(indices), places)
+
+    def columns(
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
+    ) -> Columns:
+        return self._pictures.columns(self._inside(indices), places)
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         return self._pictures.texts(self._inside(indices))

@@ -122,12 +122,14 @@ def load_guide(
         return None
     workdir, step = finetune.at_step(guide)
     settings = read_run(workdir, {}, system)
-    shared = lambda run: (run.text.encoder, run.text.width, run.text.max_tokens, run.output_size)
+    shared = lambda run: (
+        run.text.encoder, run.text.width, run.text.max_tokens, run.output_size, run.data.fields
+    )  # fmt: skip
     if shared(settings) != shared(s):
         raise ValueError(
-            f"--guide={guide} has the text encoder, text width, number of tokens and image size "
-            f"{shared(settings)}, but the guided model has {shared(s)}: choose a guide with the "
-            "same values"
+            f"--guide={guide} has the text encoder, text width, number of tokens, image size and "
+            f"fields {shared(settings)}, but the guided model has {shared(s)}: choose a guide with "
+            "the same values"
         )
     if settings.lora.rank:
         raise ValueError(

@@ -189,7 +189,9 @@ def _metrics(line: Any) -> dict[str, Any]:
         raise ValueError("the line has no whole number `step`")
     if not all(value is None or is_number(value) for value in line.values()):
         raise ValueError("the line holds a value that is not a number")
-    return line
+    # Other programs write NaN and inf; this one writes null.
+    finite = lambda value: not isinstance(value, float) or math.isfinite(value)
+    return {name: value if finite(value) else None for name, value in line.items()}
 
 
 def write_manifest(

@@ -152,6 +152,7 @@ def _claimed(
     Except in a dry run, the manifest is written, and changed shards are deleted.
     """
     data = {name: getattr(source.data, name) for name in _FIELDS} if source.data else {}
+    data |= {"fields": source.data.fields} if source.data and source.data.fields else {}
     now = {
         **identity, "data": data, "records": len(source), "files": fingerprints.stamp(source),
         "shard": work.shard, "finished": False,
@@ -280,10 +281,13 @@ def _encoded(
     views = [source.cropped_to(shape) for shape in buckets.shapes] if buckets else [source]
 
     def read(part):
-        usable = views[buckets.bucket[part[0]] if buckets else 0].usable(part)
-        return *usable, source.contents(part)
+        view = views[buckets.bucket[part[0]] if buckets else 0]
+        usable, contents = view.usable(part), source.contents(part)
+        has_fields = source.data and source.data.fields and len(usable[0])
+        return *usable, view.columns(usable[0]).numbers if has_fields else {}, contents
 
-    for part, (indices, images, texts, of_part) in engines.ahead(read, _parts(rows, work)):
+    read_ahead = engines.ahead(read, _parts(rows, work))
+    for part, (indices, images, texts, numbers, of_part) in read_ahead:
         contents |= zip(part.tolist(), of_part, strict=True)
         if not len(indices):
             continue
@@ -295,11 +299,14 @@ def _encoded(
                 f"the latents of {contents[int(indices[~finite][0])][0]} are not finite: check "
                 "vae.weights, and try vae.dtype=float32"
             )
-        for index, array, text in zip(indices.tolist(), encoded, texts, strict=True):
+        for row, (index, array, text) in enumerate(
+            zip(indices.tolist(), encoded, texts, strict=True)
+        ):
             if not all(isinstance(each, str) for each in captions.every(text)):
                 raise ValueError(
                     f"the caption of record {index} is {type(text).__name__}, not text: "
                     "set data.text to captions, such as txt"
                 )
             key = f"{index:09}".encode()
-            yield {tars.KEY: key, "npy": moments.write(array), **records.write_text(text)}
+            of_row = {name: values[row] for name, values in numbers.items()}
+            yield {tars.KEY: key, "npy": moments.write(array), **records.write_text(text, of_row)}

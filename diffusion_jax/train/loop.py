@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
+from diffusion_jax.config.fields import PREFIX
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.devices import distributed, flops, stop_signals
@@ -380,7 +381,10 @@ def first_state(
         state = restore_state(workdir / runs.CHECKPOINTS, shapes, batches, step)
     if start is None or step is not None:
         return state
-    # `start` reads the network alone; a learned loss weighting keeps its initial values.
-    params = {**state.params, **start()}
+    # `start` reads the network alone; a learned loss weighting keeps its initial values. So do
+    # fields of data.fields that the network was trained without.
+    read = start()
+    new = {k: x for k, x in state.params["params"].items() if k.startswith(PREFIX)}
+    params = {**state.params, **read, "params": {**new, **read["params"]}}
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs
+from diffusion_jax.config.fields import PREFIX
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.devices import sharding
 from diffusion_jax.task import Params, Task
@@ -50,14 +51,33 @@ def begin(task: Task, s: Lora, weights: str, read: ReadParams) -> FineTuningStar
             f"unet.weights is {weights!r}: there is no such run, folder or file"
         )
     if not s.rank:
-        return FineTuningStart(task, read if weights else None)
+        return FineTuningStart(
+            task, (lambda: _with_fields(task, weights, read())) if weights else None
+        )
     if not weights:
         raise ValueError(
             f"lora.rank is {s.rank} and unet.weights is empty: name the model to adapt, such as "
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
-    base = read()
+    base = _with_fields(task, weights, read(), all_needed=True)
     return FineTuningStart(lora.adapt(task, base, s), None, pretrained.digest(base))
+
+
+def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = False) -> Params:
+    """Return `params`, read from the path `weights`, if their fields fit those of `task`.
+
+    Raises ValueError if the weights have a field that the task lacks or, with `all_needed`, lack a
+    field of the task.
+    """
+    names = lambda tree: {name for name in tree["params"] if name.startswith(PREFIX)}
+    stored, own = names(params), names(jax.eval_shape(task.init, jax.random.key(0)))
+    if stored - own or (all_needed and own - stored):
+        shown = lambda found: ", ".join(sorted(n.removeprefix(PREFIX) for n in found)) or "none"
+        raise ValueError(
+            f"unet.weights={weights} has the fields {shown(stored)}, but data.fields names "
+            f"{shown(own)}: name the fields of these weights"
+        )
+    return params
 
 
 def check_base(workdir: files.Path, base: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from diffusion_jax import files, runs
+from diffusion_jax.config import fields
 from diffusion_jax.weights import finetune, torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
@@ -67,7 +68,8 @@ def of_run(
         FileNotFoundError: If there is no such run or checkpoint.
         ValueError: If the run has no such average, or `base` is given for a run without LoRA.
     """
-    s, abstract = settings_of(workdir), nemo.abstract_params(unet, text_width)
+    s = settings_of(workdir)
+    abstract = nemo.abstract_params(unet, text_width, fields.read(s.data.fields))
     finetune.check_wanted(base, s.lora)
     read = lambda: read_unet(base or s.unet_weights, unet, text_width)
     return finetune.network(workdir, s, abstract, read, which, step)

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from diffusion_jax.config.fields import Field
+from diffusion_jax.nn import fields
 from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights import guided_diffusion, torch_weights
 from diffusion_jax.weights.torch_weights import (
@@ -84,12 +86,14 @@ def require_nemo(unet: NemoNetwork) -> UNet | EfficientUNet:
     return unet
 
 
-def abstract_params(unet: NemoNetwork, text_width: int) -> Any:
+def abstract_params(unet: NemoNetwork, text_width: int, named: Sequence[Field] = ()) -> Any:
     """Return the parameters of a network as shapes and types, without computing them.
 
-    `text_width` is the width of the text embeddings.
+    `text_width` is the width of the text embeddings, and `named` holds the fields that
+    the network sees.
     """
-    return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
+    inputs: dict[str, Any] = example_inputs(unet, text_width) | fields.example(named)
+    return jax.eval_shape(lambda: unet.init(jax.random.key(0), **inputs))
 
 
 def unet_from_config(config: Any) -> UNet | EfficientUNet:

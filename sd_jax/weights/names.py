@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax.config.fields import Field
+from diffusion_jax.nn import fields
 from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights import guided_diffusion, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry, StateDict
@@ -222,15 +224,20 @@ def text_width(state: StateDict) -> int:
     return next(w.shape[1] for name, w in state.items() if name.endswith("attn2.to_k.weight"))
 
 
-def abstract_unet(unet: UNet, text_width: int) -> Any:
-    """Return the shapes of a UNet's parameters. Raises ValueError if the UNet is invalid."""
+def abstract_unet(unet: UNet, text_width: int, named: Sequence[Field] = ()) -> Any:
+    """Return the shapes of a UNet's parameters. Raises ValueError if the UNet is invalid.
+
+    `text_width` is the width of the text embeddings, and `named` holds the fields that
+    the UNet sees.
+    """
     unet_module.check(unet)
     size = 2 ** (len(unet.channel_mult) - 1)
     x, time, text = (
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((1, size, size, unet.in_channels), (1,), (1, 1, text_width))
     )
-    return jax.eval_shape(unet.init, jax.random.key(0), x, time, text)
+    numbers: dict[str, Any] = fields.example(named)
+    return jax.eval_shape(unet.init, jax.random.key(0), x, time, text, **numbers)
 
 
 def abstract_vae(vae: VAE) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from diffusion_jax import cli, files
+from diffusion_jax.config import fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import engines, sources
 from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
@@ -69,7 +70,7 @@ def _reshard(args: argparse.Namespace) -> int:
     counts = reshard.reshard(
         _open(args), files.folder(args.out, "--out"), num=args.num, format=args.format,
         identity=identity, process=process, processes=processes, engine=engines.of(args),
-        size=args.size, pad=args.pad,
+        size=args.size, pad=args.pad, fields=fields.read(args.fields),
     )  # fmt: skip
     print(json.dumps(counts))
     return 0
@@ -101,8 +102,9 @@ def _validate(args: argparse.Namespace) -> int:
     parts.mkdir(parents=True)
     try:
         report = validate.validate(
-            records, args.num, args.threads, folder=parts, engine=engines.of(args)
-        )
+            records, args.num, args.threads, folder=parts, engine=engines.of(args),
+            fields=fields.read(args.fields),
+        )  # fmt: skip
     finally:
         files.remove_tree(parts)
     text = json.dumps(report, indent=1)
@@ -129,7 +131,7 @@ def _emoji(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> Records:
-    place = {"path": args.path, "text": args.text}
+    place = {"path": args.path, "text": args.text, "fields": tuple(args.fields)}
     data = Data(args.source, **place, uncaptioned="drop", max_broken=args.max_broken)
     return sources.open_records(data)
 
@@ -233,6 +235,8 @@ def _add_source(arg, max_broken: float = 1.0) -> None:
     arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or a module of yours")
     arg("--path", required=True, help="the value of data.path in a config")
     arg("--text", default="txt", help="the value of data.text in a config")
+    arg("--fields", action="append", default=[], metavar="NAME=LOW..HIGH",
+        help="an entry of data.fields in a config; may be repeated")  # fmt: skip
     arg(
         "--max_broken", type=float, default=max_broken,
         help="largest allowed share of damaged records, from 0 to 1",

@@ -9,12 +9,13 @@ import collections
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from PIL import Image
 
+from diffusion_jax.config.fields import Field
 from diffusion_jax.data import records, tars, transforms
 from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records
@@ -52,6 +53,7 @@ def reshard(
     engine: Engine = ALONE,
     size: int = 0,
     pad: bool = False,
+    fields: Sequence[Field] = (),
 ) -> collections.Counter[str]:
     """Write this process's shards of a source, except existing ones, and return counts of records.
 
@@ -69,6 +71,7 @@ def reshard(
         size: The largest length of an image's shorter side in pixels. Larger images are shrunk (see
             transforms.shrink). 0 copies all images unchanged.
         pad: Whether to pad the images to squares. If so, `size` limits the longer side.
+        fields: The numbers to write, into the JSON file of each record.
 
     Returns:
         The number of records that this call wrote, keyed by "written", and the numbers of records
@@ -90,11 +93,12 @@ def reshard(
     shrinking = {"size": size, "pad": pad} if size else {}
     settings_record.record(
         out / MANIFEST,
-        {**identity, "records": len(records), "num": num, "format": format, **shrinking},
+        {**identity, "records": len(records), "num": num, "format": format, **shrinking}
+        | ({"fields": [field.name for field in fields]} if fields else {}),
     )
     mine = range(process, -(-len(records) // num), processes)
     path = functools.partial(_path, out, format)
-    encode = functools.partial(_encode, size=size, pad=pad)
+    encode = functools.partial(_encode, size=size, pad=pad, fields=fields)
     write = functools.partial(_write, records, out, num, format, encode)
     return collections.Counter(records.left_out()) + engine.fill(mine, path, write)
 
@@ -142,13 +146,19 @@ def _encoded(
                     yield encoded
 
 
-def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, bytes] | str:
+def _encode(
+    row: int, record: Record, *, size: int, pad: bool, fields: Sequence[Field]
+) -> dict[str, bytes] | str:
     """Return the files of a record, keyed by suffix, or the reason why the record is dropped.
 
-    `row` is the record's index in the source. `size` and `pad` are those of `reshard`.
+    `row` is the record's index in the source. `size`, `pad` and `fields` are those of `reshard`.
     """
     if isinstance(record.text, Unusable):
         return record.text.reason
+    try:
+        numbers = records.checked_numbers(record, fields)
+    except Unusable as error:
+        return error.reason
     kind = image_kind(record.image)
     if kind is None:
         return "broken_image"
@@ -158,4 +168,4 @@ def _encode(row: int, record: Record, *, size: int, pad: bool) -> dict[str, byte
             kind, image = "png", transforms.shrink(image, size, pad=pad)
         except Unusable as error:
             return error.reason
-    return {tars.KEY: f"{row:09}".encode(), kind: image, **records.write_text(record.text)}
+    return {tars.KEY: f"{row:09}".encode(), kind: image, **records.write_text(record.text, numbers)}

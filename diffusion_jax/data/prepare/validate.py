@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import UInt8
 
 from diffusion_jax import files
+from diffusion_jax.config.fields import Field
 from diffusion_jax.data import captions, transforms
 from diffusion_jax.data.engines import ALONE, Engine
-from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.records import Record, Records, checked_numbers
 from diffusion_jax.files import sheets, sorted_tables, untrusted
 
 _CHUNK = 64
@@ -35,6 +36,8 @@ class _Facts(NamedTuple):
 
     reason: str
     name: str
+    detail: str = ""
+    """The message about a number that is unusable."""
     width: int = 0
     height: int = 0
     lengths: tuple[int, ...] = ()
@@ -54,6 +57,7 @@ def validate(
     seed: int = 0,
     folder: pathlib.Path | None = None,
     engine: Engine = ALONE,
+    fields: Sequence[Field] = (),
 ) -> dict[str, Any]:
     """Decode the records of a data set, and return a report as a dictionary of JSON values.
 
@@ -74,13 +78,14 @@ def validate(
         folder: An empty folder for intermediate files, which save memory. All Beam workers must be
             able to reach it. None uses a temporary folder.
         engine: Distributes the work.
+        fields: The numbers to check.
     """
     with contextlib.ExitStack() as stack:
         folder = folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         total = min(num or len(records), len(records))
         parts = _Parts(folder, total, len(records), seed, threads)
         size = lambda part: min(_PART, total - part * _PART)
-        look = functools.partial(_write_part, records, parts)
+        look = functools.partial(_write_part, records, parts, fields)
         engine.fill(parts.numbers, parts.counts, look, noun="records", size=size)
         ranges = range(len(_HASHED) * sorted_tables.num_ranges(total))
         distinct = functools.partial(_write_distinct, parts)
@@ -134,14 +139,14 @@ class _Parts(NamedTuple):
         return self.folder / f"distinct-{part:08}"
 
 
-def _write_part(records: Records, parts: _Parts, number: int) -> None:
+def _write_part(records: Records, parts: _Parts, fields: Sequence[Field], number: int) -> None:
     """Read the records of part `number`, and write the files of this part.
 
     One file holds counts. Two files hold the hashes of usable images and of their texts.
     """
     rows = parts.rows(number)
     chunks = [rows[i : i + _CHUNK] for i in range(0, len(rows), _CHUNK)]
-    look = lambda chunk: [_look(record) for record in records.read(chunk)]
+    look = lambda chunk: [_look(record, fields) for record in records.read(chunk)]
     with ThreadPoolExecutor(parts.threads) as pool:
         facts = [one for part in pool.map(look, chunks) for one in part]
     good = [f for f in facts if not f.reason]
@@ -159,7 +164,7 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
         "lengths": count(length for f in good for length in f.lengths),
         "num_words": count(len(words) for f in good for words in f.words),
         "words": count(word for f in good for words in f.words for word in words),
-        "first": [f"{f.name}: {f.reason}" for f in bad[:_NAMED]],
+        "first": [f"{f.name}: {f.detail or f.reason}" for f in bad[:_NAMED]],
     }
     files.write_whole(parts.counts(number), json.dumps(counts))
 
@@ -242,14 +247,16 @@ def _draw(length: int, num: int, seed: int) -> Sequence[int]:
     return np.sort(np.random.default_rng(seed).choice(length, num, replace=False)).tolist()
 
 
-def _look(record: Record) -> _Facts:
+def _look(record: Record, fields: Sequence[Field]) -> _Facts:
     text = record.text
     if isinstance(text, transforms.Unusable):
         return _Facts(text.reason, record.name)
     try:
         transforms.crop(record.image, (64, 64))
+        checked_numbers(record, fields)
     except transforms.Unusable as error:
-        return _Facts(error.reason, record.name)
+        detail = str(error) if error.reason == "broken_number" else ""
+        return _Facts(error.reason, record.name, detail)
     with untrusted.open_image(record.image) as image:
         (width, height), format = image.size, image.format or ""
     texts = captions.every(text)
@@ -259,7 +266,7 @@ def _look(record: Record) -> _Facts:
         for text, found in zip(texts, words, strict=True)
     ]
     return _Facts(
-        "", record.name, width, height, tuple(map(len, texts)), len(record.image), format,
+        "", record.name, "", width, height, tuple(map(len, texts)), len(record.image), format,
         tuple(map(tuple, words)), ((_hash(record.image),), tuple(map(_hash, same))),
     )  # fmt: skip
 

@@ -144,6 +144,11 @@ def _open_whole(data: Data, shapes: TaskShapes) -> Pictures:
 def _open_pictures(data: Data, shapes: TaskShapes) -> Pictures:
     source = _open(data, shapes)
     if isinstance(source, Pictures):
+        if data.fields and data.source != "mixture" and type(source).columns is Pictures.columns:
+            raise ValueError(
+                f"data.fields is {data.fields}, but the data source {data.source!r} gives no "
+                "numbers: leave data.fields empty, or define `columns` in the source"
+            )
         return source
     crop = functools.partial(
         transforms.crop,
@@ -181,8 +186,8 @@ def _with_prior(pictures: Pictures, data: Data, shapes: TaskShapes) -> Pictures:
             f"data.prior is {data.prior!r}, but it cannot be combined with a mixture, moments or "
             "text embeddings: set data.prior to '', or use one source of pictures with captions"
         )
-    # "drop" leaves out sheet.png, the overview that sampling writes.
-    changes = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop"}
+    # "drop" leaves out sheet.png, the overview that sampling writes. All fields are unknown.
+    changes = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop", "fields": ()}
     prior = _open_pictures(
         data._replace(source="folder", min_chars=0, min_size=0, **changes), shapes
     )

@@ -2,7 +2,8 @@
 
 Each record is a tf.train.Example, which holds an encoded image and texts as named features. The
 image feature is called "image", or by a suffix such as "jpg". A text feature may have any name. If
-the name ends in npy, npz or safetensors, the feature holds embeddings, otherwise a caption. The
+the name ends in npy, npz or safetensors, the feature holds embeddings, otherwise a caption. Numbers
+are features of their own (float or int64), or fields of a feature "json" that holds JSON. The
 optional feature "__key__" holds the record's name.
 """
 
@@ -18,6 +19,8 @@ from google.protobuf.message import DecodeError
 from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
 from diffusion_jax import files
+from diffusion_jax.config import fields
+from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, Data
 from diffusion_jax.data import captions, records, storage, tars
 from diffusion_jax.data.pictures import TaskShapes
@@ -31,7 +34,7 @@ _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessI
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the ArrayRecord files at a config's data.path as a list of records."""
-    return ArrayRecords(records.path_of(data), data.text)
+    return ArrayRecords(records.path_of(data), data.text, fields.read(data.fields))
 
 
 class ArrayRecords(Records):
@@ -40,7 +43,9 @@ class ArrayRecords(Records):
     An Example without the text feature is counted as unusable when it is read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], text: str = "txt"):
+    def __init__(
+        self, path: str | os.PathLike[str], text: str = "txt", fields: Sequence[Field] = ()
+    ):
         """Open the files and check the features of the first record.
 
         Args:
@@ -48,11 +53,14 @@ class ArrayRecords(Records):
             text: name of the feature with the text. If the name ends in npy, npz or safetensors,
                 the feature holds embeddings, otherwise captions. "json:FIELD" names a field in a
                 feature that holds JSON, and "txt,json:long*0.5" names several places.
+            fields: the numbers of each record.
 
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: a file is damaged, or the first record lacks an image or the text.
         """
+        records.check_places(fields, ("json",))
+        self._fields = fields
         self._texts, self._paths = captions.alternatives(text), _find(os.fspath(path))
         self._readers = [_open(name) for name in self._paths]
         self._firsts = np.cumsum([0, *(reader.num_records() for reader in self._readers)])
@@ -96,7 +104,18 @@ class ArrayRecords(Records):
         name = f"{path} ({key})" if key else path
         image = next((features[kind][0] for kind in _images() if kind in features), b"")
         texts = [(read_feature(features, place), weight) for place, weight in self._texts]
-        return Record(image, captions.join(texts), name)
+        return Record(image, captions.join(texts), name, self._numbers(message, features))
+
+    def _numbers(
+        self, message: bytes | None, features: Mapping[str, Sequence[bytes]]
+    ) -> dict[str, Any]:
+        if not self._fields or message is None:
+            return {}
+        numbers = records.read_numbers(features.get("json", [b"{}"])[0], self._fields)
+        for kind in ("float_list", "int64_list"):
+            alone = decode(message, kind)
+            numbers |= {f.name: alone[f.name][0] for f in self._fields if f.name in alone}
+        return numbers
 
     def _check_features(self) -> None:
         """Raise ValueError if the first record is not an Example, or lacks the image or the text.
@@ -141,8 +160,10 @@ def encode(features: Mapping[str, bytes]) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def decode(message: bytes) -> dict[str, Sequence[bytes]]:
-    """Return the values of the byte-string features of a serialized tf.train.Example, by name.
+def decode(message: bytes, kind: str = "bytes_list") -> dict[str, Sequence[Any]]:
+    """Return the values of the features of one kind in a serialized tf.train.Example, by name.
+
+    The kinds are "bytes_list", "float_list" and "int64_list".
 
     Raises:
         ValueError: the bytes are not an Example.
@@ -151,7 +172,7 @@ def decode(message: bytes) -> dict[str, Sequence[bytes]]:
         features = _Example.FromString(message).features.feature
     except DecodeError as error:
         raise ValueError(f"not a tf.train.Example: {error}") from error
-    lists = {name: list(features[name].bytes_list.value) for name in sorted(features)}
+    lists = {name: list(getattr(features[name], kind).value) for name in sorted(features)}
     return {name: values for name, values in lists.items() if values}
 
 

@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from diffusion_jax.config import fields
+from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records, storage, tars
 from diffusion_jax.data.pictures import TaskShapes
@@ -19,7 +21,8 @@ SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes be
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open a config's data.path, a folder that Hugging Face's `save_to_disk` wrote."""
-    return Arrow(records.path_of(data), data.text, data.uncaptioned)
+    path, numbers = records.path_of(data), fields.read(data.fields)
+    return Arrow(path, data.text, data.uncaptioned, numbers)
 
 
 def open_any(data: Data, _: TaskShapes) -> Records:
@@ -30,8 +33,11 @@ def open_any(data: Data, _: TaskShapes) -> Records:
     path = records.path_of(data)
     place, split = records.split_of(path)
     if any((pathlib.Path(place) / name).exists() for name in SAVED):
-        return Arrow(path, data.text, data.uncaptioned)
-    return TableRecords(_load(place, split), path, data.text, uncaptioned=data.uncaptioned)
+        return open_source(data, _)
+    return TableRecords(
+        _load(place, split), path, data.text, uncaptioned=data.uncaptioned,
+        fields=fields.read(data.fields),
+    )  # fmt: skip
 
 
 class TableRecords(Records):
@@ -42,7 +48,7 @@ class TableRecords(Records):
 
     def __init__(
         self, table: Any, name: str, text: str, root: str | os.PathLike[str] = ".",
-        uncaptioned: str = "error",
+        uncaptioned: str = "error", fields: Sequence[Field] = (),
     ):  # fmt: skip
         """Check the table's columns and its first row.
 
@@ -53,11 +59,12 @@ class TableRecords(Records):
             root: if the table stores paths of image files, the folder that they are relative to.
             uncaptioned: "empty" gives all rows the text "" if there is no such column. With any
                 other value, a missing column is an error.
+            fields: the columns of the numbers of each image.
 
         Raises:
             FileNotFoundError: the image of the first row is a path that does not exist.
-            ValueError: the table has no rows or no image column, or it has no column `text` and
-                `uncaptioned` is not "empty".
+            ValueError: the table has no rows, no image column or no column of a number, or it has
+                no column `text` and `uncaptioned` is not "empty".
         """
         self._name, self._root = name, pathlib.Path(root)
         images = [field.name for field in table.schema if _is_image(field.type)]
@@ -76,6 +83,14 @@ class TableRecords(Records):
                 f"data.text is {text!r}, but {name} has only the columns {columns}: set data.text "
                 "to the caption column"
             )
+        records.check_places(fields, ())
+        for field in fields:
+            if field.name not in table.column_names:
+                raise ValueError(
+                    f"data.fields has {field.name!r}, but {name} has only the columns {columns}: "
+                    "name one of these"
+                )
+        self._numbers = {field.name: table[field.name] for field in fields}
         self._images = table[images[0]]
         self._texts = [(table[name], weight) for name, weight in names if not missing]
         try:
@@ -107,15 +122,17 @@ class TableRecords(Records):
             # Try the path relative to `root` first, then to the working directory, as `datasets`.
             inside = self._root / image["path"]
             contents = (inside if inside.exists() else pathlib.Path(image["path"])).read_bytes()
-        return Record(contents or b"", text, f"{self._name}, row {index}")
+        numbers = {name: column[index].as_py() for name, column in self._numbers.items()}
+        return Record(contents or b"", text, f"{self._name}, row {index}", numbers)
 
 
 class Arrow(TableRecords):
     """The rows of a data set written by `save_to_disk`, read without the package `datasets`."""
 
     def __init__(
-        self, path: str | os.PathLike[str], text: str = "text", uncaptioned: str = "error"
-    ):
+        self, path: str | os.PathLike[str], text: str = "text", uncaptioned: str = "error",
+        fields: Sequence[Field] = (),
+    ):  # fmt: skip
         """Map the files into memory.
 
         Args:
@@ -123,12 +140,14 @@ class Arrow(TableRecords):
             text: the caption column.
             uncaptioned: "empty" gives all rows the text "" if there is no caption column. With any
                 other value, a missing caption column is an error.
+            fields: the columns of the numbers of each image.
 
         Raises:
             FileNotFoundError: the folder does not exist, or the image of the first row is a path
                 that does not exist.
-            ValueError: there are no .arrow files, no rows or no image column, a file is damaged, or
-                there is no caption column and `uncaptioned` is not "empty".
+            ValueError: there are no .arrow files, no rows, no image column or no column of a
+                number, a file is damaged, or there is no caption column and `uncaptioned` is not
+                "empty".
         """
         import pyarrow  # Slow to import, and needed by few data sets.
 
@@ -149,7 +168,7 @@ class Arrow(TableRecords):
             )
         self._paths = paths
         table = pyarrow.concat_tables(map(_open, paths))
-        super().__init__(table, os.fspath(path), text, root / split, uncaptioned)
+        super().__init__(table, os.fspath(path), text, root / split, uncaptioned, fields)
 
     def files(self) -> list[str]:
         return list(map(str, self._paths))

@@ -9,6 +9,8 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, UInt64
 
+from diffusion_jax.config import fields
+from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records, storage
 from diffusion_jax.data.inventory import PICTURES, TEXTS, Inventory
@@ -21,13 +23,19 @@ from diffusion_jax.files import untrusted
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the folder of image files at a config's data.path, with its texts."""
-    return Folder(records.path_of(data), data.text, data.uncaptioned)
+    return Folder(records.path_of(data), data.text, data.uncaptioned, fields.read(data.fields))
 
 
 class Folder(Records):
     """The images under a folder, in the order of their names, each with a text."""
 
-    def __init__(self, path: str | os.PathLike[str], text: str = "txt", uncaptioned: str = "error"):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        text: str = "txt",
+        uncaptioned: str = "error",
+        fields: Sequence[Field] = (),
+    ):
         """List the files and read the tables.
 
         Args:
@@ -38,12 +46,14 @@ class Folder(Records):
                 such as "txt,jsonl:long*0.5", give the images several texts.
             uncaptioned: "error" raises ValueError if images lack a text, "drop" leaves them out,
                 and "empty" gives them the text "".
+            fields: the numbers of each image. By default, they are in the tables of `text` or, if
+                it names none, in JSON files beside the images.
 
         Raises:
             FileNotFoundError: the folder does not exist.
             ValueError: there are no images, images lack a text and `uncaptioned` is "error", all
-                images lack a text and `uncaptioned` is "drop", or `text` names a table that is
-                missing or damaged.
+                images lack a text and `uncaptioned` is "drop", images lack a number, or `text` or
+                `fields` names a table that is missing or damaged.
         """
         self._root = pathlib.Path(path)
         records.check_exists([os.fspath(path)], "folder")
@@ -64,12 +74,24 @@ class Folder(Records):
                 texts = _beside(images, names, part.suffix)
             self._texts.append((part, texts))
         captioned = set[str]().union(*(texts for _, texts in self._texts))
-        # Images, and files or tables of texts.
-        kinds = tuple(metadata.SUFFIXES.get(part.suffix, part.suffix) for part in parts)
+        tables = [part.suffix for part in parts if part.suffix in metadata.SUFFIXES]
+        records.check_places(fields, ("json", *metadata.SUFFIXES))
+        self._fields = [f._replace(place=f.place or (*tables, "json")[0]) for f in fields]
+        self._numbers = {f.name: self._places_of(f, images, names) for f in self._fields}
+        # Images, and files or tables of texts and numbers.
+        kinds = [*(part.suffix for part in parts), *(field.place for field in self._fields)]
+        kinds = tuple(metadata.SUFFIXES.get(kind, kind) for kind in kinds)
         self._files = [name for name in names if is_image(name) or name.lower().endswith(kinds)]
         empty = uncaptioned == "empty"
         self._images = [name for name in images if empty or name in captioned]
         self._without = set(self._images) - captioned
+        for name, numbers in self._numbers.items():
+            if lacking := [image for image in self._images if image not in numbers]:
+                raise ValueError(
+                    f"{len(lacking)} of {len(self._images)} images in {path} have no number for "
+                    f"{name!r} in data.fields: {', '.join(lacking[:3])}; add their numbers, or "
+                    "remove these images"
+                )
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
         self._count_others({name: kind for name, kind in names.items() if not is_image(name)})
@@ -113,9 +135,27 @@ class Folder(Records):
 
     def _read(self, name: str) -> Record:
         image, text = self._contents(name), self._read_text(name)
-        return (
-            Record(b"", image, name) if isinstance(image, Unusable) else Record(image, text, name)
-        )
+        if isinstance(image, Unusable):
+            return Record(b"", image, name)
+        numbers = {field: of[name] for field, of in self._numbers.items()}
+        for file in {file for file in numbers.values() if isinstance(file, str)}:
+            contents = self._contents(file)
+            of_file = [field for field in self._fields if numbers[field.name] == file]
+            numbers |= (
+                dict.fromkeys((field.name for field in of_file), contents)
+                if isinstance(contents, Unusable)
+                else records.read_numbers(contents, of_file)
+            )
+        return Record(image, text, name, numbers)
+
+    def _places_of(
+        self, field: Field, images: Sequence[str], names: Collection[str]
+    ) -> dict[str, Any]:
+        """Return a field's number of each image, or its JSON file if there is one for each."""
+        if field.place == "json":
+            return dict[str, Any](_beside(images, names, "json"))
+        place = field.place, field.name
+        return metadata.read(self._root, list(names), images, *place, Inventory(), field)
 
     def _read_text(self, name: str) -> Any:
         if name in self._without:

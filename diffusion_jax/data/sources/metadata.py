@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from diffusion_jax.config.fields import Field
 from diffusion_jax.data import captions, records, rows
 from diffusion_jax.data.inventory import TEXTS, Inventory
 from diffusion_jax.data.transforms import Unusable
@@ -63,8 +64,9 @@ def read(
     kind: str,
     field: str,
     inventory: Inventory,
+    number: Field | None = None,
 ) -> dict[str, Any]:
-    """Return the captions in all tables of one kind, keyed by image.
+    """Return the captions or numbers in all tables of one kind, keyed by image.
 
     Several rows of one image are several captions
     (captions.Captions). A caption that is not UTF-8 is an Unusable error.
@@ -74,23 +76,27 @@ def read(
         names: sorted paths of all files, relative to `root`.
         images: the paths among these that are images.
         kind: the kind of tables, a key of SUFFIXES.
-        field: the column of captions.
+        field: the column of captions or numbers.
         inventory: gets the rows without an image, and the tables without names of images.
+        number: the entry of data.fields, if the column holds numbers. None: it holds captions.
 
     Raises:
-        ValueError: there is no table, a row is malformed, two tables describe one image, or no row
-            has both an image and a caption.
+        ValueError: there is no table, a row is malformed, a number is not in its range, two tables
+            describe one image, rows of one image have different numbers, or no row has both an
+            image and a value.
     """
+    setting, holds = ("data.fields", "numbers") if number else ("data.text", "captions")
     tables = [name for name in names if name.lower().endswith(SUFFIXES[kind])]
     if not tables:
         raise ValueError(
-            f"no {SUFFIXES[kind]} files in {root}, but data.text={kind}:{field} reads the captions "
-            "from such files: set data.text to the format that holds the captions, such as txt"
+            f"no {SUFFIXES[kind]} files in {root}, but {setting}={kind}:{field} reads the {holds} "
+            f"from such files: set {setting} to the format that holds the {holds}, such as "
+            + ("json" if number else "txt")
         )
     found, table_of, columns, opened = {}, {}, set[str](), _Images(root, images)
     lost: list[tuple[str, str]] = []
     for table in tables:
-        texts, later = _read_table(root, table, field, opened, columns, inventory)
+        texts, later = _read_table(root, table, field, opened, columns, inventory, number)
         lost += later
         for image, several in texts.items():
             if image in found:
@@ -98,7 +104,12 @@ def read(
                     f"both {root / table_of[image]} and {root / table} describe {image}: remove "
                     "one of the tables"
                 )
-            found[image] = captions.join((text, 1.0) for text in several)
+            if number and len(set(several)) > 1:
+                raise ValueError(
+                    f"{root / table} has several numbers in the column {field} for {image}: "
+                    f"{several[0]:g} and others; keep one"
+                )
+            found[image] = several[0] if number else captions.join((t, 1.0) for t in several)
             table_of[image] = table
     inventory.add("row_without_image", [f"{place}: {name}" for place, name in lost])
     if not found and lost:
@@ -109,8 +120,8 @@ def read(
             raise ValueError(f"{place} {_no_name(row)}: write an object for each image on a line")
         raise ValueError(
             f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
-            f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set data.text to "
-            f"{kind}:COLUMN with the caption column"
+            f"{field!r}; the columns are {', '.join(sorted(columns)) or 'none'}: set {setting} to "
+            f"{kind}:COLUMN with the {'numbers' if number else 'caption'} column"
         )
     return found
 
@@ -143,8 +154,9 @@ def _read_table(
     images: _Images,
     columns: set[str],
     inventory: Inventory,
+    number: Field | None,
 ) -> tuple[Mapping[str, list[Any]], list[tuple[str, str]]]:
-    """Return the captions of each image in a table, and (place, name) of rows without an image.
+    """Return the values of each image in a table, and (place, name) of rows without an image.
 
     The table's columns are added to `columns`. Raises ValueError if a row is malformed.
     """
@@ -169,13 +181,9 @@ def _read_table(
                 f"{place}: {column} is {rows.shown(name)}, not the name of an image: correct or "
                 "remove the row"
             )
-        if cell is None:  # The image counts as one without a caption.
-            continue
-        if not isinstance(cell, str | list):
-            raise ValueError(f"{place}: {field} is {rows.shown(cell)}, not a text: correct it")
-        text = records.cell_text(cell)
-        if isinstance(text, Unusable):
-            text = Unusable(text.reason, f"{place}: {str(text).partition(': ')[2]}")
+        if cell is None and not (number and field in row):
+            continue  # The image counts as one without a caption or number.
+        text = _numeric(place, cell, number) if number else _caption(place, field, cell)
         if column == _KEY:
             image = images.by(_stem).get(posixpath.join(stem, str(name)), "")
         else:
@@ -192,6 +200,22 @@ def _read_table(
             if form is not _base or not texts:
                 later = _assign(texts, later, images, form)
     return texts, [(place, name) for place, name, _ in later]
+
+
+def _numeric(place: str, cell: Any, number: Field) -> float:
+    try:
+        return number.number(cell)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _caption(place: str, field: str, cell: Any) -> Any:
+    if not isinstance(cell, str | list):
+        raise ValueError(f"{place}: {field} is {rows.shown(cell)}, not a text: correct it")
+    text = records.cell_text(cell)
+    if isinstance(text, Unusable):
+        return Unusable(text.reason, f"{place}: {str(text).partition(': ')[2]}")
+    return text
 
 
 def _assign(

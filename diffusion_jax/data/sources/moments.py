@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax import files
+from diffusion_jax.config import fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
@@ -33,7 +34,8 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
     _check_fields(data, find_manifest(path))
-    tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
+    opened = data.text, data.uncaptioned, data.max_broken, SUFFIXES, fields.read(data.fields)
+    tars = WebDataset(path, *opened)
     side, _, channels = shapes.moments or (1, 1, 0)
     factor = shapes.size // side
     make = functools.partial(

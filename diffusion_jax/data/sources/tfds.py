@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from diffusion_jax.config import fields
+from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records
 from diffusion_jax.data.pictures import TaskShapes
@@ -25,13 +27,13 @@ _LENGTH = struct.Struct("<Q")
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the TFDS split at a config's data.path, such as "NAME@train"."""
-    return Tfds(records.path_of(data), data.text)
+    return Tfds(records.path_of(data), data.text, fields.read(data.fields))
 
 
 class Tfds(Records):
     """The examples of one split of a TFDS data set, each with its captions."""
 
-    def __init__(self, path: str, text: str = "caption"):
+    def __init__(self, path: str, text: str = "caption", fields: Sequence[Field] = ()):
         """Open a split.
 
         Args:
@@ -39,17 +41,21 @@ class Tfds(Records):
                 the folder of one version of a data set.
             text: name of the caption feature. "/" joins the names of nested features, as in
                 "captions/text". Commas join several features, as in "caption,long*0.5".
+            fields: the numbers of each example, whose names are those of features, as for `text`.
 
         Raises:
             ValueError: `path` names no split, the data set is missing or empty, its file format has
-                no random access, or it has no image feature or no feature `text`.
+                no random access, or it has no image feature, no feature `text` or no feature of
+                a number.
         """
         name, split = records.split_of(path)
         if not split:
             raise ValueError(f"data.path is {path!r}: write NAME@SPLIT, such as {name}@train")
         import tensorflow_datasets as tfds  # Slow to import, and needed by few data sets.
 
+        records.check_places(fields, ())
         self._name, self._texts = path, captions.alternatives(text)
+        self._fields = [field.name for field in fields]
         try:
             builder = _builder(tfds, name)
             self._image = next(
@@ -80,9 +86,12 @@ class Tfds(Records):
         """Return the examples with these indices as records."""
         rows = self._rows.__getitems__(list(indices))
         return [
-            Record(row[self._image], self._text(row), f"{self._name}, {index}")
+            Record(
+                row[self._image], self._text(row), f"{self._name}, {index}",
+                {name: _inside(row, name) for name in self._fields},
+            )
             for index, row in zip(indices, rows, strict=True)
-        ]
+        ]  # fmt: skip
 
     def _text(self, row: Mapping[str, Any]) -> Any:
         texts = ((records.cell_text(_inside(row, name)), weight) for name, weight in self._texts)
@@ -90,11 +99,13 @@ class Tfds(Records):
 
     def _check_text(self) -> None:
         row = self._rows[0]
-        for name, _ in self._texts:
+        needed = [(name, "text to the caption feature") for name, _ in self._texts]
+        needed += [(name, "fields to the features of numbers") for name in self._fields]
+        for name, advice in needed:
             if _inside(row, name) is None:
                 raise ValueError(
-                    f"{self._name} has no feature {name!r}: it has {', '.join(row)}. Set data.text "
-                    "to the caption feature"
+                    f"{self._name} has no feature {name!r}: it has {', '.join(row)}. Set "
+                    f"data.{advice}"
                 )
 
 

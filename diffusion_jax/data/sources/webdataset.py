@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt64
 
+from diffusion_jax.config import fields
+from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, listing, records, storage, tars
 from diffusion_jax.data.inventory import Inventory
@@ -22,7 +24,10 @@ _GAP = 64 * 2**10  # Reading this many superfluous bytes is cheaper than a secon
 
 def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the webdataset tars at a config's data.path."""
-    return WebDataset(records.path_of(data), data.text, data.uncaptioned, data.max_broken)
+    return WebDataset(
+        records.path_of(data), data.text, data.uncaptioned, data.max_broken,
+        fields=fields.read(data.fields),
+    )  # fmt: skip
 
 
 class WebDataset(Records):
@@ -35,6 +40,7 @@ class WebDataset(Records):
         uncaptioned: str = "error",
         max_broken: float = 0.0,
         images: Sequence[str] = (),
+        fields: Sequence[Field] = (),
     ):
         """Open the listing of records in the tars, or build it from the tars' headers.
 
@@ -48,6 +54,7 @@ class WebDataset(Records):
             max_broken: largest allowed share of unreadable tars, and of files that are lost behind
                 damaged headers.
             images: suffixes of the files of VAE moments, if the tars hold moments; () for images.
+            fields: the numbers of each image, which are fields of the JSON file KEY.json.
 
         Raises:
             FileNotFoundError: a tar is missing.
@@ -55,9 +62,14 @@ class WebDataset(Records):
                 text, or some images lack a text and `uncaptioned` is not "drop".
         """
         self._parts = records.check_text(text)
+        self._fields = fields
+        records.check_places(fields, ("json",))
         suffixes = [part.suffix for part in self._parts]
         self._listing = listing.open_listing(
-            os.fspath(path), images or untrusted.image_suffixes(), suffixes
+            os.fspath(path),
+            images or untrusted.image_suffixes(),
+            suffixes,
+            "json" if fields else "",
         )
         facts, inventory = self._listing.facts, self._listing.inventory
         self._check_damage(max_broken)
@@ -101,7 +113,8 @@ class WebDataset(Records):
 
         Raises OSError for a removed tar.
         """
-        places = [(tar, spans[1:]) for tar, spans in map(self._place, indices)]
+        texts = slice(1, 1 + len(self._parts))
+        places = [(tar, spans[texts]) for tar, spans in map(self._place, indices)]
         parts = [(t, first, first + size) for t, spans in places for first, size in spans if first]
         contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
         return [self._join([next(contents) if o else None for o, _ in s]) for _, s in places]
@@ -145,8 +158,12 @@ class WebDataset(Records):
     def _record(self, tar: str, spans: Spans, contents: Iterator[bytes]) -> Record:
         ranges = [(first, next(contents)) for first, _ in _parts(spans)]
         image, *texts = (_cut(ranges, *span) if span[0] else None for span in spans)
+        numbers = (texts.pop() if self._fields else None) or b"{}"
         header = _cut(ranges, spans[0][0] - tars.BLOCK, tars.BLOCK)
-        return Record(image or b"", self._join(texts), listing.full_name(tar, header))
+        name = listing.full_name(tar, header)
+        return Record(
+            image or b"", self._join(texts), name, records.read_numbers(numbers, self._fields)
+        )
 
     def _join(self, texts: Sequence[bytes | None]) -> Any:
         pairs = zip(self._parts, texts, strict=True)

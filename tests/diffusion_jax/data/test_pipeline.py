@@ -301,10 +301,8 @@ def test_global_arrays_hold_the_rows_in_order_on_every_device():
 
 def test_share_computes_a_processs_part_from_the_rows_of_its_devices():
     assert pipeline.share([(4, 6), (6, 8)], 8) == (1, 2)
-    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (
-        1,
-        4,
-    )  # Two devices hold the same rows.
+    # Two devices hold the same rows.
+    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (1, 4)
     with pytest.raises(ValueError, match=r"hold rows \[\(0, 2\), \(6, 8\)\] of a batch of 8"):
         pipeline.share([(6, 8), (0, 2)], 8)
 
@@ -333,9 +331,9 @@ def test_random_crops_depend_on_the_sample_number_and_center_crops_do_not(tmp_pa
 
 def mixed(batch_size, seed=0, weights=(3, 1), lengths=(10, 7), **kw):
     pictures = Mixture([Numbers(length) for length in lengths], weights)
-    read = pictures.read
+    columns = pictures.columns
     # Return the requested indices in place of texts.
-    pictures.read = lambda indices, places=None: (read(indices)[0], indices)
+    pictures.columns = lambda indices, places=None: columns(indices)._replace(texts=indices)
     return pipeline.make_batches(
         pictures, lambda texts: {"n": texts}, batch_size=batch_size, seed=seed, **kw
     )

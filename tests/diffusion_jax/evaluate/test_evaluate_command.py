@@ -190,10 +190,8 @@ def test_a_killed_sweep_repeats_one_batch_and_gives_the_same_scores(one, inputs,
     out = tmp_path / "evaluation" / "step_00000003"
     check_same([*rows_of(out), one[1][1]], one[1])  # The row of the first scale is complete.
     evaluation.evaluate([make_subject(tmp_path, calls)], scorer, settings)
-    first, second = (
-        [*range(34)],
-        [*range(34, 67), 34],
-    )  # The second batch is filled up with row 34, which is dropped.
+    # The second batch is filled up with row 34, which is dropped.
+    first, second = [*range(34)], [*range(34, 67), 34]
     assert calls == [first, second, first, second, second]
     check_same(rows_of(out), one[1])
 

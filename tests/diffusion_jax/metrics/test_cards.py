@@ -18,9 +18,8 @@ def test_only_scores_with_the_public_weights_are_named_fid():
     assert table.column("fid_infinity", card()) == "fd_toy_infinity"
     assert table.column("kid", card(official=True)) == "kid"
     assert table.column("kid", card()) == "kid_toy"
-    assert (
-        table.column("clip_score", card()) == "clip_score"
-    )  # CLIP has no single public file of weights.
+    # CLIP has no single public file of weights.
+    assert table.column("clip_score", card()) == "clip_score"
 
 
 def test_a_card_records_extractor_images_sampler_and_versions():

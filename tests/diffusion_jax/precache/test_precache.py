@@ -250,9 +250,8 @@ def edited(tmp_path):
 
 def test_captions_that_are_edited_after_a_kill_are_encoded(edited, monkeypatch):
     folder, c = edited
-    (folder / "00001.txt").write_text(
-        (folder / "00000.txt").read_text()
-    )  # Equal captions are encoded once.
+    # Equal captions are encoded once.
+    (folder / "00001.txt").write_text((folder / "00000.txt").read_text())
 
     def killed(*arguments):
         raise InterruptedError

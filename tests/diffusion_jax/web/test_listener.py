@@ -1,4 +1,4 @@
-"""The page's socket: exit codes of bad addresses, and connections that never send a request."""
+"""The page's socket: errors of addresses, and connections that never send a request."""
 
 import contextlib
 import socket
@@ -21,7 +21,7 @@ async def hello(scope, receive, send):
 
 @pytest.fixture
 def address(monkeypatch):
-    """The address of a running server that allows 20 connections and a second for a head."""
+    """Start a server that allows 20 connections and one second for the head of a request."""
     monkeypatch.setattr(listener, "_HEADER_SECONDS", 1.0)
     monkeypatch.setattr(listener, "_CONNECTIONS", 20)
     listening = listener.bind("127.0.0.1", 0)
@@ -35,13 +35,13 @@ def address(monkeypatch):
 
 
 def get(address):
-    """The response to a request."""
+    """Send a request and return the response."""
     with socket.create_connection(address, 30) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         return b"".join(iter(lambda: client.recv(4096), b"")).decode()
 
 
-def test_half_open_requests_do_not_make_the_page_unreachable(address):
+def test_unfinished_requests_do_not_make_the_page_unreachable(address):
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             client = stack.enter_context(socket.create_connection(address, 30))
@@ -62,12 +62,12 @@ def test_a_connection_without_a_request_is_closed(address):
 def test_a_malformed_request_gets_the_security_headers(address):
     with socket.create_connection(address, 30) as client:
         client.sendall(b"\x00\x01\r\n\r\n")
-        said = b"".join(iter(lambda: client.recv(4096), b"")).decode()
-    assert said.startswith("HTTP/1.1 400 ")
-    assert all(f"\r\n{name}: {value}\r\n" in said for name, value in access.SAFE.items())
+        response = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert response.startswith("HTTP/1.1 400 ")
+    assert all(f"\r\n{name}: {value}\r\n" in response for name, value in access.SAFE.items())
 
 
-def test_a_port_in_use_is_busy():
+def test_a_port_in_use_is_an_error_that_suggests_another():
     with listener.bind("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
         with pytest.raises(exits.Busy, match=rf"--port={port} on 127.0.0.1 is in use: choose"):
@@ -75,6 +75,6 @@ def test_a_port_in_use_is_busy():
 
 
 @pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1", "a" * 300, ""])
-def test_a_host_that_is_none_of_this_machine_is_named(host):
+def test_an_unknown_host_is_an_error_that_names_it(host):
     with pytest.raises(ValueError, match=f"--host={host} --port=0: "):
         listener.bind(host, 0)

@@ -1,4 +1,4 @@
-"""Pictures that a browser sends."""
+"""Pictures that a browser uploads."""
 
 import base64
 import io
@@ -9,7 +9,7 @@ from PIL import Image
 from diffusion_jax.web.uploads import Uploads
 
 
-def test_formats_are_those_that_the_message_names():
+def test_uploads_may_be_png_jpeg_or_webp():
     for format in ("PNG", "JPEG", "WebP"):
         Image.new("RGB", (6, 4)).save(file := io.BytesIO(), format)
         added = Uploads().add({"png": base64.b64encode(file.getvalue()).decode()})

@@ -31,13 +31,8 @@ def test_exponents_match_the_paper():
     np.testing.assert_allclose(
         [power_averages.exponent(w) for w in WIDTHS], [16.97, 6.94], atol=5e-3
     )
-    for width in (
-        0.01,
-        0.05,
-        0.1,
-        0.2,
-        0.28,
-    ):  # The width is the standard deviation of the profile.
+    # The width is the standard deviation of the profile.
+    for width in (0.01, 0.05, 0.1, 0.2, 0.28):
         times, counts = np.arange(1, 200_001) / 200_000, profile(width, 200_000)
         mean = counts @ times
         assert np.sqrt(counts @ (times - mean) ** 2) == pytest.approx(width, rel=1e-4)

@@ -43,9 +43,8 @@ def test_shards_hold_the_usable_records_in_order(folder, tmp_path, format):
     ]
     assert contents(READERS[format](tmp_path)) == expected
     suffix = {"webdataset": "tar", "arrayrecord": "array_record"}[format]
-    assert (
-        len(list(tmp_path.glob(f"*.{suffix}"))) == 3
-    )  # Nine records with texts, in shards of 4, 4 and 1.
+    # Nine records with texts, in shards of 4, 4 and 1.
+    assert len(list(tmp_path.glob(f"*.{suffix}"))) == 3
 
 
 def test_parallel_processes_and_restarts_write_the_same_files(folder, tmp_path):

@@ -1,0 +1,200 @@
+"""An aesthetic score as an input of every network, from a column of the data to sampling."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import imagen_jax.train
+import sd_jax.train
+from configs import quickstart
+from diffusion_jax import heldout
+from diffusion_jax.config import fields
+from diffusion_jax.devices import sharding
+from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.train import loop, rehearse
+from imagen_jax import settings as imagen_settings
+from imagen_jax import task as imagen
+from sd_jax import task as sd
+from tests.diffusion_jax import training_noise
+from tests.sd_jax import tiny
+
+SIZE, NUM = 8, 16
+KEY = "field_aesthetic"
+SMALL = {"channel_mult": (1,), "num_res_blocks": 1, "attention_resolutions": (), "cond_dim": 32}
+NETWORKS = {
+    "unet": {"embed_dim": 32, "head_dim": 32, **SMALL},
+    "efficient": {"embed_dim": 32, "head_dim": 32, "channel_mult": (1, 1),
+                  "num_res_blocks": (1, 1), "attention_levels": ()},
+    "magnitude": {"embed_dim": 32, "head_dim": 32, **SMALL},
+    "transformer": {"embed_dim": 32, "head_dim": 32, "patch": 4, "depth": 1, "bottleneck": 8},
+}  # fmt: skip
+KINDS = [*NETWORKS, "sd"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Write pictures whose brightness equals their score from 0 to 10, and a VAE."""
+    root = tmp_path_factory.mktemp("scored")
+    rows = ["file_name,text,aesthetic"]
+    for n in range(NUM):
+        score = 10 * n / (NUM - 1)
+        Image.new("RGB", (SIZE, SIZE), (int(25 * score),) * 3).save(root / f"{n}.png")
+        rows.append(f"{n}.png,a gray square,{score:.2f}")
+    (root / "metadata.csv").write_text("\n".join(rows))
+    tiny.write_vae(root / "vae.safetensors")
+    return root
+
+
+def read_settings(folder, kind, named=("aesthetic=0..10",), **sampler):
+    data = {"source": "folder", "path": str(folder), "text": "csv:text", "threads": 0,
+            "fields": named, "heldout": 0.3}  # fmt: skip
+    if kind == "sd":
+        c = tiny.config(folder / "vae.safetensors")
+        c.unet.norm_groups = 8  # With one channel per group, the norm would remove the embedding.
+    else:
+        c = quickstart.get_config()
+        unet = {"kind": kind, "image_size": SIZE, "dtype": "float32", **NETWORKS[kind]}
+        c.unet = type(c)(unet)
+        c.text.update(width=32, max_tokens=6)
+        if kind == "efficient":
+            c.super_resolution = {"factor": 2}
+    c.optimizer.update(schedule="constant", warmup=1)
+    c.update(batch_size=8, steps=2, sample_every=0, prompts=("a gray square",))
+    c.data = type(c)(data)
+    c.heldout = {"every": 1, "records": 4, "levels": 2}
+    c.sampler.update(steps=2, guidance=3.0, **sampler)
+    read = tiny.read_settings if kind == "sd" else imagen_settings.read_settings
+    return read(c.to_dict())
+
+
+def prepared(s, kind):
+    mesh = sharding.make_mesh(1, 1, 1)
+    inputs = (sd_jax if kind == "sd" else imagen_jax).train.prepare(s, mesh)
+    task = inputs.task
+    return inputs._replace(records=heldout.open_records(s.heldout, inputs.batches, task.measure))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_network_is_trained_evaluated_and_sampled_with_a_score(folder, kind, tmp_path):
+    s = read_settings(folder, kind)
+    mesh, inputs = sharding.make_mesh(1, 1, 1), prepared(s, kind)
+    with inputs.batches as batches:
+        report = rehearse.rehearse(inputs, s.run, s.optimizer, mesh, tmp_path)
+        assert KEY in report
+        task, batch = inputs.task, next(batches)
+    params = tiny.random_params(task)
+    shares = batch[KEY] / 10
+    np.testing.assert_allclose(batch["image"][:, 0, 0, 0] / 250, shares, atol=0.01)
+
+    # The score changes the loss and the held-out loss, and its embedding has a gradient.
+    keys = training_noise.keys_of(8)
+    loss = jax.jit(jax.value_and_grad(lambda p, b: task.loss(p, task.frozen, b, keys)[0]))
+    value, gradient = loss(params, batch)
+    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient["params"][KEY]))
+    assert value != loss(params, batch | {KEY: 10 - batch[KEY]})[0]
+    assert inputs.records is not None
+    score = functools.partial(heldout.make_scorer, task, task.frozen, mesh, batch_size=8)
+    records = inputs.records
+    other = records._replace(batch={**records.batch, KEY: 10 - records.batch[KEY]})
+    assert score(records=records)(params)["loss"] != score(records=other)(params)["loss"]
+
+    # Two scores give two pictures, and the default is the config's score.
+    texts = {k: v for k, v in batch.items() if k not in (KEY, "image")}
+    if kind == "sd":
+        texts |= {f"negative_{name}": x for name, x in texts.items()}
+    if kind == "efficient":
+        texts["low_res"] = np.zeros((8, 4, 4, 3), np.float32)
+    keys, scales = keys_of(halves([0] * 8)), jnp.full(8, 3.0)
+    draw = lambda task, **scores: np.asarray(
+        jax.jit(task.sample)(params, task.frozen, {**texts, **scores}, keys, scales)
+    )
+    low, high = (draw(task, **{KEY: np.full(8, x, np.float32)}) for x in (2.0, 9.0))
+    unknown = draw(task)
+    assert np.abs(low - high).max() > 1e-3 and np.abs(low - unknown).max() > 1e-3
+    configured = prepared(read_settings(folder, kind, fields="aesthetic=9"), kind)
+    configured.batches.close()
+    np.testing.assert_allclose(draw(configured.task), high, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_field_changes_neither_the_other_weights_nor_the_output(folder, kind):
+    with_field, without = (prepared(read_settings(folder, kind, named), kind)
+                           for named in (("aesthetic=0..10",), ()))  # fmt: skip
+    for inputs in (with_field, without):
+        inputs.batches.close()
+    task, plain = with_field.task, without.task
+    params = jax.jit(task.init)(jax.random.key(1))
+    expected = jax.jit(plain.init)(jax.random.key(1))
+    others = {**params, "params": {k: x for k, x in params["params"].items() if k != KEY}}
+    jax.tree.map(np.testing.assert_array_equal, others, expected)
+
+    # A run that starts from weights without the field begins with the same outputs.
+    trained = tiny.random_params(plain)
+    both = {**params, "params": {**trained["params"], KEY: params["params"][KEY]}}
+    batch, keys = without.batches.example(), training_noise.keys_of(1)
+    sigma = jnp.ones(1)
+    scored = {**batch, KEY: np.array([7.0], np.float32)}
+    of = lambda task, params, batch: task.measure.errors(params, task.frozen, batch, keys, sigma)
+    np.testing.assert_array_equal(of(task, both, scored)[0], of(plain, trained, batch)[0])
+
+
+def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
+    s = read_settings(folder, "unet")
+    inputs = prepared(s, "unet")
+    inputs.batches.close()
+    _, key, create, layout = loop.plan(inputs.task, s.run, s.optimizer, sharding.make_mesh(1, 1, 1))
+    weights = tiny.random_params(prepared(read_settings(folder, "unet", ()), "unet").task)
+    state = loop.first_state(
+        tmp_path, None, create, key, layout, inputs.batches, lambda: jax.device_get(weights)
+    )
+    started = dict(state.params["params"])
+    assert not jnp.any(started.pop(KEY)["dense2"]["kernel"])
+    jax.tree.map(np.testing.assert_array_equal, started, weights["params"])
+
+
+def test_an_unknown_argument_of_a_network_is_an_error(folder):
+    s = read_settings(folder, "unet", ())
+    with pytest.raises(TypeError, match="the network has no argument 'score'"):
+        jax.eval_shape(
+            lambda: s.unet.init(
+                jax.random.key(0), jnp.zeros((1, 8, 8, 3)), jnp.zeros(1), jnp.zeros((1, 1, 32)),
+                jnp.ones((1, 1), bool), score=jnp.zeros((1, 2)),
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("system", ["imagen", "sd"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("taste=3", r"sampler\.fields is 'taste=3', but the fields of this model are aesthetic"),
+        ("aesthetic", r"write NAME=NUMBER for each"),
+        ("aesthetic=11", r"the field aesthetic is '11': it must be a number from 0 to 10"),
+    ],
+)
+def test_invalid_scores_for_sampling_are_errors(folder, system, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings(folder, "sd" if system == "sd" else "unet", fields=text)
+
+
+def test_one_text_can_set_several_fields():
+    named = fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
+    assert fields.values(named, " year = 1950.5, aesthetic=7 ") == {
+        "field_year": 1950.5, "field_aesthetic": 7
+    }  # fmt: skip
+    assert fields.values(named, "") == {}
+
+
+def test_the_examples_of_the_planner_have_the_field(folder):
+    for kind, module in (("unet", imagen), ("sd", sd)):
+        s = read_settings(folder, kind)
+        inputs = prepared(s, kind)
+        inputs.batches.close()
+        from diffusion_jax.text import registry
+
+        task, _ = module.example(s, registry.make_encoder(s.text))
+        assert KEY in jax.eval_shape(task.init, jax.random.key(0))["params"]
