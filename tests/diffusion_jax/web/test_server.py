@@ -424,3 +424,44 @@ def test_previews_of_both_stages_of_a_cascade_belong_to_their_pictures():
     assert seen[::3] == seen[1::3] == seen[2::3] == [[4, 5, 6, 7], [4, 5], [6, 7], [8], [8]]
     shown = Image.open(io.BytesIO(base64.b64decode(job.looks[8])))
     assert shown.size == (200, 200)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-1", "1" * 7, "\u0663", "x"])
+def test_a_number_in_a_path_that_is_none_is_404(site, number):
+    app = server.app(site, HOSTS)
+    _, said = post(app, [a_picture()])
+    for path in (f"{number}.png", f"0/{number}.png"):
+        assert ask(app, f"/api/jobs/{said['job']}/{path}")[0] == 404
+
+
+def test_words_of_very_long_prompts_are_refused(site):
+    status, said = post(
+        server.app(site, HOSTS), {"model": "slow", "prompts": ["a" * 200_001]}, "/api/words"
+    )
+    assert status == 400 and said["error"] == "the prompts must have at most 200,000 letters"
+
+
+def test_a_fifth_stream_of_a_job_ends_the_first(site):
+    job = site.queue.add([site.picture(a_picture())])
+    app = server.app(site, HOSTS)
+    ended = threading.Thread(target=ask, args=(app, f"/api/jobs/{job.name}"), daemon=True)
+    ended.start()
+    wait_for(lambda: job.streams == 1)
+    job.streams += 4  # As four more tabs would.
+    wait_for(lambda: not ended.is_alive())
+
+
+def test_curves_are_thinned_as_lines_come_and_keep_their_mean(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "_MAX_POINTS", 10)
+    path, values = tmp_path / run_log.METRICS, np.random.default_rng(0).normal(size=57)
+    lines = [run_log.metrics_line(i, {"loss": values[i], "late": np.nan}) for i in range(57)]
+    for count in (3, 57):
+        path.write_text("".join(lines[:count]))
+        _, curves = results._metrics(path)
+        points = curves["loss"].points()
+        groups = np.array_split(np.arange(count), range(8, 57, 8)) if count > 10 else range(count)
+        expected = [(np.mean(rows), values[rows].mean()) for rows in groups]
+        np.testing.assert_allclose(points, expected, rtol=1e-12)
+        assert curves["late"].points() == []
+    path.write_text(lines[0])  # Continued from an earlier step.
+    assert results._metrics(path)[1]["loss"].points() == [(0.0, values[0])]
