@@ -1,4 +1,4 @@
-"""Cards and tables of scores: only an official FID is named fid; unlike scores are rejected."""
+"""Cards and tables of scores. Only an official FID is named fid, and scores must be comparable."""
 
 import pytest
 
