@@ -229,7 +229,7 @@ def test_a_sweep_over_checkpoints_and_averages_writes_one_table(inputs, tmp_path
 
 
 def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
-    """Pillow reduces the pictures of the larger model, and their card says so."""
+    """Pillow reduces the pictures of the larger model, and the card records that."""
     twice = lambda images, seeds: images.repeat(2, axis=1).repeat(2, axis=2)
     large = make_subject(tmp_path / "no", seed=1, spoil=twice, name="large")._replace(size=16)
     both = [make_subject(tmp_path, name="small"), large]

@@ -1,4 +1,4 @@
-"""Files of weights: exact in every dtype, read in parts, never twice in memory; errors."""
+"""Files of weights are read exactly in every dtype, in parts, and never twice in memory."""
 
 import json
 import tracemalloc

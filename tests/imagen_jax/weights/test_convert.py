@@ -56,7 +56,7 @@ def nemos():
 
 @pytest.fixture(scope="module")
 def converted(nemos, tmp_path_factory):
-    """The workdir converted from both."""
+    """A workdir converted from NeMo's weights and their average."""
     folder = tmp_path_factory.mktemp("nemo")
     for name, state in zip(("model", "model-EMA"), nemos, strict=True):
         np.savez(folder / f"{name}.npz", **state)
