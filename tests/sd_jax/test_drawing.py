@@ -75,7 +75,7 @@ def test_settings_of_a_directory_come_from_its_configs(model):
 
 
 def test_the_card_of_a_drawing_over_a_picture_has_its_strength(model):
-    """As a line of the command's metadata.jsonl."""
+    """The card has the form of a line in metadata.jsonl."""
     before, after = model.card(), model.changed([{"steps": 4}], strengths=[0.5]).card()
     assert after == {**before, "steps": 4, "strength": 0.5, "steps_taken": 2}
     assert "steps" in before and "strength" not in before

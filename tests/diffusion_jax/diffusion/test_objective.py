@@ -1,4 +1,4 @@
-"""Objectives against their papers: weights, rectified flow, learned uncertainty, offset noise."""
+"""Objectives match their papers: weights, rectified flow, learned uncertainty, offset noise."""
 
 import itertools
 import types

@@ -1,4 +1,4 @@
-"""Where the time went: closed forms from a manifest's starts and the speeds in the metrics."""
+"""The time of a run is divided by kind, from starts in the manifest and speeds in the metrics."""
 
 import json
 
@@ -16,11 +16,15 @@ LINES = [
     {"step": 10, "images_per_second": 4.0, "data/waiting": 0.25},  # 80 images: 20 s.
     {"step": 10, "evaluation/fid": 3.0},
     {"step": 20, "images_per_second": 8.0, "data/waiting": 0.0},  # 80 images: 10 s.
-    {"step": 25, "images_per_second": 10.0, "data/waiting": 0.5},  # 80 images of twice 8: 8 s.
+    {
+        "step": 25,
+        "images_per_second": 10.0,
+        "data/waiting": 0.5,
+    },  # A batch of 16: 80 images in 8 s.
 ]
 
 
-def test_the_time_of_each_start_is_that_of_its_own_steps_and_of_what_it_did_beside():
+def test_the_time_of_each_start_is_divided_into_training_and_other_work():
     first, second = goodput.starts(ENTRIES, LINES)
     assert (first.first, first.last, second.first, second.last) == (0, 20, 20, 25)
     assert first.seconds == {
@@ -29,11 +33,11 @@ def test_the_time_of_each_start_is_that_of_its_own_steps_and_of_what_it_did_besi
     assert second.seconds == {
         "steps": 4, "waiting for data": 4, "compiling": 10, "drawing and scoring": 7, "repeated": 6,
     }  # fmt: skip
-    # 120 s apart: 59 s were counted, and 6 s were spent on steps that were lost.
+    # The starts are 120 s apart. 59 s were counted, and 6 s were spent on lost steps.
     assert (first.idle, second.idle) == (0, 120 - 59 - 6)
 
 
-def test_the_summary_holds_the_share_of_each_kind_in_the_time_of_all_starts():
+def test_the_summary_has_the_share_of_each_kind_of_time_over_all_starts():
     every = goodput.starts(ENTRIES, LINES)
     whole = 59 + 31
     assert sum(goodput.total(every).values()) == whole
@@ -45,7 +49,7 @@ def test_the_summary_holds_the_share_of_each_kind_in_the_time_of_all_starts():
     assert goodput.summary([]) == ""
 
 
-def test_a_start_whose_steps_were_all_repeated_keeps_the_time_of_its_compilation():
+def test_a_start_whose_steps_were_all_repeated_still_counts_its_compilation():
     again = [*ENTRIES, ENTRIES[1] | {"start": "2026-01-01T00:05:00+00:00", "first_step": 10}]
     first, second, third = goodput.starts(again, LINES)
     assert (first.last, second.last, third.last) == (10, 20, 25)
@@ -74,4 +78,4 @@ def test_a_start_after_a_kill_counts_the_logged_steps_that_it_repeats(tmp_path):
 def test_a_manifest_without_numbers_counts_as_damaged(tmp_path, changed):
     (tmp_path / run_log.MANIFEST).write_text(json.dumps({"runs": [ENTRIES[0] | changed]}))
     assert run_log.read_manifest(tmp_path) == []
-    run_log.write_seconds(tmp_path, {"saving": 1.0})  # Has no entry to write to.
+    run_log.write_seconds(tmp_path, {"saving": 1.0})  # The manifest has no entry to write to.

@@ -271,7 +271,7 @@ def test_images_per_second_excludes_drawing_and_saving(tmp_path, monkeypatch):
     assert [line["images_per_second"] for line in read(tmp_path)] == [16, 8, 8]
 
 
-def test_the_manifest_holds_the_seconds_beside_training(tmp_path, monkeypatch):
+def test_the_manifest_has_the_seconds_that_were_not_training(tmp_path, monkeypatch):
     now = [0.0]
 
     def slowly(seconds, function):

@@ -166,7 +166,7 @@ def test_the_page_lists_scores_that_cannot_be_compared(tmp_path, show):
     assert embedded(frozen.page([one, alike]))["/api/sweeps"]["unlike"] == []
 
 
-def test_a_browser_shows_where_the_time_went_and_what_a_run_continues(tmp_path, show):
+def test_a_browser_shows_the_use_of_time_and_the_continued_run(tmp_path, show):
     entries = [
         {"start": "2026-01-01T00:00:00+00:00", "first_step": 0, "config": {"batch_size": 8},
          "seconds": {"compiling": 20.0, "saving": 10.0}},

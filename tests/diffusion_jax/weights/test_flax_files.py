@@ -1,4 +1,4 @@
-"""Weights of diffusers' and transformers' former Flax models, under the names of torch."""
+"""Weights of the former Flax models of diffusers and transformers are read with torch's names."""
 
 import pathlib
 
@@ -21,7 +21,7 @@ def entries(model):
 
 
 def write(path, model, dtype=np.float32):
-    """Write random arrays as the library did; return them by their names in torch, as in torch."""
+    """Write random arrays like the library. Return them with the names and layouts of torch."""
     rng = np.random.default_rng(0)
     flat = {name: rng.normal(size=shape).astype(dtype) for name, shape, _ in entries(model)}
     tree = traverse_util.unflatten_dict(flat, sep="/")
@@ -45,7 +45,7 @@ def test_flax_arrays_have_the_names_and_layouts_of_torch(tmp_path, model):
 
 
 @pytest.mark.parametrize("model", MODELS[:3])
-def test_written_arrays_are_those_of_the_flax_model(tmp_path, model):
+def test_written_flax_files_equal_those_of_the_flax_model(tmp_path, model):
     state = write(tmp_path / "from.msgpack", model)
     flax_files.write(tmp_path / "to.msgpack", state)
     expected, written = (
@@ -55,7 +55,7 @@ def test_written_arrays_are_those_of_the_flax_model(tmp_path, model):
     jax.tree.map(np.testing.assert_array_equal, written, expected)
 
 
-def test_bfloat16_keeps_its_bits(tmp_path):
+def test_bfloat16_arrays_are_read_exactly(tmp_path):
     expected = write(tmp_path / "flax_model.msgpack", "clip", ml_dtypes.bfloat16)
     for name, array in pretrained.open_weights(tmp_path).items():
         assert array.dtype == ml_dtypes.bfloat16
@@ -79,7 +79,7 @@ def test_shards_of_a_flax_model_are_joined(tmp_path):
         pretrained.open_weights(tmp_path)
 
 
-def test_safetensors_are_preferred_to_flax(tmp_path):
+def test_safetensors_files_are_preferred_to_flax_files(tmp_path):
     from safetensors.numpy import save_file
 
     write(tmp_path / "flax_model.msgpack", "clip")
@@ -96,7 +96,7 @@ def test_safetensors_are_preferred_to_flax(tmp_path):
     ],
     ids=["cut", "text", "number"],
 )
-def test_a_file_that_is_no_flax_model_is_an_error(tmp_path, content, message):
+def test_a_file_that_is_not_a_flax_model_is_an_error(tmp_path, content, message):
     path = tmp_path / "flax_model.msgpack"
     write(path, "clip")
     path.write_bytes(content(path.read_bytes()))
