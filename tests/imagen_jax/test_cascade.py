@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from PIL import Image
 import imagen_jax
 from configs import base64_500m, sr256_600m, sr1024_600m
 from diffusion_jax.draw.program import default_batch_size
+from diffusion_jax.draw.stage import Stage
 from imagen_jax import cascade
 from imagen_jax.settings import read_settings
 from tests.imagen_jax import commands
@@ -101,17 +101,18 @@ def test_default_batch_sizes_decrease_with_the_image_size():
 
 def test_the_first_stage_must_fit_the_pictures_to_enlarge():
     base, enlarger = (
-        SimpleNamespace(settings=read_settings(model.get_config().to_dict()), workdir=name)
-        for model, name in ((base64_500m, "base"), (sr256_600m, "sr"))
+        Stage(name, read_settings(model.get_config().to_dict()), None, None, "ema", 1, *[None] * 5)
+        for name, model in (("base", base64_500m), ("sr", sr256_600m))
     )
-    cascade.check_low_res(base, None)
-    cascade.check_low_res(enlarger, (64, 64))
+    both, alone = cascade.Cascade([base, enlarger], [{}, {}]), cascade.Cascade([enlarger], [{}])
+    both.check([], [1, 1])
+    alone.check([(64, 64)], [1])
     with pytest.raises(ValueError, match=r"^base is a base model, which draws from text alone"):
-        cascade.check_low_res(base, (64, 64))
+        both.check([(64, 64)], [1, 1])
     with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64: name a model that draws"):
-        cascade.check_low_res(enlarger, None)
+        alone.check([], [1])
     with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64, but .* of 32x64: resize"):
-        cascade.check_low_res(enlarger, (64, 32))
+        alone.check([(64, 64), (64, 32)], [1])
 
 
 @pytest.mark.slow
