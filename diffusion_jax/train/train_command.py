@@ -131,8 +131,6 @@ def command(
                 runs.claim(workdir, values)
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
-                if source:
-                    continuing.begin(source, inputs, s.run, settings, mesh, workdir, values)
 
             # Train. Known failures become one-line messages. A failure that may not occur at the
             # next start, such as a lost disk or expired credentials of a bucket, exits with code 1,
@@ -142,6 +140,8 @@ def command(
                 cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
             )
             stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
+            if source:
+                continuing.begin(source, inputs, s.run, settings, mesh, workdir, values)
             state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
         if times := jax.process_index() == 0 and goodput.summary(run_log.read_starts(workdir)):

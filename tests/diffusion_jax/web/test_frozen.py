@@ -189,6 +189,9 @@ def test_a_browser_shows_the_use_of_time_and_the_continued_run(tmp_path, show):
         ["2026-01-01 01:01", "10 to 15", "28.6 %", "20.0 s", "20.0 s", "", "30.0 s", "0:59:50"],
         ["total", "", "42.9 %", "0:01:00", "40.0 s", "10.0 s", "30.0 s", "0:59:50"],
     ]  # fmt: skip
+    page.set_viewport_size({"width": 390, "height": 800})
+    heights = {cell.bounding_box()["height"] for cell in page.locator("#times th, #times td").all()}
+    assert len(heights) <= 2 and max(heights) < 50  # Every cell is one line; the table scrolls.
 
 
 def test_long_training_curves_are_averaged_over_neighbouring_steps(tmp_path):
