@@ -19,7 +19,8 @@ _ALONE = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
 )
-_SAMPLES = 12  # The largest number of sample sheets per run in a report, besides the last one.
+_SAMPLES = 12  # The largest number of sample sheets per run in a report, besides the last one,
+_SHEETS = 48  # and that of all runs together, but at least one per run.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
@@ -48,11 +49,12 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
                 f"{folder} holds neither {run_log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
                 "it is not a workdir"
             )
+    most = min(_SAMPLES, max(1, _SHEETS // len(named)))
     content = {
         "title": " and ".join(named),
         "bands": [band._asdict() for band in bands],
         "/api/sweeps": results.sweeps(sweeps, _inlined),
-        "/api/training": results.training(named, _inlined, _SAMPLES),
+        "/api/training": results.training(named, _inlined, most),
     }
     # Without "<", no text in the data can end the <script> element.
     data = json.dumps(untrusted.printable_json(content), allow_nan=False).replace("<", r"\u003c")

@@ -55,8 +55,9 @@ function scale(values, from, to, log) {
   return Object.assign(at, {marks: ticks(low, high, false)});
 }
 
-// Make a figure. lines: [{name, points: [{x, y, low, high, label, words, choose}]}], where `words`
-// describes a point and choose() is called when it is chosen; bands: [{name, x, low, high}].
+// Make a figure. lines: [{name, number, points: [{x, y, low, high, label, words, choose}]}], where
+// `number` selects the line's colour, `words` describes a point and choose() is called when it is
+// chosen; bands: [{name, x, low, high}].
 export function plot({title, x, y, lines, bands = [], log = false, note = ""}) {
   lines = lines.map((line) => ({...line, points: line.points.filter((p) => !log || p.y > 0)}))
     .filter((line) => line.points.length);
@@ -85,10 +86,10 @@ export function plot({title, x, y, lines, bands = [], log = false, note = ""}) {
     svg.append(element("path", {class: "band", d: `M${[...side(band.low), ...side(band.high).reverse()].join("L")}Z`}));
   }
   const hits = element("g");  // Click targets are drawn above all lines.
-  lines.forEach((line, n) => svg.append(drawn(line, n, across, up, hits)));
+  for (const line of lines) svg.append(drawn(line, line.number, across, up, hits));
   svg.append(hits);
-  const legend = element("ul", {class: "legend"}, ...lines.map((line, n) => element("li", {},
-    element("svg", {viewBox: "0 0 26 10", "aria-hidden": "true"}, stroke("M1 5H25", n)), line.name)),
+  const legend = element("ul", {class: "legend"}, ...lines.map((line) => element("li", {},
+    element("svg", {viewBox: "0 0 26 10", "aria-hidden": "true"}, stroke("M1 5H25", line.number)), line.name)),
   ...bands.map((band) => element("li", {}, element("svg", {viewBox: "0 0 26 10", "aria-hidden": "true"},
     element("path", {class: "band", d: "M0 0H26V10H0Z"})), band.name)));
   return element("figure", {class: "plot"}, element("figcaption", {}, title ?? y), svg,

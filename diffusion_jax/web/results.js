@@ -90,12 +90,14 @@ function best(columns) {
 
 function figure(byAxis, x, y) {
   const [xs, ys] = [byAxis[x], byAxis[y]], lines = [];
+  let number = -1;  // A line keeps its colour in figures whose scores some sweeps lack.
   for (const [a, b] of xs.flatMap((a) => ys.map((b) => [a, b]))) {
     for (const sweep of chosen()) for (const label of new Set(sweep.points.map((p) => p.label))) {
+      number++;
       const own = sweep.points.filter((p) => p.label === label && a in p.scores && b in p.scores)
         .sort((one, other) => one.guidance - other.guidance);
       const words = [xs.length > 1 ? titled(a) : "", ys.length > 1 ? titled(b) : ""].filter(Boolean);
-      if (own.length) lines.push({label, parts: [named(sweep), ...label.split(", "), ...words],
+      if (own.length) lines.push({label, number, parts: [named(sweep), ...label.split(", "), ...words],
         points: own.map((p) => ({x: p.scores[a], y: p.scores[b], low: p.scores[`${b}_low`],
           high: p.scores[`${b}_high`], label: x === "guidance" ? "" : short(p.guidance),
           words: `${label}, guidance ${p.guidance}: ${titled(b)} ${score(p, b)}`,
@@ -134,7 +136,7 @@ function choose(sweep, point) {
 function showPoint(sweep, point) {
   const sheet = (src, words) => element("figure", {}, element("figcaption", {}, words),
     element("div", {class: "scroll"}, element("img",
-      {src, alt: `${words}: ${point.label}, guidance ${point.guidance}`})));
+      {src, onload: limit, alt: `${words}: ${point.label}, guidance ${point.guidance}`})));
   const columns = Object.keys(results.metrics).filter((c) => c in point.scores);
   const cards = Object.entries(point.cards).map(([name, card]) => element("details", {},
     element("summary", {}, `How it was scored: ${card.extractor ?? name}`), table(Object.entries(card))));
@@ -201,7 +203,7 @@ function showRuns(now) {
     run.live && !frozen ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
       : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running")]
       : [element("span", {class: "note"}, "a packed model, or a run that has not logged yet")])));
-  $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(shown, ...one)));
+  $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(now.names, shown, ...one)));
   $("times").replaceChildren(...shown.flatMap(times));
   showSamples(shown);
   const columns = now.names.map((name, n) => [name, n]).filter(([name]) => !hiddenRuns.has(name));
@@ -230,9 +232,11 @@ function shortened(value) {
     element("summary", {}, `${text.slice(0, LONG - 10)} ...`), text);
 }
 
-function curves(runs, title, fits, log, words, number) {
+// Make a figure of the curves that fit. A run has one colour in all figures, and no other run has it.
+function curves(names, runs, title, fits, log, words, number) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.curves).filter(fits)))];
   const lines = runs.flatMap((run) => Object.keys(run.curves).filter(fits).map((key) => ({
-    run, name: [runs.length > 1 ? run.name : "", key.startsWith("loss/") ? key.slice(5).replaceAll("_", " ")
+    run, number: names.indexOf(run.name) + names.length * keys.indexOf(key), name: [runs.length > 1 ? run.name : "", key.startsWith("loss/") ? key.slice(5).replaceAll("_", " ")
       : TOTAL.test(key) ? key.split("/")[1].replaceAll("_", " ") : ""].filter(Boolean).join(", "),
     points: run.curves[key].map(([x, y]) => ({x, y}))}))).filter((line) => line.points.length);
   const note = words && `${words}: ` + lines.map((line) =>
@@ -258,13 +262,19 @@ function times(run, _, shown) {
         + "steps that were taken after the last checkpoint of the start before, and again."))];
 }
 
+// Show a small picture at most at four times its size.
+function limit(event) {
+  const width = 4 * event.target.naturalWidth;
+  Object.assign(event.target.style, {maxWidth: `${width}px`, minWidth: width < 640 ? "0" : ""});
+}
+
 function showSamples(runs) {
   const at = Object.fromEntries([...document.querySelectorAll("#over-time input")].map((i) => [i.id, i]));
   $("over-time").replaceChildren(...runs.flatMap((run, n) => {
     if (!run.samples.length) return [];
     const id = `samples-${n}`, end = run.samples.length - 1;
     const follows = !at[id] || at[id].value === at[id].max;
-    const image = element("img", {alt: ""}), label = element("span");
+    const image = element("img", {alt: "", onload: limit}), label = element("span");
     const slider = element("input", {type: "range", id, min: 0, max: end, "aria-label": "Step",
       oninput: () => {
         const [step, source] = run.samples[Number(slider.value)];

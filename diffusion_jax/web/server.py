@@ -256,7 +256,7 @@ def _drawing(site: Site) -> list[Route]:
 
     async def picture(request: Request) -> Response:
         job, number = _job(site, request), _number(request.path_params["number"])
-        stage = _number(request.path_params.get("stage", "-1"))
+        stage = _number(request.path_params["stage"]) if "stage" in request.path_params else -1
         return _png((site.queue.files(job.pictures[number]) or {})[stage])
 
     async def zipped(request: Request) -> Response:
@@ -340,7 +340,7 @@ async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
 
 def _number(text: str) -> int:
     """Return a number in a path. Raises LookupError if it is not one, or has too many digits."""
-    if not re.fullmatch(r"-1|[0-9]{1,6}", text):
+    if not re.fullmatch("[0-9]{1,6}", text):
         raise LookupError
     return int(text)
 

@@ -165,6 +165,11 @@ def test_the_page_fits_the_width_of_a_phone(page):
         page.click(f"#tab-{tab}")
         expect(page.locator(selector).first).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") == 390, tab
+    page.click("#tab-draw")
+    for top in ("0", "document.documentElement.scrollHeight"):  # Draw stays in view.
+        page.evaluate(f"window.scrollTo(0, {top})")
+        box = page.locator("#draw").bounding_box()
+        assert box and box["y"] > 700 and box["y"] + box["height"] <= 844
 
 
 def test_the_page_of_a_cascade_draws_like_the_sample_command(browser, trained, enlarger, tmp_path):
