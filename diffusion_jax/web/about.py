@@ -33,9 +33,7 @@ def unknown(model: Model, prompts: Sequence[str]) -> dict[str, Any]:
     spelling or meaning. "meaningless" is True if there is such a word and the model's text encoder
     is "hashed", for which words that are not in the training captions have no meaning.
     """
-    new: dict[str, list[str]] = {}
-    for prompt in prompts:
-        new |= model.vocabulary.unknown(prompt) if model.vocabulary else {}
+    new = model.vocabulary.unknown(*prompts) if model.vocabulary else {}
     meaningless = bool(new) and model.stages[0].encoder.name == "hashed"
     return {"words": new, "meaningless": meaningless}
 

@@ -66,6 +66,8 @@ class DrawingJob:
     """The number of changes to the job. The server reports each change to the watching tabs."""
     cancelled: bool = False
     watchers: int = 0
+    streams: int = 0
+    """The number of event streams that were opened for the job."""
     left: float = dataclasses.field(default_factory=time.monotonic)
     """The time (of time.monotonic) at which the last tab stopped watching."""
 

@@ -45,6 +45,7 @@ _FILES = {
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _MAX_LETTERS = 2_000  # The largest length of a prompt or other text.
 _MAX_BODY = 2**20  # The largest size of a request in bytes.
+_STREAMS = 4  # The largest number of tabs that watch one job.
 _MAX = {"steps": 1_000, "height": 2_048, "width": 2_048}  # Limits on settings that cost time.
 _PER_STAGE = ("guidance", "steps")  # The page has a field for each stage of a cascade.
 _KINDS = {bool: "switch", int: "whole", float: "number", str: "text"}
@@ -198,6 +199,8 @@ def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
 
 
 def _drawing(site: Site) -> list[Route]:
+    looking_up = asyncio.Lock()
+
     async def models(request: Request) -> Response:
         waiting = await asyncio.to_thread(site.open_waiting)
         return JSONResponse({"models": [site.describe(name) for name in site.models],
@@ -208,11 +211,15 @@ def _drawing(site: Site) -> list[Route]:
         if not isinstance(asked, dict) or not isinstance(asked.get("prompts"), list):
             raise ValueError("a request must be a JSON object with model and prompts")
         prompts = [prompt for prompt in asked["prompts"] if isinstance(prompt, str)]
+        if sum(map(len, prompts)) > _MAX_LETTERS * PICTURES:
+            raise ValueError(f"the prompts must have at most {_MAX_LETTERS * PICTURES:,} letters")
         model = site.models[str(asked.get("model"))]
-        return JSONResponse(await asyncio.to_thread(about.unknown, model, prompts))
+        async with looking_up:  # So that other requests find a free thread.
+            return JSONResponse(await asyncio.to_thread(about.unknown, model, prompts))
 
     async def upload(request: Request) -> Response:
-        return JSONResponse(site.queue.uploads.add(await _json(request, uploads.MAX_BODY)))
+        sent = await _json(request, uploads.MAX_BODY)
+        return JSONResponse(await asyncio.to_thread(site.queue.uploads.add, sent))
 
     async def draw(request: Request) -> Response:
         requests = await _json(request)
@@ -228,9 +235,10 @@ def _drawing(site: Site) -> list[Route]:
         job = _job(site, request)
 
         async def lines() -> AsyncIterator[str]:
-            sent = None
+            sent, job.streams = None, job.streams + 1
+            number = job.streams
             with job.watched():
-                while True:
+                while job.streams - number < _STREAMS:  # Newer streams replace old ones.
                     now = job.version, site.queue.ahead(job) if job.state == "waiting" else 0
                     if now != sent:
                         sent = now
@@ -247,8 +255,8 @@ def _drawing(site: Site) -> list[Route]:
         return JSONResponse({})
 
     async def picture(request: Request) -> Response:
-        job, number = _job(site, request), int(request.path_params["number"])
-        stage = int(request.path_params.get("stage", -1))
+        job, number = _job(site, request), _number(request.path_params["number"])
+        stage = _number(request.path_params.get("stage", "-1"))
         return _png((site.queue.files(job.pictures[number]) or {})[stage])
 
     async def zipped(request: Request) -> Response:
@@ -265,8 +273,8 @@ def _drawing(site: Site) -> list[Route]:
         Route("/api/jobs/{job}.zip", zipped),
         Route("/api/jobs/{job}", events),
         Route("/api/jobs/{job}/cancel", cancel, methods=["POST"]),
-        Route("/api/jobs/{job}/{number:int}.png", picture),
-        Route("/api/jobs/{job}/{number:int}/{stage:int}.png", picture),
+        Route("/api/jobs/{job}/{number}.png", picture),
+        Route("/api/jobs/{job}/{number}/{stage}.png", picture),
     ]
 
 
@@ -328,6 +336,13 @@ async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
             raise ValueError(f"the request is too large: {max_body:,} bytes are allowed")
         parts.append(part)
     return json.loads(b"".join(parts) or b"null")
+
+
+def _number(text: str) -> int:
+    """Return a number in a path. Raises LookupError if it is not one, or has too many digits."""
+    if not re.fullmatch(r"-1|[0-9]{1,6}", text):
+        raise LookupError
+    return int(text)
 
 
 def _job(site: Site, request: Request) -> DrawingJob:

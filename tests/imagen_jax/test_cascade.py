@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,6 +97,21 @@ def test_default_batch_sizes_decrease_with_the_image_size():
     settings = [read_settings(model.get_config().to_dict()) for model in models]
     shapes = cascade.output_shapes(settings)
     assert [default_batch_size(*shape) for shape in shapes] == [512, 512, 32]
+
+
+def test_the_first_stage_must_fit_the_pictures_to_enlarge():
+    base, enlarger = (
+        SimpleNamespace(settings=read_settings(model.get_config().to_dict()), workdir=name)
+        for model, name in ((base64_500m, "base"), (sr256_600m, "sr"))
+    )
+    cascade.check_low_res(base, None)
+    cascade.check_low_res(enlarger, (64, 64))
+    with pytest.raises(ValueError, match=r"^base is a base model, which draws from text alone"):
+        cascade.check_low_res(base, (64, 64))
+    with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64: name a model that draws"):
+        cascade.check_low_res(enlarger, None)
+    with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64, but .* of 32x64: resize"):
+        cascade.check_low_res(enlarger, (64, 32))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The command sample: its files, and errors before a picture is written."""
+"""The sample command writes metadata, and no pictures that are not finite."""
 
 import json
 
@@ -12,7 +12,7 @@ INPUTS = sample_command.Inputs(["a", "b"], ["a", "b"])
 
 
 class Constant(Model):
-    """Draws given images."""
+    """A model that draws the same images for all prompts."""
 
     def __init__(self, images=None):
         self.images = images
@@ -24,7 +24,7 @@ class Constant(Model):
         return {"steps": 3}
 
 
-def test_the_seed_of_a_picture_is_written_in_full(tmp_path):
+def test_seeds_of_64_bits_are_written_in_full(tmp_path):
     seeds, images = [2**32 + 5, 2**64 - 1], [[np.zeros((2, 4, 4, 3))]]
     sample_command._write(Constant(), INPUTS, tmp_path, [0, 1], seeds, images)
     lines = (tmp_path / "metadata.jsonl").read_text().splitlines()
@@ -35,7 +35,7 @@ def test_the_seed_of_a_picture_is_written_in_full(tmp_path):
     assert (tmp_path / "seed_18446744073709551615.png").is_file()
 
 
-def test_no_picture_is_written_of_a_batch_with_nan(tmp_path, capsys):
+def test_a_batch_with_nan_is_an_error_and_writes_no_picture(tmp_path, capsys):
     images = np.zeros((2, 4, 4, 3), np.float32)
     images[1, 0, 0, 0] = np.nan
     model = Constant(images)

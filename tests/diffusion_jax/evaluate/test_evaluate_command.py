@@ -190,10 +190,8 @@ def test_a_killed_sweep_repeats_one_batch_and_gives_the_same_scores(one, inputs,
     out = tmp_path / "evaluation" / "step_00000003"
     check_same([*rows_of(out), one[1][1]], one[1])  # The row of the first scale is complete.
     evaluation.evaluate([make_subject(tmp_path, calls)], scorer, settings)
-    first, second = (
-        [*range(34)],
-        [*range(34, 67), 34],
-    )  # The second batch is filled up with row 34, which is dropped.
+    # The second batch is filled up with row 34, which is dropped.
+    first, second = [*range(34)], [*range(34, 67), 34]
     assert calls == [first, second, first, second, second]
     check_same(rows_of(out), one[1])
 
@@ -231,7 +229,7 @@ def test_a_sweep_over_checkpoints_and_averages_writes_one_table(inputs, tmp_path
 
 
 def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
-    """Pillow reduces the pictures of the larger model, and their card says so."""
+    """Pillow reduces the pictures of the larger model, and the card records that."""
     twice = lambda images, seeds: images.repeat(2, axis=1).repeat(2, axis=2)
     large = make_subject(tmp_path / "no", seed=1, spoil=twice, name="large")._replace(size=16)
     both = [make_subject(tmp_path, name="small"), large]

@@ -56,7 +56,7 @@ def nemos():
 
 @pytest.fixture(scope="module")
 def converted(nemos, tmp_path_factory):
-    """The workdir converted from both."""
+    """A workdir converted from NeMo's weights and their average."""
     folder = tmp_path_factory.mktemp("nemo")
     for name, state in zip(("model", "model-EMA"), nemos, strict=True):
         np.savez(folder / f"{name}.npz", **state)
@@ -130,9 +130,8 @@ def test_exporting_a_run_to_nemo_is_exact(nemos, converted, tmp_path, suffix):
     assert state.keys() - nemos[0].keys() == again
     for name, array in nemos[0].items():
         np.testing.assert_array_equal(state[name], array)
-    assert [path.name for path in tmp_path.iterdir()] == [
-        f"a{suffix}"
-    ]  # No temporary file is left.
+    # No temporary file is left.
+    assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
 
 
 def test_converting_into_an_existing_workdir_is_an_error(converted):
