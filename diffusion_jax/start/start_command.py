@@ -21,7 +21,6 @@ from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 from diffusion_jax.start import (
     changes,
-    expected,
     finetuned,
     questions,
     stages,
@@ -268,8 +267,6 @@ def _write(
         rows.append((f"{config}", f"{stage.base}: {speed}"))
         commands.append(train)
         total += seconds
-        if stage.suffix == "" and stage.max_epochs == math.inf:
-            rows.append(("expect", expected.described(num_images)))
     last = measured[-1].opened
     size, sheet = _size(last.settings), path.with_suffix(".png")
     picture = _sheet(last.settings, size)
