@@ -15,7 +15,8 @@ default answers.
 
 It then measures a few training steps of suitable models on this machine, writes a short config (for
 a cascade, one per stage) and a sheet of the first training pictures, and prints the commands to run
-next. It never overwrites a file.
+next. It never overwrites a file. Measuring takes at most half of --hours, but no more than ten
+minutes and no less than one. If that is too short, the config states which speed it assumes.
 """
 
 from diffusion_jax.start.finetuned import Shipped

@@ -25,7 +25,8 @@ _TIMES, _PERIOD = 10, 300
 """A run draws and saves at least _TIMES times, and at least about every _PERIOD seconds."""
 _STEPS, _LEFT_OUT = 6, 2  # A measurement takes 6 steps, of which the first 2 do not count.
 _LEAST = 20  # The smallest number of steps worth training.
-_LEAST_SECONDS = 180  # About the time to compile training and sampling of a small model.
+_OVERHEAD = 90.0  # About the seconds in which two CPU cores compile a small model's step.
+_RATE, _FLOPS = 1e11, 1.7e9  # FLOP/s of about two CPU cores, and FLOP per image of a small model.
 
 
 class Stage(NamedTuple):
@@ -59,20 +60,22 @@ class Candidate(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A stage whose inputs were opened and whose training step was traced, but not run."""
+    """A stage with its settings. Usually, its training step was traced, but not run."""
 
     stage: Stage
     changes: Changes
     config: Mapping[str, Any]
     settings: Any
-    mesh: Mesh
-    traced: memory.Traced
-    fits: bool
+    traced: memory.Traced | None = None
+    """The traced step; None if there was no time to trace it."""
+    fits: bool = True
     """Whether the smallest micro-batch fits in a device's memory."""
+    seconds: float = 0.0
+    """The time that opening took."""
 
 
 class Measured(NamedTuple):
-    """A stage whose speed was measured on this machine."""
+    """A stage and its speed on this machine."""
 
     opened: Opened
     images_per_second: float
@@ -80,27 +83,13 @@ class Measured(NamedTuple):
     """Seconds that opening, compiling and saving took, in addition to the training steps."""
     waiting: float = 0.0
     """The share of the steps' time that was spent waiting for pictures, from 0 to 1."""
+    assumed: bool = False
+    """Whether the speed is a guess, because there was no time to measure it."""
 
     @property
     def seconds(self) -> float:
         """The measured seconds per training step."""
         return self.opened.settings.run.batch_size / self.images_per_second
-
-
-def check_time(smallest: Candidate, hours: float) -> None:
-    """Raise ValueError if `hours` is too short for the smallest model on any machine.
-
-    This rough check is instant. The exact check in `timed` needs a measurement, which takes
-    minutes.
-    """
-    least = max(_LEAST_SECONDS / stage.share for stage in smallest.stages) / 3600
-    if hours < least:
-        count = len(smallest.stages)
-        networks = f"each of {count} networks" if count > 1 else "the network"
-        raise ValueError(
-            f"--hours={hours:g} is too short, because compiling {networks} takes about "
-            f"{_LEAST_SECONDS // 60} minutes: give --hours={least:.2g} or more"
-        )
 
 
 def open_stage(stage: Stage, changes: Changes) -> Opened:
@@ -109,7 +98,7 @@ def open_stage(stage: Stage, changes: Changes) -> Opened:
     If a whole batch does not fit in memory, optimizer.micro_batch is set to the largest size that
     fits. Raises ValueError or OSError if the config, data or weights cannot be used.
     """
-    config = written.config(stage.base, changes)
+    start, config = time.time(), written.config(stage.base, changes)
     s = systems.read(config, config["system"])
     mesh = sharding.make_mesh(*s.mesh)
     inputs = stage.prepare(s, mesh)
@@ -123,20 +112,20 @@ def open_stage(stage: Stage, changes: Changes) -> Opened:
     need = lambda n: memory.bytes_per_device(traced, mesh, n, share // n).total
     while samples % 2 == 0 and need(samples) > limit:
         samples //= 2
-    opened = Opened(stage, changes, config, s, mesh, traced, need(samples) <= limit)
+    opened = Opened(stage, changes, config, s, traced, need(samples) <= limit, time.time() - start)
     if samples == share or s.optimizer.micro_batch:
         return opened
     micro_batch = {"optimizer.micro_batch": (samples, "The largest that fits in memory.")}
     return open_stage(stage, {**changes, **micro_batch})
 
 
-def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
+def measure(opened: Opened, workdir: str) -> Measured:
     """Measure the speed of a stage by training it for a few steps in `workdir`, a temporary folder.
 
     Raises ValueError or OSError if the config, data or weights cannot be used.
     """
-    start, opened = time.time(), open_stage(stage, changes)
-    s, mesh = opened.settings, opened.mesh
+    start, stage, s = time.time(), opened.stage, opened.settings
+    mesh = sharding.make_mesh(*s.mesh)
     runs.claim(workdir, opened.config)
     passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)._replace(schedule="constant")
     inputs = stage.prepare(s, mesh)
@@ -148,9 +137,24 @@ def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
     lines = run_log.read_metrics(pathlib.Path(workdir) / run_log.METRICS)
     lines = [line for line in lines if line["step"] > _LEFT_OUT]
     speed = len(lines) / sum(1 / line["images_per_second"] for line in lines)
-    spent = time.time() - start - _STEPS * s.run.batch_size / speed
+    spent = opened.seconds + time.time() - start - _STEPS * s.run.batch_size / speed
     waiting = sum(line["data/waiting"] for line in lines) / len(lines)
     return Measured(opened, speed, max(0.0, spent), waiting)
+
+
+def assume(
+    stage: Stage, changes: Changes, opened: Opened | None, measured: Sequence[Measured]
+) -> Measured:
+    """Return a stage that there was no time to measure, with a guess of its speed.
+
+    It is assumed to reach the FLOP/s of a stage in `measured` or, if there is none, of two CPU
+    cores. `opened` is the opened stage, or None if there was no time to open it.
+    """
+    if opened is None:
+        config = written.config(stage.base, changes)
+        opened = Opened(stage, changes, config, systems.read(config, config["system"]))
+    rates = [one.images_per_second * _flops(one.opened) for one in measured]
+    return Measured(opened, (rates or [_RATE])[0] / _flops(opened), _OVERHEAD, assumed=True)
 
 
 def choose(
@@ -172,13 +176,13 @@ def choose(
     if len(candidates) == 1:
         return candidates[0]
     first = measured(candidates[0].stages[0])
-    rate = first.images_per_second * first.opened.traced.flops
+    rate = first.images_per_second * _flops(first.opened)
 
     def allowed(candidate: Candidate) -> bool:
         if candidate.image_size > side:
             return False
         base = candidate.stages[0]
-        num_images = rate / opened(base).traced.flops * seconds * base.share
+        num_images = rate / _flops(opened(base)) * seconds * base.share
         if num_images < candidate.min_images:
             return False
         # Tracing the other stages takes seconds, so this check comes last.
@@ -192,7 +196,7 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
 
     The changes set the number of steps and the fields that depend on it, such as the intervals of
     logging and saving. Fine-tuning may take less time, because stage.max_epochs limits its steps.
-    Raises ValueError if there is time for fewer than 20 steps.
+    If there is time for fewer than 20 steps, training takes 20 steps, and longer than `seconds`.
 
     Args:
         measured: a stage and its speed.
@@ -207,14 +211,11 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
         drawing = seconds / period * images / (3 * measured.images_per_second)
     overhead = 2 * measured.overhead + drawing  # Twice, because the sampler is compiled too.
     steps = int((seconds - overhead) / measured.seconds)
+    how = "assumed" if measured.assumed else "measured"
+    note = f"Fills --hours at the {how} {measured.images_per_second:.3g} images/s."
     if steps < _LEAST:
-        least = (overhead + _LEAST * measured.seconds) / stage.share
-        hours = 1.1 * least / 3600  # The message shows two digits.
-        raise ValueError(
-            f"on this machine, --hours allows only {max(0, steps)} training steps of {stage.base}, "
-            f"fewer than {_LEAST}: give --hours={hours:.2g} or more"
-        )
-    note = f"Fills --hours at the measured {measured.images_per_second:.3g} images/s."
+        note = f"--hours allows {max(0, steps)}; fewer than {_LEAST} are not worth training."
+        steps = _LEAST
     most = stage.max_epochs * num_images / s.run.batch_size
     if most < steps:
         steps = max(_LEAST, round(most))
@@ -231,6 +232,10 @@ def timed(measured: Measured, seconds: float, num_images: int) -> tuple[Changes,
         "optimizer.warmup": (min(s.optimizer.warmup, steps // 10), ""),
     }
     return changes, steps * measured.seconds + overhead
+
+
+def _flops(opened: Opened) -> float:
+    return opened.traced.flops if opened.traced else _FLOPS
 
 
 def _duration(seconds: float) -> str:

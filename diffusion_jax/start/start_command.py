@@ -4,9 +4,11 @@ import contextlib
 import math
 import pathlib
 import shlex
+import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,12 +16,11 @@ from absl import flags
 
 from diffusion_jax import cli, files
 from diffusion_jax.data import guess, pipeline, sources
-from diffusion_jax.devices import hardware
+from diffusion_jax.devices import hardware, stop_signals
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 from diffusion_jax.start import (
     changes,
-    expected,
     finetuned,
     questions,
     stages,
@@ -34,6 +35,10 @@ from diffusion_jax.start.written import Changes
 from diffusion_jax.train.out_of_memory import OutOfMemory
 
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
+T = TypeVar("T")
+_LIMIT, _LEAST_LIMIT, _SHARE = 600.0, 60.0, 0.5
+"""Measuring takes at most _SHARE of --hours, but not below the second or above the first value, in
+seconds."""
 _SHOWN = 32  # Pictures on the sheet.
 _SMALLEST = 32  # The side of shrunk pictures in pixels, if no model draws pictures this small.
 _WAITING = 0.2  # If training waits for a larger share of the time, reading is the bottleneck.
@@ -70,7 +75,6 @@ def command(
             if not 0 < hours.value < math.inf:
                 raise ValueError(f"--hours={hours.value:g}: give a number of hours above 0")
             models = candidates()
-            stages.check_time(models[0], hours.value)
             _check_out(path, {s.suffix for model in models for s in model.stages})
             if not data.value:
                 raise ValueError(
@@ -97,10 +101,12 @@ def command(
                     photos, size, pathlib.Path("data", path.stem), pad=pad
                 )
             of_data = changes.of_data(photos, weights.value, shape == "keep")
-            measured = _measure(models, photos, of_data, hours.value, path.stem)
+            limit = min(_LIMIT, max(_LEAST_LIMIT, _SHARE * 3600 * hours.value))
+            trial = Trial(models, photos, of_data, hours.value, path.stem, limit)
 
             # Write the configs.
-            _write(package, path, photos, measured, hours.value)
+            write = lambda measured: _write(package, path, photos, measured, hours.value)
+            write(until(limit, trial.measure, lambda: write(trial.assumed())))
 
     cli.run(main, "write --data={}")
 
@@ -128,40 +134,102 @@ def _with_suffix(path: pathlib.Path, suffix: str) -> pathlib.Path:
     return path.with_stem(path.stem + suffix)
 
 
-def _measure(
-    candidates: Sequence[Candidate],
-    photos: PictureSet,
-    of_data: Callable[[Stage], Changes],
-    hours: float,
-    name: str,
-) -> list[Measured]:
-    """Choose a model for the data, and return its stages with their speed on this machine.
+def until(limit: float, measure: Callable[[], T], otherwise: Callable[[], object]) -> T:
+    """Return measure(). If this takes over `limit` seconds, call `otherwise` and end the process.
 
-    `of_data` maps a stage to config changes for the data set and this machine. `name` names the
-    temporary workdirs.
+    A compilation cannot be interrupted, so another thread calls `otherwise`. The exit code is 0, or
+    2 after a ValueError or OSError, whose message is printed.
     """
-    measured_stages: dict[str, Measured] = {}
-    opened_stages: dict[str, Opened] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        trial = f"{folder}/{name}"
-        of_stage = lambda stage: {**of_data(stage), **stage.changes(trial)}
+    ends = threading.Lock()  # Whoever acquires it goes on.
 
-        def measured(stage: Stage) -> Measured:
-            if stage.base not in measured_stages:
-                one = stages.measure(stage, of_stage(stage), trial + stage.suffix)
-                measured_stages[stage.base] = one
-                opened_stages[stage.base] = one.opened
-            one = measured_stages[stage.base]
-            # Another candidate may give this stage another share of the time.
-            return one._replace(opened=one.opened._replace(stage=stage))
+    def end() -> None:
+        if not ends.acquire(blocking=False):
+            return
+        code = 1
+        try:
+            with cli.bad_input():
+                otherwise()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 1
+        finally:
+            stop_signals.end(code)
 
-        def opened(stage: Stage) -> Opened:
-            if stage.base not in opened_stages:
-                opened_stages[stage.base] = stages.open_stage(stage, of_stage(stage))
-            return opened_stages[stage.base]
+    timer = threading.Timer(limit, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        return measure()
+    finally:
+        timer.cancel()
+        if not ends.acquire(blocking=False):
+            timer.join()  # It ends the process.
 
-        candidate = stages.choose(candidates, photos.side, 3600 * hours, opened, measured)
-        return [measured(stage) for stage in candidate.stages]
+
+class Trial:
+    """The measurement of the models that may be chosen, and what is known of them so far."""
+
+    def __init__(
+        self, candidates: Sequence[Candidate], photos: PictureSet,
+        of_data: Callable[[Stage], Changes], hours: float, name: str, limit: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Prepare the measurement, which may take `limit` seconds.
+
+        `of_data` maps a stage to config changes for the data set and this machine. `name` names the
+        temporary workdirs.
+        """
+        self._candidates, self._photos, self._of_data = candidates, photos, of_data
+        self._hours, self._name, self._limit = hours, name, limit
+        self._chosen, self._folder = candidates[0], ""
+        self._opened: dict[str, Opened] = {}
+        self._measured: dict[str, Measured] = {}
+
+    def measure(self) -> list[Measured]:
+        """Choose a model for the data, and return its stages with their speed on this machine."""
+        with tempfile.TemporaryDirectory() as self._folder:
+            self._chosen = stages.choose(
+                self._candidates, self._photos.side, 3600 * self._hours, self._open, self._time
+            )
+            return [self._time(stage) for stage in self._chosen.stages]
+
+    def assumed(self) -> list[Measured]:
+        """Return the stages of the model chosen so far, with a guess of the speeds not measured."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        known = dict(self._measured)
+        all_stages = [
+            self._of(known[stage.base], stage) if stage.base in known else stages.assume(
+                stage, self._changes(stage), self._opened.get(stage.base), list(known.values())
+            )
+            for stage in self._chosen.stages
+        ]  # fmt: skip
+        speeds = [
+            f"{one.opened.stage.base} trains on {one.images_per_second:.3g} pictures per second"
+            for one in all_stages if one.assumed
+        ]  # fmt: skip
+        print(
+            f"\nMeasuring ended after {self._limit / 60:.2g} minutes. Assumed instead: "
+            f"{' and '.join(speeds)}. If training is faster or slower, change the number of steps "
+            "(--config.steps)."
+        )
+        return all_stages
+
+    def _changes(self, stage: Stage) -> Changes:
+        return {**self._of_data(stage), **stage.changes(f"{self._folder}/{self._name}")}
+
+    def _open(self, stage: Stage) -> Opened:
+        if stage.base not in self._opened:
+            self._opened[stage.base] = stages.open_stage(stage, self._changes(stage))
+        return self._opened[stage.base]
+
+    def _time(self, stage: Stage) -> Measured:
+        if stage.base not in self._measured:
+            workdir = f"{self._folder}/{self._name}{stage.suffix}"
+            self._measured[stage.base] = stages.measure(self._open(stage), workdir)
+        return self._of(self._measured[stage.base], stage)
+
+    def _of(self, measured: Measured, stage: Stage) -> Measured:
+        # Another candidate may give this stage another share of the time.
+        return measured._replace(opened=measured.opened._replace(stage=stage))
 
 
 def _write(
@@ -177,13 +245,20 @@ def _write(
         steps, seconds = stages.timed(one, 3600 * hours * stage.share, count)
         config, workdir = _with_suffix(path, stage.suffix), f"runs/{path.stem}{stage.suffix}"
         train = f"python -m {stage.command} --config={shlex.quote(str(config))} --workdir={workdir}"
-        parameters = sum(x.size for x in jax.tree.leaves(one.opened.traced.state.params))
+        size = ""
+        if one.opened.traced:
+            params = jax.tree.leaves(one.opened.traced.state.params)
+            size = f"{sum(x.size for x in params):,} parameters; "
         num_images = steps["steps"][0] * s.run.batch_size
         epochs = num_images / count
         speed = (
-            f"{parameters:,} parameters; {steps['steps'][0]:,} steps of {s.run.batch_size} "
+            f"{size}{steps['steps'][0]:,} steps of {s.run.batch_size} "
             f"pictures ({epochs:,.1f} epochs) take about {_hours(seconds)} on {device}."
         )
+        if one.assumed:
+            speed += " The speed is assumed, because measuring took too long."
+        if seconds > 3600 * hours * stage.share:
+            speed += " This is longer than --hours."
         if epochs < 1:
             speed += f" This is too short to train on each of the {count:,} pictures once."
         all_changes = {**one.opened.changes, **stage.changes(f"runs/{path.stem}"), **steps}
@@ -192,8 +267,6 @@ def _write(
         rows.append((f"{config}", f"{stage.base}: {speed}"))
         commands.append(train)
         total += seconds
-        if stage.suffix == "" and stage.max_epochs == math.inf:
-            rows.append(("expect", expected.described(num_images)))
     last = measured[-1].opened
     size, sheet = _size(last.settings), path.with_suffix(".png")
     picture = _sheet(last.settings, size)
@@ -221,6 +294,8 @@ def _hours(seconds: float) -> str:
 
 
 def _bottleneck(measured: Sequence[Measured]) -> str:
+    if any(one.assumed for one in measured):
+        return "not measured"
     waiting = max(one.waiting for one in measured)
     shown = f"training waits for pictures {waiting:.0%} of the time"
     if waiting < _WAITING:

@@ -23,7 +23,7 @@ from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
 from diffusion_jax.devices import distributed, sharding, stop_signals
 from diffusion_jax.files import settings_record
-from diffusion_jax.logs import weights_and_biases
+from diffusion_jax.logs import goodput, run_log, weights_and_biases
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train import continuing, loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
@@ -131,8 +131,6 @@ def command(
                 runs.claim(workdir, values)
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
-                if source:
-                    continuing.begin(source, inputs, s.run, settings, mesh, workdir, values)
 
             # Train. Known failures become one-line messages. A failure that may not occur at the
             # next start, such as a lost disk or expired credentials of a bucket, exits with code 1,
@@ -142,8 +140,12 @@ def command(
                 cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
             )
             stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
+            if source:
+                continuing.begin(source, inputs, s.run, settings, mesh, workdir, values)
             state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
+        if times := jax.process_index() == 0 and goodput.summary(run_log.read_starts(workdir)):
+            logging.info("where the time went: %s", times)
         logging.info("done: %s", workdir)
 
     cli.run(main)

@@ -13,7 +13,7 @@ from diffusion_jax import files, runs
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.sweep import SweepResult
 from diffusion_jax.files import settings_record, untrusted
-from diffusion_jax.logs import run_log
+from diffusion_jax.logs import goodput, run_log
 from diffusion_jax.metrics import table
 from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
@@ -23,7 +23,7 @@ Show = Callable[[pathlib.Path], str]
 _SAMPLES = "samples"
 _MAX_POINTS = 400  # The largest number of points in a curve.
 _LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
-_CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), parsed content).
+_CACHE: dict[Any, tuple[Any, Any]] = {}  # (path, reader) -> ((mtime, size), content).
 _METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]], "dict[str, _Curve]"]] = {}
 """The content, lines and curves of metrics files. Later requests read only new lines."""
 _LOCK = threading.Lock()  # Requests run in several threads.
@@ -212,8 +212,40 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
         "live": age is not None and age < _LIVE and last < planned,
         "seconds": _seconds_left(rows, _config(workdir), planned - last),
         "curves": {key: curve.points() for key, curve in curves.items()},
+        "starts": _starts(root, rows),
+        "continues": _continues(root),
         "samples": [[step, show(picture)] for step, picture in chosen],
     }
+
+
+def _starts(root: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the times of each start of a run, and of all: [{"name", "steps", "seconds"}, ...].
+
+    "seconds" maps the kinds in goodput.KINDS and "not running" to seconds. The result is [] if no
+    time was logged.
+    """
+    every = goodput.starts(_of_manifest(root, run_log.read_manifest) or [], rows)
+    shown = [
+        {
+            "name": one.time[:16].replace("T", " "),
+            "steps": f"{one.first:,} to {one.last:,}",
+            "seconds": {**one.seconds, "not running": one.idle},
+        }
+        for one in every
+    ]
+    sums = {**goodput.total(every), "not running": sum(one.idle for one in every)}
+    return [*shown, {"name": "total", "steps": "", "seconds": sums}] if goodput.total(every) else []
+
+
+def _continues(root: pathlib.Path) -> str:
+    lineage = _of_manifest(root, run_log.read_lineage)
+    return "{run}@{step}".format(**lineage) if lineage else ""
+
+
+def _of_manifest(root: pathlib.Path, read: Callable[[Any], Any]) -> Any:
+    """Return read(root), which reads the manifest of a run, or None without a manifest."""
+    path = root / run_log.MANIFEST
+    return _read(read, root, path) if untrusted.is_plain(path, root) else None
 
 
 def _metrics(path: pathlib.Path) -> tuple[list[dict[str, Any]], "dict[str, _Curve]"]:
@@ -288,9 +320,9 @@ def _config(workdir: str) -> dict[str, Any]:
 def _read(read: Callable[[Any], Any], source: Any, path: pathlib.Path) -> Any:
     stat = path.stat()
     stamp = stat.st_mtime_ns, stat.st_size
-    if path not in _CACHE or _CACHE[path][0] != stamp:
-        _CACHE[path] = stamp, read(source)
-    return _CACHE[path][1]
+    if (path, read) not in _CACHE or _CACHE[path, read][0] != stamp:
+        _CACHE[path, read] = stamp, read(source)
+    return _CACHE[path, read][1]
 
 
 def _plain(value: Any) -> str:

@@ -25,8 +25,8 @@ from starlette.routing import Route
 from diffusion_jax import files, runs
 from diffusion_jax.config import field_docs, ranges
 from diffusion_jax.draw import options
-from diffusion_jax.draw.loaded import Loaded
-from diffusion_jax.draw.options import Option, Options, Values
+from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.options import Option, Values
 from diffusion_jax.draw.seeds import MOST
 from diffusion_jax.files import untrusted
 from diffusion_jax.web import about, results, uploads
@@ -57,9 +57,9 @@ class Site:
     def __init__(
         self,
         package: str,
-        models: Mapping[str, Loaded],
+        models: Mapping[str, Model],
         workdirs: Mapping[str, Sequence[str]],
-        load: Callable[[str], Loaded] | None = None,
+        load: Callable[[str], Model] | None = None,
         root: str = "",
     ) -> None:
         """Start the queue of jobs.
@@ -109,7 +109,7 @@ class Site:
         folder = files.path(last.workdir) / runs.CHECKPOINTS
         steps = restore.steps(folder)
         stored = model.averages(len(model.stages) - 1, last.step) if last.step else []
-        chosen = options.choose(model.options, model.values[-1]).weights.ema
+        chosen = model.values[-1].get("ema", "ema")
         averages = dict.fromkeys(["ema", *stored, "raw", chosen])
         return {
             "name": name,
@@ -124,7 +124,10 @@ class Site:
             "square": not model.any_shape,
             "enlarger": model.enlarger and model.enlarger._asdict(),
             "needs_prompt": about.needs_prompt(model),
-            "fields": [_field(name, option, model) for name, option in settings(model).items()],
+            "fields": [
+                _field(name, option, model)
+                for name, option in options.changeable(model.options).items()
+            ],
         }
 
     def picture(self, request: Any) -> Picture:
@@ -165,7 +168,7 @@ class Site:
         values = {
             name: value
             for name, value in model.values[0].items()
-            if value is not None and (name, value) != ("ema", "ema")
+            if (name, value) != ("ema", "ema")
         }
         if steps := tuple(stage.step for stage in model.stages if stage.step):
             values["checkpoint"] = steps
@@ -185,11 +188,6 @@ class Site:
             "level": job.level,
             "error": job.error,
         }
-
-
-def settings(model: Loaded) -> Options:
-    """Return the drawing options, keyed by name, that can change a loaded model's settings."""
-    return {n: option for n, option in model.options.items() if option.field and not option.at_load}
 
 
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
@@ -375,7 +373,7 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 128 else f"\\U{code:08x}"
 
 
-def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
+def _field(name: str, option: Option, model: Model) -> dict[str, Any]:
     group, _, field = option.field.partition(".")
     values = [getattr(getattr(stage.settings, group), field) for stage in model.stages]
     shown = [str(value) if value == float("inf") else value for value in values]
@@ -394,14 +392,14 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
+def _checked(model: Model, values: Values) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of a request, with checked types.
 
     A list, which holds one value per stage, becomes a tuple. Raises ValueError for a name, type or
     value that is not allowed.
     """
     weights = {name: model.options[name] for name in ("ema", "checkpoint")}
-    allowed, checked = {**settings(model), **weights}, []
+    allowed, checked = {**options.changeable(model.options), **weights}, []
     for name, value in values.items():
         each = value if type(value) is list else [value]
         each = tuple(options.read(allowed, {name: one}).get(name) for one in each)

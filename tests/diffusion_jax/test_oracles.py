@@ -331,7 +331,7 @@ def ddpm_denoise(x, sigma, scale, threshold):
 def test_ddpm_trajectories_match_nemo(name, scale, schedule, threshold, unrolled):
     draws = images(SAMPLERS["ddpm/noise"])
     sigmas = noise.sigma_of(SCHEDULES[schedule](jnp.linspace(1, 0, 9)))
-    # The reference starts from variance 1 in its coordinates; ours are larger by 1 / alpha.
+    # The reference starts from variance 1 in its coordinates. Ours are larger by 1 / alpha.
     x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
     denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))
     out = onestep.ddpm(denoise, x, sigmas, lambda i: draws[i])

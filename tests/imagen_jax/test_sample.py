@@ -16,7 +16,7 @@ PROMPTS = ("a red seven on gray paper", "a white two on cyan paper", "a blue one
 
 
 def draw(workdir, out, *arguments):
-    """Run the command; return its metadata, pictures and messages."""
+    """Run the command, and return its metadata, pictures and messages."""
     ended = commands.run("sample", f"--workdir={workdir}", f"--out={out}", *arguments)
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]

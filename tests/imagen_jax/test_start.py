@@ -2,14 +2,16 @@
 
 import re
 import shlex
+import threading
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from diffusion_jax.examples.digits import rendering as digits
-from diffusion_jax.start import stages
+from diffusion_jax.start import stages, start_command
 from imagen_jax import start
+from imagen_jax.settings import read_settings
 from tests.imagen_jax import commands
 
 QUICK = ("--config.steps=2", "--config.sample_every=2", "--config.save_every=2")
@@ -46,6 +48,33 @@ def test_start_selects_models_by_picture_size_time_and_speed(side, hours, speed,
     measured = lambda stage: SimpleNamespace(images_per_second=speed, opened=opened(stage))
     chosen = stages.choose(start.candidates(), float(side), 3600.0 * hours, opened, measured)
     assert [stage.base for stage in chosen.stages] == bases
+
+
+def measure_for_too_long():
+    """Replace the measurement by one that ends with an error long after its time."""
+
+    def measure(opened, workdir):
+        threading.Event().wait(200)
+        raise AssertionError("start waited for the measurement")
+
+    stages.measure, start_command._LIMIT = measure, 1.0
+
+
+@pytest.mark.gate
+@pytest.mark.slow
+def test_start_writes_a_config_with_an_assumed_speed_if_measuring_takes_too_long(tmp_path):
+    data, out = digits.write_examples(tmp_path / "set", 8, size=40), tmp_path / "mine.py"
+    arguments = (f"--data={data}", "--hours=0.001", f"--out={out}")
+    ended = commands.run("start", *arguments, devices=1, before=measure_for_too_long)
+    assert ended.code == 0, ended.err
+    assert "Assumed instead: base32_8m trains on 5" in ended.out, ended.out
+    assert "python -m imagen_jax.train --config=" in ended.out.partition("next:\n")[2]
+    assert "c.steps = 20  # --hours allows 0; fewer than 20 are not" in out.read_text()
+    names = {}
+    exec(out.read_text(), names)
+    s = read_settings(names["get_config"]().to_dict())
+    assert s.run.steps == 20 and s.data.path == str(data)
+    assert out.with_suffix(".png").is_file()
 
 
 @pytest.mark.slow

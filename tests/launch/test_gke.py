@@ -44,7 +44,7 @@ def validator():
 
 @pytest.fixture(scope="module")
 def rendered(validator):
-    """Return a function from a command's arguments to its validated manifests and its table."""
+    """Return a function that renders arguments of the command as valid manifests and a table."""
 
     def render(*arguments, **options):
         text, table = printed("gke", *arguments, **options)
@@ -223,7 +223,7 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
     assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
-def test_gke_can_run_benchmarks_which_the_image_contains(rendered):
+def test_the_image_contains_the_benchmarks_that_gke_can_run(rendered):
     ((manifest,), _) = rendered(SCALING, *THERE)
     worker, job, pod, container = parts(manifest)
     assert (worker["replicas"], job["completions"]) == (1, 8)

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: what is damaged or another program's is compiled again."""
+"""Compiled programs on disk. Damaged or swapped files are compiled again."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def call(folder):
     return *json.loads(ended.stdout.splitlines()[-1]), ended.stderr
 
 
-def test_cut_and_foreign_programs_are_compiled_again_and_replaced(tmp_path):
+def test_truncated_and_swapped_programs_are_compiled_again_and_replaced(tmp_path):
     folder = tmp_path / "programs"
     values, hits, _ = call(folder)
     assert (values, hits) == ([4.0, 7.0], 0)
@@ -46,8 +46,8 @@ def test_cut_and_foreign_programs_are_compiled_again_and_replaced(tmp_path):
     first, second, *_ = files = sorted(folder.glob("*-sha256-cache"))
     assert call(folder)[:2] == ([4.0, 7.0], len(files))
     whole = {path: path.read_bytes() for path in files}
-    second.write_bytes(whole[second][:-9])  # As a kill would leave it.
-    first.write_bytes(whole[files[-1]])  # Another program under this name.
+    second.write_bytes(whole[second][:-9])  # A kill can leave a truncated file.
+    first.write_bytes(whole[files[-1]])  # The file of another program.
     values, hits, said = call(folder)
     assert (values, hits) == ([4.0, 7.0], len(files) - 2)
     assert said.count("it is damaged or not of this program") == 2
@@ -69,7 +69,7 @@ class Memory:
         self.entries.setdefault(key, value)
 
 
-def test_an_entry_begins_with_the_digest_of_its_key_and_content(tmp_path):
+def test_a_cached_program_starts_with_the_digest_of_its_key_and_content(tmp_path):
     memory = Memory()
     cache = program_cache.Checked(memory, str(tmp_path))
     cache.put("four", b"program")
@@ -83,7 +83,9 @@ def test_an_entry_begins_with_the_digest_of_its_key_and_content(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_a_folder_that_others_can_write_is_refused_or_not_used(tmp_path, monkeypatch, mode, caplog):
+def test_a_cache_folder_writable_by_other_users_is_an_error_or_not_used(
+    tmp_path, monkeypatch, mode, caplog
+):
     monkeypatch.setattr(program_cache.jax.config, "update", lambda *_: pytest.fail("used"))
     monkeypatch.setattr(program_cache, "_check_entries", lambda: None)
     folder = tmp_path / "imagen-sd-jax"

@@ -4,8 +4,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.draw import loaded
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Weights
+from diffusion_jax.draw.stage import Stage
 from imagen_jax import cascade
 
 
@@ -15,29 +14,32 @@ def run(tmp_path, monkeypatch):
     for step in range(3, 10):
         for name in ("ema_0.99", "ema_0.999"):
             (tmp_path / "checkpoints" / str(step) / name).mkdir(parents=True)
-    first = Model(str(tmp_path), *[None] * 4, ema="ema", step=9)
-    system = loaded.System(cascade.OPTIONS, *[None] * 3)
-    model, read = loaded.Loaded([first], [{}], system), []
+    first = Stage(str(tmp_path), *[None] * 3, "ema", 9, *[None] * 5)
+    model, read = cascade.Cascade([first], [{}]), []
 
-    def with_weights(stage, weights):
-        # Old weights are removed before new ones are read.
-        assert len(model._weights) < loaded._WEIGHTS - 1
-        read.append(weights)
-        return stage._replace(ema=weights.ema, step=weights.step)
+    def with_weights(stage, ema, step):
+        assert len(model._weights) < model.sets_of_weights - 1  # Old weights go first.
+        read.append((ema, step))
+        return stage._replace(ema=ema, step=step)
 
-    monkeypatch.setattr(loaded.models, "with_weights", with_weights)
+    monkeypatch.setattr(loaded.stage_module, "with_weights", with_weights)
     return model, read
+
+
+def stage_of(model, ema="ema", step=None):
+    """The first stage with chosen weights."""
+    return model._with_weights(0, {"ema": ema} | ({"checkpoint": step} if step else {}))
 
 
 def test_loaded_weights_are_not_read_again_under_another_name(run):
     model, read = run
     stages = [
-        model._with_weights(0, Weights(ema, step))
+        stage_of(model, ema, step)
         for step in (None, 9) for ema in ("ema", "0.999")
     ]  # fmt: skip
     assert (read, [one.ema for one in stages]) == ([], ["ema", "0.999"] * 2)
     for _ in range(2):
-        raw = model._with_weights(0, Weights("raw", 4))
+        raw = stage_of(model, "raw", 4)
         assert (raw.ema, raw.step) == ("raw", 4)
     assert read == [("raw", 4)]
 
@@ -45,7 +47,7 @@ def test_loaded_weights_are_not_read_again_under_another_name(run):
 def test_the_cache_of_weights_is_limited_and_always_keeps_the_first(run):
     model, read = run
     for step in (3, 4, 5, 6, 3, 9):
-        model._with_weights(0, Weights(step=step))
+        stage_of(model, step=step)
     assert read == [("ema", step) for step in (3, 4, 5, 6, 3)]
 
 
@@ -53,18 +55,18 @@ def test_weights_in_memory_can_be_used_after_training_removed_their_checkpoint(r
     model, read = run
     (tmp_path / "checkpoints").rename(tmp_path / "gone")
     assert model.averages(0, 9) == ["0.99", "0.999"]
-    assert model._with_weights(0, Weights("0.999")).step == 9 and not read
+    assert stage_of(model, "0.999").step == 9 and not read
 
 
 def test_one_strength_applies_to_the_first_stage_and_several_to_one_stage_each(run):
     model, _ = run
     model.stages *= 2
-    assert model._strengths(0.5) == [0.5, 1.0]
-    assert model._strengths([0.5, 0.25]) == [0.5, 0.25]
+    assert model.each_strength(0.5) == [0.5, 1.0]
+    assert model.each_strength([0.5, 0.25]) == [0.5, 0.25]
     with pytest.raises(ValueError, match="strength has 3 values for 2 stages"):
-        model._strengths([1.0, 1.0, 1.0])
+        model.each_strength([1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"strength is 1\.5: it must be"):
-        model._strengths(1.5)
+        model.each_strength(1.5)
 
 
 def test_the_size_of_a_picture_is_used_by_systems_with_variable_sizes(run):

@@ -6,12 +6,16 @@ import pytest
 from absl import flags
 
 from diffusion_jax.draw import option_flags, options
-from diffusion_jax.draw.options import Choice, Weights
 from diffusion_jax.evaluate import sweep
 from imagen_jax import cascade
 from imagen_jax.settings import Sampler
 from sd_jax import drawing
 from sd_jax import settings as sd_settings
+
+
+def fields_of(values):
+    """The config fields that these values of Imagen's options change."""
+    return options.fields(cascade.OPTIONS, options.read(cascade.OPTIONS, values))
 
 
 def holders(**values):
@@ -39,12 +43,15 @@ def test_every_field_of_the_sampler_config_is_an_option(table, kind):
 def test_values_and_strings_are_converted_to_the_type_of_their_option():
     values = {"unit_start": "false", "offset": "0", "guidance_high": "inf", "rho": 7, "grid": "",
               "steps": None, "ema": "raw", "checkpoint": "3", "vae_weights": "a.npz"}  # fmt: skip
-    choice = drawing.choose(**values)
-    overrides = {"sampler.unit_start": False, "sampler.offset": 0, "sampler.rho": 7.0,
+    table = drawing.OPTIONS
+    typed = options.read(table, values)
+    fields = {"sampler.unit_start": False, "sampler.offset": 0, "sampler.rho": 7.0,
                  "sampler.guidance_high": float("inf"), "sampler.grid": ""}  # fmt: skip
-    assert choice == Choice({**overrides, "vae.weights": "a.npz"}, Weights("raw", 3), "")
-    assert type(choice.overrides["sampler.rho"]) is float
-    assert options.changes(drawing.OPTIONS, values) == overrides  # The VAE is read when it opens.
+    assert options.fields(table, typed) == {**fields, "vae.weights": "a.npz"}
+    assert (typed["ema"], typed["checkpoint"], "steps" in typed) == ("raw", 3, False)
+    assert type(typed["rho"]) is float
+    # The VAE is read when the model opens.
+    assert options.fields(options.changeable(table), typed) == fields
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_values_and_strings_are_converted_to_the_type_of_their_option():
 )
 def test_invalid_values_of_options_are_errors(values, message):
     with pytest.raises(ValueError, match=message):
-        cascade.choose(**values)
+        options.read(cascade.OPTIONS, values)
 
 
 def test_for_one_model_commas_separate_points_of_a_sweep():
@@ -80,7 +87,7 @@ def test_for_one_model_commas_separate_points_of_a_sweep():
         ("heun(churn=3,s_noise=1)", "4", "ugly, grey"),
         ("heun(churn=3,s_noise=1)", "8", "ugly, grey"),
     ]  # fmt: skip
-    varied = options.varied([[options.changes(table, stage) for stage in p] for p in points])
+    varied = options.varied([[fields_of(stage) for stage in point] for point in points])
     assert varied[1] == {"sampler.name": "ddim(eta=0.5)", "sampler.steps": "8"}
     row = {"checkpoint": 3, "ema": "ema", **varied[1]}
     assert sweep.point_name(row) == "step_00000003_ema_sampler_ddim_eta_0.5__steps_8"
@@ -89,12 +96,12 @@ def test_for_one_model_commas_separate_points_of_a_sweep():
 
 def test_for_a_cascade_commas_separate_stages_and_repeated_flags_points():
     points = option_flags.points(cascade.OPTIONS, holders(steps=["30,20", "10"], eta=["1"]), 2)
-    overrides = [[options.changes(cascade.OPTIONS, stage) for stage in p] for p in points]
-    assert overrides == [
+    fields = [[fields_of(stage) for stage in point] for point in points]
+    assert fields == [
         [{"sampler.steps": 30, "sampler.eta": 1.0}, {"sampler.steps": 20, "sampler.eta": 1.0}],
         [{"sampler.steps": 10, "sampler.eta": 1.0}, {"sampler.steps": 10, "sampler.eta": 1.0}],
     ]
-    assert options.varied(overrides) == [{"sampler.steps": "30,20"}, {"sampler.steps": "10"}]
+    assert options.varied(fields) == [{"sampler.steps": "30,20"}, {"sampler.steps": "10"}]
 
 
 def test_flags_have_one_value_for_all_stages_or_one_for_each():

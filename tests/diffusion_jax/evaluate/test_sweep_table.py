@@ -1,4 +1,4 @@
-"""A sweep's table that another program has changed: the error names the file and the line."""
+"""If another program changed the table of a sweep, the error names the file and the line."""
 
 import re
 
@@ -20,14 +20,14 @@ from tests import written_sweeps
         ("guidance,checkpoint,ema,fid_low\n1,2,e,x\n", "line 2: fid_low is 'x', not a number"),
     ],
 )
-def test_a_table_that_is_not_one_of_a_sweep_is_named_with_its_line(tmp_path, text, problem):
+def test_a_malformed_table_of_a_sweep_is_an_error_that_names_its_line(tmp_path, text, problem):
     folder = written_sweeps.write_run(tmp_path / "run") / "evaluation" / "step_00000002"
     (folder / sweep.TABLE).write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"{folder / sweep.TABLE}, {problem}")):
         frozen.page([tmp_path / "run"])
 
 
-def test_foreign_columns_and_infinite_scores_are_left_out_of_a_report(tmp_path):
+def test_a_report_omits_unknown_columns_and_infinite_scores(tmp_path):
     run = written_sweeps.write_run(tmp_path / "run")
     table = run / "evaluation" / "step_00000002" / sweep.TABLE
     header, *rows = table.read_text().splitlines()

@@ -69,7 +69,7 @@ def test_whole_creates_a_folder_only_if_its_block_succeeds(tmp_path):
     assert os.listdir(tmp_path) == ["model"] and (path / "part").read_text() == "all"
 
 
-def test_an_error_in_a_temporary_folder_names_the_folder_that_it_would_become(tmp_path):
+def test_an_error_in_a_temporary_folder_names_the_final_folder(tmp_path):
     with pytest.raises(OSError) as raised, files.whole(tmp_path / "new") as temporary:
         temporary.mkdir()
         files.write_whole(temporary / "none" / "a.txt", "")

@@ -157,7 +157,7 @@ def test_git_commit_names_the_commit_only_for_a_tracked_file(tmp_path):
     assert run_log.git_commit(untracked) is None
 
 
-def test_nan_and_inf_of_other_writers_are_missing_values(tmp_path):
+def test_nan_and_inf_written_by_other_programs_are_missing_values(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": NaN, "lr": Infinity, "a": 1e999, "b": 2.0}\n')
     assert run_log.read_metrics(path) == [{"step": 1, "loss": None, "lr": None, "a": None, "b": 2}]

@@ -383,7 +383,7 @@ def test_workers_are_counted_from_0():
 
 
 def test_stored_embeddings_of_a_bfloat16_t5_are_within_1_percent(tmp_path, weights):
-    """With the default dtype, and NeMo's default for read_tokens."""
+    """Uses the default dtype, and NeMo's default for read_tokens."""
     changes = {"text__dtype": "bfloat16", "text__read_tokens": 512}
     (tmp_path / "captions.txt").write_text("a red seven on gray paper\n")
     changed = config(tmp_path / "store", weights, prompts=(), **changes)

@@ -176,7 +176,7 @@ def test_slow_storage_limits_the_vocabulary_to_one_chunk_of_captions(tmp_path, m
     assert rows == list(range(0, 1000, 4))
 
 
-def test_of_many_unknown_words_the_first_thirty_are_searched(monkeypatch):
+def test_only_the_first_thirty_unknown_words_are_searched(monkeypatch):
     words, searched = vocabulary.of(["a fox"]), []
     similar = lambda self, word, known: searched.append(word) or ["fox"]
     monkeypatch.setattr(vocabulary.Vocabulary, "_similar", similar)

@@ -1,4 +1,4 @@
-"""XLA's choices of GPU kernels: stored in the workdir, and loaded when a run is resumed."""
+"""XLA's choices of GPU kernels are stored in the workdir, and loaded when a run is resumed."""
 
 import hashlib
 import json

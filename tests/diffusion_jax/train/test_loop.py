@@ -271,6 +271,31 @@ def test_images_per_second_excludes_drawing_and_saving(tmp_path, monkeypatch):
     assert [line["images_per_second"] for line in read(tmp_path)] == [16, 8, 8]
 
 
+def test_the_manifest_has_the_seconds_that_were_not_training(tmp_path, monkeypatch):
+    now = [0.0]
+
+    def slowly(seconds, function):
+        def call(*args, **kwargs):
+            now[0] += seconds
+            return function(*args, **kwargs)
+
+        return call
+
+    clock = types.SimpleNamespace(time=lambda: now[0])
+    monkeypatch.setattr(step_report, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
+    monkeypatch.setattr(loop, "first_state", slowly(3, loop.first_state))
+    monkeypatch.setattr(loop, "compiled", slowly(20, loop.compiled))
+    monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))
+    train(tmp_path, steps=6, save_every=4, sample_every=3)
+    (start,) = run_log.read_manifest(tmp_path)
+    # The first of the batches, each of which takes a second, is there before the first step.
+    expected = {"starting": 3 + 1, "compiling": 20, "saving": 2000, "drawing and scoring": 200}
+    assert start["seconds"] == {**expected, "checking": 0}
+
+
 def test_sample_sheets_show_the_averaged_weights_with_fixed_seeds(tmp_path):
     state = train(tmp_path, steps=3, sample_every=2)
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())

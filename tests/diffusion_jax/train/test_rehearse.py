@@ -236,7 +236,7 @@ def test_a_rehearsal_warns_about_too_little_memory_and_disk_space(tmp_path, monk
     assert "the disk may fill up: " in caplog.text
 
 
-def test_device_memory_overrides_the_memory_of_local_devices(tmp_path, caplog):
+def test_the_flag_device_memory_overrides_the_memory_of_local_devices(tmp_path, caplog):
     lines = report_of(tmp_path, device_memory=1e5, ignore_memory=True)
     assert " of 0.0 GB per device, estimated: " in lines["memory"]
     assert "a training step may not fit into a device's memory: " in caplog.text

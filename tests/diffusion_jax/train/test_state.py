@@ -1,4 +1,4 @@
-"""One training step: against numpy, accumulated, on eight devices, and if it is not finite."""
+"""A training step matches numpy, with accumulation, on eight devices, and if it is not finite."""
 
 import functools
 import re

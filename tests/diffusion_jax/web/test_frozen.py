@@ -166,6 +166,34 @@ def test_the_page_lists_scores_that_cannot_be_compared(tmp_path, show):
     assert embedded(frozen.page([one, alike]))["/api/sweeps"]["unlike"] == []
 
 
+def test_a_browser_shows_the_use_of_time_and_the_continued_run(tmp_path, show):
+    entries = [
+        {"start": "2026-01-01T00:00:00+00:00", "first_step": 0, "config": {"batch_size": 8},
+         "seconds": {"compiling": 20.0, "saving": 10.0}},
+        {"start": "2026-01-01T01:01:30+00:00", "first_step": 10, "config": {"batch_size": 8},
+         "seconds": {"compiling": 20.0, "repeated": 30.0}},
+    ]  # fmt: skip
+    lineage = {"run": "runs/a", "step": 10, "fingerprint": ""}
+    manifest = json.dumps({"continued_from": lineage, "runs": entries})
+    (tmp_path / run_log.MANIFEST).write_text(manifest)
+    lines = [run_log.metrics_line(step, {"loss": 1.0, "images_per_second": 2.0})
+             for step in (5, 10, 15)]  # fmt: skip
+    (tmp_path / run_log.METRICS).write_text("".join(lines))
+    page = show(frozen.page([tmp_path]), "training")
+    assert "continues runs/a@10" in page.locator("#runs").inner_text()
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#times tr").all()]
+    assert rows == [
+        ["start (UTC)", "after step", "goodput", "steps", "compiling", "saving", "repeated",
+         "not running"],
+        ["2026-01-01 00:00", "0 to 10", "57.1 %", "40.0 s", "20.0 s", "10.0 s", "", ""],
+        ["2026-01-01 01:01", "10 to 15", "28.6 %", "20.0 s", "20.0 s", "", "30.0 s", "0:59:50"],
+        ["total", "", "42.9 %", "0:01:00", "40.0 s", "10.0 s", "30.0 s", "0:59:50"],
+    ]  # fmt: skip
+    page.set_viewport_size({"width": 390, "height": 800})
+    heights = {cell.bounding_box()["height"] for cell in page.locator("#times th, #times td").all()}
+    assert len(heights) <= 2 and max(heights) < 50  # Every cell is one line; the table scrolls.
+
+
 def test_long_training_curves_are_averaged_over_neighbouring_steps(tmp_path):
     lines = [run_log.metrics_line(s, {"loss": float(s % 2)}) for s in range(1, 601)]
     (tmp_path / run_log.METRICS).write_text("".join(lines) + run_log.metrics_line(601, {}))

@@ -107,7 +107,7 @@ def test_stalled_bodies_do_not_make_the_page_unreachable(address):
         assert "\r\nhello\r\n" in get(address)
 
 
-def test_a_connection_whose_body_does_not_come_is_closed(address, monkeypatch):
+def test_a_connection_that_does_not_send_its_body_is_closed(address, monkeypatch):
     monkeypatch.setattr(listener, "_BODY_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(socket.create_connection(address, 30))
@@ -126,13 +126,13 @@ def test_open_streams_do_not_make_the_page_unreachable(address):
         assert "\r\nhello\r\n" in get(address)
 
 
-def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(address):
+def test_a_request_with_two_lengths_is_an_error_that_closes_its_connection(address):
     head, another = b"POST / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     both = b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n"
     with socket.create_connection(address, 30) as client:
         client.sendall(head + both + another)
-        said = b"".join(iter(lambda: client.recv(4096), b"")).decode()
-    assert said.startswith("HTTP/1.1 400 ") and "hello" not in said
+        response = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert response.startswith("HTTP/1.1 400 ") and "hello" not in response
 
 
 def serve(port):

@@ -31,7 +31,7 @@ expect = playwright.expect
 PROMPTS = ["a cat, noto style", "a fox, noto style"]
 
 
-class Quick(loaded.Loaded):
+class Quick(loaded.Model):
     """A model whose pixels equal the seed, or the input picture."""
 
     def __init__(self, *workdirs):

@@ -30,7 +30,7 @@ HOSTS = ("127.0.0.1",)
 JSON = ("content-type", "application/json")
 
 
-class Slow(loaded.Loaded):
+class Slow(loaded.Model):
     """A model whose pixels equal the seed. A test releases each of its steps."""
 
     enlarger = None
@@ -428,21 +428,21 @@ def test_previews_of_both_stages_of_a_cascade_belong_to_their_pictures():
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "-1", "1" * 7, "\u0663", "x"])
-def test_a_number_in_a_path_that_is_none_is_404(site, number):
+def test_an_invalid_number_in_a_path_gives_status_404(site, number):
     app = server.app(site, HOSTS)
-    _, said = post(app, [a_picture()])
+    _, content = post(app, [a_picture()])
     for path in (f"{number}.png", f"0/{number}.png"):
-        assert ask(app, f"/api/jobs/{said['job']}/{path}")[0] == 404
+        assert ask(app, f"/api/jobs/{content['job']}/{path}")[0] == 404
 
 
-def test_words_of_very_long_prompts_are_refused(site):
-    status, said = post(
+def test_checking_the_words_of_very_long_prompts_is_an_error(site):
+    status, content = post(
         server.app(site, HOSTS), {"model": "slow", "prompts": ["a" * 200_001]}, "/api/words"
     )
-    assert status == 400 and said["error"] == "the prompts must have at most 200,000 letters"
+    assert status == 400 and content["error"] == "the prompts must have at most 200,000 letters"
 
 
-def test_a_fifth_stream_of_a_job_ends_the_first(site):
+def test_opening_a_fifth_stream_of_a_job_closes_the_first(site):
     job = site.queue.add([site.picture(a_picture())])
     app = server.app(site, HOSTS)
     ended = threading.Thread(target=ask, args=(app, f"/api/jobs/{job.name}"), daemon=True)
@@ -452,7 +452,7 @@ def test_a_fifth_stream_of_a_job_ends_the_first(site):
     wait_for(lambda: not ended.is_alive())
 
 
-def test_curves_are_thinned_as_lines_come_and_keep_their_mean(tmp_path, monkeypatch):
+def test_curves_are_thinned_while_lines_arrive_and_keep_their_mean(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_MAX_POINTS", 10)
     path, values = tmp_path / run_log.METRICS, np.random.default_rng(0).normal(size=57)
     lines = [run_log.metrics_line(i, {"loss": values[i], "late": np.nan}) for i in range(57)]

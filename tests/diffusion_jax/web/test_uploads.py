@@ -18,7 +18,7 @@ def test_uploads_may_be_png_jpeg_or_webp():
         Uploads().add({"png": base64.b64encode(b"GIF89a").decode()})
 
 
-def test_a_picture_that_is_too_large_is_refused_before_it_is_decoded(monkeypatch):
+def test_a_picture_that_is_too_large_is_an_error_before_it_is_decoded(monkeypatch):
     Image.new("RGB", (4_000, 10)).save(file := io.BytesIO(), "PNG")
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(ValueError, match="4000x10 pixels: choose one with at most 2,048"):

@@ -203,7 +203,7 @@ def test_disk_counts_snapshots_at_two_bytes_per_parameter():
     settings = test_loop.OPTIMIZER._replace(ema_widths=WIDTHS)
     run = test_loop.RUN._replace(steps=100, keep_last=3)
     usage = memory.disk(run, settings, state)
-    # Every 4 of 100 steps; 100 parameters, two widths, two bytes each.
+    # A snapshot every 4 of 100 steps, with 100 parameters, two widths and two bytes per number.
     assert (usage.snapshots, usage.snapshot, usage.checkpoints) == (25, 400, 3)
     assert usage.checkpoint == 4 * (6 * 100 + 5)
     assert usage.total == 3 * usage.checkpoint + 25 * 400

@@ -86,7 +86,7 @@ def test_safetensors_npz_and_files_with_wrong_suffixes_are_read(tmp_path):
 
 
 def rewritten(path, change):
-    """Write the fixture with its pickle changed by `change`."""
+    """Write the fixture again, with its pickle changed by the function `change`."""
     with zipfile.ZipFile(FIXTURE) as old, zipfile.ZipFile(path, "w") as new:
         for name in old.namelist():
             content = old.read(name)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import imagen_jax
 from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
@@ -19,7 +20,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_files
-from imagen_jax import cascade, task
+from imagen_jax import task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
 from tests.imagen_jax.cases import random_weights
@@ -55,7 +56,7 @@ def nemos():
 
 @pytest.fixture(scope="module")
 def converted(nemos, tmp_path_factory):
-    """The workdir converted from both."""
+    """A workdir converted from NeMo's weights and their average."""
     folder = tmp_path_factory.mktemp("nemo")
     for name, state in zip(("model", "model-EMA"), nemos, strict=True):
         np.savez(folder / f"{name}.npz", **state)
@@ -65,7 +66,7 @@ def converted(nemos, tmp_path_factory):
 
 @pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
 def test_a_nemo_checkpoint_and_its_average_are_converted_to_a_workdir(nemos, converted, ema, which):
-    model = cascade.load_model(converted, *cascade.choose(ema=ema))
+    (model,) = imagen_jax.load(converted, ema=ema).stages
     s = settings(tiny())
     assert model.settings.unet == s.unet and model.step == 0
     expected = nemo.from_nemo(nemos[which], s.unet, s.text.width)

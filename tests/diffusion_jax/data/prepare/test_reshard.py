@@ -53,7 +53,7 @@ def test_parallel_processes_and_restarts_write_the_same_files(folder, tmp_path):
         write(folder, tmp_path / "parts", process=process, processes=2)
     tars = {path.name: path.read_bytes() for path in (tmp_path / "once").glob("*.tar")}
     assert {p.name: p.read_bytes() for p in (tmp_path / "parts").glob("*.tar")} == tars
-    (tmp_path / "once/000001.tar").unlink()  # As after a kill.
+    (tmp_path / "once/000001.tar").unlink()  # A kill can leave such a file.
     modified = (tmp_path / "once/000000.tar").stat().st_mtime_ns
     assert write(folder, tmp_path / "once")["written"] == 4
     assert {p.name: p.read_bytes() for p in (tmp_path / "once").glob("*.tar")} == tars

@@ -484,7 +484,8 @@ def test_an_index_written_by_another_user_is_not_used(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", by_another)
-        patched.setattr(os, "geteuid", lambda: 1234)  # Neither root nor the owner.
+        # This user is neither root nor the owner of the file.
+        patched.setattr(os, "geteuid", lambda: 1234)
         assert not tars.is_trusted(index, str(tar)) and not tars.is_trusted(listed, str(tar))
         assert tars.is_trusted(tar, str(tar))
     index.chmod(0o666)
