@@ -384,7 +384,7 @@ def rows(s: Settings, steps: int) -> int:
     """
     sampler, objective, taken = s.sampler._replace(steps=steps), s.diffusion.objective, []
     sigmas, times = samplers.sampling_grid(objective.noise, sampler)
-    guide = guidance.make(sampler, guides.Model(objective.precond(times), sigmas))
+    guide = guidance.make(sampler, guides.GuidedModel(objective.precond(times), sigmas))
     guided = guidance.by_image(sampler, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):

@@ -140,7 +140,7 @@ def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str
     return ["tpu", *kinds] if whole else []
 
 
-def read(name: str, batch: int) -> tasks.Model:
+def read(name: str, batch: int) -> tasks.PlannedTask:
     """Return the model of the config `name` from configs/, with this global batch size.
 
     A Stable Diffusion model reads stored moments and text embeddings, so that only the UNet is
@@ -167,7 +167,7 @@ def row(name: str, place: str, batch: int, profile: Profile) -> str:
     )
 
 
-def _profile(model: tasks.Model, target: accelerators.Target) -> Profile:
+def _profile(model: tasks.PlannedTask, target: accelerators.Target) -> Profile:
     mesh = estimate.mesh_of(model, target.devices)
     if _WHOLE.value:
         compiled, _ = compiling.analyse(model, target, mesh)
@@ -182,7 +182,7 @@ def _reduced() -> dict[str, dict[str, float]]:
     figures = {}
     for name, (module, inputs) in reduced().items():
         variables = jax.eval_shape(module.init, memory.abstract_key(), *inputs)
-        block = blocks.Block(name, [name], module, variables, (inputs, {}), True)
+        block = blocks.NetworkBlock(name, [name], module, variables, (inputs, {}), True)
         compiled = blocks.measure(block, "v5e")
         figures[name] = {"cycles": compiled.total, "temporary": compiled.temporary}
     return figures

@@ -36,7 +36,7 @@ from diffusion_jax.metrics import (
     inception_weights,
     mmd,
 )
-from diffusion_jax.metrics.weights import Weights
+from diffusion_jax.metrics.weights import InceptionWeights
 
 flags.adopt_module_key_flags(measure)
 _ADM = flags.DEFINE_string("adm", "", "Path of ADM's evaluator.py; if empty, ADM is left out.")
@@ -112,7 +112,7 @@ def _ours(
 
     The function computes the scores of a mode once, and then returns the same scores again.
     """
-    weights = Weights(inception_weights.to_params(state), "", False)
+    weights = InceptionWeights(inception_weights.to_params(state), "", False)
     cache: dict[str, Scores] = {}
 
     def scores(mode: str) -> Scores:
@@ -198,7 +198,7 @@ def _network(torch: Any, state: Mapping[str, np.ndarray]) -> Any:
     return theirs.InceptionV3([3], resize_input=False, normalize_input=False).eval()
 
 
-def _graph(tf: Any, params: inception.Params) -> bytes:
+def _graph(tf: Any, params: inception.InceptionParams) -> bytes:
     """Return Inception with these parameters as a serialized TensorFlow graph.
 
     The tensors have the same names as in the public graph, because ADM finds them by name.

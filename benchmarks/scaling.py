@@ -31,7 +31,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.evaluate import figures
 from diffusion_jax.evaluate.figures import Line
 from diffusion_jax.train import optimizer
-from launch.planner.tasks import Model
+from launch.planner.tasks import PlannedTask
 
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
@@ -86,7 +86,9 @@ def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
     return sorted({int(name) for name in names} or {*powers, max_nodes})
 
 
-def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int, Mesh, Model]]:
+def cases(
+    model: PlannedTask, numbers: Sequence[int], per_node: int
+) -> list[tuple[int, Mesh, PlannedTask]]:
     """Return (number of nodes, mesh, model) for each measurement.
 
     The model's batch size is proportional to the number of nodes. Raises ValueError if the batch
@@ -114,7 +116,7 @@ def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int
 
 
 def row(
-    nodes: int, model: Model, timing: step.Timing, devices: int, before: Sequence[Mapping]
+    nodes: int, model: PlannedTask, timing: step.Timing, devices: int, before: Sequence[Mapping]
 ) -> dict[str, Any]:
     """Return the row of the table for one number of nodes.
 

@@ -14,7 +14,7 @@ from diffusion_jax.devices import flops, hardware, sharding
 from diffusion_jax.train import autotuning, loop, memory, optimizer
 from diffusion_jax.train.state import init_state
 from launch.planner import tasks
-from launch.planner.tasks import Model
+from launch.planner.tasks import PlannedTask
 
 INPUTS = ("cached", "moments", "images")
 """Inputs of a latent diffusion step. "cached": latent moments and text embeddings, so the step runs
@@ -51,7 +51,7 @@ class Timing(NamedTuple):
         return hardware.utilization(self.flops, self.median, kind, devices)
 
 
-def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
+def read(config: Mapping[str, Any]) -> tuple[PlannedTask, str | None]:
     """Return a config's model, without weights and data, and the inputs that its train step reads.
 
     The inputs are the value of --inputs (see INPUTS), or None for models that diffuse pixels.
@@ -70,7 +70,7 @@ def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
     return tasks.read(config), inputs
 
 
-def run(model: Model, mesh: Mesh) -> Timing:
+def run(model: PlannedTask, mesh: Mesh) -> Timing:
     """Compile the train step for this mesh, and time it after some warm-up steps."""
     task, settings, rules = model.task, model.optimizer, model.task.rules
     tx = optimizer.make_optimizer(settings, model.run.steps)

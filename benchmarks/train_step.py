@@ -109,7 +109,7 @@ def main() -> None:
     })  # fmt: skip
 
 
-def _largest_batch(model: tasks.Model) -> int:
+def _largest_batch(model: tasks.PlannedTask) -> int:
     """Return the largest multiple of 8 that the planner expects to fit; ValueError if none fits."""
     mesh, limit = estimate.mesh_of(model, 1), hardware.limit(jax.local_devices()[0])
     batch = estimate.largest_batch(estimate.trace(model), mesh, limit) // 8 * 8
@@ -118,7 +118,7 @@ def _largest_batch(model: tasks.Model) -> int:
     return batch
 
 
-def _planned(model: tasks.Model, mesh: Mesh) -> dict[str, float] | None:
+def _planned(model: tasks.PlannedTask, mesh: Mesh) -> dict[str, float] | None:
     """Return the planner's estimates for the current device, or None if it does not know it."""
     kind = jax.local_devices()[0].device_kind.lower()
     name = next((name for name in accelerators.KINDS if name.partition("-")[0] in kind), None)

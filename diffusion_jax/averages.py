@@ -114,7 +114,7 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
         yield folder
 
 
-def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
+def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.StoredAverage]]:
     """Return the folder of a run's checkpoints, and a Trace of each average stored up to `step`.
 
     The averages are power-function averages. None selects the step of the newest checkpoint or

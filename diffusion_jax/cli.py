@@ -5,6 +5,7 @@ import difflib
 import os
 import pathlib
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -107,7 +108,7 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
     """Run `main` as absl's app.run does, and report bad flags and configs in one line.
 
     After a bad flag or config, the process exits with code 2. If the disk is full, it exits with
-    code 1.
+    code 1, and after Ctrl-C with code 130.
     """
 
     def parse(argv):
@@ -131,7 +132,19 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
                 raise
             _end(error)
 
-    app.run(distributed.together()(run_main), flags_parser=parse)
+    with interruptible():
+        app.run(distributed.together()(run_main), flags_parser=parse)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Make Ctrl-C end this process with one line and exit code 130. A second one needs no line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(exits.INTERRUPTED)
 
 
 def _in_words(message: str) -> str:

@@ -10,6 +10,10 @@ restart the run at most job.restarts times.
 """
 PREEMPTED = 143
 """SIGTERM ended the run after it saved a checkpoint. A launcher should start the run again."""
+INTERRUPTED = 130
+"""Ctrl-C (SIGINT) ended the command. A training run has saved a checkpoint."""
+STOPPED = (129, INTERRUPTED, PREEMPTED)
+"""The codes after SIGHUP (a lost connection), Ctrl-C and SIGTERM: 128 plus the signal's number."""
 
 
 class Busy(ValueError):

@@ -42,7 +42,7 @@ _SEED = 0  # The seed of the noise, independent of the run's seed.
 flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
 
 
-class Records(NamedTuple):
+class HeldOutRecords(NamedTuple):
     """The records and noise levels on which the held-out loss is measured."""
 
     every: int
@@ -54,13 +54,13 @@ class Records(NamedTuple):
     sigmas: Float[np.ndarray, "L"]
     """The noise levels. Each record is measured at all of them."""
 
-    def first(self) -> "Records":
+    def first(self) -> "HeldOutRecords":
         """Return a copy that holds only the first record."""
         batch = {name: array[:1] for name, array in self.batch.items()}
         return self._replace(batch=batch, numbers=self.numbers[:1])
 
 
-def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Records | None:
+def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> HeldOutRecords | None:
     """Read the held-out records, and choose the noise levels at which they are measured.
 
     `s` is the config's `heldout` group. Return None if `s.every` is 0, or if `measure` is None
@@ -75,11 +75,11 @@ def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Recor
             "such as data.heldout=0.01"
         )
     keys, batch = batches.apart.read(s.records)
-    return Records(s.every, batch, keys.astype(np.uint32), measure.levels(s.levels))
+    return HeldOutRecords(s.every, batch, keys.astype(np.uint32), measure.levels(s.levels))
 
 
 def make_scorer(
-    task: Task, frozen: Any, mesh: Mesh, records: Records, batch_size: int
+    task: Task, frozen: Any, mesh: Mesh, records: HeldOutRecords, batch_size: int
 ) -> Callable[[Params], dict[str, float]]:
     """Return a function that maps a model's parameters to its held-out losses, keyed by name.
 

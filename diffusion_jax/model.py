@@ -18,7 +18,7 @@ from diffusion_jax.config.fields import Field
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import guides, meanflow, noise, precond, samplers
-from diffusion_jax.diffusion.onestep import Sampler
+from diffusion_jax.diffusion.onestep import SamplerFunction
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
 from diffusion_jax.nn import fields, ops
 from diffusion_jax.task import LABELS, LEVELS, Batch, Frozen, Measure, Metrics, Params, Task
@@ -51,7 +51,7 @@ class System(NamedTuple):
     """batch -> the shape [H, W, C] in which the sampler draws an image."""
     decode: Callable[[Frozen, Batch, Images], Images]
     """(frozen, batch, x0) -> images in about [-1, 1]."""
-    edited: Callable[[Frozen, Batch, Keys], Callable[[Sampler], Sampler]]
+    edited: Callable[[Frozen, Batch, Keys], Callable[[SamplerFunction], SamplerFunction]]
     """(frozen, batch, keys) -> a function that adapts the sampler to the batch's "image"."""
     training_inputs: Callable[[Images, Keys], Condition] = lambda x0, keys: {}
     """(x0, keys) -> the inputs that training adds to those of the text."""
@@ -174,7 +174,7 @@ def make_begin(
             second, weights = guiding.diffusion.objective, frozen["guide"]
             guide_of = _denoiser_of(guiding.unet, weights, second.scalings, second.span(sigmas))
         denoise = guidance_module.make_denoiser(
-            sampler, guides.Model(scalings, sigmas), guidance,
+            sampler, guides.GuidedModel(scalings, sigmas), guidance,
             _denoiser_of(system.unet, params, scalings, span), conditions, guide_of,
         )  # fmt: skip
         first = jnp.sqrt(1 + sigmas[0] ** 2) if system.unit_start else sigmas[0]

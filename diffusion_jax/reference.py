@@ -16,7 +16,7 @@ from diffusion_jax import systems
 from diffusion_jax.config import named, ranges
 from diffusion_jax.config.field_docs import Field, fields, sentences
 from diffusion_jax.config.settings import Run
-from diffusion_jax.systems import System
+from diffusion_jax.systems import SystemEntry
 
 _INTRODUCTION = (
     "# Settings",
@@ -80,7 +80,7 @@ def in_help(name: str, kinds: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _networks(system: System) -> dict[str, dict[str, type]]:
+def _networks(system: SystemEntry) -> dict[str, dict[str, type]]:
     """Return the classes of each config group, keyed by the value of its field `kind`.
 
     A group without this field has one class, with the key "".
@@ -93,7 +93,7 @@ def _networks(system: System) -> dict[str, dict[str, type]]:
     }
 
 
-def _extra(system: System, group: str, kind: str) -> list[Field]:
+def _extra(system: SystemEntry, group: str, kind: str) -> list[Field]:
     """Return the fields `kind` and `weights` of a config group, if it has them.
 
     They are not fields of the network's class.

@@ -53,7 +53,7 @@ def claim(
     # The base weights of a LoRA may have moved. base.json holds their fingerprint.
     moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()
     free = ("version", *_FREE, *unread, *moved)
-    different = path.exists() and settings_record.unlike(load(workdir), config, free)
+    different = path.exists() and settings_record.differences(load(workdir), config, free)
     if different:
         raise ValueError(
             f"{workdir} was made with another config ({different}): "
@@ -82,7 +82,7 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
         ValueError: If the workdir is not a folder or cannot be written to.
     """
     _check_folder(workdir)
-    lock, errors = folder_lock.Writer(workdir), {Busy: "", ValueError: ""}
+    lock, errors = folder_lock.FolderLock(workdir), {Busy: "", ValueError: ""}
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             try:

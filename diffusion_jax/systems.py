@@ -13,7 +13,7 @@ KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
 """
 
 
-class System(NamedTuple):
+class SystemEntry(NamedTuple):
     """A system: the type of its settings, the check of settings, and the training command."""
 
     settings: type
@@ -38,7 +38,7 @@ class System(NamedTuple):
         return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}
 
 
-def find(name: str) -> System:
+def find(name: str) -> SystemEntry:
     """Return a system by its name PACKAGE or PACKAGE.PART, from the table PACKAGE.settings.SYSTEMS.
 
     Raises:
@@ -101,7 +101,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
     return s
 
 
-def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(system: SystemEntry, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """Map the fields of a config group to their defaults, including `kind` and `weights`."""
     kinds, fields = system.groups[name], ranges.defaults(_kind(system, name, group))
     if isinstance(kinds, Mapping):
@@ -109,7 +109,7 @@ def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, An
     return {"weights": "", **fields} if f"{name}_weights" in system.settings._fields else fields
 
 
-def _kind(system: System, name: str, group: Mapping[str, Any]) -> Any:
+def _kind(system: SystemEntry, name: str, group: Mapping[str, Any]) -> Any:
     """Return the class of a config group: a NamedTuple, or the network that `kind` names."""
     kinds = system.groups[name]
     if not isinstance(kinds, Mapping):

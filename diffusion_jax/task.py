@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key, PRNGKeyArray, UInt8
 
-from diffusion_jax.devices.sharding import Rules
+from diffusion_jax.devices.sharding import ShardingRules
 from diffusion_jax.diffusion.precond import Images, Sigma
 from diffusion_jax.diffusion.samplers import Begin
 
@@ -56,7 +56,7 @@ class Task(NamedTuple):
     frozen: Frozen
     """Weights that are not trained. They are sharded, but never donated or saved in a checkpoint.
     """
-    rules: Rules
+    rules: ShardingRules
     """Rules that give the sharding of each parameter by its path."""
     measure: Measure | None = None
     """Measures the loss of single images. None: the system has no held-out loss."""

@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import Amount, Count, Counts, Interval, Multiples, Width
+from diffusion_jax.config.ranges import Count, Counts, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import POOLING, check_conditioning, condition, with_low_res
@@ -45,12 +45,12 @@ class EfficientUNet(Network):
     attention: Annotated[str, BLOCKS] = "fused"
     """What pixels attend to: pixels and text at once ("fused"), pixels, then text, then a
     feed-forward layer ("stacked"), only pixels ("self"), or only text ("cross")."""
-    num_heads: Amount = 0
+    num_heads: WholeNumber = 0
     """Number of attention heads. If it is 0, `head_dim` determines the number."""
     text_pooling: Annotated[str, POOLING] = "attention"
     """How the tokens of a text become one vector for the residual blocks: their learned weighted
     mean ("attention") or their plain mean ("mean")."""
-    learned_time_dim: Amount = 0
+    learned_time_dim: WholeNumber = 0
     """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
     are fixed."""
     null_token: bool = False

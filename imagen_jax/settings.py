@@ -25,7 +25,7 @@ from diffusion_jax.diffusion.guidance import GuidingName, ThresholdName
 from diffusion_jax.diffusion.noise import NoiseName
 from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
-from diffusion_jax.systems import System
+from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
 from imagen_jax import layers
@@ -140,10 +140,10 @@ class _Sampler(NamedTuple):
     negative_prompt: str = ""
     """A text that the picture should not show. Guidance leads away from it; "" leads away from the
     prediction without a text."""
-    height: ranges.Amount = 0
+    height: ranges.WholeNumber = 0
     """The height of the images that a base model draws, in pixels; 0 for the training size. A
     super-resolution model ignores it and keeps the aspect ratio of the small image."""
-    width: ranges.Amount = 0
+    width: ranges.WholeNumber = 0
     """The width of the images that a base model draws, in pixels; 0 for the training size. A
     super-resolution model ignores it and keeps the aspect ratio of the small image."""
     fields: str = ""
@@ -311,4 +311,4 @@ def _check_texts(s: Settings) -> None:
         )
 
 
-SYSTEMS = {"imagen_jax": System(Settings, check, "imagen_jax.train", {"unet": UNETS})}
+SYSTEMS = {"imagen_jax": SystemEntry(Settings, check, "imagen_jax.train", {"unet": UNETS})}

@@ -9,8 +9,8 @@ Any value of the config can be changed on the command line: --config.optimizer.l
 The workdir receives metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
 not finite, not_finite.json reports where the first such number came from. Running the same command
-again continues exactly from the last checkpoint. On SIGTERM, training saves a checkpoint and exits
-with code 143.
+again continues exactly from the last checkpoint. On SIGTERM, SIGHUP or Ctrl-C, training saves a
+checkpoint and exits with code 143, 129 or 130. A second Ctrl-C ends it at once.
 """
 
 import functools
@@ -35,7 +35,7 @@ from imagen_jax.task import make_task
 _SHOWN = 8  # The number of training pictures whose texts are drawn if prompts cannot be drawn.
 
 
-def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
+def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
     """Open everything that training needs: the text encoder, the data and the model.
 
     Raises ValueError or OSError if one of them is missing or invalid.
@@ -52,7 +52,9 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     task = make_task(s, encoder)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
     open_prompts = _open_prompts(s, encoder)
-    return loop.Inputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
+    return loop.RunInputs(
+        task, batches, examples, start=start, base=base, open_prompts=open_prompts
+    )
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:

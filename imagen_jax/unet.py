@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from diffusion_jax.config.ranges import Amount, Count, Decay, Interval, Multiples, Width
+from diffusion_jax.config.ranges import Count, Decay, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
@@ -51,7 +51,7 @@ class UNet(Network):
     text_pooling: Annotated[str, POOLING] = "attention"
     """How the tokens of a text become one vector for the residual blocks: their learned weighted
     mean ("attention") or their plain mean ("mean")."""
-    learned_time_dim: Amount = 0
+    learned_time_dim: WholeNumber = 0
     """Number of learned sinusoids that embed the time; it must be even. If it is 0, the sinusoids
     are fixed."""
     null_token: bool = False

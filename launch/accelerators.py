@@ -14,7 +14,7 @@ from diffusion_jax.devices.hardware import PEAKS
 GB = 1e9
 
 
-class Kind(NamedTuple):
+class Chip(NamedTuple):
     """Data sheet of an accelerator. FLOP/s, memory and bandwidths are per JAX device."""
 
     peak: float
@@ -56,25 +56,25 @@ class Kind(NamedTuple):
 # NVIDIA's numbers for the rack GB200 NVL72; dense FLOP/s are half of the sparse FLOP/s; a host is
 # one tray of the rack. MI300X: AMD's data sheet (2023), 7 links of 64 GB/s in one direction. AMD
 # sells no network with the MI300X, so the H100 value is used.
-KINDS: Mapping[str, Kind] = {
-    "v4": Kind(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
+KINDS: Mapping[str, Chip] = {
+    "v4": Chip(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
                "tpu-v4-podslice", 3, chips=4096),
-    "v5e": Kind(PEAKS["TPU v5e"], 16 * GB, 819 * GB, 200 * GB, 3.125 * GB,
+    "v5e": Chip(PEAKS["TPU v5e"], 16 * GB, 819 * GB, 200 * GB, 3.125 * GB,
                 "tpu-v5-lite-podslice", 2, (1, 4, 8)),
-    "v5p": Kind(PEAKS["TPU v5"], 95 * 2**30, 2765 * GB, 600 * GB, 6.25 * GB,
+    "v5p": Chip(PEAKS["TPU v5"], 95 * 2**30, 2765 * GB, 600 * GB, 6.25 * GB,
                 "tpu-v5p-slice", 3, chips=6144),
-    "v6e": Kind(PEAKS["TPU v6"], 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB,
+    "v6e": Chip(PEAKS["TPU v6"], 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB,
                 "tpu-v6e-slice", 2, (1, 4, 8)),
-    "v7x": Kind(PEAKS["TPU7x"], 96 * 2**30, 3690 * GB, 300 * GB, 6.25 * GB,
+    "v7x": Chip(PEAKS["TPU7x"], 96 * 2**30, 3690 * GB, 300 * GB, 6.25 * GB,
                 "tpu7x", 3, chips=9216, cores=2),
-    "a100": Kind(PEAKS["A100"], 40 * GB, 1555 * GB, 300 * GB, 25 * GB, "nvidia-tesla-a100"),
-    "a100-80gb": Kind(PEAKS["A100"], 80 * GB, 2039 * GB, 300 * GB, 25 * GB, "nvidia-a100-80gb"),
-    "h100": Kind(PEAKS["H100"], 80 * GB, 3350 * GB, 450 * GB, 50 * GB, "nvidia-h100-80gb"),
-    "h200": Kind(PEAKS["H200"], 141 * GB, 4800 * GB, 450 * GB, 50 * GB, "nvidia-h200-141gb"),
-    "b200": Kind(PEAKS["B200"], 180 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-b200"),
-    "gb200": Kind(PEAKS["GB200"], 186 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-gb200",
+    "a100": Chip(PEAKS["A100"], 40 * GB, 1555 * GB, 300 * GB, 25 * GB, "nvidia-tesla-a100"),
+    "a100-80gb": Chip(PEAKS["A100"], 80 * GB, 2039 * GB, 300 * GB, 25 * GB, "nvidia-a100-80gb"),
+    "h100": Chip(PEAKS["H100"], 80 * GB, 3350 * GB, 450 * GB, 50 * GB, "nvidia-h100-80gb"),
+    "h200": Chip(PEAKS["H200"], 141 * GB, 4800 * GB, 450 * GB, 50 * GB, "nvidia-h200-141gb"),
+    "b200": Chip(PEAKS["B200"], 180 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-b200"),
+    "gb200": Chip(PEAKS["GB200"], 186 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-gb200",
                   gpus=4, linked=72),
-    "mi300x": Kind(PEAKS["MI300X"], 192 * GB, 5300 * GB, 448 * GB, 50 * GB, ""),
+    "mi300x": Chip(PEAKS["MI300X"], 192 * GB, 5300 * GB, 448 * GB, 50 * GB, ""),
 }  # fmt: skip
 
 # Topologies of small TPU slices, by number of dimensions (sources: the pages above, and GKE's page
@@ -99,7 +99,7 @@ class Target(NamedTuple):
     """Number of TPU slices; 1 for GPUs."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Chip:
         return KINDS[self.name]
 
     @property

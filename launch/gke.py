@@ -31,7 +31,7 @@ from diffusion_jax.config import ranges, settings
 from launch import job as jobs
 from launch import templates
 from launch.accelerators import Target
-from launch.job import Job, Launcher, Run
+from launch.job import Job, JobRun, Launcher
 
 
 class Gke(NamedTuple):
@@ -98,7 +98,7 @@ def folder(job: Job, workdir: str) -> str:
     return workdir if accepts_url else workdir.replace("gs://", "/gcs/", 1)
 
 
-def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
+def render(job: Job, gke: Gke, target: Target, run: JobRun) -> str:
     """Return the JobSet manifest of a run as YAML."""
     workdir = folder(job, run.workdir)
     arguments = jobs.command(run, workdir)

@@ -67,13 +67,13 @@ class Job(NamedTuple):
     """Environment variables of each run, such as "NCCL_DEBUG=INFO"."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container, besides the folders in the config and the flags."""
-    restarts: ranges.Amount = 10
+    restarts: ranges.WholeNumber = 10
     """Maximum number of restarts because of crashes, hangs, or a workdir or port in use. A run that
     was preempted, was requeued or reached its time limit is always restarted. A run that rejected
     its config, flags or data (exit code 2) is never restarted."""
 
 
-class Run(NamedTuple):
+class JobRun(NamedTuple):
     """One run of a job: its name, command line and workdir."""
 
     name: str
@@ -89,7 +89,7 @@ class Run(NamedTuple):
 class Launcher(NamedTuple):
     """Functions of one launcher (GKE, Slurm or XManager), which the shared code calls."""
 
-    render: Callable[[Run], str]
+    render: Callable[[JobRun], str]
     """Render a run as the text to submit: a manifest, a script or a command line."""
     submit: Callable[[list[str]], None]
     """Submit the rendered texts of all runs. Raises ValueError or ImportError on failure."""
@@ -174,7 +174,7 @@ def check(job: Job) -> None:
         )
 
 
-def runs(job: Job) -> list[Run]:
+def runs(job: Job) -> list[JobRun]:
     """Return the runs of a job: one per sweep entry, in WORKDIR/0, WORKDIR/1, ...
 
     A job without a sweep has a single run, in WORKDIR.
@@ -186,16 +186,16 @@ def runs(job: Job) -> list[Run]:
         config = (f"--config={job.config}",) if job.config else ()
         overrides = tuple(f"--config.{change}" for change in (*job.overrides, *changes))
         argv = (job.command, *config, *overrides, *job.flags)
-        rows.append(Run(name, argv, workdir, changes))
+        rows.append(JobRun(name, argv, workdir, changes))
     return rows
 
 
-def command(run: Run, folder: str) -> list[str]:
+def command(run: JobRun, folder: str) -> list[str]:
     """Return the arguments that follow "python -m" for a run, ending with --workdir=`folder`."""
     return [*run.argv, f"--workdir={folder}"]
 
 
-def table(rows: Sequence[Run]) -> str:
+def table(rows: Sequence[JobRun]) -> str:
     """Format the runs as a table: one line per run with its name, workdir and sweep overrides."""
     names, folders = max(len(run.name) for run in rows), max(len(run.workdir) for run in rows)
     return "\n".join(
@@ -226,7 +226,7 @@ def trains(job: Job) -> bool:
     return job.command.rpartition(".")[2].startswith("train")
 
 
-def folders(job: Job, run: Run) -> list[str]:
+def folders(job: Job, run: JobRun) -> list[str]:
     """Return the folders that a run's config, its flags and job.mounts name by absolute paths.
 
     For a file or a glob pattern, this is the folder that contains it. A folder inside another
@@ -271,7 +271,7 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
         raise ValueError(f"{commands[0][0]} rejects its flags: {errors[-1]}")
 
 
-def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
+def rehearse(job: Job, run: JobRun, folder: str, target: Target) -> str:
     """Rehearse a run on this machine with virtual CPU devices, and return the report as a string.
 
     The job's command runs with --rehearse, which checks the inputs and whether the run fits into
@@ -319,7 +319,7 @@ def _is_writable(url: str) -> bool:
     return True
 
 
-def check_mesh(run: Run, target: Target) -> None:
+def check_mesh(run: JobRun, target: Target) -> None:
     """Raise ValueError unless a run's mesh and batch size fit the target's devices."""
     c = config_of(run)
     if c is None:
@@ -329,7 +329,7 @@ def check_mesh(run: Run, target: Target) -> None:
     optimizer.for_mesh(passes, c["batch_size"], mesh)
 
 
-def config_of(run: Run) -> dict[str, Any] | None:
+def config_of(run: JobRun) -> dict[str, Any] | None:
     """Return a run's config with all overrides applied, or None if the run has no --config."""
     values = flags.FlagValues()
     argv = ["", *(argument for argument in run.argv if argument.startswith("--config"))]

@@ -13,7 +13,7 @@ from diffusion_jax import cli
 from launch import templates
 from launch.accelerators import KINDS, Target
 from launch.planner import choice, compiling, estimate, tasks
-from launch.planner.choice import Choice
+from launch.planner.choice import MeshChoice
 from launch.planner.estimate import TracedModel
 
 CONFIGS = ("base64_500m", "base64_2b", "sr256_400m", "sr256_600m", "sr1024_600m", "sd2_512_base")
@@ -53,7 +53,7 @@ def main() -> None:
     print(templates.fill("scaling.md", mfu=mfu, **values), end="")
 
 
-def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
+def section(traced: TracedModel, curves: Mapping[str, list[MeshChoice]]) -> Section:
     """Return a model's section of the page.
 
     `curves` maps each kind of accelerator to the result of `curve`.
@@ -68,7 +68,7 @@ def section(traced: TracedModel, curves: Mapping[str, list[Choice]]) -> Section:
     return Section(cost, rows, ends)
 
 
-def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
+def curve(traced: TracedModel, kind: str, mfu: float) -> list[MeshChoice]:
     """Return the fastest mesh and micro batch for each number of devices in DEVICES.
 
     `kind` is the accelerator, and `mfu` the assumed model FLOP utilization. Raises ValueError if
@@ -77,7 +77,7 @@ def curve(traced: TracedModel, kind: str, mfu: float) -> list[Choice]:
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
 
-def best(traced: TracedModel, target: Target, mfu: float) -> Choice:
+def best(traced: TracedModel, target: Target, mfu: float) -> MeshChoice:
     """Return the mesh and micro batch with the fastest step among those that fit into memory.
 
     Parameters are sharded over all devices, or over groups of eight. Step times assume that no
@@ -97,7 +97,7 @@ def _target(kind: str, devices: int) -> Target:
     return Target(kind, _TORUS[devices] if KINDS[kind].torus else (devices,))
 
 
-def _cells(point: Choice, one: Choice, devices: int) -> str:
+def _cells(point: MeshChoice, one: MeshChoice, devices: int) -> str:
     replica, fsdp = point.mesh.shape["replica"], point.mesh.shape["fsdp"]
     mesh = f"{replica} x {fsdp}" + (f", {point.accumulate} parts" if point.accumulate > 1 else "")
     step = point.step
@@ -106,7 +106,7 @@ def _cells(point: Choice, one: Choice, devices: int) -> str:
     return f"{mesh} | {times} | {share[0]:.0f}, {share[1]:.0f}"
 
 
-def _linear_up_to(points: list[Choice]) -> int:
+def _linear_up_to(points: list[MeshChoice]) -> int:
     """Return the largest number of devices that scales linearly to within 10 %.
 
     On this number, each device reaches at least 90 % of the samples/s of a single device.
@@ -114,7 +114,7 @@ def _linear_up_to(points: list[Choice]) -> int:
     return max(devices for devices in DEVICES if _efficiency(points, 1, devices) >= 0.9)
 
 
-def _efficiency(points: list[Choice], few: int, many: int) -> float:
+def _efficiency(points: list[MeshChoice], few: int, many: int) -> float:
     """Return samples/s per device on `many` devices, relative to `few` devices.
 
     Step times assume that no communication overlaps with arithmetic.

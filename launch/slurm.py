@@ -30,7 +30,7 @@ from diffusion_jax.config import ranges, settings
 from launch import job as jobs
 from launch import templates
 from launch.accelerators import Target
-from launch.job import Job, Launcher, Run
+from launch.job import Job, JobRun, Launcher
 
 _TIMES = {
     r"(\d+)": (60,),
@@ -139,7 +139,7 @@ def reading(time: str) -> str:
     return f"job.slurm.time={time} means {minutes // 60} h {minutes % 60} min {rest} s"
 
 
-def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
+def render(job: Job, slurm: Slurm, target: Target, run: JobRun) -> str:
     """Return the sbatch script of a run.
 
     Raises ValueError if a folder to mount has ":" or "," in its name, at which Pyxis splits names.

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from diffusion_jax.diffusion import editing, samplers
-from diffusion_jax.diffusion.onestep import Sampler
+from diffusion_jax.diffusion.onestep import SamplerFunction
 from diffusion_jax.task import to_range
 from sd_jax import vae
 from sd_jax.settings import Pipeline
@@ -16,7 +16,7 @@ IMAGE, MASK = "image", "mask"
 
 def wrapper(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
-) -> Callable[[Sampler], Sampler]:
+) -> Callable[[SamplerFunction], SamplerFunction]:
     """Return a function that maps a sampler to one that edits the latents of a batch's pictures.
 
     Args:

@@ -36,11 +36,11 @@ from diffusion_jax.data import aspect_buckets, engines, sources
 from diffusion_jax.devices import sharding
 from diffusion_jax.devices.programs import announced
 from diffusion_jax.precache import moment_tars as encode_moments
-from diffusion_jax.precache.moment_tars import Work
+from diffusion_jax.precache.moment_tars import MomentOptions
 from diffusion_jax.task import to_range
 from sd_jax import task
 from sd_jax.settings import Settings, read_settings, uses_moments
-from sd_jax.train import made_by
+from sd_jax.train import encoder_identity
 from sd_jax.weights.initial import read_vae
 
 
@@ -72,12 +72,14 @@ def main() -> None:
     with cli.bad_input():
         out = files.path(args.out) if args.dry_run else files.folder(args.out, "--out")
         s = read_settings(args.config.to_dict())
-        work = Work(args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify)
+        work = MomentOptions(
+            args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify
+        )
         work = work._replace(overwrite=args.overwrite)
         logging.info("%d tars are in %s", encode(s, out, work), out)
 
 
-def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
+def encode(s: Settings, out: pathlib.Path, work: MomentOptions) -> int:
     """Write the VAE moments of a config's images as tars; return the number of tars in the folder.
 
     Args:
@@ -101,7 +103,7 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
             "only once, so training cannot flip or crop at random: set data.flip=False and "
             "data.crop=center"
         )
-    encoder = Encoder(s)
+    encoder = MomentEncoder(s)
     pictures = sources.open_pictures(s.data, s.latents.image_size)
     work = work._replace(
         batch=work.batch * jax.local_device_count(),
@@ -112,22 +114,22 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
     return encode_moments.run(pictures, encoder, out, encoder.identity, work)
 
 
-class Encoder:
+class MomentEncoder:
     """A function that encodes images as VAE moments, on all devices of this process."""
 
     def __init__(self, s: Settings):
         """Read the weights of a config's VAE, and set `identity` to the manifest of the moments."""
         vae_params = read_vae(s.vae_weights, s.vae)
-        self.identity = made_by(s, vae_params)
+        self.identity = encoder_identity(s, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
         self._encode = make_encode(s, vae_params, mesh)
-        engines.made_by(self, Encoder, s)
+        engines.record_call(self, MomentEncoder, s)
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B h w _"]:
         return self._encode(images)
 
 
-def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.Encode:
+def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.EncodeImages:
     """Return a function that encodes images as VAE moments, on all devices of a mesh.
 
     It maps uint8 images [B, H, W, 3] to float moments [B, h, w, 2 Z] of Z latent channels.

@@ -164,4 +164,5 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     flags.FLAGS.mark_as_parsed()  # absl's logging needs this; argparse reads the arguments.
-    main(sys.argv[1:])
+    with cli.interruptible():
+        main(sys.argv[1:])

@@ -18,7 +18,7 @@ from sd_jax import editing, previews
 from sd_jax import vae as vae_module
 from sd_jax.editing import IMAGE, MASK
 from sd_jax.settings import Pipeline, Settings
-from sd_jax.vae import Latents, Moments
+from sd_jax.vae import LatentArray, Moments
 
 NEGATIVE = "negative_"
 _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB of feature maps.
@@ -129,7 +129,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
     )
 
 
-def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> Latents:
+def posterior_sample(keys: Key[Array, "B"], moments: Moments) -> LatentArray:
     """Draw the latents of each image from the posterior with the given moments.
 
     The result is not multiplied by latents.scale.

@@ -25,7 +25,7 @@ from diffusion_jax.diffusion.guidance import GuidingName
 from diffusion_jax.diffusion.noise import NoiseName
 from diffusion_jax.diffusion.objective import MethodName, WeightName
 from diffusion_jax.diffusion.precond import DistanceName, PrecondName
-from diffusion_jax.systems import System
+from diffusion_jax.systems import SystemEntry
 from diffusion_jax.text import registry
 from diffusion_jax.train import optimizer as optimizer_module
 from sd_jax import unet as unet_module
@@ -57,7 +57,7 @@ class Conditioning(NamedTuple):
     drop_to: Annotated[str, DROP_TO] = "empty"
     """What replaces a dropped text in training: the embeddings of the empty text ("empty"), from
     which guidance leads away by default, or zeros ("zeros"), as in NeMo."""
-    pad_to: ranges.Amount = 0
+    pad_to: ranges.WholeNumber = 0
     """Number of tokens to which the text embeddings are padded with zeros (NeMo pads CLIP's 77
     tokens to 80); 0 for no padding."""
 
@@ -115,9 +115,9 @@ class _Sampler(NamedTuple):
     negative_prompt: str = ""
     """A text that the picture should not show. Guidance leads away from it; "" leads away from the
     empty text."""
-    height: ranges.Amount = 0
+    height: ranges.WholeNumber = 0
     """The height of the images in pixels; 0 for the training size."""
-    width: ranges.Amount = 0
+    width: ranges.WholeNumber = 0
     """The width of the images in pixels; 0 for the training size."""
     churn: ranges.Scale = 0.0
     """The amount of new noise per step of the sampler "heun" (S_churn of Karras et al. 2022).
@@ -418,6 +418,6 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
 
 
 SYSTEMS = {
-    "sd_jax": System(Settings, check, "sd_jax.train"),
-    "sd_jax.vae": System(AutoencoderSettings, check_autoencoder, "sd_jax.train_vae"),
+    "sd_jax": SystemEntry(Settings, check, "sd_jax.train"),
+    "sd_jax.vae": SystemEntry(AutoencoderSettings, check_autoencoder, "sd_jax.train_vae"),
 }

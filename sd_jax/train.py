@@ -15,8 +15,8 @@ model, set for example --config.mesh.fsdp=8 --config.mesh.replica=4.
 The workdir receives metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), images of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
 not finite, not_finite.json reports where the first such number came from. Running the same command
-again continues exactly from the last checkpoint. On SIGTERM, training saves a checkpoint and exits
-with code 143.
+again continues exactly from the last checkpoint. On SIGTERM, SIGHUP or Ctrl-C, training saves a
+checkpoint and exits with code 143, 129 or 130. A second Ctrl-C ends it at once.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ from sd_jax.task import make_task
 from sd_jax.weights.initial import read_unet, read_vae
 
 
-def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
+def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
     """Open everything that training needs: the text encoder, the VAE, the data and the model.
 
     Raises:
@@ -67,7 +67,9 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder, vae_params)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
-    return loop.Inputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
+    return loop.RunInputs(
+        task, batches, examples, start=start, base=base, open_prompts=open_prompts
+    )
 
 
 def open_batches(
@@ -84,7 +86,7 @@ def open_batches(
         lookup.check_captions(s.text, encoder, pictures)
         return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
     for path in [part[2] for part in s.data.mixture] or [s.data.path]:
-        moments.check_manifest(path, made_by(s, vae_params))
+        moments.check_manifest(path, encoder_identity(s, vae_params))
         if jax.process_index() == 0:
             check_originals(path)
     side = s.latents.image_size // vae_module.factor(s.vae)
@@ -96,7 +98,7 @@ def open_batches(
     return batches
 
 
-def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
+def encoder_identity(s: Settings, vae_params: Any) -> dict[str, Any]:
     """Return the manifest of VAE moments: the settings and the VAE on which the moments depend.
 
     Its keys are "image_size", "scale", "pixels", "buckets" and "vae", a digest of the VAE's

@@ -5,7 +5,7 @@
 To train on the latents, give the workdir to sd_jax.train as --config.vae.weights. The metric
 `latent_std` is the standard deviation of the latents. Set --config.latents.scale of sd_jax.train to
 1 / latent_std. Reconstructions of the first pictures are written to samples/. Config, data,
-checkpoints and SIGTERM work as in sd_jax.train.
+checkpoints and signals work as in sd_jax.train.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ def divergence(moments: Moments) -> Float[Array, "B"]:
     return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
 
 
-def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
+def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.RunInputs:
     """Open everything that training an autoencoder needs: the data and the model.
 
     Raises:
@@ -96,7 +96,7 @@ def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
     )
 
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None
-    return loop.Inputs(make_task(s), batches, examples, start=start)
+    return loop.RunInputs(make_task(s), batches, examples, start=start)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.config.ranges import DTYPES, Amount, Count, Interval, Multiples, Width
+from diffusion_jax.config.ranges import DTYPES, Count, Interval, Multiples, WholeNumber, Width
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.fields import with_fields
@@ -49,7 +49,7 @@ class UNet(nn.Module):
     """Levels with transformers; level 0 has the full resolution."""
     transformer_depth: Count = 1
     """Number of blocks in each transformer."""
-    num_heads: Amount = 0
+    num_heads: WholeNumber = 0
     """Number of attention heads (8 in 1.x). If it is 0, `head_dim` determines the number."""
     head_dim: Count = 64
     """Width of an attention head. It has no effect if `num_heads` is not 0."""

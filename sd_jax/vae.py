@@ -29,7 +29,7 @@ standard deviation of 1."""
 Moments = Float[Array, "B h w _"]
 """Parameters of the posterior q(z | image): Z channels of means, then Z channels of log variances.
 """
-Latents = Float[Array, "B h w Z"]
+LatentArray = Float[Array, "B h w Z"]
 
 
 class VAE(nn.Module):
@@ -54,7 +54,7 @@ class VAE(nn.Module):
         self.decoder = Decoder(*shape, self.dtype)
 
     def __call__(
-        self, images: Float[Array, "B H W _"], eps: Latents
+        self, images: Float[Array, "B H W _"], eps: LatentArray
     ) -> tuple[Float[Array, "B H W _"], Moments]:
         """Encode images, and decode the sample mean + std * eps of the posterior.
 
@@ -78,7 +78,7 @@ class VAE(nn.Module):
             )
         return self.encoder(images)
 
-    def decode(self, z: Latents) -> Float[Array, "B H W _"]:
+    def decode(self, z: LatentArray) -> Float[Array, "B H W _"]:
         """Decode latents to images in about [-1, 1].
 
         The caller must first divide the UNet's latents by latents.scale.
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, z: Latents) -> Float[Array, "B H W _"]:
+    def __call__(self, z: LatentArray) -> Float[Array, "B H W _"]:
         """Return the images that latents encode. They are not clipped to [-1, 1]."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
@@ -194,7 +194,7 @@ def factor(vae: VAE) -> int:
     return 2 ** (len(vae.channel_mult) - 1)
 
 
-def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
+def mean_and_std(moments: Moments) -> tuple[LatentArray, LatentArray]:
     """Return the mean and the standard deviation of the posterior with the given moments.
 
     Log variances are clipped to [-30, 20].
@@ -203,7 +203,7 @@ def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
     return mean, jnp.exp(jnp.clip(log_variance, -30, 20) / 2)
 
 
-def sample(moments: Moments, eps: Latents) -> Latents:
+def sample(moments: Moments, eps: LatentArray) -> LatentArray:
     """Return mean + std * eps for the posterior with the given moments.
 
     If `eps` is standard normal, the result is a sample of the posterior, without the factor SCALE.
@@ -212,7 +212,7 @@ def sample(moments: Moments, eps: Latents) -> Latents:
     return mean + std * eps
 
 
-def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
+def decode_in_slices(decode: Callable[[LatentArray], Any], z: LatentArray, at_once: int) -> Any:
     """Decode latents `z` in slices of at most `at_once` images per device, to save memory.
 
     The result equals decode(z). Together with Attention.query_chunk, this saves so much memory that

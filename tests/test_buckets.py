@@ -117,6 +117,21 @@ def test_killed_in_its_saves_a_run_in_a_bucket_ends_with_the_bits_of_another(tra
     assert not (commands.ROOT / str(trained).split("/")[0]).exists()  # No folder "s3:".
 
 
+def test_credentials_that_expire_end_a_run_with_one_line_and_exit_code_1(stores):
+    workdir = files.path(f"s3://{emulators.BUCKET}/expired")
+    long = ("--config.steps=1000000", "--config.keep_last=2", "--config.sample_every=0")
+    process = start("imagen_jax.train", *SMALL, *long, f"--workdir={workdir}")
+    deadline = time.monotonic() + PATIENCE
+    while not restore.steps(workdir / runs.CHECKPOINTS):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    with emulators.locked(os.environ["AWS_ENDPOINT_URL"]):
+        err = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 1 and "Traceback" not in err, err[-5000:]
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "have the credentials expired?" in line or "check that the credentials" in line
+
+
 def test_it_is_drawn_into_a_bucket_from_prompts_in_one(trained, undisturbed, bucket, tmp_path):
     prompts = files.path(f"{bucket}/prompts.txt")
     files.write_whole(prompts, "a red 3\na blue 7\n")

@@ -58,7 +58,7 @@ Width = Annotated[int, Interval("[1, 65536]")]
 """A number of channels."""
 Multiples = Annotated[Sequence[int], Interval("[1, 1024]")]
 """The number of channels at each level of a network, as multiples of the network's width."""
-Amount = Annotated[int, Interval("[0, inf)")]
+WholeNumber = Annotated[int, Interval("[0, inf)")]
 Positive = Annotated[float, Interval("(0, inf)")]
 Share = Annotated[float, Interval("[0, 1]")]
 Decay = Annotated[float, Interval("[0, 1)")]

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from diffusion_jax.config import named, ranges, versions
 from diffusion_jax.config.ranges import (
     DTYPES,
-    Amount,
     Count,
     Decay,
     Interval,
     Positive,
     Scale,
     Share,
+    WholeNumber,
 )
 
 CROPS = ("center", "random")
@@ -55,7 +55,7 @@ class Run(NamedTuple):
     """The seed of all random numbers of a run: initial weights, order of the data, and noise."""
     log_every: Count = 100
     """Number of steps between two lines in metrics.jsonl."""
-    sample_every: Amount = 1_000
+    sample_every: WholeNumber = 1_000
     """Number of steps between two sheets of pictures, which are drawn from `prompts` and saved in
     samples/; 0 draws none."""
     save_every: Count = 1_000
@@ -63,7 +63,7 @@ class Run(NamedTuple):
     its last checkpoint."""
     keep_last: Count = 5
     """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_every: Amount = 0
+    keep_every: WholeNumber = 0
     """Also keep the checkpoints of steps that are multiples of this number; 0 for none."""
     step_timeout: Count = 1_800
     """The longest time in seconds that a step and its checkpoint may take. If they take longer, the
@@ -126,11 +126,11 @@ class Optimizer(NamedTuple):
     """The learning rate after the warm-up: "constant"; "cosine" falls to 0 at the last step; "wsd"
     is constant, then falls to 0 over the last fifth of the steps; "inverse_sqrt" falls after
     `decay_from`; "ldm" is constant, after a warm-up that starts closer to 0, as in LDM."""
-    restart: Amount = 0
+    restart: WholeNumber = 0
     """The step at which the schedule begins anew, with its warm-up. Set it to the last step of a
     finished run that trains for longer: by themselves, "cosine" and "wsd" stretch to the new number
     of steps, and the learning rate jumps up."""
-    warmup: Amount = 10_000
+    warmup: WholeNumber = 10_000
     """Number of steps over which the learning rate rises from about 0 to `lr`."""
     decay_from: Count = 70_000
     """The step after which the schedule "inverse_sqrt" divides the learning rate by
@@ -162,7 +162,7 @@ class Optimizer(NamedTuple):
     """Relative widths of power-function averages of the weights (EDM2), such as (0.05, 0.10). After
     training, `python -m diffusion_jax.averages` computes averages of other widths from
     snapshots of these averages."""
-    snapshot_every: Amount = 0
+    snapshot_every: WholeNumber = 0
     """Number of steps between two snapshots of the power-function averages; 0 for 1/32 of `steps`.
     """
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
@@ -179,7 +179,7 @@ class Lora(NamedTuple):
     Read by diffusion_jax/weights/lora.py.
     """
 
-    rank: Amount = 0
+    rank: WholeNumber = 0
     """The rank of the factors. Factors of a higher rank can learn more, and take more space. 0
     trains all weights."""
     alpha: Positive = 8.0
@@ -221,7 +221,7 @@ class Evaluation(NamedTuple):
     Read by diffusion_jax/train/scoring.py.
     """
 
-    every: Amount = 0
+    every: WholeNumber = 0
     """Number of training images (not steps) between two evaluations; 0 for no evaluation."""
     guidance: Annotated[tuple[float, ...], Interval("[0, 1000]")] = (7.5,)
     """The guidance scales. A picture is drawn and scored for every prompt at each scale."""
@@ -263,7 +263,7 @@ class Heldout(NamedTuple):
     Read by diffusion_jax/heldout.py.
     """
 
-    every: Amount = 0
+    every: WholeNumber = 0
     """Number of steps between two measurements; 0 for none."""
     records: Count = 256
     """The largest number of held-out records to measure."""
@@ -305,16 +305,16 @@ class Data(NamedTuple):
     out, and "empty" gives them the empty text."""
     mixture: tuple[tuple[float, str, str, str], ...] = ()
     """The data sets that the source "mixture" combines, each as (weight, source, path, text)."""
-    min_size: Amount = 0
+    min_size: WholeNumber = 0
     """Leave out images whose shorter side has fewer pixels than this."""
     max_aspect: Annotated[float, Interval("[1, inf)"), (0,)] = 0.0
     """Leave out images whose longer side is more than this many times as long as the shorter side;
     0 for no limit."""
-    min_chars: Amount = 0
+    min_chars: WholeNumber = 0
     """Leave out images whose captions have fewer characters than this."""
     max_broken: Share = 0.1
     """The largest share of images that may be damaged. If more are damaged, the run ends."""
-    resize: Amount = 0
+    resize: WholeNumber = 0
     """The length in pixels to which the shorter side of an image is resized before the crop; 0 for
     the size of the crop."""
     aspect_buckets: tuple[tuple[int, int], ...] = ()
@@ -326,7 +326,7 @@ class Data(NamedTuple):
     flip: bool = False
     """Whether to mirror a random half of the images horizontally. Leave it off for images that
     mirroring would spoil, such as images of text."""
-    threads: Amount = 16
+    threads: WholeNumber = 16
     """Number of threads that prepare batches ahead of training. Each thread prepares one batch at a
     time. With 0, each batch is prepared when it is needed."""
     heldout: Annotated[float, Interval("[0, 1)")] = 0.0

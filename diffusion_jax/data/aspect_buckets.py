@@ -50,7 +50,7 @@ def sort(pictures: Pictures, buckets: Sequence[Shape]) -> Buckets:
     bucket = nearest(sizes, buckets)
     used, bucket = np.unique(bucket, return_inverse=True)
     assigned = Buckets([tuple(buckets[i]) for i in used.tolist()], bucket)
-    pictures.keep_together(bucket)
+    pictures.substitute_within(bucket)
     logging.info("%s", described(assigned, sizes))
     return assigned
 

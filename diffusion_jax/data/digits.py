@@ -6,7 +6,9 @@
 The first command writes images and captions as files, the second as one tar.
 """
 
+from diffusion_jax import cli
 from diffusion_jax.examples.digits import rendering
 
 if __name__ == "__main__":
-    rendering.main()
+    with cli.interruptible():
+        rendering.main()

@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-class Share(NamedTuple):
+class Worker(NamedTuple):
     """An engine without Beam: this process is one of several workers, or the only worker.
 
     `worker` is the index of this worker, from 0 to workers - 1. Workers share a folder, and do not
@@ -104,7 +104,7 @@ class Beam(NamedTuple):
     The workers of the runner must see the files under the same paths.
 
     `write` and `read` are pickled. They and the arguments bound to them can be module-level
-    functions, plain values and values that were passed to `made_by`.
+    functions, plain values and values that were passed to `record_call`.
     """
 
     options: tuple[str, ...] = ()
@@ -183,11 +183,11 @@ class Beam(NamedTuple):
             _ = done | beam.combiners.Count.Globally()
 
 
-Engine = Share | Beam
-ALONE = Share()
+Engine = Worker | Beam
+ALONE = Worker()
 
 
-def made_by(value: _T, make: Callable[..., Any], *args: Any) -> _T:
+def record_call(value: _T, make: Callable[..., Any], *args: Any) -> _T:
     """Record that the call make(*args) created a value, such as an opened data source.
 
     Beam's workers repeat this call, once in each process. Returns the value. `make` must be a
@@ -241,7 +241,7 @@ def of(args: Any) -> Engine:
             f"--beam_options={args.beam_options} is for --engine=beam: add --engine=beam, or "
             "remove --beam_options"
         )
-    return share(*numbers) if hasattr(args, "worker") else Share()
+    return share(*numbers) if hasattr(args, "worker") else Worker()
 
 
 def beam(options: str) -> Beam:
@@ -258,7 +258,7 @@ def beam(options: str) -> Beam:
     return Beam(split)
 
 
-def share(worker: int | None, workers: int | None) -> Share:
+def share(worker: int | None, workers: int | None) -> Worker:
     """Return the Share of a worker.
 
     If None, `worker` becomes jax.process_index() and `workers` becomes jax.process_count(). Raises
@@ -270,7 +270,7 @@ def share(worker: int | None, workers: int | None) -> Share:
         raise ValueError(
             f"--worker={worker} of --workers={workers}: the index must be from 0 to {workers - 1}"
         )
-    return Share(worker, workers)
+    return Worker(worker, workers)
 
 
 def ahead(function: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[tuple[_T, _R]]:
@@ -290,7 +290,7 @@ def ahead(function: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[tuple[_
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a value that was passed to `made_by` as the call that created it."""
+    """Pickles a value that was passed to `record_call` as the call that created it."""
 
     def reducer_override(self, value: Any) -> Any:
         made = getattr(value, "__dict__", {}).get("_made")
@@ -298,7 +298,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: Any) -> bytes:
-    """Pickle a value, and values inside it that were passed to `made_by` as their calls.
+    """Pickle a value, and values inside it that were passed to `record_call` as their calls.
 
     The result is compressed, because a value may hold the names of many files.
     """

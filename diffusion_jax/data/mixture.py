@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt64
 
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.data.pictures import Columns, Pictures, Rows
+from diffusion_jax.data.pictures import Columns, PictureArray, Pictures
 
 
 class Mixture(Pictures):
@@ -35,9 +35,9 @@ class Mixture(Pictures):
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+    def substitute_within(self, groups: Int[np.ndarray, "N"]) -> None:
         for part, of_part in zip(self.parts, np.split(groups, self._firsts[1:-1]), strict=True):
-            part.keep_together(of_part)
+            part.substitute_within(of_part)
 
     def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
         """Return the stored height and width of each picture in pixels."""
@@ -52,7 +52,7 @@ class Mixture(Pictures):
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[Rows, Sequence[Any]]:
+    ) -> tuple[PictureArray, Sequence[Any]]:
         """Read each picture and its text from the source that holds it; see Pictures.read."""
         images, texts, _ = self.columns(indices, places)
         return images, texts

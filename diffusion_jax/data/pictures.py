@@ -18,7 +18,7 @@ from diffusion_jax.data import captions, transforms
 from diffusion_jax.data.inventory import PICTURES, Inventory
 from diffusion_jax.data.records import Record, Records, checked_numbers
 
-Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or moments.
+PictureArray = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or moments.
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
 _CHUNK = 64  # Number of encoded records that are read and held in memory together.
@@ -32,7 +32,7 @@ _FILTERED = ("too_small", "too_elongated", "short_caption")
 class Columns(NamedTuple):
     """The pictures of a batch, with what belongs to them."""
 
-    images: Rows
+    images: PictureArray
     texts: Sequence[Any]
     """A caption, embeddings or captions.Captions for each picture."""
     numbers: Mapping[str, Sequence[float]]
@@ -48,14 +48,14 @@ class Pictures(abc.ABC):
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
-    def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
+    def exclude_substitutes(self, indices: Int[np.ndarray, "N"]) -> None:
         """From now on, never replace an unusable picture by a picture at these sorted indices.
 
         The base class does nothing, because it replaces no pictures.
         """
         del indices
 
-    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+    def substitute_within(self, groups: Int[np.ndarray, "N"]) -> None:
         """From now on, replace an unusable picture only by pictures of the same group.
 
         The base class does nothing, because it replaces no pictures.
@@ -97,7 +97,7 @@ class Pictures(abc.ABC):
     @abc.abstractmethod
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[Rows, Sequence[Any]]:
+    ) -> tuple[PictureArray, Sequence[Any]]:
         """Return pictures and their texts. The same arguments always give the same result.
 
         Args:
@@ -177,7 +177,7 @@ class Pictures(abc.ABC):
         return inventory
 
 
-class Shapes(NamedTuple):
+class TaskShapes(NamedTuple):
     """The shapes of images and texts that a training task expects."""
 
     size: int
@@ -189,7 +189,7 @@ class Shapes(NamedTuple):
     with Z channels; None if they are pixels."""
 
 
-class Decoded(Pictures):
+class DecodedPictures(Pictures):
     """A data set decoded from records of encoded images. It counts and replaces unusable records.
 
     The replacement of an unusable record is drawn at random, seeded with the record's index. So the
@@ -224,10 +224,10 @@ class Decoded(Pictures):
         self._counts = collections.Counter[str]()
         self._lock = threading.Lock()
 
-    def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
+    def exclude_substitutes(self, indices: Int[np.ndarray, "N"]) -> None:
         self._apart = indices
 
-    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+    def substitute_within(self, groups: Int[np.ndarray, "N"]) -> None:
         self._groups = groups
 
     def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
@@ -241,12 +241,12 @@ class Decoded(Pictures):
             sizes[row] = self._size_of(record.image)
         return np.array(sizes, np.int64).reshape(-1, 2)
 
-    def cropped_to(self, shape: tuple[int, int]) -> "Decoded":
+    def cropped_to(self, shape: tuple[int, int]) -> "DecodedPictures":
         """Return a view of this data set whose pictures are cropped to `shape`, (height, width).
 
         A record that is unusable in several views is counted once.
         """
-        view = Decoded.__new__(Decoded)
+        view = DecodedPictures.__new__(DecodedPictures)
         vars(view).update(vars(self), _make=functools.partial(self._make, shape=shape))
         return view
 
@@ -256,7 +256,7 @@ class Decoded(Pictures):
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[Rows, Sequence[Any]]:
+    ) -> tuple[PictureArray, Sequence[Any]]:
         """Decode pictures and return them with their texts; see Pictures.read.
 
         Unusable records are replaced.

@@ -1,11 +1,13 @@
 """Makes training batches: orders the data, prefetches in threads, and resumes at a saved position.
 
-The training picture at sample n (n = step * batch size + row), and the choice among its captions,
-depend only on the data and on (seed, n). Every epoch is a new permutation, and neither the number
+The training picture at sample n (counted from the start of the run), and the choice among its
+captions, depend only on the data and on (seed, n). So a run may continue at any sample with another
+batch size. Every epoch is a new permutation, and neither the number
 of processes nor a restart changes the order. With aspect buckets, the order also depends on the
 batch size.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +24,11 @@ from diffusion_jax.config.settings import CROPS, Data, Run
 from diffusion_jax.data import aspect_buckets, captions
 from diffusion_jax.data.aspect_buckets import Buckets
 from diffusion_jax.data.mixture import Mixture
-from diffusion_jax.data.pictures import Pictures, Rows
+from diffusion_jax.data.pictures import PictureArray, Pictures
 from diffusion_jax.data.split import hashed, split
 from diffusion_jax.devices.sharding import batch_sharding
 
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 COUNTS = "counts"
 """Batch key of the loss weights [B]. A batch has this key only if the weights differ."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
@@ -38,12 +40,12 @@ class Apart(NamedTuple):
     """The pictures that are held out of training, and a function that makes batches of them."""
 
     pictures: Pictures
-    make: Callable[[Rows, Sequence[Any]], Batch]
+    make: Callable[[PictureArray, Sequence[Any]], HostBatch]
     """A function make(pictures, texts) that returns a batch."""
     fields: Sequence[Field] = ()
     """The numbers that belong to the batch."""
 
-    def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
+    def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], HostBatch]:
         """Read up to `count` held-out pictures; return (keys, batch) of those that are usable.
 
         Pictures are chosen by a hash of their keys, so adding records changes the choice little.
@@ -60,7 +62,10 @@ class Apart(NamedTuple):
 
 
 class OtherData(ValueError):
-    """Error: the data, the seed or the batch size changed, so the data order cannot continue."""
+    """Error: the data or the seed changed, so the data order cannot continue.
+
+    With aspect buckets, the order depends on the batch size, too.
+    """
 
 
 class Batches:
@@ -71,19 +76,20 @@ class Batches:
 
     def __init__(
         self,
-        batches: Order,
+        order: Callable[[int], Order],
         pictures: Pictures,
         *,
         batch_size: int,
         seed: int,
         num_threads: int,
-        make: Callable[[Int[np.ndarray, "B"]], Batch],
+        make: Callable[[Int[np.ndarray, "B"]], HostBatch],
         buckets: Buckets | None = None,
     ):
         """Start the prefetching threads.
 
         Args:
-            batches: `batches[step]` is the batch of a step, with the rows of this process only.
+            order: maps a sample number m to a data set. Its item i is the batch that starts at
+                sample m + i * batch_size, with the rows of this process only.
             pictures: the data set that the batches are made from.
             batch_size: number of rows of all processes together.
             seed: seed of the data order.
@@ -91,8 +97,6 @@ class Batches:
             make: a function that maps the indices of pictures, all of one bucket, to a batch.
             buckets: the bucket of each picture; None if all pictures are squares of one size.
         """
-        import grain
-
         self.pictures, self._make, self._buckets = pictures, make, buckets
         self.apart: Apart | None = None
         self._batch_size = batch_size
@@ -102,15 +106,22 @@ class Batches:
         if buckets:
             named = [[*shape, n] for shape, n in zip(buckets.shapes, buckets.counts, strict=True)]
             self._identity |= {"batch_size": batch_size, "buckets": named}
+        self._order, self._num_threads = order, num_threads
+        self._start_at(0)
+
+    def _start_at(self, first: int) -> None:
+        """Start the prefetching threads. The first batch starts at sample `first`."""
+        import grain
+
         # With one batch more than threads, one batch is ready while all threads are working.
-        buffer_size = num_threads + 1 if num_threads else 0
-        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer_size)
-        self._iterator = iter(batches.to_iter_dataset(options))
+        buffer_size = self._num_threads + 1 if self._num_threads else 0
+        options = grain.ReadOptions(num_threads=self._num_threads, prefetch_buffer_size=buffer_size)
+        self._first, self._iterator = first, iter(self._order(first).to_iter_dataset(options))
 
     def __iter__(self) -> "Batches":
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         """Return the next batch, or raise the exception of a prefetching thread."""
         return next(self._iterator)
 
@@ -120,7 +131,7 @@ class Batches:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def example(self) -> Batch:
+    def example(self) -> HostBatch:
         """Return a small batch, without advancing the iterator.
 
         It holds the first picture of each source or, with buckets, one picture of the bucket with
@@ -133,7 +144,7 @@ class Batches:
             firsts = np.cumsum([0, *self.pictures.lengths[:-1]])
         return self._make(np.array(firsts))
 
-    def examples(self) -> list[Batch]:
+    def examples(self) -> list[HostBatch]:
         """Return a small batch for each bucket, or `[example()]` if there are no buckets."""
         if self._buckets is None:
             return [self.example()]
@@ -141,16 +152,17 @@ class Batches:
 
     def get_state(self) -> bytes:
         """Return the position after the last batch as JSON bytes, equal in all processes."""
-        samples = self._iterator.get_state()["next_index"] * self._batch_size
+        samples = self._sample(0) + self._batch_size
         return json.dumps({"samples": samples, **self._identity}).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Continue at a position that `get_state` returned.
+        """Continue at a position that `get_state` returned, perhaps with another batch size.
 
         The state {"samples": 0} without further keys means the start of any data set.
 
         Raises:
-            OtherData: the saved position does not fit the data, the seed or the batch size.
+            OtherData: the saved position does not fit the data or the seed. With aspect buckets, it
+                must also fit the batch size.
         """
         saved = json.loads(state)
         samples = saved.pop("samples")
@@ -159,12 +171,11 @@ class Batches:
                 f"the saved position belongs to {saved}, but the data are now {self._identity}: "
                 "the order cannot be continued. Restore the saved values, or start a new run"
             )
-        if samples % self._batch_size:
-            raise OtherData(
-                f"the saved position, sample {samples}, is not a multiple of the batch size "
-                f"{self._batch_size}: choose a batch_size that divides {samples}"
-            )
-        self._iterator.set_state({"next_index": samples // self._batch_size})
+        index, first = divmod(samples, self._batch_size)
+        if first != self._first:
+            self.close()
+            self._start_at(first)
+        self._iterator.set_state({"next_index": index})
 
     def indices(self, rows: Sequence[int], back: int = 0) -> Int[np.ndarray, "R"]:
         """Return the indices of the pictures in the given rows of a recent batch.
@@ -173,24 +184,27 @@ class Batches:
             rows: row numbers in the complete batch of all processes.
             back: 0 for the batch returned last, 1 for the one before it, and so on.
         """
-        step = self._step(back)
         order = _batch_order(
-            self.pictures, self._identity["seed"], self._batch_size, buckets=self._buckets
-        )
-        return order[step][np.array(rows)]
+            self.pictures, self._identity["seed"], self._batch_size, buckets=self._buckets,
+            first=self._first,
+        )  # fmt: skip
+        index = (self._sample(back) - self._first) // self._batch_size
+        return order[index][np.array(rows)]
 
     def texts(self, rows: Sequence[int], back: int = 0) -> list[Any]:
         """Return the texts in the given rows of a recent batch; see `indices`."""
         _, texts = self.pictures.read(self.indices(rows, back))
-        first = self._step(back) * self._batch_size
+        first = self._sample(back)
         return captions.chosen(texts, self._identity["seed"], [first + row for row in rows])
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
         """Return the names of the pictures in the given rows of a recent batch; see `indices`."""
         return self.pictures.names(self.indices(rows, back))
 
-    def _step(self, back: int) -> Any:
-        return self._iterator.get_state()["next_index"] - 1 - back
+    def _sample(self, back: int) -> int:
+        """Return the number of the first sample of a recent batch; see `indices`."""
+        index: Any = self._iterator.get_state()["next_index"] - 1 - back
+        return self._first + index * self._batch_size
 
     def skipped(self) -> dict[str, int]:
         """Return the number of unusable pictures that this process has found so far, by reason."""
@@ -278,8 +292,8 @@ def make_batches(
     rows = batch_size // process_count
     views = [pictures.cropped_to(shape) for shape in buckets.shapes] if buckets else [pictures]
 
-    def load(step: int, indices: Int[np.ndarray, "B"]) -> Batch:
-        first = step * batch_size + process_index * rows
+    def load(start: int, step: int, indices: Int[np.ndarray, "B"]) -> HostBatch:
+        first = start + step * batch_size + process_index * rows
         samples = range(first, first + rows)
         places = _places(seed, samples) if crop == "random" else None
         view = views[buckets.bucket[indices[0]] if buckets else 0]
@@ -288,22 +302,26 @@ def make_batches(
             images = _flip(images, seed, samples)
         return batch_of(images, captions.chosen(texts, seed, samples), numbers, indices)
 
-    def make(indices: Int[np.ndarray, "B"]) -> Batch:
+    def make(indices: Int[np.ndarray, "B"]) -> HostBatch:
         view = views[buckets.bucket[indices[0]] if buckets else 0]
         images, texts, numbers = view.columns(indices)
         return batch_of(images, captions.chosen(texts, seed, indices.tolist()), numbers, indices)
 
-    def batch_of(images: Rows, texts: Any, numbers: Any, indices: Int[np.ndarray, "B"]) -> Batch:
+    def batch_of(
+        images: PictureArray, texts: Any, numbers: Any, indices: Int[np.ndarray, "B"]
+    ) -> HostBatch:
         counts = pictures.counts(indices)
         counted = {} if counts is None else {COUNTS: counts}
         return {name: images, **counted, **tokenize(texts), **numbers_of(numbers, fields)}
 
     # grain takes 12 us per element, so only indices pass through it one by one. The pictures of a
     # batch are read together.
-    local = _batch_order(pictures, seed, rows, process_index, process_count, buckets)
-    batches = local.map_with_index(load)
+    def order(start: int) -> Order:
+        local = _batch_order(pictures, seed, rows, process_index, process_count, buckets, start)
+        return local.map_with_index(functools.partial(load, start))
+
     return Batches(
-        batches,
+        order,
         pictures,
         batch_size=batch_size,
         seed=seed,
@@ -313,7 +331,7 @@ def make_batches(
     )
 
 
-def numbers_of(numbers: Mapping[str, Sequence[float]], fields: Sequence[Field]) -> Batch:
+def numbers_of(numbers: Mapping[str, Sequence[float]], fields: Sequence[Field]) -> HostBatch:
     """Return the part of a batch that holds the numbers: float32 [B] under Field.key."""
     return {field.key: np.array(numbers[field.name], np.float32) for field in fields}
 
@@ -325,17 +343,21 @@ def _batch_order(
     process_index: int = 0,
     process_count: int = 1,
     buckets: Buckets | None = None,
+    first: int = 0,
 ) -> Order:
     """Return a data set whose item n holds the picture indices in one process's rows of batch n.
 
-    Each process has `rows` rows. Each bucket has its own epochs. The bucket of batch n depends on n
-    alone. In any range of batches, all pictures are about equally frequent or, in a mixture, as
-    frequent as the weights say.
+    Each process has `rows` rows. Batch 0 starts at sample `first`, which must be 0 with buckets.
+    Each bucket has its own epochs. The bucket of batch n depends on n alone. In any range of
+    batches, all pictures are about equally frequent or, in a mixture, as frequent as the weights
+    say.
     """
     orders, weights = [], []
     for among in [None] if buckets is None else buckets.members():
         # An endless data set has no remainder. If batches of one kept it, grain would overflow.
-        order = _order(pictures, seed, among).batch(rows, drop_remainder=True, batch_fn=np.asarray)
+        order = _order(pictures, seed, among)
+        order = order[first:] if first else order
+        order = order.batch(rows, drop_remainder=True, batch_fn=np.asarray)
         orders.append(order[process_index::process_count])
         weights.append(sum(weight for *_, weight in _parts(pictures, among)))
     return _mix(orders, weights)

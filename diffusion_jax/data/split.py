@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Shaped, UInt64
 
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.mixture import Mixture
-from diffusion_jax.data.pictures import Columns, Pictures, Rows
+from diffusion_jax.data.pictures import Columns, PictureArray, Pictures
 
 _CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 
@@ -37,7 +37,7 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
         return Mixture(training, pictures.weights), Mixture(heldout, pictures.weights)
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
     heldout = np.concatenate([c[hashed(pictures.keys(c)) < share] for c in chunks])
-    pictures.keep_apart(heldout)
+    pictures.exclude_substitutes(heldout)
     return Subset(pictures, heldout, others=True), Subset(pictures, heldout)
 
 
@@ -58,14 +58,14 @@ class Subset(Pictures):
             return indices + np.searchsorted(self._before, indices, side="right")
         return self._indices[indices]
 
-    def keep_together(self, groups: Int[np.ndarray, "N"]) -> None:
+    def substitute_within(self, groups: Int[np.ndarray, "N"]) -> None:
         """Replace unusable pictures only by pictures of the same group in this subset.
 
         In the complete data set, the pictures outside of the subset form one more group.
         """
         of_all = np.full(len(self._pictures), -1, np.int64)
         of_all[self._inside(np.arange(len(self)))] = groups
-        self._pictures.keep_together(of_all)
+        self._pictures.substitute_within(of_all)
 
     def sizes(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B 2"]:
         return self._pictures.sizes(self._inside(indices))
@@ -75,7 +75,7 @@ class Subset(Pictures):
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[Rows, Sequence[Any]]:
+    ) -> tuple[PictureArray, Sequence[Any]]:
         return self._pictures.read(self._inside(indices), places)
 
     def columns(

@@ -29,14 +29,14 @@ It allows for about eight bfloat16 rounding errors.
 _SHARE = 0.4  # Large products and convolutions below this share of the peak FLOP/s are slow.
 _UPLOAD = 2e9  # Copies to the device below this many bytes/s are slow.
 
-Run = Callable[..., jax.Array]
+Operation = Callable[..., jax.Array]
 
 
 class Check(NamedTuple):
     """An operation to check: the function `run` with arguments of the shapes in `shapes`."""
 
     name: str
-    run: Run
+    run: Operation
     shapes: Sequence[tuple[int, ...]]
     plain: str = ""
     """The name of the check that measures the plain implementation. The times of the two checks are
@@ -95,7 +95,7 @@ def _attend(q, k, v, implementation):
     return attend(q, k, v, mask, implementation=implementation)
 
 
-def _conv(stride: int, padding: int) -> Run:
+def _conv(stride: int, padding: int) -> Operation:
     def run(x, kernel):
         layout, pads = ("NHWC", "HWIO", "NHWC"), ((padding, padding),) * 2
         return jax.lax.conv_general_dilated(
@@ -142,7 +142,7 @@ def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
         return jax.device_get(jax.jit(_with_gradients(run))(*wide))
 
 
-def _with_gradients(run: Run) -> Callable[..., Any]:
+def _with_gradients(run: Operation) -> Callable[..., Any]:
     """Return a function that computes `run` and its vector-Jacobian product with a fixed vector."""
 
     def both(*arrays):

@@ -36,7 +36,7 @@ def exit_at_abort() -> None:
     libc.signal(signal.SIGABRT, _EXIT)
 
 
-class LastWords:
+class CrashMessage:
     """A message that is printed to stderr if this process ends without calling `cancel`."""
 
     def __init__(self, line: str) -> None:

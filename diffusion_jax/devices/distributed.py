@@ -14,13 +14,12 @@ import contextlib
 import hashlib
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -29,7 +28,8 @@ from absl import flags, logging
 from jax.experimental import multihost_utils
 
 from diffusion_jax import exits
-from diffusion_jax.devices.crash_message import LastWords, exit_at_abort
+from diffusion_jax.devices.crash_message import CrashMessage, exit_at_abort
+from diffusion_jax.devices.stop_signals import end
 
 _HEARTBEAT = 30  # Seconds of silence after which JAX takes a process for dead.
 _GRACE = 2.0  # Seconds that process 0 gives others to report the same error before it ends.
@@ -54,7 +54,7 @@ class _Farewell:
     """The parts of the message that this process prints if another process dies."""
 
     advice = "Start all processes again."
-    last_words: LastWords | None = None
+    last_words: CrashMessage | None = None
 
 
 def join() -> None:
@@ -88,7 +88,7 @@ def join() -> None:
             f"num_processes is {each}: start all processes with the same --num_processes"
         )
     if jax.process_count() > 1:
-        _Farewell.last_words = LastWords(_farewell(_ABRUPTLY))
+        _Farewell.last_words = CrashMessage(_farewell(_ABRUPTLY))
         exit_at_abort()
     logging.info("process %d of %d", jax.process_index(), jax.process_count())
     if jax.process_index():
@@ -170,58 +170,6 @@ def _hash(text: str) -> str:
 
 
 @contextlib.contextmanager
-def sigterm(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[int], bool]]:
-    """Yield stopping(step), a function that returns whether SIGTERM demands a stop at this step.
-
-    Before the first call of `stopping`, there is nothing to save. So if SIGTERM arrives then,
-    `leave` is called, and the process ends at once with code 143, even while a library compiles a
-    program. If SIGTERM arrives later, the process does not end, but `stopping` returns True.
-
-    With several processes, SIGTERM never ends a process at once. If one process receives it,
-    `stopping` returns True in all processes at the same step.
-    """
-    if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    received, begun = [], threading.Event()
-    # Python calls its handlers between two operations of the main thread, and so not while a
-    # library works. But Python writes the signal's number to a socket at once, and the thread
-    # `watch` reads it there.
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-
-    def watch() -> None:
-        while numbers := reading.recv(1):
-            if numbers[0] == signal.SIGTERM and not begun.is_set():
-                with contextlib.suppress(OSError):
-                    leave()
-                print(
-                    "stopped by SIGTERM before the first step; the same command starts the run "
-                    "again",
-                    file=sys.stderr,
-                )
-                _end(exits.PREEMPTED)
-
-    def stopping(step: int) -> bool:
-        begun.set()
-        return bool(received)
-
-    watcher = threading.Thread(target=watch, name="sigterm", daemon=True)
-    watcher.start()
-    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    try:
-        yield stopping
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGTERM, before)
-        begun.set()
-        writing.close()  # Ends the thread.
-        watcher.join()
-        reading.close()
-
-
-@contextlib.contextmanager
 def ending_at_disconnection() -> Iterator[None]:
     """End this process with a message if the connection to another process breaks in this context.
 
@@ -248,7 +196,7 @@ def together() -> Iterator[None]:
         yield
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if jax.distributed.is_initialized() and code not in (None, 0, exits.PREEMPTED):
+        if jax.distributed.is_initialized() and code not in (None, 0, *exits.STOPPED):
             _fail(error, code if isinstance(code, int) else 1)
         _leave()
         raise
@@ -259,12 +207,15 @@ def _fail(error: BaseException, code: int) -> NoReturn:
     if is_disconnection(error):
         text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         print(_farewell(f"because it lost another process ({text})"), file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print("stopped by Ctrl-C", file=sys.stderr)
+        code = exits.INTERRUPTED
     elif not isinstance(error, SystemExit):
         traceback.print_exc()
     if jax.process_index() == 0 and code in (exits.REFUSED, exits.BUSY):
         time.sleep(_GRACE)  # The others end with process 0: let them report the error first.
     _cancel_last_words()
-    _end(code)
+    end(code)
 
 
 def _leave() -> None:
@@ -376,7 +327,7 @@ def _deadline(seconds: int, identity: Mapping[str, Any]) -> Iterator[None]:
             "and that the port is open, or wait longer with --join_timeout",
             file=sys.stderr,
         )
-        _end(1)
+        end(1)
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
@@ -385,9 +336,3 @@ def _deadline(seconds: int, identity: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _end(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

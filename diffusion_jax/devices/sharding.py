@@ -21,9 +21,9 @@ AXES = ("replica", "fsdp", "tensor")
 # by outputs and the second by inputs, the devices exchange nothing between the two layers.
 FSDP, OUTPUTS, INPUTS = "fsdp", "outputs", "inputs"
 _TENSOR_AXIS = {OUTPUTS: -1, INPUTS: -2}
-Rules = Sequence[tuple[str, P | str]]
+ShardingRules = Sequence[tuple[str, P | str]]
 # Rules for the UNets, text encoders and autoencoders of both systems.
-RULES: Rules = [
+RULES: ShardingRules = [
     (r"conv1/(unit_)?kernel$", OUTPUTS),  # In residual blocks, with a group norm in between.
     (r"conv2/(unit_)?kernel$", INPUTS),
     (r"mlp1/kernel$", OUTPUTS),  # In transformers, with a GELU in between.
@@ -88,7 +88,7 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 
 
 def shardings(
-    tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, *, fsdp_min_size: int = 2**16
+    tree: Any, mesh: Mesh | AbstractMesh, rules: ShardingRules, *, fsdp_min_size: int = 2**16
 ) -> Any:
     """Return a tree with the NamedSharding of each leaf of `tree`.
 
@@ -174,7 +174,7 @@ def place(array: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+def place_all(tree: Any, mesh: Mesh, rules: ShardingRules) -> Any:
     """Copy the arrays of `tree` to the devices, sharded by the rules, and return the new tree.
 
     The arrays are copied one at a time to save host memory.

@@ -43,7 +43,7 @@ class Equation(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class TracedProgram:
     """A program whose calls are all inlined.
 
     `inputs` and `outputs` hold numbers of variables. `arrays` holds (shape, bytes per element) of
@@ -70,7 +70,7 @@ class Lifetimes(NamedTuple):
     """Bytes per sample of each array whose size depends on the batch size; 0 for other arrays."""
 
 
-def flatten(jaxpr: core.Jaxpr) -> Program:
+def flatten(jaxpr: core.Jaxpr) -> TracedProgram:
     """Convert a jaxpr to a Program. All calls are inlined, and unused equations are left out."""
     equations: list[Equation] = []
     arrays: list[tuple[tuple[int, ...], int]] = []
@@ -101,7 +101,7 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
     numbers = {var: number(var) for var in jaxpr.invars}
     inputs = tuple(numbers.values())
     outputs = run(jaxpr, numbers)
-    return Program(_needed(equations, outputs), inputs, outputs, arrays)
+    return TracedProgram(_needed(equations, outputs), inputs, outputs, arrays)
 
 
 def loops(jaxpr: core.Jaxpr) -> Iterator[core.Jaxpr]:
@@ -115,7 +115,7 @@ def loops(jaxpr: core.Jaxpr) -> Iterator[core.Jaxpr]:
             yield from bodies
 
 
-def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
+def split(program: TracedProgram, inputs: Set[int]) -> tuple[Set[int], list[int]]:
     """Return the variables that are sharded over devices, and the variables that are partial sums.
 
     `inputs` holds the sharded inputs. The product of a sharded and an unsharded array is sharded.
@@ -132,14 +132,14 @@ def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
     return parts, summed
 
 
-def size(program: Program, var: int) -> int:
+def size(program: TracedProgram, var: int) -> int:
     """Return the size of a variable in bytes."""
     shape, itemsize = program.arrays[var]
     return math.prod(shape) * itemsize
 
 
 def lifetimes(
-    program: Program,
+    program: TracedProgram,
     samples: int,
     parts: Set[int],
     results: Mapping[int, int],
@@ -202,7 +202,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equat
 
 @functools.lru_cache(maxsize=4)
 def _schedule(
-    program: Program, parts: Set[int]
+    program: TracedProgram, parts: Set[int]
 ) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
     """Return the variables that take memory, and which of them each equation reads.
 
@@ -241,7 +241,7 @@ def _schedule(
     return stored, reads
 
 
-def _needed_whole(program: Program) -> set[int]:
+def _needed_whole(program: TracedProgram) -> set[int]:
     """Return the variables that matrix products, convolutions and similar operations read in full.
 
     The operations may read a variable directly or through an alias.
@@ -255,7 +255,7 @@ def _needed_whole(program: Program) -> set[int]:
     return whole
 
 
-def _users(program: Program) -> Mapping[int, int]:
+def _users(program: TracedProgram) -> Mapping[int, int]:
     """Return the number of equations that use each variable, directly or through an alias."""
     count: collections.Counter[int] = collections.Counter()
     for name, inputs, outputs in reversed(program.equations):

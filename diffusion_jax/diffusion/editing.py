@@ -3,17 +3,17 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from diffusion_jax.diffusion.onestep import Sampler
+from diffusion_jax.diffusion.onestep import SamplerFunction
 from diffusion_jax.diffusion.precond import Images
 
 
 def wrap(
-    sampler: Sampler,
+    sampler: SamplerFunction,
     image: Images,
     eps: Images,
     strength: float,
     new: Bool[Array, "B H W 1"] | None = None,
-) -> Sampler:
+) -> SamplerFunction:
     """Return a sampler that edits `image` by running only the last steps of `sampler` (SDEdit).
 
     Args:

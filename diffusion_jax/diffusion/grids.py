@@ -44,7 +44,7 @@ class Grid(NamedTuple):
     get ln(sigma) / 4 instead."""
 
 
-class Placement(NamedTuple):
+class GridOptions(NamedTuple):
     """The options of a grid that depend on the sampler."""
 
     includes_end: bool = False
@@ -55,7 +55,7 @@ class Placement(NamedTuple):
     to whole times. `leading` and `trailing` always use whole times."""
 
 
-def make_grid(noise: Noise, s: Any, name: str, end: str, placement: Placement) -> Grid:
+def make_grid(noise: Noise, s: Any, name: str, end: str, placement: GridOptions) -> Grid:
     """Compute a sampling grid.
 
     Args:
@@ -103,7 +103,7 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
     return _level(noise)(jnp.asarray(times)), None
 
 
-def leading(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
+def leading(noise: Noise, s: Any, placement: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at n evenly spaced times, from one spacing below the largest time to 0.
 
     Each step starts at one of these times. On a discrete schedule, s.offset is added to each time.
@@ -123,7 +123,7 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
     return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
 
 
-def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigmas, Times | None]:
+def linspace(noise: Noise, s: Any, placement: GridOptions, *_: Any) -> tuple[Sigmas, Times | None]:
     """Compute the levels at n evenly spaced times, from the largest time to 0, where steps start.
 
     If the end of the grid counts as one of the times (see `_has_end`), there are n + 1 evenly
@@ -135,7 +135,7 @@ def linspace(noise: Noise, s: Any, placement: Placement, *_: Any) -> tuple[Sigma
     return _at_times(noise, s, np.round(times) if noise.steps and placement.rounded else times)
 
 
-def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas, Times | None]:
+def karras(noise: Noise, s: Any, placement: GridOptions, end: str) -> tuple[Sigmas, Times | None]:
     """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5).
 
     `noise.bounds` limits sigma_max and sigma_min.
@@ -150,7 +150,7 @@ def karras(noise: Noise, s: Any, placement: Placement, end: str) -> tuple[Sigmas
 
 
 def exponential(
-    noise: Noise, s: Any, placement: Placement, end: str
+    noise: Noise, s: Any, placement: GridOptions, end: str
 ) -> tuple[Sigmas, Times | None]:
     """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced.
 
@@ -226,7 +226,7 @@ def _level(noise: Noise) -> Callable[[Any], Sigmas]:
     return noise.level
 
 
-def _has_end(noise: Noise, placement: Placement) -> bool:
+def _has_end(noise: Noise, placement: GridOptions) -> bool:
     """Return whether `leading` and `linspace` place n + 1 times instead of n.
 
     The last of n + 1 times is the end of the grid.

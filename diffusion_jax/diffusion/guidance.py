@@ -20,7 +20,15 @@ from jaxtyping import ArrayLike, Float
 
 from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion import guides, onestep, stochastic
-from diffusion_jax.diffusion.guides import COND, GUIDE, NEGATIVE, Guidance, Guide, Model, outward
+from diffusion_jax.diffusion.guides import (
+    COND,
+    GUIDE,
+    NEGATIVE,
+    Guidance,
+    Guide,
+    GuidedModel,
+    outward,
+)
 from diffusion_jax.diffusion.noise import Scalar
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
@@ -31,7 +39,7 @@ Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
 
 def make_denoiser(
     s: Any,
-    model: Model,
+    model: GuidedModel,
     guidance: Guidance | None,
     denoiser_of: Callable[[Any], Denoiser],
     conditions: Mapping[str, Callable[[], Any]],
@@ -81,7 +89,7 @@ def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoi
     return lambda x, sigma: jax.lax.cond(applies(sigma[0]), everywhere, plain, x, sigma)
 
 
-def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
+def make(s: Any, model: GuidedModel, other: str = NEGATIVE) -> Guide:
     """Build the Guide that a config's `sampler` group describes.
 
     The field `guiding` names the kinds of guidance. They apply at noise levels from guidance_low to

@@ -20,9 +20,9 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 Guidance = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
 Share = Annotated[int | float, Interval("[0, 1]")]
-Amount = Annotated[int | float, Interval("[0, 1000]")]
+Strength = Annotated[int | float, Interval("[0, 1000]")]
 Level = Annotated[int | float, Interval("[0, inf]")]
-Count = Annotated[int, Interval("[0, 1000]")]
+StepCount = Annotated[int, Interval("[0, 1000]")]
 _AXES = (1, 2, 3)
 
 
@@ -40,7 +40,7 @@ class Guide(NamedTuple):
     the network is evaluated with the text alone. None applies guidance at all levels."""
 
 
-class Model(NamedTuple):
+class GuidedModel(NamedTuple):
     """The properties of the guided model that the functions in GUIDANCE receive."""
 
     scalings: Precond
@@ -62,13 +62,15 @@ def outward(other: str = NEGATIVE) -> Guide:
     return Guide(combine, other, (COND, other))
 
 
-def cfg(guide: Guide, model: Model) -> Guide:
+def cfg(guide: Guide, model: GuidedModel) -> Guide:
     """Return the Guide unchanged: plain classifier-free guidance."""
     del model
     return guide
 
 
-def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
+def interval(
+    guide: Guide, model: GuidedModel, *, low: Level = 0.0, high: Level = float("inf")
+) -> Guide:
     """Apply guidance only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
 
     At other levels, the network is evaluated with the text alone, which costs less.
@@ -78,7 +80,7 @@ def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = floa
     return guide._replace(applies=lambda sigma: before(sigma) & (low <= sigma) & (sigma <= high))
 
 
-def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
+def apg(guide: Guide, model: GuidedModel, *, eta: Share = 0.0, norm: Strength = 0.0) -> Guide:
     """Apply adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
 
     The update of an image is D_cond - D_other. First, an update that is longer than `norm` is
@@ -101,7 +103,7 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
     return guide._replace(combine=combine)
 
 
-def cfg_pp(guide: Guide, model: Model) -> Guide:
+def cfg_pp(guide: Guide, model: GuidedModel) -> Guide:
     """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance scale is its lambda, from 0 to 1.
 
     CFG++ adds the noise of the unconditional estimate D_uncond, here D_other, to the guided image
@@ -122,7 +124,7 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
     return guide._replace(combine=combine)
 
 
-def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
+def rescale(guide: Guide, model: GuidedModel, *, phi: Share = 0.7) -> Guide:
     """Rescale the guided prediction of the network (Lin et al. 2024, equations 15 and 16).
 
     The guided prediction of each image is scaled to the standard deviation of F_cond. The result is
@@ -138,7 +140,7 @@ def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
     return guide._replace(combine=combine)
 
 
-def cfg_zero(guide: Guide, model: Model, *, zero: Count = 1) -> Guide:
+def cfg_zero(guide: Guide, model: GuidedModel, *, zero: StepCount = 1) -> Guide:
     """Apply CFG-Zero* (Fan et al. 2025, Algorithm 1) to the predictions F of the network.
 
     In each image, F_other is multiplied by the factor that brings it nearest to F_cond. In the
@@ -158,7 +160,7 @@ def cfg_zero(guide: Guide, model: Model, *, zero: Count = 1) -> Guide:
     return guide._replace(combine=combine)
 
 
-def tcfg(guide: Guide, model: Model) -> Guide:
+def tcfg(guide: Guide, model: GuidedModel) -> Guide:
     """Apply tangential damping (Kwon et al. 2025, TCFG) to the predictions F of the network.
 
     F_other is projected onto the first right singular vector of the matrix with the rows F_cond and
@@ -180,7 +182,7 @@ def tcfg(guide: Guide, model: Model) -> Guide:
     return guide._replace(combine=combine)
 
 
-def fdg(guide: Guide, model: Model, *, low: Share = 0.5) -> Guide:
+def fdg(guide: Guide, model: GuidedModel, *, low: Share = 0.5) -> Guide:
     """Apply frequency-decoupled guidance (Sadat et al. 2025, Algorithm 1) with two frequency bands.
 
     The low frequencies of the update D_cond - D_other are multiplied by `low`. At the guidance
@@ -198,7 +200,7 @@ def fdg(guide: Guide, model: Model, *, low: Share = 0.5) -> Guide:
     return guide._replace(combine=combine)
 
 
-def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
+def perp_neg(guide: Guide, model: GuidedModel, *, weight: Strength = 1.0) -> Guide:
     """Apply Perp-Neg (Armandpour et al. 2023): ignore what prompt and negative text share.
 
     The guided D is D_empty + guidance * (a - weight * b), where a = D_cond - D_empty, and b is the
@@ -252,7 +254,7 @@ def _blurred(images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
     return images
 
 
-def _predictions(model: Model, x: Images, sigma: Sigma):
+def _predictions(model: GuidedModel, x: Images, sigma: Sigma):
     """Return two functions: one converts D to the network's prediction F, the other F to D.
 
     D and F are related by D = c_skip x + c_out F.

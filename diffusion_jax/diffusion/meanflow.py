@@ -25,7 +25,7 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 Times = Float[Array, "B"]
 Kept = Bool[Array, "B"]
-Network = Callable[[Any, Any, Times], Callable[[Images, Times], Images]]
+IntervalNetwork = Callable[[Any, Any, Times], Callable[[Images, Times], Images]]
 """Maps (params, condition, h) to the network F(x, c_noise)."""
 Velocity = Callable[[Any, Any, Images, Times, Times], Images]
 """Maps (params, condition, z, t, h) to u."""
@@ -158,7 +158,7 @@ def derivative(f: Callable[..., Array], at: tuple[Array, ...], along: tuple[Arra
     return transpose(along)[0]
 
 
-def velocity_of(network: Network, scalings: Precond) -> Velocity:
+def velocity_of(network: IntervalNetwork, scalings: Precond) -> Velocity:
     """Return the function u = (z - D) / t, where D is the denoiser that `network` computes."""
 
     def velocity(params, condition, z, t, h):

@@ -116,14 +116,14 @@ def linear() -> Noise:
     return continuous_noise(linear_log_snr)
 
 
-def ldm() -> Noise:
+def scaled_linear() -> Noise:
     """Build the discrete schedule of latent diffusion and Stable Diffusion, with 1000 steps."""
-    return discrete_noise(scaled_linear())
+    return discrete_noise(ldm_log_alphas())
 
 
 def ldm_zero_terminal_snr() -> Noise:
     """Build LDM's schedule of 1000 steps, rescaled so that x has no signal at the last step."""
-    return discrete_noise(zero_terminal_snr(scaled_linear()))
+    return discrete_noise(zero_terminal_snr(ldm_log_alphas()))
 
 
 NOISES = Table(
@@ -132,7 +132,7 @@ NOISES = Table(
     uniform_flow=uniform_flow,
     cosine=cosine,
     linear=linear,
-    scaled_linear=ldm,
+    scaled_linear=scaled_linear,
     zero_terminal_snr=ldm_zero_terminal_snr,
 )
 """The functions that diffusion.noise can name in configs. An entry "MODULE:FUNCTION" is imported on
@@ -219,7 +219,7 @@ def sigma_of(log_snr: Float[Array, "N"]) -> Float[Array, "N"]:
     return jnp.exp(-log_snr / 2)
 
 
-def scaled_linear(
+def ldm_log_alphas(
     beta_first: float = 0.00085, beta_last: float = 0.012, steps: int = 1000
 ) -> Float[Array, "{steps}"]:
     """Compute Stable Diffusion's table of ln alpha ("scaled linear").

@@ -20,7 +20,7 @@ from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network
 Losses = Float[Array, "B"]
 LEARNED = "uncertainty"
 """The key under which a task's parameters hold the parameters of a learned weighting."""
-Amount = Annotated[int | float, Interval("[0, inf)")]
+NonNegative = Annotated[int | float, Interval("[0, inf)")]
 
 
 class Weighting(NamedTuple):
@@ -87,7 +87,7 @@ class Objective(NamedTuple):
         return (weighed if counts is None else counts * weighed).mean(), losses
 
     def mean_flow_loss(
-        self, network: meanflow.Network, params: Any, x0: Images, eps: Images,
+        self, network: meanflow.IntervalNetwork, params: Any, x0: Images, eps: Images,
         sigmas: tuple[Sigma, Sigma], conditions: meanflow.Conditions, kept: meanflow.Kept,
         counts: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
@@ -194,7 +194,7 @@ def x0_weighting(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> We
     return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
 
 
-def min_snr(*, min_snr: Amount = 5.0) -> Weighting:
+def min_snr(*, min_snr: NonNegative = 5.0) -> Weighting:
     """Build Min-SNR-gamma (Hang et al. 2023, section 3.4): |D - x0|^2 has weight min(snr, gamma).
 
     The parameter `min_snr` is gamma. With 0, the loss of F is not weighted. Relative to the
@@ -206,7 +206,7 @@ def min_snr(*, min_snr: Amount = 5.0) -> Weighting:
     return x0_weighting(lambda snr: jnp.minimum(snr, min_snr))
 
 
-def p2(*, k: Amount = 1.0, gamma: Amount = 1.0) -> Weighting:
+def p2(*, k: NonNegative = 1.0, gamma: NonNegative = 1.0) -> Weighting:
     """Build P2 (Choi et al. 2022, equation 8): the eps-loss has weight 1 / (k + snr)^gamma."""
     return x0_weighting(lambda snr: snr / (k + snr) ** gamma)
 

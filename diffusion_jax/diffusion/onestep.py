@@ -27,7 +27,7 @@ from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
 Draws = Callable[[Int[Array, ""]], Images]
-Sampler = Callable[[Denoiser, Images, Sigmas, Draws], Images]
+SamplerFunction = Callable[[Denoiser, Images, Sigmas, Draws], Images]
 NO_SIGNAL = 1e4
 """Above this noise level, x contains practically no signal. Rectified flow and zero terminal SNR
 start at 2^20. A step from there ends at a far smaller level, where the slope is unrelated to the

@@ -15,9 +15,9 @@ from jaxtyping import Array, Int, Key
 from diffusion_jax.config import named
 from diffusion_jax.config.named import Table
 from diffusion_jax.diffusion import grids, multistep, onestep, stochastic
-from diffusion_jax.diffusion.grids import Grid, Placement
+from diffusion_jax.diffusion.grids import Grid, GridOptions
 from diffusion_jax.diffusion.noise import Noise, Scalar, Sigmas
-from diffusion_jax.diffusion.onestep import Draws, Sampler
+from diffusion_jax.diffusion.onestep import Draws, SamplerFunction
 from diffusion_jax.diffusion.precond import Denoiser, Images
 
 
@@ -30,16 +30,16 @@ class Method(NamedTuple):
     """The default grid on discrete schedules, a key of GRIDS."""
     end: str = "zero"
     """The default end of the grid on continuous schedules, "zero" or "sigma_min"."""
-    placement: Placement = Placement()
+    placement: GridOptions = GridOptions()
     """The options of the grid that depend on the sampler."""
 
 
 class _Methods(Table):
-    def function(self, name: str) -> Sampler:
+    def function(self, name: str) -> SamplerFunction:
         return named.resolved(self[name].sampler)
 
 
-_UNROUNDED, _WITH_END = Placement(rounded=False), Placement(includes_end=True)
+_UNROUNDED, _WITH_END = GridOptions(rounded=False), GridOptions(includes_end=True)
 SAMPLERS = _Methods(
     heun=Method(onestep.heun, placement=_UNROUNDED),
     euler=Method(onestep.euler, placement=_UNROUNDED),
@@ -68,7 +68,7 @@ class Start(NamedTuple):
     noise: Draws
     finish: Callable[[Images], Images]
     """Converts the sampler's result to images."""
-    wrap: Callable[[Sampler], Sampler] = lambda sampler: sampler
+    wrap: Callable[[SamplerFunction], SamplerFunction] = lambda sampler: sampler
     """Adapts the sampler to image-to-image or inpainting. By default, returns it unchanged."""
 
 

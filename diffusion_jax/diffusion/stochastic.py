@@ -18,13 +18,13 @@ from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.onestep import Draws, heun_steps, same_level
 from diffusion_jax.diffusion.precond import Denoiser, Images
 
-Level = Float[Array, ""]
+NoiseLevel = Float[Array, ""]
 Strength = Annotated[Scalar, Interval("[0, 1]")]
 _LOW, _LENGTH = -12.0, 32.0  # Start and length of a path's main piece in log2 sigma.
 _DEPTH = 16  # Halvings: the path is linear within pieces of 3.4e-4 in ln sigma.
 
 
-def brownian(noise: Draws) -> Callable[[Level], Images]:
+def brownian(noise: Draws) -> Callable[[NoiseLevel], Images]:
     """Return a function W(sigma): for each image, a Brownian path whose time is log2 sigma.
 
     The path is computed from the draws noise(i), and does not depend on the levels at which it is

@@ -84,7 +84,7 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
 
 
 def open_encoder(
-    text: Text, mesh: Mesh, rules: sharding.Rules, encoders: Encoders | None = None
+    text: Text, mesh: Mesh, rules: sharding.ShardingRules, encoders: Encoders | None = None
 ) -> tuple[TextEncoder, Any]:
     """Open a text encoder for new texts, and place its weights on the devices.
 

@@ -31,7 +31,7 @@ CLOSE = 0.05
 """A picture is close if its distance to the nearest training picture is below this quantile of the
 unseen pictures' distances."""
 _BATCH, _PAIRS, _COLUMNS = 64, 16, 8
-Draw = Callable[[Sequence[int]], UInt8[np.ndarray, "B H W 3"]]
+Redraw = Callable[[Sequence[int]], UInt8[np.ndarray, "B H W 3"]]
 """Maps indices of drawn pictures to these pictures, which it draws again."""
 
 
@@ -102,7 +102,7 @@ class Training:
             "close": float(close.mean()), "close_low": low, "close_high": high,
         }  # fmt: skip
 
-    def sheet(self, nearest: Nearest, draw: Draw) -> UInt8[np.ndarray, "H W 3"]:
+    def sheet(self, nearest: Nearest, draw: Redraw) -> UInt8[np.ndarray, "H W 3"]:
         """Return a contact sheet of the 16 drawn pictures that are closest to training pictures.
 
         Each drawn picture is above its nearest training picture. If there are fewer than 16 drawn
@@ -167,7 +167,7 @@ def _open(flag: str, name: str, size: int) -> Pictures:
 
 
 def write(
-    out: pathlib.Path, sheet: str, training: Training, features: Features, draw: Draw
+    out: pathlib.Path, sheet: str, training: Training, features: Features, draw: Redraw
 ) -> list[dict[str, Any]]:
     """For each kind of features, write a sheet of the drawn pictures closest to training pictures.
 

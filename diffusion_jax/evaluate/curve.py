@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.figures import Line, Plot
-from diffusion_jax.evaluate.sweep import Row, SweepResult
+from diffusion_jax.evaluate.sweep import ScoreRow, SweepResult
 from diffusion_jax.metrics import table
 
 
@@ -53,7 +53,7 @@ def _lines(result: SweepResult) -> dict[str, list[dict[str, str]]]:
     return dict(zip(short, groups.values(), strict=True))
 
 
-def _line(name: str, rows: Sequence[Row], x: str, y: str) -> Line:
+def _line(name: str, rows: Sequence[ScoreRow], x: str, y: str) -> Line:
     column = lambda key: [float(row[key]) for row in rows]
     labels = [] if x == "guidance" else [f"{float(row['guidance']):g}" for row in rows]
     ends = [column(f"{y}_{end}") if f"{y}_{end}" in rows[0] else () for end in ("low", "high")]

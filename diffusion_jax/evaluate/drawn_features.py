@@ -30,7 +30,7 @@ from diffusion_jax.metrics.cards import Card
 CARD = "card.json"
 KERNEL = "Pillow's bicubic"
 Features = dict[str, Shaped[np.ndarray, "N *D"]]
-Draw = Callable[[Sequence[str], Sequence[int], float], Images]
+DrawPrompts = Callable[[Sequence[str], Sequence[int], float], Images]
 """Maps (prompts [B], seeds [B], guidance) to images [B, H, W, 3] in about [-1, 1]."""
 Compute = Callable[[Int[np.ndarray, "B"]], Features]
 """Draws the images with the given indices and returns their features.
@@ -95,7 +95,7 @@ def collect(
 
 def drawing(
     scorer: Scorer,
-    draw: Draw,
+    draw: DrawPrompts,
     guidance: float,
     batch_size: int,
     *,
@@ -170,7 +170,7 @@ def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card
         ValueError: the folder holds features with other weights, prompts, seeds or extractors.
     """
     versions = tuple(f"{name}.versions." for name in cards_now)
-    return settings_record.claim(
+    return settings_record.record(
         folder / CARD, cards_now, free=versions, write=jax.process_index() == 0
     )
 

@@ -53,7 +53,7 @@ class Point(NamedTuple):
     """The name of the first stage's average (EMA)."""
     params: Sequence[Params]
     """The weights of each stage."""
-    draw: drawn_features.Draw
+    draw: drawn_features.DrawPrompts
     """Draws pictures with these weights and sampler settings."""
     card: Card
     """The sampler, its steps, the precision, and other settings that affect the pictures."""

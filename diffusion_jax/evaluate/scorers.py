@@ -29,7 +29,7 @@ from diffusion_jax.metrics.judges import train as train_judge
 from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 
-Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
+RealPictures = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
 """Maps prompts to real pictures and the captions of these pictures.
 
 A prompt without a real picture gets a picture with another caption."""
@@ -73,7 +73,7 @@ class Scorer:
         *,
         groups: Mapping[str, slice] | None = None,
         shown: Sequence[int] = range(_SHOWN),
-        real: Real | None = None,
+        real: RealPictures | None = None,
         guidance: Sequence[int | float] = (),
     ):
         """Store the arguments, and prepare the metrics.
@@ -389,7 +389,7 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
     )
 
 
-def _pairs(clip: clip_towers.Clip, card: Mapping) -> FeatureJudge:
+def _pairs(clip: clip_towers.ClipExtractors, card: Mapping) -> FeatureJudge:
     image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
     extract = lambda images, prompts: (
         clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),

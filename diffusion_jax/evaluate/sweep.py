@@ -31,7 +31,7 @@ REAL = "real.png"
 
 For a prompt without a real picture, the sheet shows a picture with another caption.
 """
-Row = Mapping[str, Any]
+ScoreRow = Mapping[str, Any]
 _ENDS = ("_low", "_high")
 _MAX_LETTERS = 60  # Largest number of characters of a setting's value in a file name.
 
@@ -58,7 +58,7 @@ def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
     return [read(path.parent) for path in tables if untrusted.is_plain(path, root)]
 
 
-def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
+def sheet_of(one: SweepResult, row: ScoreRow) -> pathlib.Path | None:
     """Return the path of the contact sheet of a row, or None if there is no sheet.
 
     Earlier versions saved only one sheet per guidance, which each point overwrote. Such a sheet
@@ -71,14 +71,14 @@ def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
     return next((path for path in paths if untrusted.is_plain(path, one.folder)), None)
 
 
-def point_name(row: Row) -> str:
+def point_name(row: ScoreRow) -> str:
     """Return a name for the files of a row's point: its model, checkpoint, average and settings."""
     parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
     named = [_file_name(part) for part in parts if part]
     return "_".join([*named, *(_file_name(axis_label(a), _distinct(row[a])) for a in axes(row))])
 
 
-def label(row: Row) -> str:
+def label(row: ScoreRow) -> str:
     """Return a label for the point of a row, such as "step 3000, ema, steps 20".
 
     The label consists of the model, the checkpoint, the average and the settings.
@@ -89,7 +89,7 @@ def label(row: Row) -> str:
     return ", ".join(filter(None, parts))
 
 
-def axes(row: Row) -> list[str]:
+def axes(row: ScoreRow) -> list[str]:
     """Return the names of a row's columns with sampler settings, such as "sampler.steps"."""
     return [column for column in row if "." in column]
 
@@ -104,7 +104,7 @@ def axis_label(axis: str) -> str:
     return group if name == "name" else name.replace("_", " ")
 
 
-def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
+def write_table(path: pathlib.Path, rows: Sequence[ScoreRow]) -> None:
     """Write rows to a CSV file. Its columns are in the order in which they first occur in a row."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     buffer = io.StringIO()
@@ -114,7 +114,7 @@ def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
     files.write_whole(path, buffer.getvalue())
 
 
-def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
+def write_scores(folder: pathlib.Path, rows: Sequence[ScoreRow]) -> None:
     """Write fid_scores.csv and clip_scores.csv in NeMo's format, if the sweep has these scores."""
     names = {"fid": ("fid_scores.csv", "fid"), "clip_score": ("clip_scores.csv", "clip_score")}
     for column, (name, head) in names.items():
@@ -123,7 +123,7 @@ def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
 
 
 def write_metrics(
-    folder: pathlib.Path, rows: Sequence[Row], pictures: Sequence[UInt8[np.ndarray, "H W 3"]]
+    folder: pathlib.Path, rows: Sequence[ScoreRow], pictures: Sequence[UInt8[np.ndarray, "H W 3"]]
 ) -> None:
     """Write a sweep's scores to metrics.jsonl and to TensorBoard event files.
 
@@ -178,7 +178,7 @@ def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
     return {path.stem: cards.read_scored(path) for path in plain}
 
 
-def describe(row: Row) -> str:
+def describe(row: ScoreRow) -> str:
     """Return a text with one line for a row's guidance and one for each score and its interval."""
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
@@ -190,7 +190,7 @@ def describe(row: Row) -> str:
     return "\n".join(parts)
 
 
-def sheet_name(row: Row, several: bool = False) -> str:
+def sheet_name(row: ScoreRow, several: bool = False) -> str:
     """Return the file name of a row's contact sheet.
 
     `several` says whether the sweep has several points. If it is True, the file name begins with

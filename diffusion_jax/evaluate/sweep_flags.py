@@ -8,7 +8,7 @@ from typing import Any
 from absl import flags
 
 from diffusion_jax.config import ranges
-from diffusion_jax.config.ranges import Amount
+from diffusion_jax.config.ranges import WholeNumber
 from diffusion_jax.config.settings import INCEPTION_MODES
 from diffusion_jax.draw import seeds
 from diffusion_jax.draw.options import Weights
@@ -112,7 +112,7 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
     ValueError if a checkpoint is not a whole number.
     """
     names = [text.split(",") for text in emas] or [["ema"]]
-    steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]
+    steps = [numbers(text.split(","), "checkpoint", WholeNumber) for text in checkpoints]
     pairs = itertools.zip_longest(names, steps)
     return [
         [Weights(*pair) for pair in itertools.product(ema or ["ema"], step or [None])]

@@ -35,7 +35,7 @@ STALE = 60.0
 """Seconds without a heartbeat after which a writer on another machine counts as dead."""
 
 
-class Writer:
+class FolderLock:
     """A context manager that lets only this process write into a folder."""
 
     def __init__(self, folder: files.Path, beat: float = BEAT, stale: float = STALE) -> None:
@@ -54,7 +54,7 @@ class Writer:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="writer", daemon=True)
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "FolderLock":
         """Create the folder if missing, and lock it. Raises Busy if another process holds it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         while (lock := _highest(self._folder))[1].get("nonce") != self._identity["nonce"]:

@@ -8,7 +8,7 @@ from typing import Any
 from diffusion_jax import files
 
 
-def claim(
+def record(
     path: str | os.PathLike[str],
     identity: Mapping[str, Any],
     *,
@@ -32,7 +32,7 @@ def claim(
     path, now = files.path(path), json.loads(json.dumps(identity))
     if path.exists():
         before = json.loads(path.read_text())
-        if different := unlike(before, now, free):
+        if different := differences(before, now, free):
             raise ValueError(
                 f"{path.parent} was started with other settings ({different}): use the same "
                 "settings, or write into another folder"
@@ -44,7 +44,9 @@ def claim(
     return now
 
 
-def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> str:
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()
+) -> str:
     """Return a text that lists the fields that differ, with both values, or "" if none differs.
 
     A field in a group has a dotted name, such as "optimizer.lr". Fields whose names begin with a

@@ -19,7 +19,7 @@ ID = "wandb_id"
 When training resumes in this workdir, it adds its metrics to the W&B run with this id."""
 
 
-class Writer:
+class WandbWriter:
     """A writer for one run at Weights & Biases."""
 
     def __init__(self, run: Any, image: Any) -> None:
@@ -47,7 +47,7 @@ def check(project: str) -> None:
 @contextlib.contextmanager
 def writing(
     project: str, workdir: str | os.PathLike[str], folder: pathlib.Path, config: Mapping[str, Any]
-) -> Iterator[Writer]:
+) -> Iterator[WandbWriter]:
     """Yield a writer for a workdir's W&B run, and finish the run at the end.
 
     The W&B run has the name of the workdir. The user must have logged in with `wandb login` or set
@@ -72,6 +72,6 @@ def writing(
         dir=str(folder), config=dict(config),
     )  # fmt: skip
     try:
-        yield Writer(run, wandb.Image)
+        yield WandbWriter(run, wandb.Image)
     finally:
         run.finish()

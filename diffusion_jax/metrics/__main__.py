@@ -121,7 +121,8 @@ _SEEN = flags.DEFINE_integer(
 _OTHER = flags.DEFINE_string("other", "", "train_judge: a data set with the same captions in "
                              "another style, for one more test.")  # fmt: skip
 _SHARD = flags.DEFINE_integer(
-    "shard_images", sharded_stats.Work().shard, "stats: images per shard. An interruption loses at "
+    "shard_images", sharded_stats.StatsOptions().shard,
+    "stats: images per shard. An interruption loses at "
     "most the work on one shard.", lower_bound=1,
 )  # fmt: skip
 engines.define_flags()
@@ -185,7 +186,7 @@ def _stats(path: str, out: str) -> None:
     if _CLIP.value:
         network = functools.partial(clip_towers.load_image, _CLIP.value, _CLIP_MODE.value)
     engine = engines.of(flags.FLAGS)
-    work = sharded_stats.Work(_SHARD.value, _BATCH.value, _KEEP.value)
+    work = sharded_stats.StatsOptions(_SHARD.value, _BATCH.value, _KEEP.value)
     opened = sharded_stats.open_images(path, network, _SIZE.value, _FIT.value)
     if flags.FLAGS.dry_run:
         shards = sharded_stats.shards_of(opened, out, work)
@@ -296,7 +297,7 @@ def _network(more_levels: str = "") -> Callable[[], extractors.Extractor]:
     return functools.partial(extractors.load_inception, _WEIGHTS.value, mode, level)
 
 
-def _clip() -> clip_towers.Clip:
+def _clip() -> clip_towers.ClipExtractors:
     return clip_towers.load(_CLIP.value or "", preprocessing=_CLIP_MODE.value)
 
 
@@ -318,7 +319,7 @@ def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
 
     The features are computed on all devices of all processes.
     """
-    opened = sharded_stats.Images(path, extractor, _SIZE.value, _FIT.value)
+    opened = sharded_stats.ImageSet(path, extractor, _SIZE.value, _FIT.value)
     progress, mesh = Meter("images", len(opened)).reach, sharding.make_mesh()
     stream, skipped = extractors.extract(
         extractor, opened.source, mesh, batch_size=_BATCH.value, progress=progress

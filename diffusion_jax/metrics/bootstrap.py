@@ -20,7 +20,7 @@ class Score(NamedTuple):
     """Number of decimals to round all columns to. None means no rounding."""
 
 
-class Interval(NamedTuple):
+class ConfidenceInterval(NamedTuple):
     """A score's confidence interval."""
 
     low: float
@@ -39,7 +39,7 @@ def interval(
     replicates: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
-) -> Interval:
+) -> ConfidenceInterval:
     """Return the percentile bootstrap interval of a score, to first order.
 
     Each replicate resamples the images' contributions with replacement. Its score is the original
@@ -66,4 +66,4 @@ def interval(
     means = [each[rng.integers(0, n, n)].mean() for _ in range(replicates)]
     tail = 100 * (1 - confidence) / 2
     low, high = np.percentile(means, [tail, 100 - tail]) - each.mean() + score
-    return Interval(float(low), float(high))
+    return ConfidenceInterval(float(low), float(high))

@@ -27,7 +27,7 @@ FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision"
 
 
 @runtime_checkable
-class Extractor(Protocol):
+class CardSubject(Protocol):
     """The attributes of a feature extractor or judge that a card records."""
 
     @property
@@ -47,7 +47,7 @@ class Scored(NamedTuple):
     card: Card
 
 
-def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fields: Any) -> Card:
+def make_card(extractor: CardSubject, *, image_size: Sequence[int], n: int, **fields: Any) -> Card:
     """Return the card for scores computed with an extractor. Fields without a value are None.
 
     Args:

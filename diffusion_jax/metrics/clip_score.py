@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax.metrics import bootstrap
-from diffusion_jax.metrics.features import Rows
+from diffusion_jax.metrics.features import FeatureRows
 
 
 def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
@@ -16,7 +16,7 @@ def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
     return bootstrap.mean(cosines[:, 0])
 
 
-def cosines(images: Rows, texts: Rows) -> Float[np.ndarray, "N 1"]:
+def cosines(images: FeatureRows, texts: FeatureRows) -> Float[np.ndarray, "N 1"]:
     """Return the cosine of each image-text pair, from -1 to 1, in float64.
 
     `images` and `texts` hold the features of the pairs, one row per pair.
@@ -34,6 +34,6 @@ def cosines(images: Rows, texts: Rows) -> Float[np.ndarray, "N 1"]:
     return products[:, None]
 
 
-def normalised(rows: Rows) -> Rows:
+def normalised(rows: FeatureRows) -> FeatureRows:
     """Scale each row to L2 norm 1, as CMMD requires."""
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)

@@ -18,7 +18,7 @@ from diffusion_jax.weights import pretrained, torch_weights
 PREPROCESSING = {"open_clip": preprocess.open_clip, "squash": preprocess.squash}
 
 
-class Clip(NamedTuple):
+class ClipExtractors(NamedTuple):
     """The two towers of a CLIP model as feature extractors. The features are not normalised."""
 
     image: Extractor
@@ -30,7 +30,7 @@ class Clip(NamedTuple):
 
 def load(
     weights: str | os.PathLike[str], *, name: str = "", preprocessing: str = "open_clip"
-) -> Clip:
+) -> ClipExtractors:
     """Load both towers of a CLIP model in float32.
 
     Args:
@@ -74,7 +74,7 @@ def load(
             apply=_projected(tower),
         )
 
-    return Clip(
+    return ClipExtractors(
         extractor(image_tower, image_table, preprocessing, prepare),
         extractor(text_tower, text_table, "tokens", lambda ids: ids),
         lambda texts: tokenizer(texts, text_tower.max_tokens)["text_ids"],

@@ -20,8 +20,8 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.devices.programs import announced
 from diffusion_jax.devices.sharding import batch_sharding, place, replicated
 from diffusion_jax.metrics import inception, preprocess, weights
-from diffusion_jax.metrics.features import Rows, Stream
-from diffusion_jax.metrics.weights import Weights
+from diffusion_jax.metrics.features import FeatureRows, Stream
+from diffusion_jax.metrics.weights import InceptionWeights
 
 
 class Extractor(NamedTuple):
@@ -86,7 +86,9 @@ class Extracted(NamedTuple):
     """Number of skipped images, keyed by "not_finite" or by the text from Source.reason."""
 
 
-def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2048") -> Extractor:
+def inception_extractor(
+    weights: InceptionWeights, mode: str = "pytorch", level: str = "2048"
+) -> Extractor:
     """Return the FID Inception as a feature extractor.
 
     Args:
@@ -136,7 +138,7 @@ def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Ext
     return inception_extractor(weights.load(path), mode, level)
 
 
-def split(extractor: Extractor, rows: Rows) -> dict[str, Rows]:
+def split(extractor: Extractor, rows: FeatureRows) -> dict[str, FeatureRows]:
     """Split an extractor's features [N, D] into kinds of features. Return {kind: features}.
 
     The kinds are the keys of extractor.parts. If extractor.parts is empty, the result has a single
@@ -182,7 +184,7 @@ def make_extract(
     share = jax.jit(lambda status: status, out_shardings=replicated(mesh))
     size = _padded_size(batch_size, mesh)  # All batches have this size and share a program.
 
-    def batches(source: Source, rows: range) -> Iterator[tuple[Rows, np.ndarray]]:
+    def batches(source: Source, rows: range) -> Iterator[tuple[FeatureRows, np.ndarray]]:
         """Yield the features and statuses of each global batch, the same in every process."""
         pending = None
         for start in range(rows.start, rows.stop, batch_size):
@@ -237,7 +239,7 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
     return run
 
 
-def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
+def on_host(extractor: Extractor) -> Callable[[np.ndarray], FeatureRows]:
     """Return a function that maps images or token ids [B, ...] on the host to features [B, D].
 
     Every process must call the returned function with the same array.
@@ -245,7 +247,7 @@ def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
     mesh = sharding.make_mesh()
     run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
 
-    def run_rows(rows: np.ndarray) -> Rows:
+    def run_rows(rows: np.ndarray) -> FeatureRows:
         padded = rows[np.arange(_padded_size(len(rows), mesh)) % len(rows)]
         return np.asarray(run(params, place(padded, batch_sharding(mesh))))[: len(rows)]
 
@@ -273,6 +275,6 @@ def _read(source: Source, indices: np.ndarray, rows_sharding: Any) -> tuple[jax.
     return images, jax.make_array_from_callback(shape[:1], rows_sharding, part(1), dtype=np.uint8)
 
 
-def _fetch(arrays: tuple[jax.Array, jax.Array], count: int) -> tuple[Rows, np.ndarray]:
+def _fetch(arrays: tuple[jax.Array, jax.Array], count: int) -> tuple[FeatureRows, np.ndarray]:
     rows, status = (np.asarray(array)[:count] for array in arrays)
     return rows, status

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 _BLOCK = 1024
-Rows = Float[np.ndarray, "_N _D"]
+FeatureRows = Float[np.ndarray, "_N _D"]
 
 
 class Gaussian(NamedTuple):
@@ -80,7 +80,7 @@ class Stream:
         self.not_finite = 0
         """Number of rows skipped because they hold NaN or infinity."""
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add the features of the next images, one row per image.
 
         Raises ValueError if the number of features differs from the stream's `width`.
@@ -100,7 +100,7 @@ class Stream:
             self._sums = merged(self._sums, _sums_of(waiting[:_BLOCK]))
             self._waiting = [waiting[_BLOCK:]]
 
-    def features(self) -> Rows:
+    def features(self) -> FeatureRows:
         """Return all finite rows [n, D]. Raises ValueError if the stream has keep=False."""
         if not self._keep:
             raise ValueError(
@@ -133,19 +133,19 @@ class Stream:
             raise ValueError(f"{error}{not_finite}") from error
 
 
-def finite(rows: Rows) -> Bool[np.ndarray, "N"]:
+def finite(rows: FeatureRows) -> Bool[np.ndarray, "N"]:
     """Return a mask [N] that is True for rows without NaN or infinity."""
     return np.asarray(np.isfinite(rows).all(1))
 
 
-def gaussian(features: Rows) -> Gaussian:
+def gaussian(features: FeatureRows) -> Gaussian:
     """Return the mean and covariance of features. Raises ValueError for fewer than two rows."""
     stream = Stream(features.shape[1], keep=False)
     stream.add(features)
     return stream.gaussian()
 
 
-def _sums_of(rows: Rows) -> Sums:
+def _sums_of(rows: FeatureRows) -> Sums:
     x = rows.astype(np.float64)
     mean = x.mean(0) if len(x) else np.zeros(x.shape[1])
     x -= mean

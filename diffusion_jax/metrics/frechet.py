@@ -14,15 +14,15 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax.metrics.bootstrap import Score
-from diffusion_jax.metrics.features import Gaussian, Rows, gaussian
+from diffusion_jax.metrics.features import FeatureRows, Gaussian, gaussian
 
-Sample = Rows | Gaussian
+FeatureSample = FeatureRows | Gaussian
 """Features, or their mean and covariance.
 
 With fewer images than dimensions, a distance computed from features is more exact."""
 
 
-class Reference(NamedTuple):
+class ReferenceFeatures(NamedTuple):
     """A set of features to which others are compared, prepared once for many distances."""
 
     mean: Float[np.ndarray, "D"]
@@ -30,7 +30,7 @@ class Reference(NamedTuple):
     """A factor F of the covariance F'F."""
 
 
-def score(sample: Sample, reference: Reference) -> Score:
+def score(sample: FeatureSample, reference: ReferenceFeatures) -> Score:
     """Return the Frechet distance between `sample` and `reference` as a score.
 
     The score has no interval if `sample` is a Gaussian. With at least as many images as dimensions,
@@ -48,7 +48,9 @@ def score(sample: Sample, reference: Reference) -> Score:
     return Score(value, _influence(mean, rows, shares, reference))
 
 
-def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) -> Score:
+def score_at_infinity(
+    sample: FeatureSample, reference: ReferenceFeatures, *, seed: int = 0
+) -> Score:
     """Return the distance extrapolated to infinitely many images (FID-infinity) as a score.
 
     The score's extra column "residual" is the root-mean-square residual of the fit. For the fit and
@@ -63,7 +65,7 @@ def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) ->
     return Score(value, more={"residual": residual})
 
 
-def frechet(a: Sample, b: Sample) -> float:
+def frechet(a: FeatureSample, b: FeatureSample) -> float:
     """Return the Frechet distance between `a` and `b`.
 
     If `a` and `b` are the same set with fewer images than dimensions, rounding errors can make the
@@ -72,20 +74,20 @@ def frechet(a: Sample, b: Sample) -> float:
     return distance(a, reference(b))
 
 
-def reference(sample: Sample) -> Reference:
+def reference(sample: FeatureSample) -> ReferenceFeatures:
     """Prepare the reference set: return its mean and a factor of its covariance.
 
     With fewer images than dimensions, the factor consists of the centred features, scaled by
     (n - 1)^(-1/2).
     """
     if _is_few(sample):
-        return Reference(*_centred(sample))
+        return ReferenceFeatures(*_centred(sample))
     moments = _moments(sample)
     values, vectors = np.linalg.eigh(moments.cov)
-    return Reference(moments.mean, np.sqrt(np.maximum(values, 0))[:, None] * vectors.T)
+    return ReferenceFeatures(moments.mean, np.sqrt(np.maximum(values, 0))[:, None] * vectors.T)
 
 
-def distance(sample: Sample, reference: Reference) -> float:
+def distance(sample: FeatureSample, reference: ReferenceFeatures) -> float:
     """Return the Frechet distance between a sample and a prepared reference.
 
     Raises ValueError if their numbers of dimensions differ.
@@ -105,7 +107,7 @@ def distance(sample: Sample, reference: Reference) -> float:
     return _total(mean, trace, cross, reference)
 
 
-def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
+def influence(features: FeatureRows, reference: ReferenceFeatures) -> Float[np.ndarray, "N"]:
     """Return each image's first-order contribution to the distance.
 
     The contribution of an image is n times the derivative of the distance with respect to the
@@ -123,7 +125,7 @@ def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
 
 
 def extrapolated(
-    features: Rows, reference: Reference, *, points: int = 15, seed: int = 0
+    features: FeatureRows, reference: ReferenceFeatures, *, points: int = 15, seed: int = 0
 ) -> tuple[float, float]:
     """Return FID-infinity (Chong & Forsyth 2020) and the root-mean-square residual of its fit.
 
@@ -150,7 +152,7 @@ def _influence(
     mean: Float[np.ndarray, "D"],
     rows: Float[np.ndarray, "N D"],
     shares: Float[np.ndarray, "N"],
-    reference: Reference,
+    reference: ReferenceFeatures,
 ) -> Float[np.ndarray, "N"]:
     n = len(rows)
     from_mean = 2 * (n - 1) ** 0.5 * rows @ (mean - reference.mean)
@@ -172,12 +174,14 @@ def _row_shares(rows: Float[np.ndarray, "N R"]) -> tuple[Float[np.ndarray, "N"],
     return shares, np.sqrt(np.maximum(squares, 0)).sum()
 
 
-def _total(mean: Float[np.ndarray, "D"], trace: float, cross: float, reference: Reference) -> float:
+def _total(
+    mean: Float[np.ndarray, "D"], trace: float, cross: float, reference: ReferenceFeatures
+) -> float:
     between = np.square(mean - reference.mean).sum()
     return float(between + trace + np.square(reference.factor).sum() - 2 * cross)
 
 
-def _check_width(width: int, reference: Reference) -> None:
+def _check_width(width: int, reference: ReferenceFeatures) -> None:
     if width != reference.mean.size:
         raise ValueError(
             f"features with {width} and {reference.mean.size} dimensions cannot be compared: "
@@ -185,15 +189,15 @@ def _check_width(width: int, reference: Reference) -> None:
         )
 
 
-def _is_few(sample: Sample) -> bool:
+def _is_few(sample: FeatureSample) -> bool:
     return not isinstance(sample, Gaussian) and len(sample) < sample.shape[1]
 
 
-def _moments(sample: Sample) -> Gaussian:
+def _moments(sample: FeatureSample) -> Gaussian:
     return sample if isinstance(sample, Gaussian) else gaussian(sample)
 
 
-def _centred(features: Sample) -> tuple[np.ndarray, np.ndarray]:
+def _centred(features: FeatureSample) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean, and the features E, centred and scaled so that E'E is the covariance."""
     x = np.asarray(features, np.float64)
     if len(x) < 2:

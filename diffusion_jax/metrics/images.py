@@ -22,7 +22,7 @@ FITS = ("exact", "squash", "crop")
 _BROKEN, _UNLIKE = 1, 2  # Statuses: the image is unreadable, or has another size.
 
 
-class Files(NamedTuple):
+class ImageFiles(NamedTuple):
     """A list of encoded images that are read on demand."""
 
     number: int
@@ -34,7 +34,7 @@ class Files(NamedTuple):
     """Returns one string per file, with its name and size, or () if the sizes are unknown."""
 
 
-def open_files(path: str) -> Files:
+def open_files(path: str) -> ImageFiles:
     """Open a set of images as Files.
 
     `path` is a folder, one or several tars ("a.tar", "{a,b}.tar"), or a captioned data source
@@ -47,7 +47,7 @@ def open_files(path: str) -> Files:
     return folder_files(path)
 
 
-def folder_files(folder: str | os.PathLike[str]) -> Files:
+def folder_files(folder: str | os.PathLike[str]) -> ImageFiles:
     """Return the image files of a folder as Files, sorted by name. Ignore subfolders.
 
     Numbers in names are sorted as numbers: 2.png comes before 10.png.
@@ -66,7 +66,9 @@ def folder_files(folder: str | os.PathLike[str]) -> Files:
         subfolders = "; it has subfolders: choose one of them" if folders else ""
         raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{subfolders}")
     read = lambda i: (paths[i].read_bytes(), str(paths[i]))
-    return Files(len(paths), read, dict, lambda: [f"{p.name} {p.stat().st_size}" for p in paths])
+    return ImageFiles(
+        len(paths), read, dict, lambda: [f"{p.name} {p.stat().st_size}" for p in paths]
+    )
 
 
 def natural(name: str) -> list[tuple[bool, Any]]:
@@ -92,17 +94,17 @@ def check_order(folder: str) -> None:
             )
 
 
-def record_files(records: Records) -> Files:
+def record_files(records: Records) -> ImageFiles:
     """Return the images of a data source's records as Files."""
 
     def read(index: int) -> tuple[bytes, str]:
         (record,) = records.read([index])
         return record.image, record.name
 
-    return Files(len(records), read, records.left_out)
+    return ImageFiles(len(records), read, records.left_out)
 
 
-class Decoded:
+class DecodedFiles:
     """A Source for extractors.extract that decodes image files to arrays of equal size.
 
     Images are converted to RGB as in pytorch-fid. Incomplete images, and images with more than 8
@@ -111,7 +113,7 @@ class Decoded:
 
     dtype = np.uint8
 
-    def __init__(self, files: Files, size: int = 0, fit: str = "exact"):
+    def __init__(self, files: ImageFiles, size: int = 0, fit: str = "exact"):
         """Store the arguments. Without a `size`, find the size of the first readable image.
 
         Args:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 Conv = Mapping[str, Any]
 """A convolution {"kernel": [h, w, C, D], "bias": [D]} of numpy or jax arrays."""
-Params = Mapping[str, Mapping[str, Conv]]
+InceptionParams = Mapping[str, Mapping[str, Conv]]
 """Convolutions, keyed by block and then by branch. The names are those of the public weight file.
 
 "stem" holds the first five convolutions. "fc" holds the classifier as a 1x1 convolution."""
@@ -46,7 +46,7 @@ class Outputs(NamedTuple):
     """The logits without the classifier's bias, used by the Inception Score."""
 
 
-def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
+def apply(params: InceptionParams, x: Float[Array, "B 299 299 3"]) -> Outputs:
     """Run the network on images in about [-1, 1] and return the features of all levels."""
     stem = params["stem"]
     x = _conv(stem["Conv2d_1a_3x3"], x, stride=2, padding="VALID")

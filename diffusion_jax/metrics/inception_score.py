@@ -4,12 +4,12 @@ import numpy as np
 from jaxtyping import Float
 
 from diffusion_jax.metrics.bootstrap import Score
-from diffusion_jax.metrics.features import Rows
+from diffusion_jax.metrics.features import FeatureRows
 
 _PART = 5000  # Images per part, as in ADM's evaluator.
 
 
-def score(logits: Rows) -> Score:
+def score(logits: FeatureRows) -> Score:
     """Return the Inception Score: exp(mean KL(p(class | image) || p(class))).
 
     The images are split into parts of 5,000, and the score is the mean over the parts. `logits` do
@@ -20,7 +20,7 @@ def score(logits: Rows) -> Score:
     return Score(float(value), np.concatenate([each for _, each in parts]))
 
 
-def _part(logits: Rows) -> tuple[float, Float[np.ndarray, "N"]]:
+def _part(logits: FeatureRows) -> tuple[float, Float[np.ndarray, "N"]]:
     """Return the score of one part, and each image's first-order contribution to it."""
     x = logits.astype(np.float64)
     x -= x.max(1, keepdims=True)

@@ -27,7 +27,7 @@ Sizes = dict[str, tuple[int, int, int, int]]
 """Maps a convolution's name within its block to (channels in, channels out, height, width)."""
 
 
-def to_params(state: torch_weights.StateDict) -> inception.Params:
+def to_params(state: torch_weights.StateDict) -> inception.InceptionParams:
     """Return the network's params (float32, numpy) from a state dict with the public names.
 
     Raises:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.clip_score import normalised
-from diffusion_jax.metrics.features import Rows
+from diffusion_jax.metrics.features import FeatureRows
 
 _SUBSET = 1000
 _SIGMA, _SCALE = 10.0, 1000.0  # The width of CMMD's kernel, and CMMD's factor.
@@ -23,7 +23,9 @@ _BLOCK = 2048
 _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int = 0) -> Score:
+def score_kid(
+    generated: FeatureRows, real: FeatureRows, *, size: int | None = None, seed: int = 0
+) -> Score:
     """Return the KID between generated and real features, averaged over 100 pairs of subsets.
 
     The score's extra column "deviation" is the standard deviation over the pairs. `size` is the
@@ -35,7 +37,7 @@ def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int
     return Score(result.mean, result.influence, {"deviation": result.deviation})
 
 
-def score_cmmd(generated: Rows, real: Rows) -> Score:
+def score_cmmd(generated: FeatureRows, real: FeatureRows) -> Score:
     """Return the CMMD between two sets of CLIP image embeddings as a score.
 
     The embeddings are scaled to norm 1 first.
@@ -56,7 +58,9 @@ class Kid(NamedTuple):
     """First-order contribution of each image of the second set to the KID between the full sets."""
 
 
-def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Kid:
+def kid(
+    x: FeatureRows, y: FeatureRows, *, subsets: int = 100, size: int = 1000, seed: int = 0
+) -> Kid:
     """Return KID's mean and deviation over pairs of random subsets of `x` and `y`.
 
     The result also has the contribution of each image of `y`.
@@ -103,7 +107,7 @@ def kid(x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0
     return Kid(float(values.mean()), float(values.std()), influence)
 
 
-def cmmd(x: Rows, y: Rows) -> float:
+def cmmd(x: FeatureRows, y: FeatureRows) -> float:
     """Return CMMD (Jayasumana et al. 2024): 1000 times the biased MMD^2 with a Gaussian kernel.
 
     `x` and `y` are CLIP image embeddings, one row per image, scaled to L2 norm 1.
@@ -113,7 +117,9 @@ def cmmd(x: Rows, y: Rows) -> float:
     return float(_SCALE * (within - 2 * _total(kernel, x, y) / (len(x) * len(y))))
 
 
-def _influence(kernel: _Kernel, generated: Rows, real: Rows) -> Float[np.ndarray, "N"]:
+def _influence(
+    kernel: _Kernel, generated: FeatureRows, real: FeatureRows
+) -> Float[np.ndarray, "N"]:
     """Return each generated image's first-order contribution to the squared MMD."""
     means = lambda rows: np.concatenate([
         sum(kernel(a, b).sum(1) for b in _blocks(rows)) / len(rows) for a in _blocks(generated)
@@ -121,16 +127,16 @@ def _influence(kernel: _Kernel, generated: Rows, real: Rows) -> Float[np.ndarray
     return 2 * (means(generated) - means(real))
 
 
-def _total(kernel: _Kernel, x: Rows, y: Rows) -> float:
+def _total(kernel: _Kernel, x: FeatureRows, y: FeatureRows) -> float:
     return sum(float(kernel(a, b).sum()) for a in _blocks(x) for b in _blocks(y))
 
 
-def _blocks(rows: Rows) -> Iterator[Float[np.ndarray, "M D"]]:
+def _blocks(rows: FeatureRows) -> Iterator[Float[np.ndarray, "M D"]]:
     return (rows[i : i + _BLOCK].astype(np.float64) for i in range(0, len(rows), _BLOCK))
 
 
 def _kernel_sums(
-    x: Rows, y: Rows, weights: Float[np.ndarray, "M S"], origin: float
+    x: FeatureRows, y: FeatureRows, weights: Float[np.ndarray, "M S"], origin: float
 ) -> Float[np.ndarray, "N S"]:
     """Return sum_m (k(x_n, y_m) - origin) * weights[m, s], where k is KID's kernel."""
     columns, weighted = jnp.asarray(y, jnp.float32), jnp.asarray(weights)
@@ -149,7 +155,7 @@ def _cubic_sums(
     return jnp.matmul(kernel, weights, precision=exact)
 
 
-def _diagonal(x: Rows, origin: float) -> Float[np.ndarray, "N"]:
+def _diagonal(x: FeatureRows, origin: float) -> Float[np.ndarray, "N"]:
     return (np.square(x.astype(np.float64)).sum(1) / x.shape[1] + 1) ** 3 - origin
 
 

@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffusion_jax.metrics import bootstrap
 from diffusion_jax.metrics.bootstrap import Score
-from diffusion_jax.metrics.features import Rows
+from diffusion_jax.metrics.features import FeatureRows
 
 _BLOCK = 2048
 _FEW, _MANY = 3, 5  # k of precision and recall, and of density and coverage.
 
 
-class Compared(NamedTuple):
+class SphereMembership(NamedTuple):
     """The result of comparing two sets: which images are in k-NN spheres of the other set."""
 
     n: tuple[int, int]
@@ -38,20 +38,20 @@ class Compared(NamedTuple):
     """For each real image, whether its sphere with k = 5 contains a generated image."""
 
 
-class Real:
+class RealFeatures:
     """Features of real images, prepared for comparison with any number of generated sets.
 
     The radii of the real images' k-NN spheres are computed only once.
     """
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: FeatureRows):
         """Compute the radii of the k-NN spheres around `rows`, the features [M, D]."""
         self._centre = rows.mean(0, dtype=np.float64)
         self._rows = self._centred(rows)
         self._few, self._many = _radii(self._rows)
-        self._last: tuple[Rows, Compared] | None = None
+        self._last: tuple[FeatureRows, SphereMembership] | None = None
 
-    def compared(self, generated: Rows) -> Compared:
+    def compared(self, generated: FeatureRows) -> SphereMembership:
         """Compare the real features with those of generated images [N, D].
 
         The latest result is cached, because four metrics call this method with the same array.
@@ -60,7 +60,7 @@ class Real:
             self._last = generated, self._compare(self._centred(generated))
         return self._last[1]
 
-    def _compare(self, generated: Float[Array, "N D"]) -> Compared:
+    def _compare(self, generated: Float[Array, "N D"]) -> SphereMembership:
         radii, _ = _radii(generated)
         each, recalled, covered = (
             [],
@@ -75,14 +75,14 @@ class Real:
             recalled |= np.asarray(contained)
             covered |= np.asarray(containing)
         few, many = np.concatenate(each, axis=1)
-        return Compared((len(self._rows), len(generated)), few > 0, recalled, many, covered)
+        return SphereMembership((len(self._rows), len(generated)), few > 0, recalled, many, covered)
 
-    def _centred(self, rows: Rows) -> Float[Array, "N D"]:
+    def _centred(self, rows: FeatureRows) -> Float[Array, "N D"]:
         """Subtract the mean of the real features, which makes float32 distances more precise."""
         return jnp.asarray((rows - self._centre).astype(np.float32))
 
 
-def precision(generated: Rows, real: Real) -> Score:
+def precision(generated: FeatureRows, real: RealFeatures) -> Score:
     """Return precision: the share of generated images that are in any real image's k-NN sphere.
 
     Precision measures fidelity. It is between 0 and 1. k is 3.
@@ -93,7 +93,7 @@ def precision(generated: Rows, real: Real) -> Score:
     return _share(_enough(real.compared(generated), _FEW).precise)
 
 
-def recall(generated: Rows, real: Real) -> Score:
+def recall(generated: FeatureRows, real: RealFeatures) -> Score:
     """Return recall: the share of real images that are in any generated image's k-NN sphere.
 
     Recall measures variety. It is between 0 and 1. k is 3. The confidence interval resamples the
@@ -105,7 +105,7 @@ def recall(generated: Rows, real: Real) -> Score:
     return _share(_enough(real.compared(generated), _FEW).recalled)
 
 
-def density(generated: Rows, real: Real) -> Score:
+def density(generated: FeatureRows, real: RealFeatures) -> Score:
     """Return density: the number of real k-NN spheres that contain a generated image, divided by k.
 
     The score is the mean of this number over the generated images. k is 5. Density measures
@@ -118,7 +118,7 @@ def density(generated: Rows, real: Real) -> Score:
     return bootstrap.mean(_enough(real.compared(generated), _MANY).spheres / _MANY)
 
 
-def coverage(generated: Rows, real: Real) -> Score:
+def coverage(generated: FeatureRows, real: RealFeatures) -> Score:
     """Return coverage: the share of real images whose k-NN sphere contains a generated image.
 
     Coverage measures variety. It is between 0 and 1. k is 5. The confidence interval resamples the
@@ -130,7 +130,9 @@ def coverage(generated: Rows, real: Real) -> Score:
     return _share(_enough(real.compared(generated), _MANY).covered)
 
 
-def nearest(rows: Rows, among: Rows) -> tuple[Float[np.ndarray, "N"], Int[np.ndarray, "N"]]:
+def nearest(
+    rows: FeatureRows, among: FeatureRows
+) -> tuple[Float[np.ndarray, "N"], Int[np.ndarray, "N"]]:
     """Find the nearest row of `among` for each row of `rows`.
 
     Both arrays hold features, one row per image. Return the Euclidean distances [N], and the
@@ -164,7 +166,7 @@ def _share(true: Bool[np.ndarray, "N"]) -> Score:
     return bootstrap.mean(true.astype(np.float64))
 
 
-def _enough(compared: Compared, k: int) -> Compared:
+def _enough(compared: SphereMembership, k: int) -> SphereMembership:
     if min(compared.n) <= k:
         raise ValueError(
             f"a score from the {k} nearest neighbours needs more than {k} images in each set, but "
@@ -173,7 +175,7 @@ def _enough(compared: Compared, k: int) -> Compared:
     return compared
 
 
-def _parts(rows: Float[Array, "N D"] | Rows) -> Iterator[slice]:
+def _parts(rows: Float[Array, "N D"] | FeatureRows) -> Iterator[slice]:
     return (slice(start, start + _BLOCK) for start in range(0, len(rows), _BLOCK))
 
 

@@ -30,7 +30,7 @@ from diffusion_jax.metrics.features import Gaussian
 _SAMPLED = 16  # `digest` reads at most this many files.
 
 
-class Images:
+class ImageSet:
     """A set of images, and the extractor that computes their features."""
 
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
@@ -48,7 +48,7 @@ class Images:
         """
         self.path, self.extractor = path, extractor
         self._files, self._fit = images.open_files(path), f"{fit} {size}" if size else None
-        self.source = images.Decoded(self._files, size, fit)
+        self.source = images.DecodedFiles(self._files, size, fit)
         self.run = functools.cache(self._run)
         """run(batch_size, keep) returns a function extract(source, rows, progress).
 
@@ -88,17 +88,17 @@ class Images:
 
 def open_images(
     path: str, extractor: Callable[[], extractors.Extractor], size: int = 0, fit: str = "exact"
-) -> Images:
-    """Return the Images at `path`, with the extractor that the function `extractor` loads.
+) -> ImageSet:
+    """Return the ImageSet at `path`, with the extractor that the function `extractor` loads.
 
-    For the other arguments, see `Images`. Workers of Apache Beam call this function again, so each
-    worker loads the extractor itself.
+    For the other arguments, see `ImageSet`. Workers of Apache Beam call this function again, so
+    each worker loads the extractor itself.
     """
-    opened = Images(path, extractor(), size, fit)
-    return engines.made_by(opened, open_images, path, extractor, size, fit)
+    opened = ImageSet(path, extractor(), size, fit)
+    return engines.record_call(opened, open_images, path, extractor, size, fit)
 
 
-class Work(NamedTuple):
+class StatsOptions(NamedTuple):
     """Settings for the computation of statistics."""
 
     shard: int = 5000
@@ -109,7 +109,7 @@ class Work(NamedTuple):
     """Whether to save the features of each image, too."""
 
 
-def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) -> None:
+def take(opened: ImageSet, out: files.Path, work: StatsOptions, engine: engines.Engine) -> None:
     """Compute the statistics of the images `opened`, and write them to `out`.
 
     `engine` distributes the shards over workers. Partial results are stored in a temporary folder
@@ -121,7 +121,7 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
         OSError: a file cannot be read or written, or the engine failed.
     """
     shards = shards_of(opened, out, work)
-    shared = isinstance(engine, engines.Share) and engine.workers > 1
+    shared = isinstance(engine, engines.Worker) and engine.workers > 1
     done = lambda: shared and _is_of(out, shards.card(), work, opened.extractor)
     # Skip the remaining shards if another worker finishes first.
     write = (lambda shard: None if done() else shards.write(shard)) if shared else shards.write
@@ -144,8 +144,8 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
 class Shards(NamedTuple):
     """The shards of a set of images, and the folder with the file of each finished shard."""
 
-    images: Images
-    work: Work
+    images: ImageSet
+    work: StatsOptions
     digest: str
     """A hash of the images (Images.digest)."""
     folder: pathlib.Path
@@ -214,7 +214,7 @@ class Shards(NamedTuple):
         return stats_files.Stats(part(slice(width)), rows, card, part(spatial))
 
 
-def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
+def shards_of(opened: ImageSet, out: files.Path, work: StatsOptions) -> Shards:
     """Return the shards of partial results from which the statistics file `out` is computed.
 
     The partial results are in a folder next to `out`. The folder's name contains a hash of the card
@@ -226,7 +226,9 @@ def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
     return shards._replace(folder=shards.folder.with_name(f".{shards.folder.name}.{name}.tmp"))
 
 
-def _is_of(out: files.Path, card: cards.Card, work: Work, extractor: extractors.Extractor) -> bool:
+def _is_of(
+    out: files.Path, card: cards.Card, work: StatsOptions, extractor: extractors.Extractor
+) -> bool:
     """Return whether `out` holds statistics with this card, and all arrays that are needed.
 
     `work` and `extractor` determine which arrays are needed. The card's fields "n" and "skipped"

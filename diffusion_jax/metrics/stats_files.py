@@ -18,19 +18,19 @@ from diffusion_jax import files
 from diffusion_jax.files import untrusted
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.extractors import Extractor
-from diffusion_jax.metrics.features import Gaussian, Rows
+from diffusion_jax.metrics.features import FeatureRows, Gaussian
 
 
 class Stats(NamedTuple):
     """Statistics of one set of images: mean, covariance, and optionally features and a card."""
 
     gaussian: Gaussian
-    features: Rows | None  # [n, D]
+    features: FeatureRows | None  # [n, D]
     card: Card | None
     """A record of how the features were computed. It is None for a file of another program."""
-    spatial: Rows | Gaussian | None = None
+    spatial: FeatureRows | Gaussian | None = None
     """Inception's spatial features, or their mean and covariance, for sFID."""
-    more: Mapping[str, Rows] = {}
+    more: Mapping[str, FeatureRows] = {}
     """Other kinds of features, keyed by kind (Metric.features). They are not written to files."""
 
 

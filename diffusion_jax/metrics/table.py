@@ -58,7 +58,7 @@ class Metric(NamedTuple):
     """Whether sweeps compute the metric only on request, because it is slow or redundant."""
 
 
-def _moments(stats: Stats) -> frechet.Reference:
+def _moments(stats: Stats) -> frechet.ReferenceFeatures:
     # With fewer images than dimensions, features are more exact than moments.
     return frechet.reference(stats.gaussian if stats.features is None else stats.features)
 
@@ -67,12 +67,12 @@ def _features(stats: Stats) -> Any:
     return stats.features
 
 
-def _spatial(stats: Stats) -> frechet.Reference | None:
+def _spatial(stats: Stats) -> frechet.ReferenceFeatures | None:
     return None if stats.spatial is None else frechet.reference(stats.spatial)
 
 
-def _spheres(stats: Stats) -> neighbours.Real | None:
-    return None if stats.features is None else neighbours.Real(stats.features)
+def _spheres(stats: Stats) -> neighbours.RealFeatures | None:
+    return None if stats.features is None else neighbours.RealFeatures(stats.features)
 
 
 _ALL_RIGHT, _NEIGHBOURS = "share all right (digit, ink, paper)", "precision and recall"

@@ -23,17 +23,17 @@ _SHA256 = "6726825d"  # The beginning of the public file's hash, which its name 
 _SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"  # The public file's hash, as in MLPerf's code.
 
 
-class Weights(NamedTuple):
+class InceptionWeights(NamedTuple):
     """The weights of the FID Inception, with their hash."""
 
-    params: inception.Params
+    params: inception.InceptionParams
     digest: str
     """SHA-256 of array names and values. It does not depend on the file format."""
     official: bool
     """Whether the weights come from the public file that defines FID."""
 
 
-def load(path: str | os.PathLike[str] = "") -> Weights:
+def load(path: str | os.PathLike[str] = "") -> InceptionWeights:
     """Load the FID Inception's weights from a .pth, .safetensors or .npz file.
 
     The arrays must have the same names as in the public file.
@@ -48,10 +48,10 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
     path = files.local(path).expanduser() if path else _download()
     state = torch_files.read_state_dict(path)
     digest = inception_weights.digest(state)
-    return Weights(inception_weights.to_params(state), digest, _is_official(path, digest))
+    return InceptionWeights(inception_weights.to_params(state), digest, _is_official(path, digest))
 
 
-def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weights:
+def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> InceptionWeights:
     """Convert a weight file to the .safetensors file `out`, and return the weights.
 
     `out` records whether the weights come from the public file. Raises ValueError if the name `out`

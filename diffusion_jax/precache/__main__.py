@@ -57,7 +57,9 @@ def main() -> None:
     with cli.bad_input():
         job = fill.open_job(_CONFIG.value.to_dict(), _CAPTIONS.value)
         engine = engines.of(flags.FLAGS)
-        work = fill.Work(_FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, engine)
+        work = fill.EncodingOptions(
+            _FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, engine
+        )
         path = files.path(job.text.store)
         if not flags.FLAGS.dry_run:
             files.check_writable(path, "text.store")

@@ -13,14 +13,14 @@ from jaxtyping import Int
 from diffusion_jax.devices import sharding
 from diffusion_jax.devices.programs import announced
 from diffusion_jax.precache import quantize, shards, store
-from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.encoder import TextArrays, TextEncoder
 
 _STEP = 8  # The smallest difference between the padded lengths of batches, in tokens.
 
 
 def make_encode(
     encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
-) -> Callable[[Sequence[str]], shards.Rows]:
+) -> Callable[[Sequence[str]], shards.EmbeddingRows]:
     """Return a function encode(texts) that computes embeddings in a store's format.
 
     If the encoder allows it (TextEncoder.cut), texts of similar length are encoded together with
@@ -58,7 +58,7 @@ def make_encode(
 
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
-) -> Callable[[Sequence[str]], shards.Rows]:
+) -> Callable[[Sequence[str]], shards.EmbeddingRows]:
     """Return a function encode(texts) as `make_encode` does, but for this process's devices only.
 
     No process waits for another, because each has its own copy of the weights. `batch_tokens` is
@@ -78,7 +78,9 @@ def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N
     return np.minimum(lengths, encoder.max_tokens)
 
 
-def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
+def _encode(
+    encoder: TextEncoder, format: str, frozen: Any, batch: TextArrays
+) -> dict[str, jax.Array]:
     """Encode a batch [B, L] of texts.
 
     Returns:
@@ -98,7 +100,7 @@ def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dic
     return {"values": values, "errors": errors, "tokens": mask.sum(1), **more}
 
 
-def _lengths(encoder: TextEncoder, tokens: Batch) -> Int[np.ndarray, "N"]:
+def _lengths(encoder: TextEncoder, tokens: TextArrays) -> Int[np.ndarray, "N"]:
     if not encoder.cut:
         ids = next(iter(tokens.values()))
         return np.full(len(ids), ids.shape[1])
@@ -139,8 +141,8 @@ def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Ar
         rows[text] = tokens, arrays
 
 
-def _join(rows: Sequence[Any]) -> shards.Rows:
+def _join(rows: Sequence[Any]) -> shards.EmbeddingRows:
     tokens = np.array([count for count, _ in rows], np.int64)
     column = lambda name: np.concatenate([arrays[name] for _, arrays in rows])
     scales = column("scales") if "scales" in rows[0][1] else None
-    return shards.Rows(tokens, column("values"), scales, column("errors"))
+    return shards.EmbeddingRows(tokens, column("values"), scales, column("errors"))

@@ -20,11 +20,11 @@ from diffusion_jax.text import TextEncoder, registry
 _SAMPLE = 1024  # Captions whose lengths are measured for the estimate.
 
 
-class Job:
+class EncodingJob:
     """A text encoder and the captions to encode."""
 
     def __init__(
-        self, text: Text, encoder: TextEncoder, captions: plan.Captions, source: dict[str, Any]
+        self, text: Text, encoder: TextEncoder, captions: plan.CaptionList, source: dict[str, Any]
     ):
         """Prepare to encode captions.
 
@@ -42,7 +42,7 @@ class Job:
         encode.on_own_devices makes for this encoder."""
 
 
-class Work(NamedTuple):
+class EncodingOptions(NamedTuple):
     """Options of an encoding run, named like the flags of `python -m diffusion_jax.precache`."""
 
     format: str = "int8"
@@ -52,7 +52,7 @@ class Work(NamedTuple):
     engine: Engine = ALONE
 
 
-def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
+def open_job(config: dict[str, Any], captions_file: str | None = None) -> EncodingJob:
     """Open a config's text encoder and captions.
 
     Args:
@@ -72,11 +72,11 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
             "text.store is empty: name the folder to write to with --config.text.store=FOLDER"
         )
     captions, source = _captions(data, _prompts(config, data.source), captions_file)
-    job = Job(text, registry.make_encoder(text), captions, source)
-    return engines.made_by(job, open_job, config, captions_file)
+    job = EncodingJob(text, registry.make_encoder(text), captions, source)
+    return engines.record_call(job, open_job, config, captions_file)
 
 
-def estimate(job: Job, format: str) -> str:
+def estimate(job: EncodingJob, format: str) -> str:
     """Return a line with the number of captions and the estimated size of the store.
 
     `format` is a key of store.FORMATS.
@@ -99,7 +99,7 @@ def estimate(job: Job, format: str) -> str:
     )
 
 
-def run(job: Job, work: Work) -> dict[str, Any]:
+def run(job: EncodingJob, work: EncodingOptions) -> dict[str, Any]:
     """Encode the captions that are not in the store yet, and return the store's manifest.
 
     Raises:
@@ -122,7 +122,9 @@ def run(job: Job, work: Work) -> dict[str, Any]:
     return manifest
 
 
-def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[str, Any]:
+def _fill(
+    job: EncodingJob, work: EncodingOptions, path: pathlib.Path, listed: list[str]
+) -> dict[str, Any]:
     """Run all stages in order (read, compare, encode, index), and return the store's manifest.
 
     `listed` names the shards in the manifest of an earlier run.
@@ -161,8 +163,8 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
 class _Stages(NamedTuple):
     """The functions that the engine calls for each chunk, range of keys, or shard."""
 
-    job: Job
-    work: Work
+    job: EncodingJob
+    work: EncodingOptions
     plan: plan.Plan
     held: index.Listed
     """The shards that the store holds already."""
@@ -218,10 +220,10 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
     """
     if file is not None:
         texts = [*prompts, *prompt_files.read(file, every=True)]
-        return plan.Captions(texts, None, 0, 1), {"given": texts}
+        return plan.CaptionList(texts, None, 0, 1), {"given": texts}
     opened = sources.open_pictures(data, size=16)  # No image is decoded.
     # The synthetic source has one caption for any number of images.
     count = 1 if data.source == "synthetic" else len(opened)
     source = {"prompts": list(prompts), **data._asdict(), "threads": 0}
     source["files"] = fingerprints.stamp(opened)  # Keys of edited captions are found again.
-    return plan.Captions(tuple(prompts), opened, count, data.threads), source
+    return plan.CaptionList(tuple(prompts), opened, count, data.threads), source

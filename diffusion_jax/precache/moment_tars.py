@@ -41,10 +41,10 @@ _FIELDS = ("source", "path", "text", "uncaptioned", "prior", "resize", "min_size
 _PLACE = ("data.source", "data.path")
 _CHUNK = 256  # Records that are compared together.
 _SECONDS = 15.0  # After this time, `check_originals` reads no further records.
-Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
+EncodeImages = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
-class Work(NamedTuple):
+class MomentOptions(NamedTuple):
     """Options of an encoding run.
 
     `shard` is the number of images per shard, and `batch` is the number of images per batch. With
@@ -64,7 +64,11 @@ class Work(NamedTuple):
 
 
 def run(
-    source: Pictures, encode: Encode, out: pathlib.Path, identity: Mapping[str, Any], work: Work
+    source: Pictures,
+    encode: EncodeImages,
+    out: pathlib.Path,
+    identity: Mapping[str, Any],
+    work: MomentOptions,
 ) -> int:
     """Encode the shards that are missing in `out`, and return how many shards exist afterwards.
 
@@ -141,7 +145,7 @@ def check_originals(path: str | os.PathLike[str]) -> None:
 
 
 def _claimed(
-    source: Pictures, out: pathlib.Path, identity: Mapping[str, Any], work: Work
+    source: Pictures, out: pathlib.Path, identity: Mapping[str, Any], work: MomentOptions
 ) -> tuple[dict[str, Any], Collection[int]]:
     """Compare the settings and records with those in `out`; return (manifest, changed shards).
 
@@ -163,11 +167,11 @@ def _claimed(
     if "data" not in stored:  # Written by an earlier version.
         free = ("finished", "files", "data.")
     changed, names = [], []
-    different = settings_record.unlike(stored, now, (*free, *_PLACE))
+    different = settings_record.differences(stored, now, (*free, *_PLACE))
     if not different and stored.get("files") != now["files"]:
         changed, names = _changed(source, out, work.shard)
         if changed:  # Other records at another place are another data set.
-            different = settings_record.unlike(stored, now, free)
+            different = settings_record.differences(stored, now, free)
     if different and not work.overwrite:
         raise ValueError(
             f"{out} was started with other settings ({different}): use the same settings, write "
@@ -229,7 +233,9 @@ def _count(out: pathlib.Path, total: int, damaged: Collection[str] = ()) -> int:
     return sum(path.name not in damaged for path in present)
 
 
-def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shard: int) -> None:
+def _write(
+    source: Pictures, encode: EncodeImages, out: pathlib.Path, work: MomentOptions, shard: int
+) -> None:
     rows = range(shard * work.shard, min((shard + 1) * work.shard, len(source)))
     path = _path(out, shard)
 
@@ -248,7 +254,7 @@ def _write(source: Pictures, encode: Encode, out: pathlib.Path, work: Work, shar
             raise
 
 
-def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
+def _parts(rows: range, work: MomentOptions) -> Iterator[np.ndarray]:
     """Yield the record indices of each batch of a shard. The shard holds the records `rows`.
 
     The images of a batch all have one shape.
@@ -263,7 +269,7 @@ def _parts(rows: range, work: Work) -> Iterator[np.ndarray]:
 
 
 def _encoded(
-    source: Pictures, encode: Encode, rows: range, work: Work,
+    source: Pictures, encode: EncodeImages, rows: range, work: MomentOptions,
     contents: dict[int, tuple[str, int]],
 ) -> Iterator[dict[str, bytes]]:  # fmt: skip
     """Yield the files of each usable record among `rows`, keyed by suffix, for tars.write.

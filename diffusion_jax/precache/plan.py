@@ -24,7 +24,7 @@ _READ = 256  # Items that a thread reads at a time.
 _SLOTS = 2**10  # The largest number of captions of a picture.
 
 
-class Captions(NamedTuple):
+class CaptionList(NamedTuple):
     """A list of items that have captions: `prompts`, then the first `num_data` records of `data`.
 
     Caption j of item i has the number 1024 i + j.

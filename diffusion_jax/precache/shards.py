@@ -19,7 +19,7 @@ from diffusion_jax.precache import store
 from diffusion_jax.weights import safetensors_files
 
 
-class Rows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """The embeddings of N texts, one after the other, in the format of a store.
 
     T is the number of tokens of all texts, D the width, and G the number of scales per token.
@@ -58,7 +58,9 @@ def shard_name(keys: Shaped[np.ndarray, "N"]) -> str:
     return f"shard-{hashlib.blake2b(keys.tobytes(), digest_size=12).hexdigest()}.safetensors"
 
 
-def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -> pathlib.Path:
+def write_shard(
+    path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: EmbeddingRows
+) -> pathlib.Path:
     """Write a shard atomically unless it exists, and return its path.
 
     Args:

@@ -30,7 +30,7 @@ from jaxtyping import Int, Shaped
 from diffusion_jax.files import settings_record
 from diffusion_jax.files.sorted_tables import KEY, KEY_SIZE
 from diffusion_jax.precache import quantize
-from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.encoder import TextArrays, TextEncoder
 from diffusion_jax.weights import pretrained
 from diffusion_jax.weights.safetensors_files import map_safetensors
 
@@ -88,7 +88,9 @@ def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Ident
     An identity holds the values that determine embeddings. `stored` is the identity in the store's
     manifest. Fields that `wanted` lacks are not compared.
     """
-    if different := settings_record.unlike({name: stored.get(name) for name in wanted}, wanted):
+    if different := settings_record.differences(
+        {name: stored.get(name) for name in wanted}, wanted
+    ):
         raise ValueError(
             f"the embeddings in {path} were made with other settings ({different}): set the "
             "text group of the config to the stored values, or make another store with\n  "
@@ -212,7 +214,7 @@ class Store:
 def encoder(opened: Store) -> TextEncoder:
     """Return a TextEncoder that looks up embeddings in a store and converts them to float32."""
 
-    def encode(frozen: tuple[()], batch: Batch):
+    def encode(frozen: tuple[()], batch: TextArrays):
         del frozen  # The weights that made the embeddings are not needed.
         values, mask = jnp.asarray(batch["text_values"]), jnp.asarray(batch["text_mask"])
         if "text_scales" in batch:

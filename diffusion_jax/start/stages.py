@@ -38,7 +38,7 @@ class Stage(NamedTuple):
     stage."""
     command: str
     """The module that trains this stage, run with `python -m`."""
-    prepare: Callable[[Any, Mesh], loop.Inputs]
+    prepare: Callable[[Any, Mesh], loop.RunInputs]
     """A function (settings, mesh) that opens the task and the batches of a training run."""
     share: float = 1.0
     """Share of the total training time that this stage gets, from 0 to 1."""

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from diffusion_jax import files
 from diffusion_jax.text import tokenize
-from diffusion_jax.text.encoder import Batch, TextEncoder, check_fits
+from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 from diffusion_jax.weights.torch_weights import Entry, StateDict
@@ -116,7 +116,7 @@ def encoder(
             f"{model.max_tokens} positions: set text.max_tokens={model.max_tokens}"
         )
 
-    def encode(frozen: Any, batch: Batch):
+    def encode(frozen: Any, batch: TextArrays):
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
         states: Any = model.apply(frozen, ids, mask)
         return jnp.where(mask[..., None], states[-1], 0), mask

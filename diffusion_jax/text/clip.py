@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax.text import clip_weights, tokenize
-from diffusion_jax.text.encoder import Batch, TextEncoder, check_fits
+from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 
@@ -181,7 +181,7 @@ def encoder(
     return of_tower(tower, frozen, tokenizer, max_tokens)
 
 
-def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize:
+def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.TextTokenizer:
     """Return the tokenizer for the CLIP weights in a folder.
 
     In diffusers' layout, the tokenizer of text_encoder/ is in the sibling folder tokenizer/. If
@@ -193,14 +193,14 @@ def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize
 
 
 def of_tower(
-    tower: TextTower, frozen: Any, tokenizer: tokenize.Tokenize, max_tokens: int = 77
+    tower: TextTower, frozen: Any, tokenizer: tokenize.TextTokenizer, max_tokens: int = 77
 ) -> TextEncoder:
     """Return a TextEncoder whose embeddings are the `last` output of a text tower.
 
     `frozen` holds the parameters of `tower`.
     """
 
-    def encode(frozen: Any, batch: Batch):
+    def encode(frozen: Any, batch: TextArrays):
         ids = jnp.asarray(batch["text_ids"])
         outputs: Any = tower.apply(frozen, ids)
         return outputs.last, jnp.ones(ids.shape, bool)
@@ -215,7 +215,7 @@ def of_tower(
 
 
 def text_tower(
-    clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32, skip: int = 0
+    clip: clip_weights.ClipWeights, dtype: DTypeLike = jnp.float32, skip: int = 0
 ) -> tuple[TextTower, list[torch_weights.Entry]]:
     """Return the text tower for opened weights, and the table that converts the weights.
 
@@ -242,7 +242,7 @@ def text_tower(
 
 
 def image_tower(
-    clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32
+    clip: clip_weights.ClipWeights, dtype: DTypeLike = jnp.float32
 ) -> tuple[ImageTower, list[torch_weights.Entry]]:
     """Return the image tower for opened weights, and the table that converts the weights.
 
@@ -332,7 +332,7 @@ def _projected(tower: TextTower | ImageTower, pooled: jax.Array) -> jax.Array | 
     return Linear(tower.projection, False, tower.dtype, name="projection")(pooled)
 
 
-def _shared_fields(clip: clip_weights.Clip, name: str, skip: int = 0) -> dict[str, Any]:
+def _shared_fields(clip: clip_weights.ClipWeights, name: str, skip: int = 0) -> dict[str, Any]:
     """Return the fields that TextTower and ImageTower have in common, for the tower `name`.
 
     The last `skip` layers are not counted. If `skip` is not 0, there is no projection.

@@ -29,7 +29,7 @@ class Tower(NamedTuple):
     """Id of the end token, as in TextTower. The image tower does not use it."""
 
 
-class Clip(NamedTuple):
+class ClipWeights(NamedTuple):
     """CLIP weights: arrays under Hugging Face's names, and the settings of each tower."""
 
     state: dict[str, np.ndarray]
@@ -40,7 +40,7 @@ class Clip(NamedTuple):
     token."""
 
 
-def open_clip(folder: pathlib.Path) -> Clip:
+def open_clip(folder: pathlib.Path) -> ClipWeights:
     """Open the CLIP weights in a folder.
 
     The config is config.json, or open_clip_config.json if the weights have OpenCLIP's names.
@@ -58,8 +58,8 @@ def open_clip(folder: pathlib.Path) -> Clip:
         return from_state(state, config)
 
 
-def from_state(state: StateDict, config: Mapping[str, Any]) -> Clip:
-    """Build a `Clip` from the state dict and the config of a CLIP model or of one tower.
+def from_state(state: StateDict, config: Mapping[str, Any]) -> ClipWeights:
+    """Build a `ClipWeights` from the state dict and the config of a CLIP model or of one tower.
 
     The names in `state` are those of Hugging Face, OpenCLIP or OpenAI.
 
@@ -87,7 +87,9 @@ def from_state(state: StateDict, config: Mapping[str, Any]) -> Clip:
     # The text encoder of Stable Diffusion 2 is OpenCLIP's. Its files have Hugging Face's names, but
     # texts are padded with 0.
     exact_gelu = TEXT in towers and towers[TEXT].activation == "gelu"
-    return Clip(arrays, towers, from_open_clip or pad == 0 or (exact_gelu and pad in (None, 1)))
+    return ClipWeights(
+        arrays, towers, from_open_clip or pad == 0 or (exact_gelu and pad in (None, 1))
+    )
 
 
 def is_open_clip(state: StateDict) -> bool:
@@ -115,7 +117,7 @@ def num_layers(names: Iterable[str], tower: str) -> int:
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
-def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
+def tower_state(clip: ClipWeights, table: Sequence[Entry]) -> dict[str, np.ndarray]:
     """Return the arrays of the tower that `table` converts, up to the last layer in `table`.
 
     Arrays that are not in `table` are included if they belong to these layers or to no layer, so

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-Batch = dict[str, Any]
+TextArrays = dict[str, Any]
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ class TextEncoder(NamedTuple):
     frozen: Any
     """The weights as a pytree; () for an encoder without weights. Leaves of type `Stored` are read
     from files when they are placed on devices."""
-    encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
+    encode: Callable[[Any, TextArrays], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
     """Maps (frozen, batch) to embeddings and a mask. It runs on the devices.
 
     Padding comes at the end. At padding, the embeddings are 0, and the mask is False. CLIP is an

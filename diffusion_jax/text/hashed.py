@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.encoder import TextArrays, TextEncoder
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -28,7 +28,7 @@ def encoder(width: int, max_tokens: int) -> TextEncoder:
     and "text_mask" (see `tokenize`).
     """
 
-    def encode(frozen: tuple[()], batch: Batch):
+    def encode(frozen: tuple[()], batch: TextArrays):
         del frozen  # There are no weights: vectors are computed from hashes.
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
         return embeddings(ids, mask, width), mask

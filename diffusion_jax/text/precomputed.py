@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.encoder import TextArrays, TextEncoder
 
 
 def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncoder:
@@ -17,7 +17,7 @@ def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncode
     embeddings as "text" and their mask as "text_mask", and `encode` returns both unchanged.
     """
 
-    def encode(frozen: tuple[()], batch: Batch):
+    def encode(frozen: tuple[()], batch: TextArrays):
         del frozen
         return jnp.asarray(batch["text"]), jnp.asarray(batch["text_mask"])
 

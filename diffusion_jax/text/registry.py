@@ -10,7 +10,7 @@ from diffusion_jax.config.settings import Text
 from diffusion_jax.text.encoder import TextEncoder
 
 
-class Kind(NamedTuple):
+class EncoderKind(NamedTuple):
     """A kind of text encoder, which the function `encoder` of a module in this package builds."""
 
     module: str
@@ -30,12 +30,12 @@ class Kind(NamedTuple):
 
 
 _CLIP = ("weights", "width", "max_tokens", "dtype")
-ENCODERS: Mapping[str, Kind] = {
-    "hashed": Kind("hashed", ("width", "max_tokens")),
-    "t5": Kind("t5", ("weights", "width", "max_tokens", "read_tokens", "dtype")),
-    "minilm": Kind("bert", _CLIP, packaged=True),
-    "clip": Kind("clip", _CLIP, {"layer": "last"}),
-    "clip_penultimate": Kind("clip", _CLIP, {"layer": "penultimate"}),
+ENCODERS: Mapping[str, EncoderKind] = {
+    "hashed": EncoderKind("hashed", ("width", "max_tokens")),
+    "t5": EncoderKind("t5", ("weights", "width", "max_tokens", "read_tokens", "dtype")),
+    "minilm": EncoderKind("bert", _CLIP, packaged=True),
+    "clip": EncoderKind("clip", _CLIP, {"layer": "last"}),
+    "clip_penultimate": EncoderKind("clip", _CLIP, {"layer": "penultimate"}),
 }
 
 

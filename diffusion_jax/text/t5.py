@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax.text import tokenize
-from diffusion_jax.text.encoder import Batch, TextEncoder, check_fits
+from diffusion_jax.text.encoder import TextArrays, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 from diffusion_jax.weights.torch_weights import Entry, StateDict
@@ -125,7 +125,7 @@ def encoder(
             f"{max_tokens} (NeMo reads 512 tokens and keeps 128)"
         )
 
-    def encode(frozen: Any, batch: Batch):
+    def encode(frozen: Any, batch: TextArrays):
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
         short_mask = mask[:, :max_tokens]
         apply: Any = functools.partial(model.apply, frozen)

@@ -22,7 +22,7 @@ _BPE = "bpe_simple_vocab_16e6.txt.gz"
 _IN_CONTROL = Regex(r"(?<=</s|<pad|<unk)>")
 
 
-class Tokenize:
+class TextTokenizer:
     """A tokenizer, called as (texts, length) -> {"text_ids": int32, "text_mask": bool}.
 
     Both arrays have the shape [B, length]. Texts that are too long are truncated and still end with
@@ -100,7 +100,7 @@ class Tokenize:
         return zip(cleaned, encoded, strict=True)
 
 
-def t5(path: str | os.PathLike[str]) -> Tokenize:
+def t5(path: str | os.PathLike[str]) -> TextTokenizer:
     """Return T5's tokenizer from spiece.model or tokenizer.json in a folder.
 
     Texts end with </s>, id 1. With spiece.model, the names of control tokens in a caption, such as
@@ -123,10 +123,10 @@ def t5(path: str | os.PathLike[str]) -> Tokenize:
     end, pad = (tokenizer.token_to_id(name) for name in ("</s>", "<pad>"))
     if end is None or pad is None:
         raise ValueError(f"the tokenizer in {folder} is not T5's: it has no </s> or no <pad>")
-    return Tokenize(tokenizer, begin=None, end=end, pad=pad)
+    return TextTokenizer(tokenizer, begin=None, end=end, pad=pad)
 
 
-def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
+def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> TextTokenizer:
     """Return CLIP's byte-pair tokenizer from files in a folder.
 
     The files are tokenizer.json, or vocab.json and merges.txt, or OpenAI's
@@ -166,13 +166,13 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
             "<|endoftext|>"
         )
     if pads_with_mark:
-        return Tokenize(tokenizer, begin=begin, end=end, pad=0)
+        return TextTokenizer(tokenizer, begin=begin, end=end, pad=0)
     if open_clip:
-        return Tokenize(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
-    return Tokenize(tokenizer, begin=begin, end=end, pad=end)
+        return TextTokenizer(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
+    return TextTokenizer(tokenizer, begin=begin, end=end, pad=end)
 
 
-def bert(path: str | os.PathLike[str]) -> Tokenize:
+def bert(path: str | os.PathLike[str]) -> TextTokenizer:
     """Return BERT's WordPiece tokenizer from tokenizer.json in a folder.
 
     The tokens of a text are enclosed in [CLS] and [SEP].
@@ -192,7 +192,7 @@ def bert(path: str | os.PathLike[str]) -> Tokenize:
         raise ValueError(
             f"the tokenizer in {folder} is not BERT's: it has no [CLS], no [SEP] or no [PAD]"
         )
-    return Tokenize(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
+    return TextTokenizer(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
 
 
 def _transformers() -> Any:

@@ -143,14 +143,14 @@ class Checkpointer:
         if not read_back:
             self._hurried.set()
         self.wait()
-        if step in restore.steps(self._directory):
-            return
-        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        self._saving = step
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(trees)))
-        name = f"the checkpoint of step {step} under {self._directory}"
-        self._limit.start(size // jax.process_count(), name, self._last_whole())
         with self._explained():
+            if step in restore.steps(self._directory):
+                return
+            items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+            self._saving = step
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(dict(trees)))
+            name = f"the checkpoint of step {step} under {self._directory}"
+            self._limit.start(size // jax.process_count(), name, self._last_whole())
             args = ocp.args.Composite(**items, **others)
             listed = {restore.LISTED: True}
             self._manager.save(step, args=args, force=True, custom_metadata=listed)
@@ -190,7 +190,7 @@ class Checkpointer:
             self._manager.wait_until_finished()
             if checking:
                 checking.result()
-        self._clear_deleted()
+            self._clear_deleted()
 
     def close(self) -> None:
         """Wait for the last save and stop the threads. Raises NotSaved if the save failed."""

@@ -1,7 +1,7 @@
 """The training loop of every system, from the first batch to the last checkpoint.
 
-The loop continues from the newest checkpoint in the workdir. On SIGTERM it saves a checkpoint and
-stops. If a step hangs, a watchdog ends the process.
+The loop continues from the newest checkpoint in the workdir. On SIGTERM, SIGHUP or Ctrl-C it saves
+a checkpoint and stops. If a step hangs, a watchdog ends the process.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.config.fields import PREFIX
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
-from diffusion_jax.devices import distributed, flops
+from diffusion_jax.devices import distributed, flops, stop_signals
 from diffusion_jax.devices.sharding import (
     ambient,
     batch_sharding,
@@ -41,17 +41,16 @@ from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
 from diffusion_jax.train.measuring import Examples, Measurements, Scoring, attempt, is_due
+from diffusion_jax.train.moving_average import constant_decay, warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.state import (
     TrainState,
     averaged,
-    constant_decay,
     image_keys,
     init_state,
     make_train_step,
-    warmup_decay,
 )
-from diffusion_jax.train.step_report import IN_FLIGHT, Progress
+from diffusion_jax.train.step_report import IN_FLIGHT, StepReport
 from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
@@ -59,7 +58,7 @@ OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
 """Maps all prompts of an evaluation to a function that tokenizes a batch of these prompts."""
 
 
-class Inputs(NamedTuple):
+class RunInputs(NamedTuple):
     """The inputs of a run, opened and checked.
 
     A system's `prepare` returns them without `evaluation` and `records`. The training command adds
@@ -72,7 +71,7 @@ class Inputs(NamedTuple):
     evaluation: Scoring | None = None
     start: Callable[[], Params] | None = None
     """Reads the initial parameters as host arrays. None: task.init creates random parameters."""
-    records: heldout.Records | None = None
+    records: heldout.HeldOutRecords | None = None
     """The records for the held-out loss. None: training does not measure a held-out loss."""
     base: str = ""
     """A hash of the frozen weights that a LoRA adapts; "" without LoRA."""
@@ -80,10 +79,10 @@ class Inputs(NamedTuple):
     """Opens the prompts of an evaluation. None: the system does not draw from prompts."""
 
 
-Shapes = tuple[tuple[int, ...], ...]
+BatchShapes = tuple[tuple[int, ...], ...]
 
 
-class Program(NamedTuple):
+class CompiledStep(NamedTuple):
     """A compiled training step, for batches of one shape."""
 
     step: Any
@@ -94,8 +93,8 @@ class Program(NamedTuple):
 
 
 def train(
-    inputs: Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    config: Mapping[str, Any], trace: Trace = NO_TRACE, program: Program | None = None,
+    inputs: RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
+    config: Mapping[str, Any], trace: Trace = NO_TRACE, program: CompiledStep | None = None,
 ) -> TrainState:  # fmt: skip
     """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
@@ -110,7 +109,7 @@ def train(
         program: The step that `warm_up` compiled for the same task and settings; None: compile it.
 
     Returns:
-        The last state. After SIGTERM its step is below `run.steps`.
+        The last state. After a signal (see `stop_signals`) its step is below `run.steps`.
 
     Raises:
         NothingLearned: Too many steps in a row were skipped (settings.max_skipped, or at most 10
@@ -121,10 +120,10 @@ def train(
     task, batches = inputs.task, inputs.batches
     evaluation, records = inputs.evaluation, inputs.records
     with contextlib.ExitStack() as stack:
-        # From the first step until the last save, SIGTERM only sets a flag. Before the first step,
+        # From the first step until the last save, a signal only sets a flag. Before the first step,
         # it ends the process, because there is nothing to save. The watchdog ends a hung step.
         release = functools.partial(runs.release, workdir)
-        stopping = stack.enter_context(distributed.sigterm(release))
+        should_stop = stack.enter_context(stop_signals.stopping(release))
         watchdog = Watchdog(run.step_timeout, distributed.advice)
         stack.callback(watchdog.close)
 
@@ -178,8 +177,10 @@ def train(
         writer = MetricWriter(workdir, config, first_step)
         stack.callback(writer.close)
         stack.callback(trace.close)
-        progress = Progress(run, writer, mesh.size, batches)
-        skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
+        progress = StepReport(run, writer, mesh.size, batches)
+        skips = not_finite.SkippedSteps(
+            first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped
+        )
         snapshot_steps = snapshot_every(settings, run.steps)
         snapshots = checkpoints.snapshots() if snapshot_steps else None
         if missing:
@@ -194,7 +195,7 @@ def train(
                 state, metrics = chosen.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics, chosen.flops)
-            stopped = stopping(step)
+            stopped = should_stop(step)
             last = stopped or step == run.steps
 
             # Report the metrics. A skipped step is noticed IN_FLIGHT steps later, so that the host
@@ -263,7 +264,7 @@ def make_step(
 def warm_up(
     task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray],
     workdir: pathlib.Path,
-) -> Program:  # fmt: skip
+) -> CompiledStep:  # fmt: skip
     """Compile the training step, run it once on `batch`, and return the compiled step.
 
     The results of the step are discarded. `batch` holds this process's rows of an artificial batch.
@@ -295,7 +296,7 @@ def plan(task: Task, run: Run, settings: Optimizer, mesh: Mesh):
 def compiled_all(
     step: Any, state: TrainState, frozen: Any, batch: Mapping[str, Any], key: Any,
     batches: Batches, options: Mapping[str, Any],
-) -> dict[Shapes, Program]:  # fmt: skip
+) -> dict[BatchShapes, CompiledStep]:  # fmt: skip
     """Compile the training step for each shape of batch in the data. `batch` is the first batch.
 
     `options` are XLA's options for the step (see `autotuning`).
@@ -315,12 +316,12 @@ def compiled_all(
     return programs
 
 
-def shapes_of(batch: Mapping[str, Any]) -> Shapes:
+def shapes_of(batch: Mapping[str, Any]) -> BatchShapes:
     """Return the shapes of a batch's arrays, the key of the compiled step for such batches."""
     return tuple(x.shape for x in batch.values())
 
 
-def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Program:
+def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> CompiledStep:
     """Return the step compiled for the arguments (state, frozen, batch, key). Log the times.
 
     `options` are XLA's options for the step (see `autotuning`). All processes wait until each of
@@ -341,7 +342,7 @@ def compiled(step: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) 
     )
     if jax.process_count() > 1:  # Otherwise, the first step would wait for the slowest process.
         multihost_utils.sync_global_devices("compiled")
-    return Program(executable, float(flops.count(traced.jaxpr.jaxpr)))
+    return CompiledStep(executable, float(flops.count(traced.jaxpr.jaxpr)))
 
 
 def new_state(create: Callable[[Any], TrainState], key: Any, layout: Any) -> TrainState:

@@ -73,7 +73,7 @@ class Measurements(NamedTuple):
     run: Run
     examples: Examples
     evaluation: Scoring | None
-    records: heldout.Records | None
+    records: heldout.HeldOutRecords | None
     draw: Draw
     heldout_losses: Any
     """The function that heldout.make_scorer returns, or None without `records`."""

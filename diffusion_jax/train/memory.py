@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from diffusion_jax.config.settings import SNAPSHOT_DTYPE, Optimizer, Run
 from diffusion_jax.devices import flops, sharding, traced_memory
-from diffusion_jax.devices.traced_memory import Lifetimes, Program
+from diffusion_jax.devices.traced_memory import Lifetimes, TracedProgram
 from diffusion_jax.task import Task
 from diffusion_jax.train.optimizer import snapshot_every
 from diffusion_jax.train.state import TrainState
@@ -47,7 +47,7 @@ class Traced(NamedTuple):
     """A training state whose leaves are shapes."""
     example: Any
     """The arrays of a batch or their shapes. The number of rows does not matter."""
-    program: Program
+    program: TracedProgram
     flops: float
     """Floating-point operations per training sample, forward and backward."""
 
@@ -155,7 +155,7 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
     return traced_memory.lifetimes(program, SAMPLES, gathered, results, ways)
 
 
-def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
+def inputs_over(axis: str, program: TracedProgram, places: Sequence[Any]) -> set[int]:
     """Return the variable numbers of those inputs of a program that are sharded over a mesh axis.
 
     `places` holds the shardings of the program's first inputs, in order. Other inputs are ignored.

@@ -37,7 +37,7 @@ Names = Callable[[Sequence[int]], list[str]]
 """Maps row numbers of the batch to the names of the pictures in these rows."""
 
 
-class Lookout:
+class SkippedSteps:
     """A detector of skipped steps. A step is skipped if its loss or gradient is not finite."""
 
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:

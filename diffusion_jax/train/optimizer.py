@@ -1,6 +1,6 @@
 """The optimizer: AdamW as in NeMo, and learning-rate schedules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -193,16 +193,6 @@ def snapshot_every(settings: Optimizer, steps: int) -> int:
     Return 0 if the run has no such averages.
     """
     return (settings.snapshot_every or -(-steps // 32)) if settings.ema_widths else 0
-
-
-def check_decays(ema_decays: Sequence[float]) -> None:
-    """Raise ValueError unless every EMA decay is in [0, 1)."""
-    for decay in ema_decays:
-        if not 0 <= decay < 1:
-            raise ValueError(
-                f"optimizer.ema_decays holds {decay}: each decay must be at least 0 and below 1, "
-                "such as 0.9999"
-            )
 
 
 def adamw(

@@ -29,18 +29,19 @@ from diffusion_jax.files import folder_lock, sheets
 from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
+from diffusion_jax.train.moving_average import warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, make_schedule
-from diffusion_jax.train.state import TrainState, init_state, warmup_decay
+from diffusion_jax.train.state import TrainState, init_state
 from diffusion_jax.weights import restore
 
-Rows = list[tuple[str, str]]
+ReportLines = list[tuple[str, str]]
 _SAMPLED, _READ_AT_ONCE = 256, 32
 """Number of pictures that `--rehearse` reads, and how many of them at once."""
 _SECONDS = 5.0  # After this time, it reads no further pictures.
 
 
 def rehearse(
-    inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
+    inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     alone: bool = True, device_memory: float | None = None, ignore_memory: bool = False,
 ) -> str:  # fmt: skip
     """Trace everything that a run will compute, and return a report on the run.
@@ -172,7 +173,7 @@ def _jump(workdir: pathlib.Path, run: Run, settings: Optimizer, step: int) -> No
         )  # fmt: skip
 
 
-def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> tuple[str, int]:
+def _rehearse_drawing(inputs: loop.RunInputs, params: Params, mesh: Mesh) -> tuple[str, int]:
     """Trace the sampler for the examples, with and without guidance, and for a scored batch.
 
     Returns a phrase for the report, the pictures and scores that training will produce, and the
@@ -288,7 +289,7 @@ def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
 def _workdir(
     workdir: pathlib.Path, run: Run, settings: Optimizer, usage: memory.Disk, state: TrainState,
     alone: bool,
-) -> Rows:  # fmt: skip
+) -> ReportLines:  # fmt: skip
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
     `usage` is the disk space of the finished run. `alone` has the same meaning as for `rehearse`.

@@ -47,7 +47,7 @@ class Window(NamedTuple):
     logged: Mapping[str, float | None]
 
 
-class Compared(NamedTuple):
+class ReplayedLine(NamedTuple):
     """The comparison of a line of metrics.jsonl with a replay of its steps.
 
     The line covers the steps `first` + 1 to `last`.
@@ -69,7 +69,7 @@ class Replayed(NamedTuple):
     """The step of the checkpoint that the replay started from; None: the initial weights."""
     metrics: Mapping[str, float | None]
     """The metrics of this step alone, keyed by their names in metrics.jsonl."""
-    compared: Sequence[Compared]
+    compared: Sequence[ReplayedLine]
     """A comparison for each line of metrics.jsonl whose steps were all replayed."""
     modules: Mapping[str, float]
     """The gradient norm of each module before clipping."""
@@ -82,7 +82,7 @@ class Replayed(NamedTuple):
 
 
 def replay(
-    inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
+    inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     step: int, decode: Decode | None = None,
 ) -> Replayed:  # fmt: skip
     """Replay a step of the run in `workdir`. Nothing is written.
@@ -123,7 +123,7 @@ def replay(
     first, metrics = int(state.step), {}
     train_step = loop.make_step(task, settings, tx, layout)
     tuned = autotuning.find(workdir, run.deterministic)
-    programs: dict[loop.Shapes, loop.Program] = {}
+    programs: dict[loop.BatchShapes, loop.CompiledStep] = {}
     examine = lambda state, batch: _examine(task, settings, mesh, state, frozen, batch, key, decode)
     modules = labels = pictures = examples = None
     meter = Meter("steps", end - first, name="replaying")
@@ -262,13 +262,13 @@ def _examples(batches: Batches, batch_size: int, labels: Mapping[str, np.ndarray
     return rows
 
 
-def _compare(window: Window, metrics: Mapping[int, Any]) -> Compared:
+def _compare(window: Window, metrics: Mapping[int, Any]) -> ReplayedLine:
     steps = range(window.first + 1, window.last + 1)
     here = _written(window.last, step_report.mean_metrics([metrics[step] for step in steps]))
     both = [name for name in here if name in window.logged]
     differ = {k: (window.logged[k], here[k]) for k in both if window.logged[k] != here[k]}
     equal = [name for name in both if name not in differ]
-    return Compared(window.first, window.last, equal, differ)
+    return ReplayedLine(window.first, window.last, equal, differ)
 
 
 def _written(step: int, scalars: Mapping[str, Any]) -> dict[str, float | None]:

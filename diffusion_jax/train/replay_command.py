@@ -19,7 +19,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.files import sheets, untrusted
 from diffusion_jax.logs.progress import block
 from diffusion_jax.train import optimizer
-from diffusion_jax.train.replay import Compared, Decode, Replayed, changes, replay
+from diffusion_jax.train.replay import Decode, Replayed, ReplayedLine, changes, replay
 from diffusion_jax.weights import finetune
 
 FOLDER = "replay"
@@ -134,7 +134,7 @@ def write(folder: pathlib.Path, result: Replayed) -> None:
         sheets.write_png(folder / f"{_name(result.step)}.png", sheet)
 
 
-def _compared(line: Compared) -> str:
+def _compared(line: ReplayedLine) -> str:
     one = line.last == line.first + 1
     steps = f"step {line.last}" if one else f"steps {line.first + 1} to {line.last}"
     if not line.differ:

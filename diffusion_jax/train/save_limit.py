@@ -77,4 +77,6 @@ def advice(reason: str) -> str:
         return f"is the limit of {allowed} open files too low? raise it with ulimit -n"
     if re.search("memory|new thread", reason, re.IGNORECASE):
         return "is there enough memory?"
+    if re.search("denied|expired|forbidden|unauthorized|credentials|token", reason, re.IGNORECASE):
+        return "have the credentials expired?"
     return "is the disk full?"

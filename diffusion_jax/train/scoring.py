@@ -56,7 +56,7 @@ def open_scoring(
 
 
 def score_now(
-    scorer: Scorer, draw: drawn_features.Draw, guidance: Sequence[float], batch_size: int
+    scorer: Scorer, draw: drawn_features.DrawPrompts, guidance: Sequence[float], batch_size: int
 ) -> dict[str, float]:
     """Draw and score all prompts at each guidance scale, `batch_size` images at a time.
 

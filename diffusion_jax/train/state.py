@@ -12,10 +12,16 @@ from diffusion_jax.nn import ops
 from diffusion_jax.nn.magnitude import forced
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer
-from diffusion_jax.train.optimizer import check_decays, keep_finite
+from diffusion_jax.train.moving_average import (
+    DecayAt,
+    check_decays,
+    constant_decay,
+    ema_name,
+    update_exponential,
+    update_power_function,
+)
+from diffusion_jax.train.optimizer import keep_finite
 from diffusion_jax.weights.power_averages import exponent, order, power_name
-
-DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
 
 
 class TrainState(NamedTuple):
@@ -28,11 +34,6 @@ class TrainState(NamedTuple):
     skipped: Int[Array, ""]  # Steps whose loss or gradient was not finite.
 
 
-def ema_name(decay: float) -> str:
-    """Return the key in TrainState.ema of the average with this decay: 0.9999 -> "0.9999"."""
-    return str(float(decay))
-
-
 def averaged(state: TrainState) -> Params:
     """Return the average that images are drawn with, or the parameters if there is no average.
 
@@ -40,22 +41,6 @@ def averaged(state: TrainState) -> Params:
     power-function averages, they are drawn with the one that has the largest width.
     """
     return state.ema[max(state.ema, key=order)] if state.ema else state.params
-
-
-def constant_decay(decay: float, step: Int[Array, ""]) -> float:
-    """Return `decay` at every step, as NeMo does."""
-    del step
-    return decay
-
-
-def warmup_decay(decay: float, step: Int[Array, "*N"]) -> Float[Array, "*N"]:
-    """Return min(decay, (1 + step) / (10 + step)), so that short runs forget their initial weights.
-
-    With a constant decay d, the initial weights make up d^n of the average after n steps. At 0.9999
-    this is 74 % after 3,000 steps. With this schedule, the average spans about the last tenth of
-    all steps so far, until `decay` is reached.
-    """
-    return jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
 
 def init_state(
@@ -124,12 +109,16 @@ def make_train_step(
             params = keep_finite(finite, params, state.params)
         with jax.named_scope("averages"):
             ema = {
-                ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))
+                ema_name(d): update_exponential(
+                    state.ema[ema_name(d)], params, decay_at(d, state.step)
+                )
                 for d in ema_decays
             }
             ema = keep_finite(finite, ema, {name: state.ema[name] for name in ema})
             for name, width in zip(map(power_name, ema_widths), ema_widths, strict=True):
-                ema[name] = _power_average(state.ema[name], params, exponent(width), state.step)
+                ema[name] = update_power_function(
+                    state.ema[name], params, exponent(width), state.step
+                )
         skipped = state.skipped + jnp.where(finite, 0, 1)
 
         metrics = {
@@ -203,18 +192,3 @@ def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
     """Scale gradients of the norm `norm` by min(1, clip / (norm + 1e-6)), as Megatron does."""
     scale = jnp.minimum(1.0, clip / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale, grads)
-
-
-def _power_average(ema: Params, params: Params, gamma: float, step: Int[Array, ""]) -> Params:
-    """Return beta ema + (1 - beta) params with beta = (1 - 1 / t)^(gamma + 1) and t = step + 1.
-
-    1 - beta is small and is computed directly. Subtracting float32(beta) from 1 would lose digits.
-    """
-    share = -jnp.expm1((gamma + 1) * jnp.log1p(-1.0 / (step + 1)))
-    return jax.tree.map(lambda e, p: e + share * (p - e), ema, params)
-
-
-def _average(ema: Params, params: Params, decay: Float[Array, ""] | float) -> Params:
-    # Not decay * e + (1 - decay) * p: in float32, the factors of a constant decay do not add up to
-    # 1, so the average would shrink, by 0.017 % at a decay of 0.9999.
-    return jax.tree.map(lambda e, p: e + (1 - decay) * (p - e), ema, params)

@@ -31,7 +31,7 @@ def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return means | {"skipped": metrics[-1]["skipped"]} | noise_level_means(total)
 
 
-class Progress:
+class StepReport:
     """Collects metrics and training time, and reports them.
 
     Time for drawing, scoring, the held-out loss and saving does not count.

@@ -15,13 +15,13 @@ from absl import flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, exits, files, heldout, runs, systems
+from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config.unread import watched
 from diffusion_jax.data import fingerprints
 from diffusion_jax.data.captions import every
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
-from diffusion_jax.devices import distributed, sharding
+from diffusion_jax.devices import distributed, sharding, stop_signals
 from diffusion_jax.files import settings_record
 from diffusion_jax.logs import weights_and_biases
 from diffusion_jax.text import vocabulary
@@ -47,18 +47,19 @@ flags.disclaim_key_flags()  # --help shows the flags with the module that calls 
 
 
 def command(
-    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.Inputs]
+    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.RunInputs]
 ) -> None:
     """Run the training command, `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
 
     The docstring of the calling module is the --help text. If `read` or `prepare` raises ValueError
-    or OSError, the command prints one line and exits with code 2. On SIGTERM it saves a checkpoint
-    and exits with code 143. It exits with code 1 if a checkpoint cannot be saved.
+    or OSError, the command prints one line and exits with code 2. On SIGTERM, SIGHUP or Ctrl-C it
+    saves a checkpoint and exits with code 143, 129 or 130. It exits with code 1 if a checkpoint
+    cannot be saved.
 
     Args:
         read: Converts a config to settings, which include `run`, `optimizer` and `mesh`.
-        prepare: Maps (settings, mesh) to the loop.Inputs of a run: it opens the task, the data and
-            the examples.
+        prepare: Maps (settings, mesh) to the loop.RunInputs of a run: it opens the task, the data
+            and the examples.
     """
     config = cli.define_config()
     workdir_flag = flags.DEFINE_string(
@@ -125,12 +126,13 @@ def command(
                 keep_vocabulary(workdir, inputs)
 
             # Train. Known failures become one-line messages. A failure that may not occur at the
-            # next start exits with code 1, after which launchers start the command again.
+            # next start, such as a lost disk or expired credentials of a bucket, exits with code 1,
+            # after which launchers start the command again.
             distributed.advise(how_to_go_on(workdir))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, OtherData, restore.Damaged, usual=())
             )
-            stack.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
+            stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
             state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", workdir)
@@ -170,7 +172,7 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
     return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
 
 
-def keep_vocabulary(workdir: pathlib.Path, inputs: loop.Inputs) -> None:
+def keep_vocabulary(workdir: pathlib.Path, inputs: loop.RunInputs) -> None:
     """Write vocabulary.json, the words of the training captions, into the workdir of a new run.
 
     Nothing is written if the run starts from given weights, if the system does not draw from
@@ -220,9 +222,10 @@ def how_to_go_on(workdir: pathlib.Path) -> str:
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:
-    """Exit with code 143 if SIGTERM ended the loop before step `steps`."""
+    """Exit with the code of the signal that ended the loop, if it ended before step `steps`."""
     if int(state.step) < steps:
+        name = stop_signals.name()
         logging.info(
-            "stopped at step %d by SIGTERM; to continue, run the same command", int(state.step)
+            "stopped at step %d by %s; to continue, run the same command", int(state.step), name
         )
-        sys.exit(exits.PREEMPTED)
+        sys.exit(stop_signals.exit_code())

@@ -47,7 +47,7 @@ class Full(Exception):
 
 
 @dataclasses.dataclass
-class Job:
+class DrawingJob:
     """Pictures that a browser tab requested, and the progress of drawing them."""
 
     pictures: Sequence[Picture]
@@ -105,13 +105,13 @@ class Queue:
         self._models, self.uploads = models, Uploads()
         self._files: collections.OrderedDict[Picture, tuple[bytes, ...]] = collections.OrderedDict()
         self._bytes = 0
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, DrawingJob] = {}
         self._lock = threading.Condition()
         threading.Thread(target=self._work, daemon=True).start()
 
-    def add(self, pictures: Sequence[Picture]) -> Job:
+    def add(self, pictures: Sequence[Picture]) -> DrawingJob:
         """Append a job that draws these pictures. Raises Full if too many jobs are waiting."""
-        job = Job(pictures)
+        job = DrawingJob(pictures)
         with self._lock:
             if len(self._waiting()) >= WAITING:
                 raise Full(
@@ -124,13 +124,13 @@ class Queue:
             self._lock.notify()
         return job
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: DrawingJob) -> None:
         """Cancel a job: at once if it is waiting, otherwise at its next network evaluation."""
         job.cancelled = True
         with self._lock:
             self._waiting()
 
-    def ahead(self, job: Job) -> int:
+    def ahead(self, job: DrawingJob) -> int:
         """Return the number of jobs that are drawn before `job`."""
         with self._lock:
             self._waiting()
@@ -144,7 +144,7 @@ class Queue:
                 self._files.move_to_end(picture)
             return self._files.get(picture)
 
-    def _waiting(self) -> list[Job]:
+    def _waiting(self) -> list[DrawingJob]:
         """Cancel waiting jobs that are unwanted, and return the other waiting jobs in order."""
         waiting = [job for job in self.jobs.values() if job.state == "waiting"]
         for job in waiting:
@@ -152,7 +152,7 @@ class Queue:
                 job.change(state="cancelled")
         return [job for job in waiting if not job.ended]
 
-    def _next(self) -> Job:
+    def _next(self) -> DrawingJob:
         with self._lock:
             job = self._lock.wait_for(self._waiting)[0]
             job.change(state="drawing")
@@ -173,7 +173,7 @@ class Queue:
                 first = (str(error).splitlines() or [""])[0]
                 job.change(state="failed", error=f"{type(error).__name__}: {first}", looks={})
 
-    def _draw(self, job: Job) -> None:
+    def _draw(self, job: DrawingJob) -> None:
         numbered = list(enumerate(job.pictures))
         for (name, choices, edit), group in itertools.groupby(
             numbered, lambda item: (item[1].model, item[1].choices, item[1].edit)
@@ -184,7 +184,11 @@ class Queue:
                 self._draw_rows(job, name, arguments, rows[start : start + _BATCH_SIZE])
 
     def _draw_rows(
-        self, job: Job, name: str, arguments: dict[str, Any], rows: Sequence[tuple[int, Picture]]
+        self,
+        job: DrawingJob,
+        name: str,
+        arguments: dict[str, Any],
+        rows: Sequence[tuple[int, Picture]],
     ) -> None:
         """Draw pictures that share model, settings and edit, unless they are in memory already.
 
@@ -228,7 +232,7 @@ class _Looks:
     a cascade, or if the noise level returns to the first level seen with this size.
     """
 
-    def __init__(self, job: Job, numbers: Sequence[int]) -> None:
+    def __init__(self, job: DrawingJob, numbers: Sequence[int]) -> None:
         self._job, self._numbers, self._last = job, numbers, 0.0
         self._side, self._drawing, self._level = 0, 0, float("inf")
         self._tops: dict[int, float] = {}

@@ -147,7 +147,7 @@ def _sweep(run: str, one: SweepResult, show: Show) -> dict[str, Any]:
     }
 
 
-def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
+def _point(one: SweepResult, row: sweep.ScoreRow, show: Show) -> dict[str, Any]:
     """Return the data that the page shows about one point of a sweep.
 
     The entry "choices" holds the settings with which the page can draw the point's pictures again.
@@ -175,7 +175,7 @@ def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
     }
 
 
-def _number(row: sweep.Row, column: str) -> float | None:
+def _number(row: sweep.ScoreRow, column: str) -> float | None:
     """Return a column's value if it is a finite score, interval end or guidance, or else None."""
     name = re.sub("_(low|high)$", "", column)
     shown = (name in table.shown() or column == "guidance") and row[column]

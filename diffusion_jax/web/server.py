@@ -31,7 +31,7 @@ from diffusion_jax.draw.seeds import MOST
 from diffusion_jax.files import untrusted
 from diffusion_jax.web import about, results, uploads
 from diffusion_jax.web.access import Answer, guarded, with_headers
-from diffusion_jax.web.jobs import PICTURES, Job, Picture, Queue
+from diffusion_jax.web.jobs import PICTURES, DrawingJob, Picture, Queue
 from diffusion_jax.weights import restore
 
 _SCRIPTS_AND_STYLE = (
@@ -171,7 +171,7 @@ class Site:
         words += [*uploads.flags(picture.edit), "--out=pictures"]
         return " ".join(map(_quoted, words))
 
-    def report(self, job: Job) -> dict[str, Any]:
+    def report(self, job: DrawingJob) -> dict[str, Any]:
         """Return the progress of a drawing job as JSON values, for the tab that watches it."""
         return {
             "state": job.state,
@@ -306,7 +306,7 @@ def _png(content: bytes | None) -> Response:
     return Response(content, media_type="image/png")
 
 
-def _zip(site: Site, job: Job) -> bytes:
+def _zip(site: Site, job: DrawingJob) -> bytes:
     out, commands = io.BytesIO(), []
     with zipfile.ZipFile(out, "w") as archive:
         for number, picture in enumerate(job.pictures):
@@ -332,7 +332,7 @@ async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
     return json.loads(b"".join(parts) or b"null")
 
 
-def _job(site: Site, request: Request) -> Job:
+def _job(site: Site, request: Request) -> DrawingJob:
     return site.queue.jobs[request.path_params["job"]]
 
 

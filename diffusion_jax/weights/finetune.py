@@ -6,7 +6,6 @@ the weights are read from the path, and their fingerprint must match base.json.
 """
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,21 +20,21 @@ from diffusion_jax.task import Params, Task
 from diffusion_jax.weights import lora, pretrained, restore
 
 BASE = "base.json"
-Path = str | os.PathLike[str]
-Read = Callable[[], Params]
+
+ReadParams = Callable[[], Params]
 
 
-class Start(NamedTuple):
+class FineTuningStart(NamedTuple):
     """A run's task and its initial parameters."""
 
     task: Task
-    read: Read | None = None
+    read: ReadParams | None = None
     """Reads the initial parameters as host arrays. None: task.init creates them."""
     base: str = ""
     """The fingerprint of the weights that a LoRA adapts; "" if the run trains all weights."""
 
 
-def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
+def begin(task: Task, s: Lora, weights: str, read: ReadParams) -> FineTuningStart:
     """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
 
     Args:
@@ -52,14 +51,16 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
             f"unet.weights is {weights!r}: there is no such run, folder or file"
         )
     if not s.rank:
-        return Start(task, (lambda: _with_fields(task, weights, read())) if weights else None)
+        return FineTuningStart(
+            task, (lambda: _with_fields(task, weights, read())) if weights else None
+        )
     if not weights:
         raise ValueError(
             f"lora.rank is {s.rank} and unet.weights is empty: name the model to adapt, such as "
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
     base = _with_fields(task, weights, read(), all_needed=True)
-    return Start(lora.adapt(task, base, s), None, pretrained.digest(base))
+    return FineTuningStart(lora.adapt(task, base, s), None, pretrained.digest(base))
 
 
 def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = False) -> Params:
@@ -79,7 +80,7 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
     return params
 
 
-def check_base(workdir: Path, base: str) -> None:
+def check_base(workdir: files.Path, base: str) -> None:
     """Raise ValueError if `workdir` holds a LoRA of weights whose fingerprint is not `base`."""
     path = files.path(workdir) / BASE
     if not path.is_file():
@@ -102,7 +103,7 @@ def check_wanted(base: str | None, s: Lora) -> None:
         )
 
 
-def keep_base(workdir: Path, base: str) -> None:
+def keep_base(workdir: files.Path, base: str) -> None:
     """Write `base`, the fingerprint of the weights that a LoRA run adapts, into its workdir.
 
     If `base` is "", the run trains no LoRA, and nothing is written.
@@ -112,7 +113,7 @@ def keep_base(workdir: Path, base: str) -> None:
         files.write_whole(path, json.dumps({"fingerprint": base}))
 
 
-def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
+def describe(workdir: files.Path, scale: float | None) -> dict[str, Any]:
     """Return the fields "lora_scale" and "base" of a card, the JSON that is saved with a picture.
 
     "base" is the fingerprint of the weights that the LoRA adapts. If `scale` is None, the scale
@@ -125,7 +126,7 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
     return {"lora_scale": scale, "base": pretrained.read_json(path)["fingerprint"]}
 
 
-def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
+def adapted(task: Task, workdir: files.Path, s: Lora, read: ReadParams, mesh: Mesh) -> Task:
     """Return a task whose `sample` takes the parameters that the run in `workdir` trained.
 
     For a LoRA run, this task adds the LoRA factors to the base weights. For other runs, it is
@@ -140,7 +141,12 @@ def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
 
 
 def network(
-    workdir: Path, s: Any, abstract: Params, read: Read, which: str = "ema", step: int | None = None
+    workdir: files.Path,
+    s: Any,
+    abstract: Params,
+    read: ReadParams,
+    which: str = "ema",
+    step: int | None = None,
 ) -> Params:
     """Return the parameters {"params": ...} of a run's network as host arrays.
 
@@ -166,7 +172,7 @@ def network(
 
 
 def factors(
-    workdir: Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
+    workdir: files.Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
 ) -> Params:
     """Return the parameters that a run saved, as `network` does, but without merging.
 
@@ -178,7 +184,7 @@ def factors(
     return restore.load_params(files.path(workdir) / runs.CHECKPOINTS, shapes, which, step)
 
 
-def at_step(path: Path) -> tuple[str, int | None]:
+def at_step(path: files.Path) -> tuple[str, int | None]:
     """Split a path WORKDIR@STEP into (workdir, step). Without @STEP, the step is None."""
     workdir, at, step = str(path).rpartition("@")
     return (workdir, int(step)) if at and step.isdigit() else (str(path), None)

@@ -5,7 +5,7 @@ LDM and NeMo use the same torch names.
 
 from collections.abc import Mapping, Sequence
 
-from diffusion_jax.weights.torch_weights import Rules, rename
+from diffusion_jax.weights.torch_weights import NameRules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]
 
 
 def layer_name(
-    path: str, places: Mapping[str, str], ends: Rules, inside: Rules, halve: str = "op"
+    path: str, places: Mapping[str, str], ends: NameRules, inside: NameRules, halve: str = "op"
 ) -> str:
     """Return the torch name of a UNet layer.
 

@@ -23,7 +23,7 @@ from diffusion_jax.devices.sharding import FSDP
 from diffusion_jax.task import Params, Task
 
 FACTORS, _NETWORK, _KERNEL = "lora", "params", "kernel"
-Shape = tuple[int, ...]
+ArrayShape = tuple[int, ...]
 
 
 def adapt(task: Task, base: Params, s: Lora) -> Task:
@@ -101,7 +101,7 @@ def flat(params: Params) -> dict[str, dict[str, Any]]:
     return pairs
 
 
-def layers(params: Params, s: Lora) -> dict[str, Shape]:
+def layers(params: Params, s: Lora) -> dict[str, ArrayShape]:
     """Return the kernel shapes of all layers whose path matches s.targets, keyed by path.
 
     Raises ValueError if no path matches, or if s.rank exceeds the largest possible rank of a

@@ -36,7 +36,7 @@ _NOTHING = 1e-7  # A smaller coefficient is below float32's precision, so its av
 _FAR = 0.05  # A larger relative error of an average's profile causes a warning.
 
 
-Trace = tuple[int, epath.Path, str]
+StoredAverage = tuple[int, epath.Path, str]
 """A stored average: its step, the folder of that step, and its name in the folder."""
 
 
@@ -243,7 +243,7 @@ def items_of(root: epath.Path, average: str) -> list[str]:
     )
 
 
-def traces(root: epath.Path, step: int) -> list[Trace]:
+def traces(root: epath.Path, step: int) -> list[StoredAverage]:
     """Return a Trace of each power-function average that was stored up to and including `step`.
 
     These are the averages in snapshots. If `step` has no snapshot, the averages in the checkpoint

@@ -56,13 +56,13 @@ class Entry(NamedTuple):
     layout: Layout
 
 
-Rules = Sequence[tuple[str, str]]
+NameRules = Sequence[tuple[str, str]]
 """Pairs (regular expression for paths, torch name). The first pair that matches applies.
 
 The torch name may refer to groups of the expression."""
 
 
-def rename(path: str, rules: Rules) -> str:
+def rename(path: str, rules: NameRules) -> str:
     """Return the torch name of the layer or array at `path` in params.
 
     A path that matches no rule is returned unchanged.

@@ -10,10 +10,10 @@ from diffusion_jax.config import fields
 from diffusion_jax.weights import finetune, torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
-from imagen_jax.weights.nemo import Network
+from imagen_jax.weights.nemo import NemoNetwork
 
 
-def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
+def read_unet(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) -> Any:
     """Return the parameters for `unet` that are stored at `path`, as float32 arrays on the host.
 
     `path` is a NeMo checkpoint, or WORKDIR or WORKDIR@STEP for a run. For a run, the parameters are
@@ -47,7 +47,7 @@ def check_prediction(path: str | os.PathLike[str], predicts: str) -> None:
 
 def of_run(
     workdir: str | os.PathLike[str],
-    unet: Network,
+    unet: NemoNetwork,
     text_width: int,
     which: str = "ema",
     step: int | None = None,
@@ -84,7 +84,7 @@ def settings_of(workdir: str | os.PathLike[str]) -> Settings:
     return read_settings(runs.load(workdir, "imagen_jax"))
 
 
-def read_nemo(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
+def read_nemo(path: str | os.PathLike[str], unet: NemoNetwork, text_width: int) -> Any:
     """Return the parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names.
 
     `unet` is the network of the parameters, and `text_width` the width of the text embeddings.

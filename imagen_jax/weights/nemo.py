@@ -20,7 +20,7 @@ from diffusion_jax.weights.torch_weights import (
     LINEAR,
     Entry,
     Layout,
-    Rules,
+    NameRules,
     StateDict,
 )
 from imagen_jax import efficient_unet
@@ -31,7 +31,7 @@ from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.transformer import Transformer
 from imagen_jax.unet import UNet, attends
 
-Network = UNet | EfficientUNet | MagnitudeUNet | Transformer
+NemoNetwork = UNet | EfficientUNet | MagnitudeUNet | Transformer
 PREFIX = "model.model.unet."
 """Prefix of the UNet's arrays in a NeMo checkpoint."""
 
@@ -76,7 +76,7 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
     return state
 
 
-def require_nemo(unet: Network) -> UNet | EfficientUNet:
+def require_nemo(unet: NemoNetwork) -> UNet | EfficientUNet:
     """Return `unet` if NeMo has networks of its kind. Raises ValueError otherwise."""
     if isinstance(unet, MagnitudeUNet | Transformer):
         raise ValueError(
@@ -86,7 +86,7 @@ def require_nemo(unet: Network) -> UNet | EfficientUNet:
     return unet
 
 
-def abstract_params(unet: Network, text_width: int, named: Sequence[Field] = ()) -> Any:
+def abstract_params(unet: NemoNetwork, text_width: int, named: Sequence[Field] = ()) -> Any:
     """Return the parameters of a network as shapes and types, without computing them.
 
     `text_width` is the width of the text embeddings, and `named` holds the fields that
@@ -216,7 +216,7 @@ def _name_of(unet: UNet | EfficientUNet) -> Callable[[str], str]:
     return lambda path: guided_diffusion.layer_name(path, places, ends, inside)
 
 
-def _efficient_name(path: str, inside: Rules, ends: Rules) -> str:
+def _efficient_name(path: str, inside: NameRules, ends: NameRules) -> str:
     block, _, layer = path.partition("/")
     place = torch_weights.rename(block, _EFFICIENT_PLACES)
     if place == block:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from launch.planner import compiling, hlo
 from launch.planner.cycles import EXCHANGES, PRODUCTS
-from launch.planner.hlo import Instruction, Program
+from launch.planner.hlo import HloProgram, Instruction
 
 _COPIES = {"copy", "transpose"}
 _GPU_PRODUCT = re.compile(r'custom_call_target="__cu(dnn\$conv|blas)')
@@ -42,7 +42,7 @@ class Audit(NamedTuple):
     """Bytes of padding that fill the written arrays up to full TPU tiles; 0 on GPUs."""
 
 
-def audit(compiled: compiling.Program) -> Audit:
+def audit(compiled: compiling.CompiledProgram) -> Audit:
     """Return the number of matrix products, copies and so on in a compiled program, as an Audit."""
     program = hlo.read(compiled.text)
     products = copies = copied = written = padded = 0
@@ -132,7 +132,7 @@ def lines(audit: Audit) -> list[str]:
     return text
 
 
-def _collectives(program: Program) -> list[tuple[str, int, bool]]:
+def _collectives(program: HloProgram) -> list[tuple[str, int, bool]]:
     """Return (name, executions, whether it overlaps with computation) of each collective.
 
     Synchronous collectives, which have no separate start and end, never overlap.
@@ -153,7 +153,7 @@ def _collectives(program: Program) -> list[tuple[str, int, bool]]:
     return collectives
 
 
-def _is_float32(program: Program, product: Instruction) -> bool:
+def _is_float32(program: HloProgram, product: Instruction) -> bool:
     shapes = {
         i.name: i.shape
         for instructions in program.computations.values()

@@ -23,7 +23,7 @@ from diffusion_jax.train import loop, memory, optimizer
 from launch.planner import audit, compiling, cycles, pallas
 from launch.planner.audit import Audit
 from launch.planner.cycles import Cost
-from launch.planner.tasks import Model
+from launch.planner.tasks import PlannedTask
 
 UPDATE = "update"
 """Label of the parameter update."""
@@ -31,7 +31,7 @@ COSTLIEST = 10
 """Number of the most expensive instructions to list."""
 
 
-class Block(NamedTuple):
+class NetworkBlock(NamedTuple):
     """Block of a network: a module and its input shapes.
 
     Calls with equal modules and shapes share one block.
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     """Whether the block has trained parameters; otherwise only its forward pass is compiled."""
 
 
-class Measured(NamedTuple):
+class CompilerEstimate(NamedTuple):
     """The compiler's estimates for one program: a block, the parameter update or a whole step."""
 
     label: str
@@ -75,12 +75,12 @@ class Measured(NamedTuple):
         return sum(self.cycles.values())
 
 
-def record(model: Model, samples: int) -> list[Block]:
+def record(model: PlannedTask, samples: int) -> list[NetworkBlock]:
     """Return the distinct blocks that the loss calls for a batch of this many samples.
 
     Nothing is computed or compiled. Raises ValueError if the loss calls no flax module.
     """
-    blocks: dict[Any, Block] = {}
+    blocks: dict[Any, NetworkBlock] = {}
     trained: set[int] = set()
     depth = 0
 
@@ -95,7 +95,9 @@ def record(model: Model, samples: int) -> list[Block]:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
         )
         variables, inputs = jax.tree.map(shape, (dict(variables), (args, kwargs)))
-        block = Block(_label(module, inputs), [module.name], module, variables, inputs, is_trained)
+        block = NetworkBlock(
+            _label(module, inputs), [module.name], module, variables, inputs, is_trained
+        )
         key = _fields(module), str(jax.tree.flatten((variables, inputs))), is_trained
         if key in blocks:
             block = blocks[key]._replace(names=[*blocks[key].names, module.name])
@@ -118,7 +120,7 @@ def record(model: Model, samples: int) -> list[Block]:
     return list(blocks.values())
 
 
-def work(block: Block) -> float:
+def work(block: NetworkBlock) -> float:
     """Return the FLOPs of the matrix products and convolutions in one call of a block.
 
     For a trained block, the result includes the gradient, which takes twice the FLOPs of the
@@ -129,7 +131,7 @@ def work(block: Block) -> float:
     return float(forward * (3 if block.trained else 1))
 
 
-def measure(block: Block, kind: str) -> Measured:
+def measure(block: NetworkBlock, kind: str) -> CompilerEstimate:
     """Compile a block for one TPU of this kind, and return the compiler's estimates.
 
     For a trained block, the program also computes the gradient.
@@ -148,7 +150,7 @@ def measure(block: Block, kind: str) -> Measured:
     return measured(compiling.compile_for(lowered, kind), kind, label, work(block))
 
 
-def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
+def measure_update(model: PlannedTask, mesh: AbstractMesh, kind: str) -> CompilerEstimate:
     """Compile the parameter update for one TPU of this kind, and return the compiler's estimates.
 
     For the part of the train state that one device of `mesh` holds, the program clips the gradient,
@@ -177,7 +179,9 @@ def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
     return update._replace(cycles={cycles.OPTIMIZER: update.total}, costliest=costliest)
 
 
-def measured(program: compiling.Program, kind: str, label: str, work: float) -> Measured:
+def measured(
+    program: compiling.CompiledProgram, kind: str, label: str, work: float
+) -> CompilerEstimate:
     """Return the compiler's estimates for a compiled TPU program.
 
     `work` is the number of model FLOPs that the program computes; it is stored in `flops`.
@@ -196,7 +200,7 @@ def measured(program: compiling.Program, kind: str, label: str, work: float) -> 
     for row in rows:
         by_kind[row.kind] += row.cycles  # pyright: ignore[reportArgumentType]
         layers[row.layer] += row.cycles  # pyright: ignore[reportArgumentType]
-    return Measured(
+    return CompilerEstimate(
         label=label,
         cycles=dict(by_kind),
         layers=dict(layers),
@@ -209,7 +213,7 @@ def measured(program: compiling.Program, kind: str, label: str, work: float) -> 
     )
 
 
-def _programs(block: Block) -> tuple[tuple[Any, tuple], tuple[Any, tuple]]:
+def _programs(block: NetworkBlock) -> tuple[tuple[Any, tuple], tuple[Any, tuple]]:
     """Return (function, arguments) of two programs: the forward pass, and forward plus backward."""
     leaves, tree = jax.tree.flatten(block.inputs)
     is_array = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)

@@ -12,7 +12,7 @@ from launch.planner import estimate
 from launch.planner.estimate import Step, TracedModel
 
 
-class Choice(NamedTuple):
+class MeshChoice(NamedTuple):
     """Mesh and micro batch that fit into memory, with the predicted times of a step."""
 
     mesh: AbstractMesh
@@ -38,7 +38,7 @@ def meshes(target: Target) -> list[tuple[int, int]]:
 
 def best(
     traced: TracedModel, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
-) -> Choice | None:
+) -> MeshChoice | None:
     """Return the choice with the fastest step on the target, or None if nothing fits into memory.
 
     `shapes` lists the mesh sizes (replica, fsdp) to try; the default is the result of `meshes`.
@@ -51,7 +51,7 @@ def best(
 
 def _choice(
     traced: TracedModel, target: Target, shape: tuple[int, int], mfu: float
-) -> Choice | None:
+) -> MeshChoice | None:
     mesh = AbstractMesh((*shape, 1), sharding.AXES)
     if traced.model.run.batch_size % sharding.batch_ways(mesh):
         return None
@@ -62,7 +62,7 @@ def _choice(
     exchanges = estimate.collectives(changed, mesh)
     step = estimate.step_time(changed, mesh, target, mfu, exchanges)
     need = estimate.bytes_per_device(changed, mesh).total
-    return Choice(mesh, micro, estimate.passes(changed.model, mesh), step, need)
+    return MeshChoice(mesh, micro, estimate.passes(changed.model, mesh), step, need)
 
 
 def advise(
@@ -105,7 +105,7 @@ def advise(
     return f"{text}; plain data parallelism does not fit: the state alone is {_gib(state)} GiB"
 
 
-def _flags(choice: Choice, traced: TracedModel, remat: bool) -> str:
+def _flags(choice: MeshChoice, traced: TracedModel, remat: bool) -> str:
     mesh = choice.mesh.shape
     flags = f"--config.mesh.replica={mesh['replica']} --config.mesh.fsdp={mesh['fsdp']}"
     flags += f" --config.optimizer.micro_batch={choice.micro_batch}"
@@ -113,7 +113,7 @@ def _flags(choice: Choice, traced: TracedModel, remat: bool) -> str:
     return flags + " --config.unet.remat=True" * remat
 
 
-def _cost(choice: Choice, target: Target) -> str:
+def _cost(choice: MeshChoice, target: Target) -> str:
     parts = ", ".join(f"{name} {_ms(s)}" for name, s in choice.step._asdict().items())
     limit = _gib(memory.USABLE * target.kind.memory)
     room = f"{_gib(choice.bytes)} of {limit} GiB of memory"

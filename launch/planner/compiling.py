@@ -23,7 +23,7 @@ from diffusion_jax.logs import run_log
 from diffusion_jax.train import loop, memory, optimizer
 from launch.accelerators import KINDS, Target
 from launch.planner import gpu, traffic
-from launch.planner.tasks import Model
+from launch.planner.tasks import PlannedTask
 from launch.planner.traffic import Collective
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ COMPILERS = (
 """Packages whose versions can change a compiled program."""
 
 
-class Program(NamedTuple):
+class CompiledProgram(NamedTuple):
     """Compiled program with its memory, compile time and text."""
 
     text: str
@@ -55,7 +55,7 @@ class Compiled(NamedTuple):
     temporary: int | None
     """Temporary memory per device in bytes; None if unknown."""
     collectives: list[Collective]
-    program: Program | None = None
+    program: CompiledProgram | None = None
     """The program; None if it was compiled for CPUs in place of the target."""
 
 
@@ -82,7 +82,7 @@ def prepare(devices: int, *kinds: str) -> None:
     gpu.load_cudnn()
 
 
-def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled, list[str]]:
+def analyse(model: PlannedTask, target: Target, mesh: AbstractMesh) -> tuple[Compiled, list[str]]:
     """Compile the train step for the target, and return the result and notes for the user.
 
     If the target's compiler is not installed, the step is compiled for CPUs instead, and a note
@@ -135,7 +135,7 @@ def _devices(target: Target) -> list[Any]:
     return tpu_devices(target) if target.is_tpu else gpu.devices(target)
 
 
-def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
+def lower_step(model: PlannedTask, mesh: Mesh) -> jax.stages.Lowered:
     """Lower the train step for a mesh. The mesh's devices need not exist on this machine."""
     places = sharding.shardings(model.state, mesh, model.task.rules)
     frozen = memory.shapes(model.task.frozen)
@@ -155,7 +155,7 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
 
 def compile_for(
     lowered: jax.stages.Lowered, *place: Any, fallback: dict[str, Any] | None = None
-) -> Program:
+) -> CompiledProgram:
     """Compile a lowered program, or read the compiled program from the cache.
 
     The values in `place` identify the target device in the cache's key. If compilation fails, a
@@ -181,7 +181,7 @@ def compile_for(
     result = cached("program", [source, *place, *versions()], compile_it)
     text = zlib.decompress(base64.b64decode(result["packed"])).decode()
     products = len(re.findall(r"stablehlo\.(?:dot_general|convolution)", source))
-    return Program(text, result["temporary"], result["seconds"], products)
+    return CompiledProgram(text, result["temporary"], result["seconds"], products)
 
 
 def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:

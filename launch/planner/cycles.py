@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from launch.planner import hlo
-from launch.planner.hlo import Instruction, Program
+from launch.planner.hlo import HloProgram, Instruction
 
 # bfloat16 FLOP per cycle of one JAX device. A v5e has four matrix units of 128 x 128, a v5p has
 # eight (in two cores), and a v6e and half a v7x chip (one JAX device) have four of 256 x 256. With
@@ -67,7 +67,7 @@ def is_kernel(instruction: Instruction) -> bool:
     return 'custom_call_target="tpu_custom_call"' in instruction.arguments
 
 
-def kind(program: Program, instruction: Instruction) -> str:
+def kind(program: HloProgram, instruction: Instruction) -> str:
     """Return the kind of work (one of KINDS) that takes most of an instruction's time."""
     opcode, source = instruction.opcode, instruction.source
     inside = program.inside(instruction)

@@ -8,7 +8,7 @@ import numpy as np
 
 from diffusion_jax.config.settings import Text
 from diffusion_jax.text import clip, precomputed, registry, t5
-from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.encoder import TextArrays, TextEncoder
 
 # T5 encoders by width: T5-11b and T5 v1.1 XXL.
 _T5 = {
@@ -54,7 +54,7 @@ def _t5(text: Text) -> TextEncoder:
     dtype = jnp.dtype(text.dtype)
     model = _T5[text.width].clone(dtype=dtype)
 
-    def encode(frozen: Any, batch: Batch):
+    def encode(frozen: Any, batch: TextArrays):
         mask = jnp.asarray(batch["text_mask"])[:, : text.max_tokens]
         out: Any = model.apply(frozen, jnp.asarray(batch["text_ids"]), batch["text_mask"])
         return out[:, : text.max_tokens], mask
@@ -75,7 +75,7 @@ def _clip(text: Text) -> TextEncoder:
         49408, text.max_tokens, width, mlp, heads, layers, None, "gelu", None, dtype=dtype
     )
 
-    def encode(frozen: Any, batch: Batch):
+    def encode(frozen: Any, batch: TextArrays):
         ids = jnp.asarray(batch["text_ids"])
         out: Any = tower.apply(frozen, ids)
         return out.last, jnp.ones(ids.shape, bool)

@@ -15,7 +15,7 @@ from launch import accelerators
 from launch.accelerators import Target
 from launch.planner import tasks, traffic
 from launch.planner.compiling import Compiled
-from launch.planner.tasks import Model
+from launch.planner.tasks import PlannedTask
 from launch.planner.traffic import Collective
 
 _TOKENS, _CAPTION = 25, 100  # Assumed length of an average caption: in T5 tokens, and in bytes.
@@ -24,7 +24,7 @@ _TOKENS, _CAPTION = 25, 100  # Assumed length of an average caption: in T5 token
 class TracedModel(NamedTuple):
     """Model of a config, and a traced (not compiled) program of its loss and gradient."""
 
-    model: Model
+    model: PlannedTask
     step: memory.Traced
 
     @property
@@ -55,7 +55,7 @@ class Step(NamedTuple):
         return sum(self)
 
 
-def trace(model: Model) -> TracedModel:
+def trace(model: PlannedTask) -> TracedModel:
     """Trace the loss and its gradient, which takes seconds because nothing is compiled.
 
     One trace serves for all batch sizes and meshes.
@@ -63,7 +63,7 @@ def trace(model: Model) -> TracedModel:
     return TracedModel(model, memory.trace(model.task, model.state, model.example))
 
 
-def mesh_of(model: Model, devices: int) -> AbstractMesh:
+def mesh_of(model: PlannedTask, devices: int) -> AbstractMesh:
     """Return the config's mesh over this number of devices.
 
     Raises ValueError unless the mesh uses exactly this number of devices.
@@ -71,7 +71,7 @@ def mesh_of(model: Model, devices: int) -> AbstractMesh:
     return accelerators.mesh_over(tuple(model.mesh), devices)
 
 
-def passes(model: Model, mesh: AbstractMesh) -> int:
+def passes(model: PlannedTask, mesh: AbstractMesh) -> int:
     """Return the number of passes (micro batches) per step.
 
     Raises ValueError if the batch cannot be split into equal micro batches on this mesh.
@@ -79,7 +79,7 @@ def passes(model: Model, mesh: AbstractMesh) -> int:
     return optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh).accumulate
 
 
-def local_batch(model: Model, mesh: AbstractMesh) -> int:
+def local_batch(model: PlannedTask, mesh: AbstractMesh) -> int:
     """Return the number of samples per device and pass: the micro batch.
 
     Raises ValueError if the batch cannot be split into equal micro batches on this mesh.
@@ -231,7 +231,7 @@ def plan(
     }
 
 
-def disk(model: Model, pictures: int) -> dict[str, int]:
+def disk(model: PlannedTask, pictures: int) -> dict[str, int]:
     """Estimate the disk space of a run's checkpoints, snapshots and data set.
 
     Returns bytes for "checkpoint" and "snapshot" (one each), "checkpoints" (all that are kept) and

@@ -73,7 +73,7 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.\-]+)", self.arguments.partition("), ")[0])
 
 
-class Program(NamedTuple):
+class HloProgram(NamedTuple):
     """Compiled program: its computations (lists of instructions) by name."""
 
     computations: Mapping[str, Sequence[Instruction]]
@@ -148,7 +148,7 @@ class Program(NamedTuple):
         return 1
 
 
-def read(text: str) -> Program:
+def read(text: str) -> HloProgram:
     """Parse a compiled program, as printed by `compiled.as_text()`.
 
     Raises ValueError if the text has no ENTRY computation.
@@ -167,7 +167,7 @@ def read(text: str) -> Program:
             current.append(Instruction(*match.groups()[1:]))
     if not entry:
         raise ValueError("the text is not a compiled program: no line starts with ENTRY")
-    return Program(computations, entry)
+    return HloProgram(computations, entry)
 
 
 @functools.lru_cache(maxsize=2**14)

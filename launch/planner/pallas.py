@@ -35,7 +35,7 @@ from launch.planner.hlo import Instruction
 _OPERANDS = re.compile(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
-class Grid(NamedTuple):
+class KernelGrid(NamedTuple):
     """Sizes of one call of a splash attention kernel."""
 
     queries: int
@@ -61,7 +61,7 @@ def cycles(kind: str, instruction: Instruction) -> float | None:
     return both[grid.backward] * grid.steps
 
 
-def grid_of(instruction: Instruction) -> Grid | None:
+def grid_of(instruction: Instruction) -> KernelGrid | None:
     """Return the sizes of a splash attention call; None for other instructions.
 
     The sizes come from the first four operands: a mask [N, T blocks, S blocks], another array, the
@@ -76,7 +76,7 @@ def grid_of(instruction: Instruction) -> Grid | None:
     *rows, queries, head_dim = q.sizes
     steps = math.prod(rows) * math.prod(mask.sizes[-2:])
     masked = "segmented" in instruction.name
-    return Grid(queries, k.sizes[-2], head_dim, steps, match[1] == "dkv", masked)
+    return KernelGrid(queries, k.sizes[-2], head_dim, steps, match[1] == "dkv", masked)
 
 
 @functools.cache

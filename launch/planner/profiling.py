@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh
 from launch import accelerators
 from launch.planner import audit, blocks, compiling, cycles, estimate
 from launch.planner.audit import Audit
-from launch.planner.blocks import Block, Measured
+from launch.planner.blocks import CompilerEstimate, NetworkBlock
 from launch.planner.cycles import Cost
-from launch.planner.tasks import Model
+from launch.planner.tasks import PlannedTask
 
 
 class Profile(NamedTuple):
@@ -87,7 +87,10 @@ def check(kind: str) -> None:
 
 
 def of_blocks(
-    model: Model, mesh: AbstractMesh, kind: str, report: Callable[[str], None] = lambda text: None
+    model: PlannedTask,
+    mesh: AbstractMesh,
+    kind: str,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Return the profile of a train step as the sum of its blocks and the parameter update.
 
@@ -111,7 +114,10 @@ def of_blocks(
 
 
 def total(
-    rows: Sequence[tuple[Block, Measured]], update: Measured, passes: int, kind: str
+    rows: Sequence[tuple[NetworkBlock, CompilerEstimate]],
+    update: CompilerEstimate,
+    passes: int,
+    kind: str,
 ) -> Profile:
     """Add up the estimates of all block calls and of the parameter update; return the profile.
 
@@ -151,7 +157,9 @@ def total(
     )
 
 
-def of_program(program: compiling.Program, model: Model, mesh: AbstractMesh, kind: str) -> Profile:
+def of_program(
+    program: compiling.CompiledProgram, model: PlannedTask, mesh: AbstractMesh, kind: str
+) -> Profile:
     """Return the profile of a whole train step, compiled for this mesh."""
     parts = blocks.record(model, estimate.local_batch(model, mesh))
     work = sum(len(block.names) * blocks.work(block) for block in parts)

@@ -20,7 +20,7 @@ from launch.planner import encoders
 _JPEG = 0.48  # Bytes per pixel at quality 95: docs/lab/benchmarks.md, input pipeline.
 
 
-class Model(NamedTuple):
+class PlannedTask(NamedTuple):
     """Model and training settings of a config, without weights and data."""
 
     task: Task
@@ -39,7 +39,7 @@ class Model(NamedTuple):
     """Notes for the user about the plan's assumptions."""
 
 
-def read(config: Mapping[str, Any]) -> Model:
+def read(config: Mapping[str, Any]) -> PlannedTask:
     """Return the model of a config of imagen_jax.train or sd_jax.train, for planning.
 
     Raises ValueError if the config has mistakes or is for another command.
@@ -60,7 +60,7 @@ def read(config: Mapping[str, Any]) -> Model:
     create = lambda key: init_state(
         task.init(key), tx, s.optimizer.ema_decays, s.optimizer.ema_widths
     )
-    return Model(
+    return PlannedTask(
         task=task,
         run=s.run,
         optimizer=s.optimizer,
@@ -80,6 +80,6 @@ def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
     return (resize or example["image"].shape[1]) ** 2 * _JPEG
 
 
-def parameters(model: Model) -> int:
+def parameters(model: PlannedTask) -> int:
     """Return the number of trained parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(model.state.params))

@@ -29,7 +29,7 @@ from diffusion_jax.metrics import (
     frechet,
     stats_files,
 )
-from diffusion_jax.metrics.clip_towers import Clip
+from diffusion_jax.metrics.clip_towers import ClipExtractors
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.table import METRICS
@@ -40,31 +40,31 @@ from sd_jax import sampling
 from sd_jax.mlperf import coco
 from sd_jax.settings import Settings
 
-Scores = dict[str, float]
-_WHOLE: sharding.Rules = [(".*", sharding.FSDP)]
+TargetScores = dict[str, float]
+_WHOLE: sharding.ShardingRules = [(".*", sharding.FSDP)]
 
 
 class Evaluate(NamedTuple):
     """The functions that score a model and prepare for it. Built by `make_evaluate`."""
 
-    score: Callable[[Params, int], Scores]
+    score: Callable[[Params, int], TargetScores]
     """Maps the UNet's parameters and their training step to {"FID": ..., "CLIP": ...}."""
     warm_up: Callable[[Params], None]
     """Compiles the evaluation by running it on one batch, whose results are discarded. The
     argument is the UNet's parameters."""
 
 
-class Judge(NamedTuple):
+class EvaluationInputs(NamedTuple):
     """Inputs of the evaluation: captions to draw, scoring networks and reference statistics."""
 
     captions: list[str]
-    real: frechet.Reference
+    real: frechet.ReferenceFeatures
     """Statistics of Inception's features of real images, with which FID compares drawn images."""
     inception: Extractor
-    clip: Clip
+    clip: ClipExtractors
 
 
-def open_judge(evaluation: Evaluation) -> Judge:
+def open_judge(evaluation: Evaluation) -> EvaluationInputs:
     """Read the captions, reference statistics and network weights that a config names.
 
     Args:
@@ -94,13 +94,13 @@ def open_judge(evaluation: Evaluation) -> Judge:
     stats = stats_files.read(evaluation.reference)
     stats_files.check(evaluation.reference, stats, inception)
     real = frechet.reference(stats.gaussian)
-    return Judge(
+    return EvaluationInputs(
         captions[: evaluation.num_prompts], real, inception, clip_towers.load(evaluation.clip)
     )
 
 
 def make_evaluate(
-    s: Settings, task: Task, encoder: TextEncoder, judge: Judge, mesh: Mesh,
+    s: Settings, task: Task, encoder: TextEncoder, judge: EvaluationInputs, mesh: Mesh,
     workdir: pathlib.Path, batch_size: int,
 ) -> Evaluate:  # fmt: skip
     """Return functions that draw images from all captions and compute FID and CLIP score.
@@ -154,7 +154,7 @@ def make_evaluate(
 
         return compute
 
-    def score(params: Params, step: int) -> Scores:
+    def score(params: Params, step: int) -> TargetScores:
         name = f"step_{step:08}"
         (folder / name).mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Watchdog(s.run.step_timeout)) as watchdog:
@@ -170,7 +170,7 @@ def make_evaluate(
     return Evaluate(score, warm_up)
 
 
-def _card(s: Settings, judge: Judge) -> dict[str, Any]:
+def _card(s: Settings, judge: EvaluationInputs) -> dict[str, Any]:
     """Return the settings on which saved features depend, besides the weights of the UNet."""
     return {
         "prompts": prompt_files.fingerprint(judge.captions),
@@ -204,7 +204,7 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     return jax.jit(draw, out_shardings=(split, split, sharding.replicated(mesh)))
 
 
-def _scores(judge: Judge, features: drawn_features.Features, step: int) -> Scores:
+def _scores(judge: EvaluationInputs, features: drawn_features.Features, step: int) -> TargetScores:
     if broken := int((~features["fine"]).sum()):
         total = len(judge.captions)
         logging.error(

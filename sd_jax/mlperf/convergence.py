@@ -39,7 +39,7 @@ class Result(NamedTuple):
     ended with success."""
 
 
-class Reference(NamedTuple):
+class ReferenceRuns(NamedTuple):
     """Samples to target of MLPerf's reference runs at one batch size."""
 
     mean: float
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
     mean: float
     """The mean samples to target without the fastest and the slowest run; infinite if too many runs
     did not converge."""
-    reference: Reference | None = None
+    reference: ReferenceRuns | None = None
     """The reference with which the runs were compared; None if there is none, or if too many runs
     did not converge."""
     scale: float = 1.0
@@ -149,7 +149,7 @@ def olympic_mean(values: Sequence[float | int]) -> float:
     return float(np.mean(ordered[1:-1] if len(ordered) > 2 else ordered))
 
 
-def reference_at(batch_size: int) -> Reference | None:
+def reference_at(batch_size: int) -> ReferenceRuns | None:
     """Return how many training samples MLPerf's reference runs needed to reach the targets.
 
     For a batch size between two published ones, the values are interpolated. For a batch size below
@@ -169,7 +169,7 @@ def reference_at(batch_size: int) -> Reference | None:
     elif size > batch_size:
         origin = f"interpolated between batch sizes {below[-1]['BS']} and {size}"
         _, point = checker._create_interp_rcp(batch_size, below[-1], point)
-    return Reference(float(point["RCP Mean"]), float(point["Min Epochs"]), origin)
+    return ReferenceRuns(float(point["RCP Mean"]), float(point["Min Epochs"]), origin)
 
 
 def read_curves() -> dict[int, Curve]:

@@ -188,7 +188,7 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
     return mllog.RUNNING
 
 
-def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
+def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.CompiledStep:
     """Run a training step and an evaluation of one batch, to compile them before the clock starts.
 
     Returns the compiled training step. If `evaluate` is None, no evaluation is run.
@@ -243,10 +243,10 @@ def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> s
     return _stop(run, mllog.ABORTED, run.last)
 
 
-def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> None:
+def _train(run: OpenRun, batches: Batches, program: loop.CompiledStep, step: int) -> None:
     """Train to a step. For each interval between evaluations, log a block and save a checkpoint.
 
-    On SIGTERM, save a checkpoint and exit with code 143.
+    On SIGTERM, SIGHUP or Ctrl-C, save a checkpoint and exit.
     """
     first = _trained(run.workdir)
     if first >= step:
@@ -256,7 +256,7 @@ def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> 
     run_settings = run.s.run._replace(
         steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
     )
-    inputs = loop.Inputs(run.task, batches, evaluation=_blocks(run, passed, step))
+    inputs = loop.RunInputs(run.task, batches, evaluation=_blocks(run, passed, step))
     state = loop.train(
         inputs, run_settings, run.s.optimizer, run.mesh, run.workdir, run.config, program=program
     )

@@ -20,7 +20,7 @@ from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax.unet import UNet
 from sd_jax.vae import SCALE, VAE
 from sd_jax.weights import file_parts, formats, ldm_config, names, schedulers, text
-from sd_jax.weights.ldm_config import Facts
+from sd_jax.weights.ldm_config import LdmSettings
 from sd_jax.weights.text import TextPart
 
 PARTS = ("unet", "vae", "text")
@@ -246,7 +246,7 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
 
 def _from_file(
     state: StateDict,
-    facts: Facts,
+    facts: LdmSettings,
     ema: str,
     norm_groups: int | None,
     heads: tuple[int, int] | None,
@@ -341,7 +341,7 @@ def _config(checkpoint: Checkpoint) -> str:
     unet, c = checkpoint.unet, checkpoint
     text_config = text.to_transformers(c.text)[0] if c.text else {}
     network = unet.network if unet else None
-    facts = Facts(network, c.predicts, c.latent_size, c.scale, text_config)
+    facts = LdmSettings(network, c.predicts, c.latent_size, c.scale, text_config)
     return ldm_config.write(facts, unet.text_width if unet else 0)
 
 

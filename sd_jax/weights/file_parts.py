@@ -38,7 +38,7 @@ _WORDS = re.compile(
 )
 
 
-class Parts(NamedTuple):
+class SortedArrays(NamedTuple):
     """The arrays of a checkpoint file, sorted."""
 
     networks: dict[str, dict[str, np.ndarray]]
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
     """Numbers of arrays that belong to none of the networks, by the first part of their names."""
 
 
-def split(state: StateDict, ema: str = "ema") -> Parts:
+def split(state: StateDict, ema: str = "ema") -> SortedArrays:
     """Sort the arrays of a file into networks, marks, and arrays to ignore.
 
     Arrays that are not parameters are left out. If no name has a prefix, all arrays belong to one
@@ -85,7 +85,7 @@ def split(state: StateDict, ema: str = "ema") -> Parts:
         is_vae = any(name.startswith(("encoder.", "decoder.")) for name in others)
         parts, others = {"vae" if is_vae else "unet": others}, {}
     ignored = collections.Counter(name.partition(".")[0] for name in others)
-    return Parts(parts, bool(averages) and ema == "ema", marks, dict(ignored))
+    return SortedArrays(parts, bool(averages) and ema == "ema", marks, dict(ignored))
 
 
 def _part(name: str) -> tuple[str, str]:

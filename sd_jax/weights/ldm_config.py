@@ -25,7 +25,7 @@ _ONLY = {"linear_start": 0.00085, "linear_end": 0.012, "timesteps": 1000, "beta_
 _PREDICTS = ("eps", "v")
 
 
-class Facts(NamedTuple):
+class LdmSettings(NamedTuple):
     """Settings of a model that its arrays do not show, read from an LDM config.
 
     If the config lacks a setting, the value is None or that of Stable Diffusion 1.x.
@@ -73,7 +73,7 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
     return content
 
 
-def read(config: Config, norm_groups: int | None = None) -> Facts:
+def read(config: Config, norm_groups: int | None = None) -> LdmSettings:
     """Convert an LDM or NeMo config to Facts. Raises ValueError for unsupported models.
 
     `norm_groups` overrides the number of groups in the norms of the UNet's residual blocks; None
@@ -89,7 +89,7 @@ def read(config: Config, norm_groups: int | None = None) -> Facts:
         )
     unet = _fields(model.get("unet_config"))
     text = _fields(model.get("cond_stage_config"))
-    return Facts(
+    return LdmSettings(
         formats.unet_from_ldm(unet, norm_groups) if unet else None,
         predicts,
         model.get("image_size") or 64,
@@ -98,7 +98,7 @@ def read(config: Config, norm_groups: int | None = None) -> Facts:
     )
 
 
-def write(facts: Facts, text_width: int) -> str:
+def write(facts: LdmSettings, text_width: int) -> str:
     """Return Facts as an LDM config in JSON, the inverse of `read`.
 
     `text_width` is the width of the text embeddings that the UNet attends to.

@@ -102,7 +102,7 @@ def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarra
     return config, _state(part)
 
 
-def _part(opened: clip_weights.Clip, skip_last: bool) -> TextPart:
+def _part(opened: clip_weights.ClipWeights, skip_last: bool) -> TextPart:
     tower, _ = clip.text_tower(opened, skip=int(skip_last))
     tower = tower.clone(projection=None, end_id=None)  # The UNet does not see the pooled text.
     abstract = clip.abstract_params(tower)

@@ -1,4 +1,4 @@
-"""The ablations: equal rows of the network's input, intervals over seeds, and the command."""
+"""The ablations: equal numbers of network rows, intervals over seeds, and the command."""
 
 import json
 
@@ -24,27 +24,27 @@ def _slow(*values):
 @pytest.mark.parametrize(
     ("sampler", "steps", "rows"),
     [
-        ({"name": "heun"}, 6, 22),  # 2 n - 1 evaluations.
+        ({"name": "heun"}, 6, 22),  # Heun evaluates the network 2 n - 1 times.
         _slow({}, 12, 24),
-        _slow({"guidance": 1.0}, 24, 24),  # Nothing to guide: one row an evaluation.
-        _slow({"name": "restart(repeats=1, inner=2)"}, 4, 22),  # And 2 x 2.
-        # Of 16 levels from 40 to 0.4 seven lie in the interval: 16 + 7.
+        _slow({"guidance": 1.0}, 24, 24),  # Without guidance, an evaluation has one row.
+        _slow({"name": "restart(repeats=1, inner=2)"}, 4, 22),  # The restarts add 2 x 2.
+        # 7 of 16 levels are in the interval, so 16 + 7 rows.
         _slow({"guiding": "interval(1, 10)"}, 16, 23),
     ],
 )
-def test_a_picture_takes_24_rows_of_the_networks_input_at_most(sampler, steps, rows):
+def test_every_variant_uses_at_most_24_network_rows_per_picture(sampler, steps, rows):
     s = settings(**sampler)
     assert ablations.steps_for(s) == steps and ablations.rows(s, steps) == rows
 
 
-def test_all_variants_are_configs_and_share_the_bases_training():
+def test_variants_have_valid_configs_and_share_training_runs():
     each = [(axis, *item) for axis, of in ablations.AXES.items() for item in of.items()]
     names = [ablations.Variant(axis, name, **what) for axis, name, what in each]
     keys = [variant.key for variant in names]
     assert keys.count("base") == len(ablations.AXES) == 7
     others = [key for key in keys if key != "base"]
     assert len({*others}) == len(others)
-    # The base, four objectives, four weights, two of the other network, MeanFlow.
+    # The base, four objectives, four weightings, two of the other network, and MeanFlow.
     assert len({variant.run for variant in names}) == 12
     for variant in names:
         s = read_settings(ablations.config_of(variant.trained, 1, ablations.Size(12, 64)))
@@ -54,7 +54,7 @@ def test_all_variants_are_configs_and_share_the_bases_training():
         assert s.optimizer.lr == (0.04 if other else 0.002)
 
 
-def test_chosen_variants_come_with_the_first_of_their_axis():
+def test_only_also_selects_the_first_variant_of_each_axis():
     chosen = ablations.select(["average/none", "average/width 0.05"])
     assert [variant.name for variant in chosen] == ["decay 0.999", "none", "width 0.05"]
     with pytest.raises(ValueError, match="--only is 'sampelr': did you mean 'sampler'"):
@@ -63,8 +63,8 @@ def test_chosen_variants_come_with_the_first_of_their_axis():
         ablations.select(["sampler/huen"])
 
 
-def test_intervals_are_students():
-    # t of 2 degrees of freedom at 97.5 %: 4.3027; the deviation of 1, 2, 3 is 1.
+def test_intervals_use_students_t_distribution():
+    # The 97.5 % quantile of t with 2 degrees of freedom is 4.3027. The deviation of 1, 2, 3 is 1.
     half = pytest.approx(4.3027 / 3**0.5, rel=1e-4)
     assert ablations.interval([1, 2, 3]) == Interval(2, half)
     assert ablations.interval([5.0]) == Interval(5, float("inf"))
@@ -75,10 +75,10 @@ def results(*values):
     return {seed: {"seen_prompt_accuracy": v, "steps": 12} for seed, v in enumerate(values)}
 
 
-def test_the_page_says_what_differs_outside_the_noise_seed_by_seed():
+def test_the_table_marks_differences_larger_than_the_noise_over_seeds():
     rows = [
         Row("sampler", "ddim eta 1", results(0.5, 0.6, 0.7)),
-        Row("sampler", "heun", results(0.61, 0.7, 0.8)),  # Always 10 points more, or 11.
+        Row("sampler", "heun", results(0.61, 0.7, 0.8)),  # 10 or 11 points higher for every seed.
         Row("sampler", "deis", results(0.7, 0.6, 0.5)),
         Row("sampler", "plms", results(0.4, 0.5, 0.59)),
         Row("sampler", "unipc", {}),
@@ -93,11 +93,11 @@ def test_the_page_says_what_differs_outside_the_noise_seed_by_seed():
         "Significantly better than *ddim eta 1*: *heun*. Significantly worse: *plms*. "
         "Not significantly different: *deis*." in text
     )
-    assert ablations.tables(rows[-1:]) == "\n"  # Nothing to compare.
+    assert ablations.tables(rows[-1:]) == "\n"  # A single variant cannot be compared.
 
 
 @pytest.mark.slow
-def test_the_command_trains_draws_writes_and_goes_on(tmp_path):
+def test_the_ablations_command_trains_draws_writes_and_resumes(tmp_path):
     page, work = tmp_path / "page.md", f"--workdir={tmp_path / 'runs'}"
     small = (work, "--steps=3", "--channels=32", f"--page={page}")
     only = "--only=weighting/P2,average/width 0.15,guidance/autoguidance 2"

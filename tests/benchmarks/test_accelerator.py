@@ -1,4 +1,4 @@
-"""The command that measures everything on an accelerator."""
+"""The command benchmarks.accelerator, which runs all measurements on an accelerator."""
 
 import argparse
 import json
@@ -20,34 +20,34 @@ def run(part, out, seconds=100.0):
     return accelerator._run(part, options, time.monotonic() + seconds, threading.Lock())
 
 
-def test_a_part_that_hangs_is_killed_and_its_output_kept(tmp_path):
+def test_a_hanging_part_is_killed_and_its_output_stored(tmp_path):
     code = "import time; print('{\"a\": 1}', flush=True); time.sleep(60)"
     row = run(Part("hanging", "", ("timeit", "-n1", "-r1", code), 3), tmp_path)
     assert row["status"] == "stopped after 3 s" and row["results"] == [{"a": 1}]
-    kept = json.loads((tmp_path / "results.jsonl").read_text())
-    assert kept["part"] == "hanging" and kept["results"] == [{"a": 1}]
+    stored = json.loads((tmp_path / "results.jsonl").read_text())
+    assert stored["part"] == "hanging" and stored["results"] == [{"a": 1}]
 
 
-def test_a_part_that_fails_is_kept_with_its_output(tmp_path):
+def test_a_failing_part_is_reported_and_its_output_logged(tmp_path):
     row = run(Part("failing", "", ("no_such_module",), 30), tmp_path)
     assert row["status"] == "failed"
     assert "No module named no_such_module" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_part_that_no_longer_fits_is_left_out(tmp_path):
+def test_a_part_that_does_not_fit_into_the_time_left_is_skipped(tmp_path):
     row = run(Part("late", "", ("timeit", "pass"), 30), tmp_path, seconds=20)
     assert row["status"] == "left out"
     assert "20 s are left, and a part needs at least 40 s" in (tmp_path / "log.txt").read_text()
 
 
-def test_files_do_not_grow_beyond_the_limit(tmp_path, monkeypatch):
+def test_the_log_does_not_grow_beyond_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerator, "_LIMIT_BYTES", 10)
     accelerator._append(tmp_path / "log.txt", "123456")
     accelerator._append(tmp_path / "log.txt", "789012")
     assert (tmp_path / "log.txt").read_text() == "123456"
 
 
-def test_the_table_puts_measured_planned_and_published_rates_side_by_side():
+def test_the_table_shows_measured_planned_and_published_rates():
     measured = {
         "samples_per_second": 210.04, "batch": 64, "tflops": 210.7, "mfu": 0.2129,
         "peak_memory_gib": 30.0, "compile_s": 61.0,
@@ -63,7 +63,7 @@ def test_the_table_puts_measured_planned_and_published_rates_side_by_side():
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_rehearsal_runs_every_part(tmp_path):
+def test_rehearse_runs_every_part_on_the_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.accelerator", "--rehearse", "--minutes=15"]
     command += [f"--out={tmp_path}", f"--compilation_cache={ROOT / '.jax_cache'}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""Weak scaling: what is measured on how many nodes, its table and its figure."""
+"""Weak scaling: the measured numbers of nodes, the table and the figure."""
 
 import csv
 
@@ -18,7 +18,7 @@ TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--confi
     ("names", "devices", "per_node", "nodes"),
     [((), 8, 1, [1, 2, 4, 8]), ((), 48, 8, [1, 2, 4, 6]), (("4", "1"), 64, 8, [1, 4])],
 )
-def test_the_nodes_are_powers_of_two_and_all(names, devices, per_node, nodes):
+def test_default_node_counts_are_powers_of_two_and_all_nodes(names, devices, per_node, nodes):
     assert scaling.nodes_of(names, devices, per_node) == nodes
 
 
@@ -30,7 +30,7 @@ def test_the_nodes_are_powers_of_two_and_all(names, devices, per_node, nodes):
         ((), 3, "--devices_per_node=3 does not divide 8 devices"),
     ],
 )
-def test_nodes_that_are_not_there_are_one_line(names, per_node, message):
+def test_invalid_node_counts_are_one_line_errors(names, per_node, message):
     with pytest.raises(ValueError) as error:
         scaling.nodes_of(names, 8, per_node)
     assert message in str(error.value)
@@ -43,14 +43,14 @@ def model():
     return tasks.read(config)
 
 
-def test_a_device_has_the_same_share_of_the_batch_on_any_number(model):
+def test_the_batch_per_device_is_equal_for_every_node_count(model):
     cases = scaling.cases(model, [1, 2, 4], per_node=2)
     shares = [(n, mesh.size, m.run.batch_size, m.optimizer.accumulate) for n, mesh, m in cases]
     assert shares == [(1, 2, 16, 2), (2, 4, 32, 2), (4, 8, 64, 2)]
     assert [*cases[1][1].devices.flat] == jax.devices()[:4]
 
 
-def test_what_does_not_divide_is_an_error_before_anything_compiles(model):
+def test_a_batch_or_mesh_that_does_not_fit_is_an_error_before_compiling(model):
     with pytest.raises(ValueError, match=r"batch_size 12 cannot be split evenly over 8 devices:"):
         scaling.cases(model._replace(run=model.run._replace(batch_size=12)), [1], 1)
     fixed = model._replace(mesh=model.mesh._replace(fsdp=2))
@@ -58,7 +58,7 @@ def test_what_does_not_divide_is_an_error_before_anything_compiles(model):
         scaling.cases(fixed, [2, 4], 2)
 
 
-def test_the_table_compares_with_the_first_line(model):
+def test_the_table_gives_speed_up_and_efficiency_relative_to_the_first_row(model):
     timing = lambda ms: step.Timing([ms / 1e3] * 3, 0.0, 0.0, 0.0, 1e9, 0.5)
     rows = []
     for nodes, batch, ms in [(2, 16, 10), (4, 32, 12.5)]:
@@ -69,7 +69,7 @@ def test_the_table_compares_with_the_first_line(model):
     assert [*first][:4] == ["nodes", "devices", "batch", "micro_batches"]
     columns = ("samples_per_second", "perfect_linear", "speed_up", "efficiency", "step_ms")
     assert [float(first[name]) for name in columns] == pytest.approx([1600, 1600, 1, 1, 10])
-    # Twice the samples in 12.5 ms: 2560/s of 3200/s.
+    # Twice the samples in 12.5 ms: 2560/s instead of 3200/s.
     assert [float(second[name]) for name in columns] == pytest.approx([2560, 3200, 1.6, 0.8, 12.5])
     linear, measured = scaling.figure(rows).lines
     assert (linear.y, measured.y) == ([1600, 3200], [1600, 2560])
@@ -78,7 +78,7 @@ def test_the_table_compares_with_the_first_line(model):
 
 
 @pytest.mark.slow
-def test_the_command_measures_1_2_4_and_8_devices(tmp_path):
+def test_the_scaling_command_measures_1_2_4_and_8_devices(tmp_path):
     ended = commands.run(
         "benchmarks.scaling", *TINY, "--config.batch_size=16", "--config.optimizer.micro_batch=1",
         "--devices_per_node=1", "--steps=2", "--warmup=1", f"--workdir={tmp_path}",
@@ -94,7 +94,7 @@ def test_the_command_measures_1_2_4_and_8_devices(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", ["cached", "images"])
-def test_a_step_of_stable_diffusion_needs_no_weights(inputs, tmp_path):
+def test_train_step_measures_stable_diffusion_without_weights(inputs, tmp_path):
     ended = commands.run(
         "benchmarks.train_step", "--config=configs/sd_quickstart.py", "--config.unet.width=32",
         "--config.unet.num_heads=1", "--batch=2", f"--inputs={inputs}", "--steps=1", "--warmup=0",

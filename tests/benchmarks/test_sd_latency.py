@@ -1,4 +1,4 @@
-"""The random weights of the latency of Stable Diffusion."""
+"""The random weights of the latency benchmark of Stable Diffusion."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 
-# In a process of its own: the module defines flags whose names other commands use.
+# Run in a separate process, because the module defines flags that other commands also define.
 SCRIPT = """
 from absl import flags
 from benchmarks import sd_latency
@@ -19,8 +19,8 @@ print(sd_latency._random({"a": {"kernel": shape}})["a"]["kernel"].tolist())
 """
 
 
-def test_the_weights_are_the_same_in_every_process():
-    """Python's hash of a string is not. The number is zlib.crc32(b"['a']['kernel']") % 2**31."""
+def test_random_weights_are_equal_in_every_process():
+    """The seed is zlib.crc32(b"['a']['kernel']") % 2**31; Python's hash differs per process."""
     root = pathlib.Path(__file__).parents[2]
     run = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(run, cwd=root, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Our networks and torch's, which are timed in turns: both compute the same (needs torch)."""
+"""Benchmarks against torch: both networks compute the same (needs torch)."""
 
 import json
 
@@ -11,7 +11,7 @@ pytest.importorskip("diffusers")
 
 
 @pytest.mark.slow
-def test_the_networks_are_equal_and_each_kind_of_work_has_a_ratio():
+def test_our_networks_match_torchs_and_each_has_a_ratio_of_times():
     models = ["sd", "encode", "decode", "t5", "clip"]
     ended = commands.run(
         "benchmarks.torch", f"--models={','.join(models)}", "--work=forward", "--width=32",
@@ -24,6 +24,6 @@ def test_the_networks_are_equal_and_each_kind_of_work_has_a_ratio():
         assert line["difference"] < 1e-5 and line["least"] <= line["ratio"] <= line["most"]
 
 
-def test_a_model_that_is_not_known_is_one_line():
+def test_an_unknown_model_of_the_torch_benchmark_is_a_one_line_error():
     ended = commands.run("benchmarks.torch", "--models=dcode", devices=1)
     assert ended.code == 2 and "--models is 'dcode': did you mean 'decode'?" in ended.err

@@ -61,7 +61,9 @@ def another_host() -> None:
     from diffusion_jax.files import folder_lock
 
     folder_lock._machine = lambda: "another machine"
-    folder_lock.Writer.__init__ = functools.partialmethod(folder_lock.Writer.__init__, stale=3.0)  # pyright: ignore[reportAttributeAccessIssue]
+    folder_lock.FolderLock.__init__ = functools.partialmethod(
+        folder_lock.FolderLock.__init__, stale=3.0
+    )  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def chained(*calls: Any) -> Any:

@@ -78,7 +78,7 @@ def test_training_writes_it_for_parameters_and_averages_every_few_steps(tmp_path
     held, batches = records(every=3)
     optimizer = Optimizer(lr=1e-3, warmup=0, ema_decays=(0.5,))
     with batches:
-        inputs = loop.Inputs(TASK, batches, records=held)
+        inputs = loop.RunInputs(TASK, batches, records=held)
         state = loop.train(inputs, RUN, optimizer, sharding.make_mesh(), tmp_path, {})
     lines = [
         row for row in run_log.read_metrics(tmp_path / "metrics.jsonl") if "heldout/raw/loss" in row

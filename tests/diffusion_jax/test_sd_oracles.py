@@ -18,7 +18,7 @@ from tests.diffusion_jax.toy import classifier_free
 
 CASES = dict(np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "sd_samplers.npz"))
 INFO = json.loads(CASES["info"].item())
-TABLE = noise.scaled_linear()
+TABLE = noise.ldm_log_alphas()
 PRECONDS = {"eps": precond.epsilon, "v": precond.velocity}
 
 

@@ -51,7 +51,7 @@ def main():
         distributed.advise(train_command.how_to_go_on(files.path(_WORKDIR.value)))
         scoring = loop.Scoring(5 * run.batch_size, lambda draw, params: _die() or {})
         evaluation = scoring if doomed == "evaluation" else None
-        inputs = loop.Inputs(toy.task(), batches, examples, evaluation)
+        inputs = loop.RunInputs(toy.task(), batches, examples, evaluation)
         state = loop.train(inputs, run, OPTIMIZER, mesh, files.path(_WORKDIR.value), {})
     if int(state.step) < run.steps:
         sys.exit(exits.PREEMPTED)
@@ -62,7 +62,7 @@ def _die(*_):
 
 
 def _at_step():
-    add, added = step_report.Progress.add, []
+    add, added = step_report.StepReport.add, []
 
     def dying(self, *arguments):
         add(self, *arguments)
@@ -70,7 +70,7 @@ def _at_step():
         if len(added) == 2:
             _die()
 
-    step_report.Progress.add = dying
+    step_report.StepReport.add = dying
 
 
 def _in_saving():

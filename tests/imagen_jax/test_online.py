@@ -52,7 +52,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
     batches = pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0)
     examples = loop.Examples(encoder.tokenize(s.run.prompts), s.run.prompts, 2.0)
     with batches:
-        inputs = loop.Inputs(tiny, batches, examples)
+        inputs = loop.RunInputs(tiny, batches, examples)
         state = loop.train(inputs, s.run, s.optimizer, mesh, tmp_path, {})
     assert (int(state.step), int(state.skipped)) == (2, 0)
 

@@ -44,7 +44,7 @@ def weights(tmp_path_factory):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory, weights):
     path = str(tmp_path_factory.mktemp("store") / "store")
-    fill.run(fill.open_job(config(weights=weights, store=path).to_dict()), fill.Work())
+    fill.run(fill.open_job(config(weights=weights, store=path).to_dict()), fill.EncodingOptions())
     return path
 
 

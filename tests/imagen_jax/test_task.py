@@ -142,7 +142,7 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
 
 SIGMA_OF_TIME = {
     "edm": lambda t: jnp.exp(4 * t),
-    "scaled_linear": lambda t: noise.sigma_at(noise.scaled_linear(), t),
+    "scaled_linear": lambda t: noise.sigma_at(noise.ldm_log_alphas(), t),
 }  # The others: log-SNR.
 
 
@@ -229,7 +229,7 @@ def test_a_picture_is_drawn_over_as_strength_and_mask_say():
 def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
     """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
     s = settings(sampler__name="euler", diffusion__predicts="v", diffusion__noise="scaled_linear")
-    first, last = noise.sigma_at(noise.scaled_linear(), jnp.array([999.0, 0.0]))
+    first, last = noise.sigma_at(noise.ldm_log_alphas(), jnp.array([999.0, 0.0]))
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     x = samplers.initial_noise(keys, (8, 8, 3), first)
     answer = 0.02 * WORDS[:, None, None, None] + 0.3

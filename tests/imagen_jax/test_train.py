@@ -91,7 +91,7 @@ def test_every_source_trains_and_gives_samples(tmp_path, monkeypatch, kind):
     (tmp_path / "run").mkdir()
     with train.open_batches(s, encoder, mesh) as batches:
         examples = train._examples(s, encoder, batches)
-        inputs = loop.Inputs(toy.task(encoder), batches, examples)
+        inputs = loop.RunInputs(toy.task(encoder), batches, examples)
         state = loop.train(inputs, s.run, s.optimizer, mesh, tmp_path / "run", {})
     assert (int(state.step), int(state.skipped)) == (2, 0)
     assert [path.name for path in (tmp_path / "run" / "samples").iterdir()] == ["step_00000002.png"]

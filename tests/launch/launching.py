@@ -1,4 +1,4 @@
-"""Runs of the launchers' commands, in processes of their own."""
+"""Run the launchers' commands in separate processes."""
 
 from tests.imagen_jax import commands
 

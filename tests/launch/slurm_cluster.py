@@ -1,6 +1,6 @@
-"""A real Slurm on this machine: munge, a controller and two virtual nodes with eight GPUs by name.
+"""A real Slurm on this machine: munge, a controller, and two virtual nodes with eight fake GPUs.
 
-Of Debian's slurmctld, slurmd, slurm-client and munge, as root, with all of its files in one folder.
+Requires root and Debian's slurmctld, slurmd, slurm-client and munge. All files are in one folder.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests import processes
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
-# A job that is queued again starts once its last credential has expired: 2 minutes by default.
+# A requeued job starts after its previous credential has expired: 2 minutes by default.
 CONFIG = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -54,27 +54,27 @@ PartitionName=urgent Nodes=n1,n2 PriorityTier=9 PreemptMode=OFF
 
 
 class Cluster:
-    """A running cluster; what is submitted starts in `folder`."""
+    """A running cluster. Submitted jobs start in `folder`."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        """Its files are in this folder."""
+        """Store the cluster's files in this folder."""
         self.folder = folder
         self.daemons: dict[str, subprocess.Popen] = {}
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self, name: str, *command: str) -> None:
-        """Starts a daemon, or a node's again, which writes to NAME.out."""
+        """Start a daemon, or restart that of a node. It writes to NAME.out."""
         with (self.folder / f"{name}.out").open("a") as log:
             self.daemons[name] = subprocess.Popen(
                 command, env=self.environment, stdout=log, stderr=log, cwd=self.folder
             )
 
     def lose(self, node: str) -> None:
-        """Kills a node: its daemon, and all that jobs run on it, at once."""
+        """Kill a node: its daemon and all processes of its jobs, at once."""
         self.daemons[node].kill()
-        # All are stopped before one is killed, so that none sees another die: the script would
-        # count a crash, and srun's child have the controller kill the step, which would hit the
-        # job once it has been queued again.
+        # All are stopped before any is killed, so that none sees another die. Otherwise, the
+        # script would count a crash, and srun's child would let the controller kill the step,
+        # which could hit the job after it was requeued.
         jobs = _of_jobs(node)
         for sign in (signal.SIGSTOP, signal.SIGKILL):
             for number in jobs:
@@ -83,29 +83,29 @@ class Cluster:
         self.daemons[node].wait()
 
     def ask(self, *command: str, text: str = "") -> subprocess.CompletedProcess[str]:
-        """A program of Slurm's that has ended."""
+        """Run one of Slurm's programs, and return the completed process."""
         return subprocess.run(
             command, input=text, text=True, capture_output=True, cwd=self.folder,
             env=self.environment, timeout=120, check=False,
         )  # fmt: skip
 
     def run(self, *command: str, text: str = "") -> str:
-        """What a program of Slurm's prints."""
+        """Run one of Slurm's programs, and return its output."""
         ended = self.ask(*command, text=text)
         assert ended.returncode == 0, (command, ended.stderr)
         return ended.stdout
 
     def submit(self, script: str, *options: str) -> str:
-        """The number of a submitted job."""
+        """Submit a job, and return its number."""
         return self.run("sbatch", "--parsable", *options, text=script).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol says of a job: JobState, Restarts, ExitCode, ..."""
+        """Return scontrol's description of a job: JobState, Restarts, ExitCode, ..."""
         words = self.run("scontrol", "show", "job", "--oneliner", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, number: str, *states: str, restarts: int = 0, seconds: float = 240) -> dict:
-        """The job, once it is in one of these states and was started again that often."""
+        """Wait until a job has one of these states and number of restarts, and return it."""
         deadline, job = time.monotonic() + seconds, {}
         while time.monotonic() < deadline:
             job = self.job(number)
@@ -118,14 +118,14 @@ class Cluster:
 
 
 def _of_jobs(node: str) -> set[int]:
-    """The processes of jobs on a node, and those of Slurm's that started them."""
-    named, found = f"SLURMD_NODENAME={node}".encode(), set()
+    """Return the processes of jobs on a node, and Slurm's processes that started them."""
+    named, numbers = f"SLURMD_NODENAME={node}".encode(), set()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if named in (process / "environ").read_bytes().split(bytes(1)):
                 parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                found |= {int(process.name), *[parent] * (_name(parent) == "slurmstepd")}
-    return found
+                numbers |= {int(process.name), *[parent] * (_name(parent) == "slurmstepd")}
+    return numbers
 
 
 def _name(number: int) -> str:
@@ -134,7 +134,7 @@ def _name(number: int) -> str:
 
 @contextlib.contextmanager
 def started(folder: pathlib.Path) -> Iterator[Cluster]:
-    """The cluster, which ends with the block; skips the test where there is none to start."""
+    """Start a cluster for the duration of the block. Skips the test if Slurm is missing."""
     if missing := [name for name in PROGRAMS if not shutil.which(name)]:
         pytest.skip(f"no {missing[0]} here: apt-get install slurmctld slurmd slurm-client munge")
     if os.geteuid():
@@ -143,7 +143,7 @@ def started(folder: pathlib.Path) -> Iterator[Cluster]:
     host = socket.gethostname()
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=host, ports=ports))
     (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n")
-    for number in range(8):  # Slurm asks for files, and for no devices.
+    for number in range(8):  # Slurm only requires the files to exist.
         (folder / f"gpu{number}").touch()
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))

@@ -1,6 +1,6 @@
-"""A run in miniature, as the launchers see one: it saves at SIGTERM, crashes, or refuses its input.
+"""A minimal run for tests of launchers: it saves at SIGTERM, crashes, or rejects its input.
 
-Each start adds a line to WORKDIR/starts. It waits until WORKDIR/done is there.
+Each start adds a line to WORKDIR/starts. It waits until WORKDIR/done exists.
 """
 
 import os
@@ -21,7 +21,7 @@ def main(argv):
     folder.mkdir(exist_ok=True)
 
     def stop(*_):
-        time.sleep(1)  # As long as it takes to save.
+        time.sleep(1)  # Saving takes a second.
         sys.exit(143)
 
     signal.signal(signal.SIGTERM, stop)

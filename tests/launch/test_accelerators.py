@@ -1,4 +1,4 @@
-"""Names of accelerators: hosts and chips as the clouds sell them, and mistakes."""
+"""Names of accelerators: hosts and chips as offered by the clouds, and errors."""
 
 import pytest
 
@@ -22,12 +22,20 @@ from launch import accelerators
         ("gb200:8", 8, 2, 4, 72),
     ],
 )
-def test_a_name_says_how_many_devices_and_hosts_there_are(name, devices, hosts, per_host, island):
-    found = accelerators.parse(name)
-    assert (found.devices, found.hosts, found.devices_per_host) == (devices, hosts, per_host)
-    assert found.island == island
-    assert found.devices == found.hosts * found.devices_per_host * found.slices
-    assert f"{found.name}:{found.topology}" == name.removesuffix("*2")
+def test_an_accelerators_name_determines_its_devices_hosts_and_slices(
+    name, devices, hosts, per_host, island
+):
+    accelerator = accelerators.parse(name)
+    assert (accelerator.devices, accelerator.hosts, accelerator.devices_per_host) == (
+        devices,
+        hosts,
+        per_host,
+    )
+    assert accelerator.island == island
+    assert (
+        accelerator.devices == accelerator.hosts * accelerator.devices_per_host * accelerator.slices
+    )
+    assert f"{accelerator.name}:{accelerator.topology}" == name.removesuffix("*2")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,7 @@ def test_a_name_says_how_many_devices_and_hosts_there_are(name, devices, hosts, 
         ("h100:12", "each host has 8 GPUs, so choose h100:8 or h100:16"),
     ],
 )
-def test_a_name_that_is_none_is_an_error_with_one_that_is(name, message):
+def test_an_unknown_accelerator_is_an_error_that_suggests_a_valid_one(name, message):
     with pytest.raises(ValueError) as raised:
         accelerators.parse(name)
     assert message in str(raised.value)

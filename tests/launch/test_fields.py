@@ -1,4 +1,4 @@
-"""Texts of a job file that would change a script or a manifest in another place than their own."""
+"""Fields of a job file must not be able to change other parts of a script or manifest."""
 
 import pytest
 
@@ -22,13 +22,13 @@ from launch import fields
         ({"sweep": (("seed=1\u2028",),)}, "job.sweep holds 'seed=1\\u2028': remove line breaks"),
     ],
 )  # fmt: skip
-def test_a_text_that_reaches_further_than_its_place_is_refused(job, message):
+def test_a_field_that_would_change_other_lines_of_the_script_is_an_error(job, message):
     with pytest.raises(ValueError) as raised:
         fields.check(job)
     assert message in str(raised.value)
 
 
-def test_shell_commands_and_yaml_have_lines_and_overrides_any_character():
+def test_setup_and_patch_can_have_several_lines_and_overrides_any_character():
     fields.check({
         "name": "a-1", "secrets": ("HF_TOKEN",), "overrides": ("prompts=('größe $(A) \"b\"',)",),
         "slurm": {"setup": "module load x\nsource y", "partition": "gpu,a100-80", "account": ""},

@@ -1,4 +1,4 @@
-"""Counted FLOPs: closed forms, and what is known of the models that people train."""
+"""Counted FLOPs against closed forms and known numbers of published models."""
 
 import importlib
 
@@ -13,8 +13,8 @@ from launch.planner import tasks
 from sd_jax.unet import UNet
 
 NHWC = ("NHWC", "HWIO", "NHWC")
-# TFLOP of a training sample: three times the matrix products and convolutions of a forward pass,
-# by an independent count of the reference implementations.
+# TFLOP per training sample: three times the matrix products and convolutions of a forward pass,
+# counted independently in the reference implementations.
 KNOWN = {
     "base64_500m": 1.003,
     "base64_2b": 3.947,
@@ -32,7 +32,7 @@ def count(function, *shapes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
-def test_the_models_cost_what_is_known_of_them(name):
+def test_counted_flops_match_the_known_cost_of_published_models(name):
     model = tasks.read(importlib.import_module(f"configs.{name}").get_config().to_dict())
     loss = jax.make_jaxpr(lambda p, b, k: model.task.loss(p, {"text": ()}, b, k))
     forward = loss(model.state.params, memory.batch_of(model.example, 1), memory.abstract_keys(1))
@@ -40,7 +40,7 @@ def test_the_models_cost_what_is_known_of_them(name):
 
 
 @pytest.mark.slow
-def test_stable_diffusion_2_costs_what_is_known_of_it():
+def test_counted_flops_match_the_known_cost_of_stable_diffusion_2():
     unet, x, text = UNet(), jnp.zeros((1, 64, 64, 4)), jnp.zeros((1, 77, 1024))
     params = jax.eval_shape(unet.init, jax.random.key(0), x, jnp.zeros(1), text)
     forward = jax.make_jaxpr(unet.apply)(params, x, jnp.zeros(1), text)
@@ -57,11 +57,11 @@ def test_a_gradient_costs_twice_its_forward_pass_also_with_strides():
     forward = 2 * 5 * 4 * 4 * 7 * 9 * 3
     assert count(strided, x, kernel) == forward
     assert count(jax.grad(strided, 1), x, kernel) == 2 * forward
-    # With respect to both: outputs of 8x8 pixels, of which a fourth of the taps meet no zero.
+    # The gradient for x is a convolution over 8x8 pixels in which 3 of 4 inputs are zero.
     assert count(jax.grad(strided, (0, 1)), x, kernel) == 3 * forward
 
 
-def test_loops_count_as_often_as_they_run_and_branches_at_their_costliest():
+def test_flops_of_loops_are_multiplied_and_the_costliest_branch_counts():
     def looped(x):
         return jax.lax.scan(lambda c, _: (c @ c, None), x, length=5)[0]
 
@@ -75,8 +75,8 @@ def test_loops_count_as_often_as_they_run_and_branches_at_their_costliest():
     )
 
 
-def test_attention_of_cudnn_costs_as_much_as_all_scores_at_once():
-    """JAX traces cuDNN's attention only where cuDNN is installed: here, two stand-ins."""
+def test_cudnn_attention_is_counted_like_plain_attention():
+    """JAX can only trace cuDNN's attention if cuDNN is installed, so two stand-ins are used."""
     q = jax.ShapeDtypeStruct((2, 24, 4, 8), jnp.float32)
     k = v = jax.ShapeDtypeStruct((2, 40, 4, 8), jnp.float32)
     forward = core.Primitive("dot_product_attention_fwd_wrapper")

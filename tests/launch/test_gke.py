@@ -1,7 +1,7 @@
-"""Manifests against the schema of JobSet, and what they say: who runs what, where, how often.
+"""Manifests for GKE, checked against the schema of JobSet: commands, nodes, restarts.
 
-The schema is that of the custom resource definition of kubernetes-sigs/jobset (Apache-2.0, August
-2026), which holds those of Job and Pod, without its texts.
+The schema is from the custom resource definition of kubernetes-sigs/jobset (Apache-2.0, August
+2026), which includes those of Job and Pod, without its descriptions.
 """
 
 import gzip
@@ -23,7 +23,7 @@ THERE = ("--job.image=registry/name:tag", "--job.workdir=gs://bucket/runs/base64
 
 
 def strict(schema):
-    """The schema without room for fields that it does not name."""
+    """Return the schema, changed to reject fields that it does not name."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -37,14 +37,14 @@ def strict(schema):
 @pytest.fixture(scope="module")
 def validator():
     schema = json.loads(gzip.decompress((FIXTURES / "jobset_schema.json.gz").read_bytes()))
-    # Kubernetes itself checks metadata, of which the definition says nothing.
+    # Kubernetes checks metadata, which the definition does not describe.
     schema["properties"]["metadata"] = {}
     return jsonschema.Draft202012Validator(strict(schema))
 
 
 @pytest.fixture(scope="module")
 def rendered(validator):
-    """Checked manifests, and the table, of a command's arguments."""
+    """Return a function from a command's arguments to its validated manifests and its table."""
 
     def render(*arguments, **options):
         text, table = printed("gke", *arguments, **options)
@@ -67,7 +67,7 @@ def tpu(rendered):
 
 
 def parts(manifest):
-    """The worker, its job, its pod, its container."""
+    """Return the worker, its job, its pod and its container."""
     (worker,) = manifest["spec"]["replicatedJobs"]
     job = worker["template"]["spec"]
     pod = job["template"]["spec"]
@@ -75,7 +75,7 @@ def parts(manifest):
     return worker, job, pod, container
 
 
-def test_the_schema_refuses_what_is_misspelt(tpu, validator):
+def test_the_schema_rejects_misspelt_fields(tpu, validator):
     for path in (("spec", "failurePolcy"), ("spec", "replicatedJobs", 0, "template", "spec", "x")):
         wrong = json.loads(json.dumps(tpu))
         place = wrong
@@ -86,7 +86,7 @@ def test_the_schema_refuses_what_is_misspelt(tpu, validator):
             validator.validate(wrong)
 
 
-def test_a_tpu_job_has_a_pod_a_host_in_each_slice(tpu):
+def test_a_tpu_job_has_one_pod_per_host_in_each_slice(tpu):
     worker, job, pod, container = parts(tpu)
     assert (worker["replicas"], job["parallelism"], job["completions"]) == (2, 64, 64)
     assert job["completionMode"] == "Indexed"
@@ -104,7 +104,7 @@ def test_a_tpu_job_has_a_pod_a_host_in_each_slice(tpu):
     }
 
 
-def test_it_runs_the_command_on_the_bucket_which_nothing_mounts(tpu):
+def test_the_container_runs_the_command_with_an_unmounted_bucket_as_workdir(tpu):
     _, job, pod, container = parts(tpu)
     assert [*container["command"], *container["args"]] == [
         "python", "-m", "imagen_jax.train", "--config=configs/base64_500m.py",
@@ -116,7 +116,7 @@ def test_it_runs_the_command_on_the_bucket_which_nothing_mounts(tpu):
     assert "metadata" not in job["template"]
 
 
-def test_a_secret_is_named_and_not_written(tpu):
+def test_a_manifest_refers_to_a_secret_without_containing_its_value(tpu):
     *_, container = parts(tpu)
     assert container["env"] == [
         {"name": "JAX_COMPILATION_CACHE_DIR", "value": "gs://bucket/runs/base64/compiled"},
@@ -127,7 +127,7 @@ def test_a_secret_is_named_and_not_written(tpu):
 
 
 def outcome(manifest, code):
-    """What becomes of a run whose pod ends with this exit code, as Kubernetes and JobSet decide."""
+    """Return the action of Kubernetes and JobSet after a pod ends with this exit code."""
     job = parts(manifest)[1]
     rules = enumerate(job["podFailurePolicy"]["rules"])
     matched = [i for i, rule in rules if code in rule.get("onExitCodes", {"values": []})["values"]]
@@ -145,7 +145,7 @@ def outcome(manifest, code):
     return "RestartJobSet"
 
 
-def test_preemption_is_free_failure_counts_and_bad_input_ends_it(tpu):
+def test_preemptions_do_not_count_failures_restart_and_bad_input_fails(tpu):
     assert outcome(tpu, 143) == "RestartJobSetAndIgnoreMaxRestarts"
     assert outcome(tpu, 2) == "FailJobSet"
     assert outcome(tpu, 1) == outcome(tpu, 134) == outcome(tpu, exits.BUSY) == "RestartJobSet"
@@ -158,7 +158,7 @@ def sweep(rendered):
     return rendered(SWEEP, *THERE, "--job.accelerator=h100:64")
 
 
-def test_processes_on_gpus_find_one_another(sweep):
+def test_gpu_pods_have_the_coordinators_address_and_their_index(sweep):
     worker, job, pod, container = parts(sweep[0][1])
     assert (worker["replicas"], job["completions"]) == (1, 8)
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
@@ -172,7 +172,7 @@ def test_processes_on_gpus_find_one_another(sweep):
     assert which["name"] == "JAX_PROCESS_ID" and "job-completion-index" in path
 
 
-def test_a_sweep_is_a_run_each_with_a_table(sweep):
+def test_a_sweep_gives_one_manifest_per_run_and_a_table(sweep):
     manifests, table = sweep
     assert [m["metadata"]["name"] for m in manifests] == [f"quickstart-{i}" for i in range(3)]
     arguments = [parts(m)[3]["args"] for m in manifests]
@@ -184,7 +184,7 @@ def test_a_sweep_is_a_run_each_with_a_table(sweep):
     )
 
 
-def test_variables_buckets_and_a_patch_are_in_the_manifest(rendered):
+def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
     patch = """
       metadata: {labels: {team: images}}
       spec:
@@ -205,10 +205,12 @@ def test_variables_buckets_and_a_patch_are_in_the_manifest(rendered):
     _, job, pod, container = parts(manifest)
     env = {row["name"]: row["value"] for row in container["env"]}
     assert (env["LIBTPU_INIT_ARGS"], env["TPU_LOG"]) == (f"--a=true --b=2 {TPU}", "1")
-    # Kubernetes writes $ for $$, and replaces $(NAME) otherwise.
+    # Kubernetes replaces $$ by $, and $(NAME) by a variable.
     assert (env["A"], container["args"][-2]) == ("$$(B) $$$$ $$C", "--only=$$(HOME)")
     assert container["ports"] == [{"containerPort": 55527}]
-    assert container["args"][0] == "imagen_jax.train"  # What the patch leaves out stays.
+    assert (
+        container["args"][0] == "imagen_jax.train"
+    )  # Fields that the patch does not set are kept.
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
     assert len(pod["nodeSelector"]) == 3
     assert job["template"]["metadata"]["annotations"] == {
@@ -223,7 +225,7 @@ def test_variables_buckets_and_a_patch_are_in_the_manifest(rendered):
     assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
-def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
+def test_gke_can_run_benchmarks_which_the_image_contains(rendered):
     ((manifest,), _) = rendered(SCALING, *THERE)
     worker, job, pod, container = parts(manifest)
     assert (worker["replicas"], job["completions"]) == (1, 8)
@@ -258,11 +260,11 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
         ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2': there is no such file"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
+def test_invalid_gke_jobs_are_errors_that_say_how_to_fix_them(arguments, message):
     assert message in refused("gke", BASE, *arguments)
 
 
-def test_a_flag_that_the_command_refuses_is_an_error_with_the_way_out():
+def test_an_invalid_override_in_a_sweep_is_an_error():
     sweep = "--job.sweep=(('seed=1',), ('optimizer.lrr=1',), ('seed=2',))"
     message = "unknown config field optimizer.lrr: did you mean optimizer.lr?"
     assert message in refused("gke", BASE, *THERE, sweep, before=None)

@@ -1,4 +1,4 @@
-"""The recipe of the images: hashed packages, a base by digest, and no root user."""
+"""The Dockerfile: packages with hashes, a base image with a digest, and no root user."""
 
 import pathlib
 import re
@@ -23,11 +23,11 @@ def instructions(stage):
 
 
 @pytest.mark.parametrize("target", ["tpu", "cuda"])
-def test_an_image_installs_hashes_on_a_base_by_digest_and_is_not_root(target):
+def test_an_image_requires_hashes_and_a_digest_and_does_not_run_as_root(target):
     lines = instructions(target)
     installs = [line for line in lines if "pip" in line and line.startswith("RUN")]
     assert installs == [f"RUN pip install --require-hashes --no-deps -r {target}.txt"]
-    assert lines[0] == "FROM ${BASE}" and "\nARG BASE\n" in RECIPE  # No default: it must be given.
+    assert lines[0] == "FROM ${BASE}" and "\nARG BASE\n" in RECIPE  # BASE has no default.
     (check,) = [line for line in lines if line.startswith("RUN case")]
     assert '"$BASE" in *@sha256:*) ;; *)' in check and "exit 1" in check
     assert [line for line in lines if line.startswith("USER")] == ["USER 1000"]
@@ -35,7 +35,7 @@ def test_an_image_installs_hashes_on_a_base_by_digest_and_is_not_root(target):
 
 
 @pytest.mark.parametrize("target", ["tpu", "cuda"])
-def test_every_package_is_pinned_with_one_hash(target):
+def test_every_package_of_the_images_is_pinned_with_one_hash(target):
     lines = (ROOT / "launch" / f"{target}.txt").read_text().splitlines()
     assert all(re.fullmatch(r"[a-z0-9.-]+==[\w.+!]+ --hash=sha256:[0-9a-f]{64}", x) for x in lines)
     versions = dict(line.partition(" ")[0].split("==") for line in lines)
@@ -53,7 +53,7 @@ def test_every_package_is_pinned_with_one_hash(target):
     assert ("libtpu" if target == "tpu" else "jax-cuda13-plugin") in versions
 
 
-def test_the_wheel_for_the_images_is_chosen():
+def test_lock_selects_the_wheel_for_the_images_python_and_glibc():
     wheel = lambda name, digest: {"url": f"https://x/{name}", "hashes": {"sha256": digest}}
     packages = [
         {"name": "a", "version": "1", "wheels": [

@@ -1,4 +1,4 @@
-"""What all launchers have in common."""
+"""Flags that all launchers share."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.imagen_jax import commands
 
 
 @pytest.mark.parametrize("launcher", ["gke", "slurm", "xm"])
-def test_the_help_names_the_job_and_the_dry_run(launcher):
+def test_the_help_of_launchers_describes_job_and_dry_run(launcher):
     text = commands.run(f"launch.{launcher}", "--help", devices=1).out
     assert "--job: Job file, such as launch/jobs/scaling.py." in text
     assert "--[no]dry_run: Print what would be submitted, and exit." in text

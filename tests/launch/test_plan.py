@@ -1,4 +1,4 @@
-"""The planner's command: traffic, errors that give the arithmetic, and its figures."""
+"""The planner's command: communication, errors, and its numbers."""
 
 import json
 
@@ -29,60 +29,60 @@ TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--confi
          [[0, 1, 2, 3]]),
     ],
 )  # fmt: skip
-def test_collectives_are_read_from_compiled_programs(line, kind, size, groups):
-    (found,) = traffic.of_hlo(line)
-    assert (found.kind, found.size) == (kind, size)
-    np.testing.assert_array_equal(found.groups, groups)
+def test_collectives_are_read_from_hlo_text(line, kind, size, groups):
+    (collective,) = traffic.of_hlo(line)
+    assert (collective.kind, collective.size) == (kind, size)
+    np.testing.assert_array_equal(collective.groups, groups)
 
 
 @pytest.mark.parametrize(
     ("transfer", "kind", "size"),
     [("ALL_REDUCE", "all-reduce", 128), ("ALL_GATHER", "all-gather", 256)],
 )
-def test_what_a_slice_sends_to_others_is_read_from_its_program(transfer, kind, size):
+def test_transfers_between_slices_are_read_from_hlo_text(transfer, kind, size):
     line = (
         "%s = (f32[4,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=8, is_host_transfer=true, "
         'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
         f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{transfer}"}}'
     )
-    (found,) = traffic.of_hlo(line, 4)
-    assert (found.kind, found.size) == (kind, size)
-    np.testing.assert_array_equal(found.groups, [[0, 4], [1, 5], [2, 6], [3, 7]])
+    (collective,) = traffic.of_hlo(line, 4)
+    assert (collective.kind, collective.size) == (kind, size)
+    np.testing.assert_array_equal(collective.groups, [[0, 4], [1, 5], [2, 6], [3, 7]])
 
 
-def test_an_exchange_of_all_devices_of_two_slices_is_read_from_its_program():
+def test_an_all_to_all_between_two_slices_is_read_from_hlo_text():
     line = (
         "%s = (f32[4,8]{1,0}, u32[], token[]) send(%x, %t), channel_id=8, is_host_transfer=true, "
         "frontend_attributes={_xla_megascale_target={{100000,100001,200000,200001},"
         '{100002,100003,200002,200003}},_xla_megascale_transfer_type="ALL_TO_ALL"}'
     )
-    (found,) = traffic.of_hlo(line, 4)
-    assert (found.kind, found.size) == ("all-to-all", 128)
-    np.testing.assert_array_equal(found.groups, [[0, 1, 4, 5], [2, 3, 6, 7]])
+    (collective,) = traffic.of_hlo(line, 4)
+    assert (collective.kind, collective.size) == ("all-to-all", 128)
+    np.testing.assert_array_equal(collective.groups, [[0, 1, 4, 5], [2, 3, 6, 7]])
 
 
-def test_the_parts_of_a_collective_count_once():
+def test_collectives_with_the_same_channel_count_once():
     line = "%{} = f32[8] all-gather(%x), channel_id={}, replica_groups={{{{0,1}}}}, x"
     text = "\n".join(line.format(name, channel) for name, channel in [("a", 1), ("b", 1), ("c", 2)])
     assert [c.size for c in traffic.of_hlo(text)] == [32, 32]
 
 
-def test_groups_that_cannot_be_read_are_an_error_and_not_left_out():
+def test_unreadable_groups_of_devices_are_an_error():
     with pytest.raises(
         ValueError, match=r"cannot parse the groups of devices .*nobody.*: use --fast"
     ):
         traffic.of_hlo("%a = f32[8] all-reduce(%x), replica_groups=nobody, x")
 
 
-def test_the_slower_of_link_and_network_decides():
+def test_the_slower_of_nvlink_and_network_determines_the_time():
     one_node, nodes = np.arange(8)[None], np.arange(16)[None]
     gather = lambda groups: [traffic.Collective("all-gather", 8_000_000_000, groups)]
     target = accelerators.parse("h100:16")
-    # 7/8 of 8 GB come over NVLink, at 450 GB/s.
+    # 7/8 of 8 GB arrive over NVLink at 450 GB/s.
     assert traffic.seconds(gather(one_node), target) == pytest.approx(7e9 / 450e9)
-    # Each node gets half of them over 8 cards of 50 GB/s: 10 ms. By NVLink 15/16: 16.7 ms.
+    # Each node receives half over 8 network cards of 50 GB/s: 10 ms. NVLink 15/16: 16.7 ms.
     assert traffic.seconds(gather(nodes), target) == pytest.approx(7.5e9 / 450e9)
-    # One GPU of each of two nodes has one card.
+    # One GPU per node uses one network card.
     pair = [traffic.Collective("all-reduce", 8_000_000_000, np.array([[0, 8]]))]
     assert traffic.seconds(pair, target) == pytest.approx(8e9 / 50e9)
     assert traffic.bytes_by_kind(pair) == {"all-reduce": 8_000_000_000}
@@ -97,12 +97,12 @@ def figures():
     return json.loads(ended.out.splitlines()[-1])
 
 
-def test_the_figures_belong_together(figures):
+def test_the_numbers_of_a_plan_are_consistent(figures):
     f = figures
     assert f["mesh"] == {"replica": 1, "fsdp": 16, "tensor": 1}
     need = f["bytes_per_device"]
     assert need["ema"] == need["parameters"]
-    # Two moments, the number of updates, and the schedule's two scalars.
+    # Two moments, the update count, and two scalars of the schedule.
     assert need["optimizer"] == 2 * need["parameters"] + 12
     parts = ("parameters", "optimizer", "ema", "frozen", "batch", "temporary")
     assert need["total"] == sum(need[part] for part in parts)
@@ -128,12 +128,12 @@ def test_the_figures_belong_together(figures):
         (("--target=h100:8", "--mfu=40"), "error: --mfu=40.0: it must be above 0 and at most 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_one_line(arguments, message):
+def test_plans_that_are_impossible_are_one_line_errors(arguments, message):
     ended = commands.run("launch.plan", *TINY, "--fast", *arguments)
     assert ended.code == 2 and message in ended.err and "Traceback" not in ended.err
 
 
-def test_the_table_says_whether_it_fits_and_what_to_do():
+def test_the_plan_says_if_the_model_does_not_fit_and_suggests_settings():
     big = ("--config=configs/quickstart.py", "--config.batch_size=8388608", "--target=v5e:2x2")
     ended = commands.run("launch.plan", *big, "--fast")
     assert ended.code == 0, ended.err
@@ -143,7 +143,7 @@ def test_the_table_says_whether_it_fits_and_what_to_do():
 
 
 @pytest.mark.parametrize(
-    ("target", "batch", "told"),
+    ("target", "batch", "warning"),
     [
         ("v5e:2x2", 28, "micro batch has fewer than 8 samples"),
         ("v5e:2x2", 32, ""),
@@ -151,18 +151,18 @@ def test_the_table_says_whether_it_fits_and_what_to_do():
         ("h100:4", 64, ""),
     ],
 )
-def test_a_plan_warns_of_few_samples_per_device(target, batch, told):
+def test_a_plan_warns_about_few_samples_per_device(target, batch, warning):
     ended = commands.run(
         "launch.plan", *TINY, "--fast", f"--target={target}", f"--config.batch_size={batch}"
     )
     assert ended.code == 0, ended.err
-    assert told in ended.out
-    assert bool(told) == ("samples per pass" in ended.out or "micro batch has" in ended.out)
+    assert warning in ended.out
+    assert bool(warning) == ("samples per pass" in ended.out or "micro batch has" in ended.out)
 
 
 @pytest.mark.slow
-def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
-    """base64_500m: batch 4096 on 32 A100 of 80 GB, 128 samples each at once."""
+def test_the_plan_for_nemos_hardware_matches_its_batch_without_cudnn():
+    """NeMo trains base64_500m with batch 4096 on 32 A100 with 80 GB, 128 samples each."""
     ended = commands.run(
         "launch.plan", "--config=configs/base64_500m.py", "--target=a100-80gb:32", "--fast",
         "--json", "--config.unet.attention_impl=cudnn",
@@ -171,7 +171,7 @@ def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
     f = json.loads(ended.out.splitlines()[-1])
     assert f["fits"] and f["micro_batch"] == 128 and f["accumulate"] == 1
     assert "so the plan uses blockwise attention" in f["notes"][-1]
-    # The state of 8.4 GB would fit on each, but then each would update all of it.
+    # The state of 8.4 GB would fit on each device, but each would have to update all of it.
     assert f["advice"][-1].startswith(
         "--config.mesh.replica=1 --config.mesh.fsdp=32 --config.optimizer.micro_batch=128"
     )
@@ -179,8 +179,8 @@ def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
 
 
 @pytest.mark.slow
-def test_the_best_division_says_why_nothing_else_does():
-    """base64_2b: 35 GB of state."""
+def test_the_advice_explains_why_plain_data_parallelism_does_not_fit():
+    """The state of base64_2b takes 35 GB."""
     ended = commands.run(
         "launch.plan", "--config=configs/base64_2b.py", "--target=a100:8", "--fast", "--json"
     )

@@ -1,4 +1,4 @@
-"""A job is rehearsed before it is handed over: sbatch here writes down what it is given."""
+"""Jobs are rehearsed before they are submitted. A fake sbatch records the scripts."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ SBATCH = '#!/bin/sh\ncat >> "$TAKEN"\n'
 
 
 def launch(folder, *arguments):
-    """The command, with an sbatch in front of any other; and what that got."""
+    """Run launch.slurm with a fake sbatch. Return the process and the submitted script."""
     (folder / "bin").mkdir()
     program, taken = folder / "bin" / "sbatch", folder / "taken.sh"
     program.write_text(SBATCH)
@@ -24,19 +24,19 @@ def launch(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_each_run_is_rehearsed_and_then_submitted(tmp_path):
+def test_a_run_is_rehearsed_and_then_submitted(tmp_path):
     ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", "--job.sweep=((),)")
     assert ended.returncode == 0, ended.stderr
     assert "parameters     3,323,889 trained, 0 frozen\n" in ended.stderr
     assert f"workdir        {tmp_path}/runs/0: a new run\n" in ended.stderr
-    assert "mesh: replica 1, fsdp 8, tensor 1" in ended.stderr  # As on the eight GPUs.
+    assert "mesh: replica 1, fsdp 8, tensor 1" in ended.stderr  # The mesh for eight GPUs.
     assert " of 80.0 GB per device, estimated: " in ended.stderr and "warning:" not in ended.stderr
     assert taken.count("#!/bin/bash") == 1 and "imagen_jax.train" in taken
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
-def test_what_a_rehearsal_refuses_is_not_submitted(tmp_path):
+def test_a_run_whose_rehearsal_fails_is_not_submitted(tmp_path):
     ended, taken = launch(
         tmp_path, f"--job.workdir={tmp_path}/runs", "--job.sweep=(('sampler.name=heun(wrong=1)',),)"
     )
@@ -47,7 +47,7 @@ def test_what_a_rehearsal_refuses_is_not_submitted(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_into_what_is_booked_is_not_submitted(tmp_path):
+def test_a_run_that_does_not_fit_into_memory_is_not_submitted(tmp_path):
     large = "--job.sweep=(('batch_size=4000000',),)"
     ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", large)
     assert ended.returncode == 2 and taken == ""
@@ -56,8 +56,8 @@ def test_a_step_that_does_not_fit_into_what_is_booked_is_not_submitted(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_whose_data_are_elsewhere_is_submitted_unrehearsed(tmp_path):
-    given = "--job.sweep=(('data.source=webdataset','data.path=/nowhere/x.tar'),)"
-    ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", given)
+def test_a_run_with_data_on_another_machine_is_submitted_without_rehearsal(tmp_path):
+    sweep = "--job.sweep=(('data.source=webdataset','data.path=/nowhere/x.tar'),)"
+    ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", sweep)
     assert ended.returncode == 0 and "imagen_jax.train" in taken
     assert "quickstart-0 is not rehearsed: this machine cannot access /nowhere" in ended.stderr

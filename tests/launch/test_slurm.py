@@ -1,4 +1,4 @@
-"""Scripts for sbatch, run by bash with commands of Slurm's names in its place."""
+"""Scripts for sbatch, run by bash with stand-ins for Slurm's commands."""
 
 import os
 import subprocess
@@ -8,14 +8,14 @@ import pytest
 
 from diffusion_jax import exits
 from launch import accelerators, slurm
-from launch.job import Job, Run
+from launch.job import Job, JobRun
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
-# Each says what it was called with. srun is the command until scancel tells it to stop.
+# Each stand-in records its arguments. srun runs the command until scancel signals it.
 STAND_INS = {
-    "srun": 'echo "srun $*" >> said; trap "exit 143" TERM; echo $$ > pid; $WORK & wait; exit $CODE',
-    "scancel": 'echo "scancel $*" >> said; kill -TERM "$(cat pid)"',
-    "scontrol": 'echo "scontrol $*" >> said',
+    "srun": 'echo "srun $*" >> log; trap "exit 143" TERM; echo $$ > pid; $WORK & wait; exit $CODE',
+    "scancel": 'echo "scancel $*" >> log; kill -TERM "$(cat pid)"',
+    "scontrol": 'echo "scontrol $*" >> log',
 }
 
 
@@ -34,7 +34,7 @@ def script(rendered):
     return rendered[0].split("#!/bin/bash\n")[2]
 
 
-def test_a_node_is_a_process_with_all_its_gpus(script):
+def test_the_script_starts_one_process_per_node_with_all_gpus(script):
     options = dict(
         line.removeprefix("#SBATCH --").split("=", 1)
         for line in script.splitlines()
@@ -49,7 +49,7 @@ def test_a_node_is_a_process_with_all_its_gpus(script):
 
 
 def run(script, folder, *, work="true", code=0, signal=None, **environment):
-    """(exit code, what the stand-ins were called with). /shared is in the folder."""
+    """Run a script; return its exit code and the stand-ins' calls. /shared is in the folder."""
     script = script.replace("/shared/", f"{folder}/shared/")
     for name, content in STAND_INS.items():
         path = folder / name
@@ -66,14 +66,14 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
             time.sleep(0.01)
         process.send_signal(signal)
     ended = process.wait(timeout=300)
-    said = folder / "said"
-    return ended, said.read_text().splitlines() if said.exists() else []
+    calls = folder / "log"
+    return ended, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_srun_gets_the_command_whole(script, tmp_path):
-    code, said = run(script, tmp_path, HF_TOKEN="x")
+def test_srun_receives_the_complete_command(script, tmp_path):
+    code, calls = run(script, tmp_path, HF_TOKEN="x")
     shared = tmp_path / "shared"
-    assert (code, said) == (0, [
+    assert (code, calls) == (0, [
         "srun --kill-on-bad-exit=0 --wait=60 --container-image registry#name:tag "
         f"--container-mounts {shared}/runs/1:{shared}/runs/1 "
         "python -m imagen_jax.train --config=configs/quickstart.py --config.prompts=('a b',) "
@@ -81,31 +81,31 @@ def test_srun_gets_the_command_whole(script, tmp_path):
     ])  # fmt: skip
 
 
-def test_out_of_time_it_is_told_to_save_and_queued_again(script, tmp_path):
-    code, said = run(script, tmp_path, work="sleep 30", signal=10, HF_TOKEN="x")
+def test_at_the_time_limit_the_run_is_signalled_to_save_and_requeued(script, tmp_path):
+    code, calls = run(script, tmp_path, work="sleep 30", signal=10, HF_TOKEN="x")
     assert code == 143
-    assert said[1:] == ["scancel --signal=TERM 7.0", "scontrol requeue 7"]
+    assert calls[1:] == ["scancel --signal=TERM 7.0", "scontrol requeue 7"]
 
 
-def test_told_to_stop_by_slurm_itself_it_is_queued_again(script, tmp_path):
-    code, said = run(script, tmp_path, code=143, HF_TOKEN="x")
-    assert (code, said[1:]) == (143, ["scontrol requeue 7"])
+def test_a_run_that_slurm_preempts_is_requeued(script, tmp_path):
+    code, calls = run(script, tmp_path, code=143, HF_TOKEN="x")
+    assert (code, calls[1:]) == (143, ["scontrol requeue 7"])
 
 
-def test_bad_input_is_not_queued_again(script, tmp_path):
-    code, said = run(script, tmp_path, code=2, HF_TOKEN="x")
-    assert (code, len(said)) == (2, 1)
+def test_a_run_with_bad_input_is_not_requeued(script, tmp_path):
+    code, calls = run(script, tmp_path, code=2, HF_TOKEN="x")
+    assert (code, len(calls)) == (2, 1)
 
 
-def test_a_crash_is_queued_again_as_often_as_the_job_says(tmp_path):
+def test_a_crashed_run_is_requeued_up_to_job_restarts_times(tmp_path):
     text, _ = printed(
         "slurm", BASE, f"--job.workdir={tmp_path}/a run", "--job.accelerator=h100:8",
         "--job.restarts=2",
     )  # fmt: skip
     for times, ended in enumerate([1, 134, exits.BUSY], start=1):
-        code, said = run(text, tmp_path, code=ended)
+        code, calls = run(text, tmp_path, code=ended)
         assert code == ended
-        assert said.count("scontrol requeue 7") == min(times, 2)
+        assert calls.count("scontrol requeue 7") == min(times, 2)
     assert (tmp_path / "a run" / "crashes-7").read_text() == f"1\n134\n{exits.BUSY}\n"
 
 
@@ -113,27 +113,27 @@ JOB = Job("run", "imagen_jax.train", "", (), (), (), "h100:8", "", "/x", ())
 SLURM = slurm.Slurm("", "", "24:00:00", 300, "")
 
 
-def test_three_preemptions_without_a_checkpoint_end_a_run_and_a_crash_or_a_checkpoint_is_new(
+def test_three_preemptions_without_a_new_checkpoint_end_a_run(
     tmp_path,
 ):
-    run_of = Run("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
+    run_of = JobRun("run", ("imagen_jax.train",), str(tmp_path / "a run"), ())
     text = slurm.render(JOB, SLURM, accelerators.parse("h100:8"), run_of)
-    ends, said = [], []
+    ends, calls = [], []
     for code in [143, 143, 1, 143, 143]:
-        ended, said = run(text, tmp_path, code=code)
-        ends.append((ended, said.count("scontrol requeue 7")))
+        ended, calls = run(text, tmp_path, code=code)
+        ends.append((ended, calls.count("scontrol requeue 7")))
     (tmp_path / "a run" / "checkpoints" / "50").mkdir(parents=True)
     for code in [143, 143, 143, 143]:
-        ended, said = run(text, tmp_path, code=code)
-        ends.append((ended, said.count("scontrol requeue 7")))
+        ended, calls = run(text, tmp_path, code=code)
+        ends.append((ended, calls.count("scontrol requeue 7")))
     assert ends == [
         (143, 1), (143, 2), (1, 3), (143, 4), (143, 5), (143, 6), (143, 7), (1, 7), (1, 7),
     ]  # fmt: skip
-    # The last start, by hand, ended before srun.
-    assert sum(line.startswith("srun") for line in said) == 8
+    # The last start ended before srun.
+    assert sum(line.startswith("srun") for line in calls) == 8
 
 
-def test_a_task_of_an_array_ends_before_it_starts(script, tmp_path):
+def test_a_task_of_a_job_array_exits_with_2(script, tmp_path):
     assert run(script, tmp_path, HF_TOKEN="x", SLURM_ARRAY_TASK_ID="0") == (2, [])
 
 
@@ -150,7 +150,7 @@ def test_a_task_of_an_array_ends_before_it_starts(script, tmp_path):
         ("0", float("inf"), "job.slurm.time sets no limit; the partition may have one"),
     ],
 )
-def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds, reading):
+def test_time_limits_are_parsed_like_sbatch(time, seconds, reading):
     assert (slurm.seconds(time), slurm.reading(time)) == (seconds, reading)
 
 
@@ -169,25 +169,25 @@ def test_a_time_limit_is_read_as_sbatch_reads_it(time, seconds, reading):
         ({"options": ("--time=2:00",)}, "holds '--time=2:00': set job.slurm.time instead"),
     ],
 )
-def test_settings_that_slurm_would_misread_are_refused(changes, message):
+def test_settings_that_slurm_would_misread_are_errors(changes, message):
     with pytest.raises(ValueError) as raised:
         slurm.check(JOB, SLURM._replace(**changes), accelerators.parse("h100:8"))
     assert message in str(raised.value)
 
 
-def test_the_longest_grace_is_shorter_than_the_time():
+def test_a_grace_period_just_shorter_than_the_time_limit_is_accepted():
     allowed = SLURM._replace(time="5:01", options=("--time-min=2:00", "--comment=array"))
     slurm.check(JOB, allowed, accelerators.parse("h100:8"))
 
 
-def test_a_folder_that_pyxis_would_split_is_refused():
+def test_a_mounted_folder_with_a_colon_in_its_name_is_an_error():
     job = JOB._replace(image="i", mounts=("/etc:/x",))
-    run_of, target = Run("run", ("x.train",), "/x", ()), accelerators.parse("h100:8")
+    run_of, target = JobRun("run", ("x.train",), "/x", ()), accelerators.parse("h100:8")
     with pytest.raises(ValueError, match=r"^/etc:/x cannot be mounted: its name contains ':' or"):
         slurm.render(job, SLURM, target, run_of)
 
 
-def test_a_container_sees_every_path_of_config_and_flags(tmp_path):
+def test_containers_mount_every_path_of_config_and_flags(tmp_path):
     weights = tmp_path / "inception.safetensors"
     weights.touch()
     text, _ = printed(
@@ -203,7 +203,7 @@ def test_a_container_sees_every_path_of_config_and_flags(tmp_path):
     ]
 
 
-def test_environment_and_options_are_in_the_script():
+def test_env_and_slurm_options_are_in_the_script():
     text, notes = printed(
         "slurm", BASE, "--job.workdir=/x", "--job.accelerator=h100:8",
         "--job.env=('XLA_FLAGS=--a=1 --b=2', 'NCCL_DEBUG=INFO')",
@@ -217,18 +217,18 @@ def test_environment_and_options_are_in_the_script():
     assert "export XLA_CLIENT_MEM_FRACTION=0.9\n" in body
 
 
-def test_a_secret_that_is_not_set_ends_it_before_it_starts(script, tmp_path):
-    code, said = run(script, tmp_path)
-    assert code != 0 and said == []
+def test_an_unset_secret_ends_the_script_before_srun(script, tmp_path):
+    code, calls = run(script, tmp_path)
+    assert code != 0 and calls == []
 
 
-def test_a_sweep_is_a_script_each(rendered):
+def test_a_sweep_gives_one_script_per_run(rendered):
     text, table = rendered
     assert text.count("#!/bin/bash\n") == 3
     assert table.splitlines()[2] == "quickstart-2  /shared/runs/2  seed=2"
 
 
-def test_it_runs_benchmarks_too():
+def test_slurm_can_run_benchmarks():
     text, _ = printed("slurm", SCALING, "--job.workdir=/x", "--job.flags=('--nodes=1,8',)")
     assert (
         "python -m benchmarks.scaling --config=configs/base64_500m.py "
@@ -236,14 +236,14 @@ def test_it_runs_benchmarks_too():
     ) in text
 
 
-def test_a_workdir_in_a_bucket_is_not_mounted_and_crashes_are_counted_beside_the_log():
+def test_with_a_workdir_in_a_bucket_crashes_are_counted_beside_the_log():
     where = ("--job.workdir=s3://b/x", "--job.accelerator=h100:8", "--job.image=IMAGE")
     text, _ = printed("slurm", BASE, *where)
     assert "--workdir=s3://b/x" in text and "container-mounts" not in text
     assert 'crashes=base64-500m-crashes-"$SLURM_JOB_ID"' in text
 
 
-def test_a_config_may_take_an_argument():
+def test_a_config_can_have_an_argument():
     text, _ = printed(
         "slurm", BASE, "--job.command=sd_jax.mlperf", "--job.config=configs/sd2_mlperf.py:2048",
         "--job.workdir=/x", "--job.accelerator=h100:8", "--job.flags=('--mode=train',)",
@@ -264,5 +264,5 @@ def test_a_config_may_take_an_argument():
           "--job.command=benchmarks.scaling", "--job.config="), "of a folder that all nodes"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
+def test_invalid_slurm_jobs_are_errors_that_say_how_to_fix_them(arguments, message):
     assert message in refused("slurm", BASE, *arguments)

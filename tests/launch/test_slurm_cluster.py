@@ -1,4 +1,4 @@
-"""One restart policy, held by a real Slurm: what is queued again, how often, and what is not."""
+"""The restart policy on a real Slurm: which runs are requeued, and how often."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """Submits a run as launch.slurm renders it, under this Python; its number and its folder."""
+    """Submit a run rendered by launch.slurm with this Python. Returns its number and folder."""
 
     def run(*arguments, command="tests.launch.slurm_worker", config="", name="run"):
         folder = tmp_path / name
@@ -52,12 +52,12 @@ def submit(cluster, tmp_path):
 
     submitted = []
     yield run
-    for number in submitted:  # What a test that failed has left would keep the nodes.
+    for number in submitted:  # Jobs left by a failed test would block the nodes.
         cluster.ask("scancel", "--quiet", number)
 
 
 def wait_for(path, lines=1, seconds=300):
-    """Waits until a file has so many lines."""
+    """Wait until a file has this number of lines."""
     deadline = time.monotonic() + seconds
     while not path.exists() or len(path.read_text().splitlines()) < lines:
         assert time.monotonic() < deadline, f"{path} has not {lines} lines"
@@ -65,7 +65,7 @@ def wait_for(path, lines=1, seconds=300):
 
 
 @pytest.mark.parametrize("partition", ["graceful", "abrupt"])
-def test_a_preempted_run_is_queued_again_and_goes_on(cluster, submit, partition):
+def test_a_preempted_run_is_requeued_and_continues(cluster, submit, partition):
     number, folder = submit(
         "--job.accelerator=h100:16", f"--job.slurm.partition={partition}",
         "--job.env=('TOLD=a \"word\" $HOME',)", "--job.restarts=0",
@@ -84,7 +84,7 @@ def test_a_preempted_run_is_queued_again_and_goes_on(cluster, submit, partition)
 
 @pytest.fixture
 def train(submit):
-    """Submits a tiny training as `submit` does; more of its config, and more of the job."""
+    """Submit a tiny training run with extra flags of the job and config fields."""
 
     def run(*more, name="run", **changes):
         changes = (f"{field}={value}" for field, value in changes.items())
@@ -99,9 +99,7 @@ def train(submit):
     return run
 
 
-def test_a_run_whose_workdir_is_still_held_is_queued_again_until_it_is_free(
-    cluster, train, tmp_path
-):
+def test_a_run_is_requeued_until_its_workdir_is_unlocked(cluster, train, tmp_path):
     holder = test_folder_lock.hold(tmp_path / "run")
     number, folder = train("--job.restarts=1000", steps=2)
     cluster.wait(number, "PENDING", "RUNNING", restarts=1)
@@ -112,8 +110,8 @@ def test_a_run_whose_workdir_is_still_held_is_queued_again_until_it_is_free(
     assert run_log.read_metrics(folder / run_log.METRICS)[-1]["step"] == 2
 
 
-def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train, tmp_path):
-    """One run is preempted before its first save, another loses its node between two saves."""
+def test_preemption_and_a_lost_node_do_not_change_the_trained_weights(cluster, train, tmp_path):
+    """One run is preempted before its first save, another loses a node between two saves."""
     more = ("--job.restarts=0", "--job.slurm.options=('--exclude=n1',)")
     run = functools.partial(train, *more, steps=400)
     (tmp_path / f"undisturbed{train_slowly.GO}").touch()
@@ -145,7 +143,7 @@ def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train
 
 
 def parameters(workdir):
-    """The parameters and the average of a run's last checkpoint."""
+    """Return the parameters and the average of a run's last checkpoint."""
     s = read_settings(runs.load(workdir))
     init = task.make_task(s, lookup.open_encoder(s.text)).init
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -153,19 +151,19 @@ def parameters(workdir):
     return read("raw", 400), read(str(s.optimizer.ema_decays[0]), 400)
 
 
-def test_out_of_time_it_is_queued_again(cluster, submit):
+def test_a_run_at_its_time_limit_is_requeued(cluster, submit):
     number, folder = submit(
         "--job.accelerator=h100:1", "--job.slurm.time=1", "--job.slurm.grace=30",
         "--job.restarts=0",
     )  # fmt: skip
     wait_for(folder / "starts", 2)
     (folder / "done").touch()
-    # Slurm tells it up to a minute too early, which of a time limit of one can be at once.
+    # Slurm's signal can be a minute early, so with a limit of one minute it may come immediately.
     assert int(cluster.wait(number, "COMPLETED")["Restarts"]) >= 1
     assert not list(folder.glob("crashes-*"))
 
 
-def test_a_crash_is_queued_again_as_often_as_the_job_says(cluster, submit):
+def test_a_crashed_run_is_requeued_up_to_job_restarts_times(cluster, submit):
     number, folder = submit(
         "--job.accelerator=h100:1", "--job.restarts=2", "--job.flags=('--ends=1',)"
     )
@@ -175,24 +173,24 @@ def test_a_crash_is_queued_again_as_often_as_the_job_says(cluster, submit):
     assert len((folder / "starts").read_text().splitlines()) == 3
 
 
-def test_bad_input_is_not_queued_again(cluster, submit):
+def test_a_run_with_bad_input_is_not_requeued(cluster, submit):
     number, folder = submit("--job.accelerator=h100:16", "--job.flags=('--ends=2',)")
     ended = cluster.wait(number, "FAILED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")
     assert not list(folder.glob("crashes-*"))
 
 
-def test_a_cancelled_run_is_over(cluster, submit):
+def test_a_cancelled_run_is_not_requeued(cluster, submit):
     number, folder = submit("--job.accelerator=h100:1")
     wait_for(folder / "starts")
     cluster.run("scancel", number)
     assert cluster.wait(number, "CANCELLED", "PENDING")["JobState"] == "CANCELLED"
-    time.sleep(10)  # Longer than what is queued again takes to start.
+    time.sleep(10)  # Longer than a requeued job takes to start.
     assert cluster.job(number)["JobState"] == "CANCELLED"
     assert len((folder / "starts").read_text().splitlines()) == 1
 
 
-def test_one_that_is_queued_again_by_hand_goes_on(cluster, submit):
+def test_a_run_requeued_by_scontrol_continues(cluster, submit):
     number, folder = submit("--job.accelerator=h100:1")
     wait_for(folder / "starts")
     cluster.run("scontrol", "requeue", number)

@@ -1,4 +1,4 @@
-"""What XManager is given, and what its release cannot run."""
+"""Commands for XManager, and jobs that it cannot run."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.launch.launching import SCALING, SWEEP, printed, refused
 CLOUD = ("--executor=vertex", "--job.image=registry/name:tag", "--job.workdir=gs://bucket/x")
 
 
-def test_here_a_run_is_a_command_of_this_python():
+def test_a_local_run_is_a_python_command():
     text, table = printed("xm", SWEEP, "--job.workdir=runs/sweep")
     assert text.splitlines() == [
         f"python -m imagen_jax.train --config=configs/quickstart.py --config.seed={i} "
@@ -17,7 +17,7 @@ def test_here_a_run_is_a_command_of_this_python():
     assert table.splitlines()[2] == "quickstart-2  runs/sweep/2  seed=2"
 
 
-def test_it_runs_benchmarks_too():
+def test_xm_can_run_benchmarks():
     text, _ = printed(
         "xm", SCALING, "--job.command=benchmarks.fid", "--job.config=", "--job.overrides=()",
         "--job.flags=('--rounds=3',)", "--job.workdir=runs/fid",
@@ -25,7 +25,7 @@ def test_it_runs_benchmarks_too():
     assert text == "python -m benchmarks.fid --rounds=3 --workdir=runs/fid\n"
 
 
-def test_on_vertex_its_folder_is_in_the_bucket():
+def test_on_vertex_the_workdir_is_in_the_bucket():
     text, _ = printed("xm", SWEEP, *CLOUD, "--job.accelerator=a100:8")
     assert text.splitlines()[1].endswith("--config.seed=1 --workdir=gs://bucket/x/1")
 
@@ -42,5 +42,5 @@ def test_on_vertex_its_folder_is_in_the_bucket():
         (("--job.workdir=x", "--job.secrets=('A',)"), "not supported by XManager"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
+def test_invalid_xm_jobs_are_errors_that_say_how_to_fix_them(arguments, message):
     assert message in refused("xm", SWEEP, *arguments)

@@ -1,6 +1,6 @@
-"""imagen_jax.train, each of whose steps takes a fifth of a second until a file WORKDIR.go is there.
+"""imagen_jax.train with 0.2 s per step until the file WORKDIR.go exists.
 
-So it has not ended when what disturbs it comes, however fast the machine is.
+So it is still running when a test disturbs it, on any machine.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""The notebooks are what their texts make of them, and run from the first cell to the last."""
+"""The notebooks match their text files, and run from the first cell to the last."""
 
 import pathlib
 import shlex
@@ -26,12 +26,12 @@ NOTEBOOKS = {
 PICTURES = {"imagen_quickstart": 4, "sd_quickstart": 3}
 
 
-def test_each_text_is_a_notebook_and_each_notebook_a_text():
+def test_every_notebook_has_a_text_file_and_vice_versa():
     names = [{path.stem for path in ROOT.glob(f"notebooks/*.{end}")} for end in ("py", "ipynb")]
     assert names[0] - {"__main__"} == names[1] == set(NOTEBOOKS)
 
 
-def test_notebooks_and_badges_are_of_the_repository_that_the_project_names():
+def test_notebooks_refer_to_the_repository_in_pyproject():
     hint = "python -m notebooks"
     for name in NOTEBOOKS:
         text = (ROOT / "notebooks" / f"{name}.py").read_text()
@@ -39,14 +39,14 @@ def test_notebooks_and_badges_are_of_the_repository_that_the_project_names():
         assert f"{making.COLAB}/" in text
 
 
-def test_a_forks_name_reaches_the_notebooks(monkeypatch):
+def test_the_name_of_a_fork_is_written_into_notebooks(monkeypatch):
     monkeypatch.setattr(making, "repository", lambda: "https://github.com/some/fork")
     text = making.with_repository((ROOT / "notebooks" / "sd_quickstart.py").read_text())
     assert f"({making.COLAB}/some/fork/blob/main/notebooks/sd_quickstart.ipynb)" in text
     assert '\nREPOSITORY = "https://github.com/some/fork"\n' in text
 
 
-def test_the_name_of_the_repository_is_set_by_the_command(monkeypatch, tmp_path):
+def test_set_repository_changes_the_name_in_pyproject(monkeypatch, tmp_path):
     project = tmp_path / "pyproject.toml"
     project.write_text('[project.urls]\nRepository = "https://github.com/YOUR-NAME/one"\n')
     monkeypatch.setattr(making, "PROJECT", project)
@@ -56,25 +56,25 @@ def test_the_name_of_the_repository_is_set_by_the_command(monkeypatch, tmp_path)
         making.set_repository("alice")
 
 
-def test_the_first_cells_are_the_same():
+def test_all_notebooks_have_the_same_first_code_cell():
     books = [jupytext.read(ROOT / "notebooks" / f"{name}.ipynb") for name in NOTEBOOKS]
     first = {next(c.source for c in book.cells if c.cell_type == "code") for book in books}
     assert len(first) == 1
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_made_from_its_text(name):
-    made = jupytext.read(ROOT / "notebooks" / f"{name}.py")
-    kept = jupytext.read(ROOT / "notebooks" / f"{name}.ipynb")
+def test_a_notebook_has_the_cells_of_its_text_file(name):
+    from_text = jupytext.read(ROOT / "notebooks" / f"{name}.py")
+    stored = jupytext.read(ROOT / "notebooks" / f"{name}.ipynb")
     hint = "python -m notebooks"
-    cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (made, kept)]
+    cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (from_text, stored)]
     assert cells[0] == cells[1], hint
-    assert not any(cell.get("outputs") for cell in kept.cells), "clear the outputs"
+    assert not any(cell.get("outputs") for cell in stored.cells), "clear the outputs"
 
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory):
-    """A model that is there before, after two steps."""
+    """A run of two steps, in place of a shipped model."""
     run = tmp_path_factory.mktemp("shipped") / "run"
     ended = commands.run("train", *TINY, "--config.steps=2", f"--workdir={run}", devices=1)
     assert ended.code == 0, ended.err
@@ -83,8 +83,10 @@ def shipped(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs(name, shipped, tmp_path, monkeypatch):
-    """As in a fresh kernel, tiny, in the project's folder."""
+def test_a_notebook_runs_without_errors_and_shows_its_pictures(
+    name, shipped, tmp_path, monkeypatch
+):
+    """Run a tiny version in a fresh kernel in the project's folder."""
     workdir = tmp_path / "run"
     settings = NOTEBOOKS[name] | {
         "WORKDIR": str(workdir), "SHIPPED": str(shipped), "JAX_PLATFORMS": "cpu",
@@ -99,8 +101,8 @@ def test_a_notebook_runs(name, shipped, tmp_path, monkeypatch):
     where = {"metadata": {"path": str(ROOT)}}
     ran = nbclient.NotebookClient(book, timeout=900, allow_errors=True, resources=where).execute()
     outputs = [out for cell in ran.cells for out in cell.get("outputs", ())]
-    said = "".join(out.get("text", "") for out in outputs)
-    assert not [out["evalue"] for out in outputs if out["output_type"] == "error"], said
-    assert (workdir / "metrics.jsonl").read_text().count("\n") == 3, said
-    assert sum("tensorboard-frame" in str(out.get("data")) for out in outputs) == 1, said
-    assert sum("image/png" in out.get("data", ()) for out in outputs) == PICTURES[name], said
+    printed = "".join(out.get("text", "") for out in outputs)
+    assert not [out["evalue"] for out in outputs if out["output_type"] == "error"], printed
+    assert (workdir / "metrics.jsonl").read_text().count("\n") == 3, printed
+    assert sum("tensorboard-frame" in str(out.get("data")) for out in outputs) == 1, printed
+    assert sum("image/png" in out.get("data", ()) for out in outputs) == PICTURES[name], printed

@@ -122,7 +122,7 @@ def _activations(unet: UNet, captured: Any, case: Arrays) -> dict[str, jax.Array
 def _losses(
     unet: UNet, params: Any, case: Arrays, predicts: str, dialect: str
 ) -> dict[str, jax.Array | np.ndarray]:
-    table = noise.scaled_linear()
+    table = noise.ldm_log_alphas()
     sigma = noise.sigma_at(table, jnp.asarray(_needed(case, "t"), jnp.float32))
     kind = precond.epsilon if predicts == "eps" else precond.velocity
     x0, eps, text = (_needed(case, key) for key in ("x", "noise", "ctx"))

@@ -1,4 +1,4 @@
-"""The command python -m tests.parity: exit codes, lines of JSON for all systems, messages."""
+"""The command python -m tests.parity: exit codes, JSON lines for all systems, messages."""
 
 import json
 
@@ -46,10 +46,10 @@ def good(tmp_path_factory):
     return lines, dict(zip(GOOD, cases.items(), strict=True))
 
 
-def test_a_good_case_is_one_line_of_json(good):
+def test_a_good_case_prints_one_line_of_json(good):
     lines, cases = good
     assert [line["file"] for line in lines.values()] == [path for path, _ in cases.values()]
-    assert lines["text"]["parameters"] == 6640  # The embedding has two names.
+    assert lines["text"]["parameters"] == 6640  # The weights hold the embedding under two names.
     for name in ("unet", "sd"):
         weights = (a for key, a in cases[name][1].items() if key.startswith(("sd/", "w/")))
         assert lines[name]["parameters"] == sum(array.size for array in weights)

@@ -138,7 +138,7 @@ def compile_unoptimised(monkeypatch):
     # The outputs of unet_efficient come from this project's own torch implementation.
     [("unet_srunet_fused_aug", 872_116), ("unet_efficient", 218_124)],
 )
-def test_a_case_of_the_reference_gives_its_numbers(name, parameters):
+def test_unets_match_the_saved_outputs_of_the_reference(name, parameters):
     errors = imagen.verify(torch_weights.read(FIXTURES / f"{name}.npz"))
     assert errors["parameters"] == parameters
     assert None not in errors.values() and compare.within(errors, imagen.TOLERANCE), errors
@@ -146,7 +146,7 @@ def test_a_case_of_the_reference_gives_its_numbers(name, parameters):
 
 @pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
-def test_every_case_at_hand_gives_its_numbers(path):
+def test_unets_match_all_shared_cases_of_the_reference(path):
     errors = imagen.verify(torch_weights.read(path))
     assert None not in errors.values() and compare.within(errors, imagen.TOLERANCE), errors
 
@@ -154,7 +154,7 @@ def test_every_case_at_hand_gives_its_numbers(path):
 @pytest.mark.gate
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_together_give_numpys_numbers(name):
+def test_combined_unet_options_match_numpy(name):
     text_width = 64 if name in ("efficient_stacked", "efficient_cross") else 40
     case = random_case(OPTIONS[name], size=SIZES.get(name), text_width=text_width)
     errors = imagen.verify(case)
@@ -164,7 +164,7 @@ def test_options_together_give_numpys_numbers(name):
     assert np.abs(case["out/y_cfg3"] - case["out/y"]).max() > 0.1  # The text matters.
 
 
-def test_blocks_of_the_reference_give_their_numbers():
+def test_single_blocks_match_the_saved_activations_of_the_reference():
     """The case has learned time embeddings, mean pooling, the null token, stacked attention and
     residual blocks without scale and shift."""
     case = torch_weights.read(FIXTURES / "unet_base_options_half.npz")
@@ -208,7 +208,7 @@ def test_blocks_of_the_reference_give_their_numbers():
     close(h, images("input_blocks.3"))
 
 
-def test_a_single_weight_that_is_off_shows():
+def test_a_single_changed_weight_exceeds_the_tolerance():
     case = random_case(TINY_EFFICIENT, text_width=64)
     name = "sd/time_embed.1.bias"
     changed = case[name].copy()
@@ -236,14 +236,14 @@ def test_a_single_weight_that_is_off_shows():
         ),
     ],
 )
-def test_what_is_wrong_with_a_case_is_said(change, message):
+def test_an_invalid_case_is_an_error_that_names_the_mistake(change, message):
     case = random_case(TINY)
     case = {name: a for name, a in (case | change).items() if a is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
         imagen.verify(case)
 
 
-def test_not_a_number_is_not_within_tolerance():
+def test_nan_is_never_within_the_tolerance():
     errors = {"max_abs_error": 1e-6, "cfg_max_abs_error": None, "grad_max_abs_error": 9e-5}
     assert compare.within(errors, imagen.TOLERANCE)
     assert not compare.within(errors | {"max_abs_error": float("nan")}, imagen.TOLERANCE)

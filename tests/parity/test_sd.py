@@ -52,7 +52,7 @@ def compile_unoptimised(monkeypatch):
 @pytest.mark.gate
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_together_give_numpys_numbers(name):
+def test_combined_unet_options_match_numpy(name):
     config, norm_groups, size = OPTIONS[name]
     case = unet_case(config, norm_groups, size)
     errors = sd.verify(case)
@@ -60,14 +60,14 @@ def test_options_together_give_numpys_numbers(name):
     assert errors["y"] < 5e-6 and errors["y_frac"] < 5e-6, errors
 
 
-def test_a_vae_gives_numpys_numbers():
+def test_a_vae_matches_numpy():
     """The picture's sides are odd, so that the reference's encoder leaves out the last pixels."""
     errors = sd.verify(vae_case(TINY_VAE, size=(9, 13)))
     assert errors["max_relative_error"] < 5e-6, errors
     assert {"encoder_out", "moments", "mean", "std", "sample", "decode"} < errors.keys()
 
 
-def test_a_block_of_mlperfs_reference_gives_its_numbers():
+def test_a_block_matches_mlperfs_reference():
     """Group normalization has 16 groups in the residual block and 32 in the transformer."""
     case = torch_weights.read(ROOT / "tests" / "fixtures" / "sd_unet_block.npz")
     unet = formats.unet_from_ldm(
@@ -94,13 +94,13 @@ def test_a_block_of_mlperfs_reference_gives_its_numbers():
 
 @pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
-def test_a_case_of_the_reference_gives_its_numbers(path):
+def test_all_shared_cases_match_the_reference(path):
     errors = sd.verify(torch_weights.read(path))
     assert compare.within(errors, sd.TOLERANCE), errors
     assert len(errors) > 8
 
 
-def test_a_single_weight_that_is_off_shows():
+def test_a_single_changed_weight_exceeds_the_tolerance():
     case = unet_case(TINY | dict(channel_mult=[1]))
     name = "w/middle_block.1.transformer_blocks.0.attn2.to_v.weight"
     changed = case[name].copy()
@@ -132,19 +132,19 @@ def test_a_single_weight_that_is_off_shows():
         ),
     ],
 )
-def test_what_is_wrong_with_a_case_is_said(change, message):
+def test_an_invalid_case_is_an_error_that_names_the_mistake(change, message):
     case = unet_case(TINY | dict(channel_mult=[1]))
     case = {name: a for name, a in (case | change).items() if a is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
         sd.verify(case)
 
 
-def test_weights_alone_are_no_case():
+def test_a_case_without_weights_is_an_error():
     with pytest.raises(ValueError, match="the case lacks weights under w/: it holds x"):
         sd.verify({"x": np.zeros(1)})
 
 
-def test_not_a_number_is_not_within_tolerance():
+def test_nan_is_never_within_the_tolerance():
     errors = {"max_relative_error": 1e-6, "grad_max_relative_error": None}
     assert compare.within(errors, sd.TOLERANCE)
     assert not compare.within(errors | {"max_relative_error": float("nan")}, sd.TOLERANCE)

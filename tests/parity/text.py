@@ -123,7 +123,7 @@ def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
 _PENULTIMATE = ("penultimate", "penultimate_ln", "hf_last_hidden_state")
 
 
-def _load(opened: clip_weights.Clip, table: list[torch_weights.Entry], abstract: Any) -> Any:
+def _load(opened: clip_weights.ClipWeights, table: list[torch_weights.Entry], abstract: Any) -> Any:
     return torch_weights.to_params(clip_weights.tower_state(opened, table), table, abstract)
 
 

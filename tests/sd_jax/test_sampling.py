@@ -30,7 +30,7 @@ from tests.parity.sd import ldm_vae
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise of their own; and averages of v are not of eps.
 SWAYED = {"ddpm", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "plms_v", "restart"}
-TABLE = noise.scaled_linear()
+TABLE = noise.ldm_log_alphas()
 SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)
 PIPELINE = Pipeline(
     UNet(channel_mult=(1,), attention_levels=(0,)),

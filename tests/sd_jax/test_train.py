@@ -10,14 +10,14 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
-from diffusion_jax.data.engines import Share
+from diffusion_jax.data.engines import Worker
 from diffusion_jax.data.sources import moments, open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.files import sheets
 from diffusion_jax.precache import moment_tars as encode_moments
-from diffusion_jax.precache.moment_tars import Work
+from diffusion_jax.precache.moment_tars import MomentOptions
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from diffusion_jax.train import replay as replaying
@@ -56,7 +56,9 @@ def stored(tmp_path_factory, vae, images):
     with pytest.MonkeyPatch.context() as patched:
         noting = lambda *given: read.append(given) or initial.read_vae(*given)
         patched.setattr(precache, "read_vae", noting)
-        assert precache.encode(tiny.settings(vae, **source(images)), out, Work(SHARD, 1)) == 3
+        assert (
+            precache.encode(tiny.settings(vae, **source(images)), out, MomentOptions(SHARD, 1)) == 3
+        )
     assert len(read) == 1
     return out
 
@@ -105,20 +107,20 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
             raise KeyboardInterrupt
         return encode(batch)
 
-    identity = train.made_by(s, tiny.vae_params())
-    work = Work(SHARD, 8, Share(1, 2))  # Begins in the middle.
+    identity = train.encoder_identity(s, tiny.vae_params())
+    work = MomentOptions(SHARD, 8, Worker(1, 2))  # Begins in the middle.
     with pytest.raises(KeyboardInterrupt):
         encode_moments.run(opened, killed, tmp_path, identity, work)
     names = ["000001.tar", encode_moments.LISTS, moments.MANIFEST]
     assert [path.name for path in sorted(tmp_path.iterdir())] == names
-    assert precache.encode(s, tmp_path, Work(SHARD, 1, dry_run=True)) == 1
+    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1, dry_run=True)) == 1
     assert "would encode 2 of 3 shards of 4 images into" in capsys.readouterr().out
     assert [path.name for path in sorted(tmp_path.iterdir())] == names
-    assert precache.encode(s, tmp_path / "new", Work(SHARD, 1, dry_run=True)) == 0
+    assert precache.encode(s, tmp_path / "new", MomentOptions(SHARD, 1, dry_run=True)) == 0
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"incomplete: run the command that wrote them"):
         moments.check_manifest(tmp_path, identity)
-    assert precache.encode(s, tmp_path, Work(SHARD, 1)) == 3
+    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1)) == 3
     names = [path.name for path in sorted(stored.glob("*.tar"))]
     assert [path.name for path in sorted(tmp_path.glob("*.tar"))] == names
     for name in names:
@@ -127,11 +129,11 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     content = bytearray((tmp_path / names[1]).read_bytes())
     content[1000] ^= 1
     (tmp_path / names[1]).write_bytes(content)
-    assert precache.encode(s, tmp_path, Work(SHARD, 1, verify=True)) == 3
+    assert precache.encode(s, tmp_path, MomentOptions(SHARD, 1, verify=True)) == 3
     assert (tmp_path / names[1]).read_bytes() == (stored / names[1]).read_bytes()
     message = r"started with other settings \(shard: 4 stored, 5 requested\)"
     with pytest.raises(ValueError, match=message):
-        precache.encode(s, tmp_path, Work(5, 1))
+        precache.encode(s, tmp_path, MomentOptions(5, 1))
 
 
 def on_moments(stored, vae, **changes):
@@ -274,4 +276,6 @@ def test_what_cannot_be_encoded_is_refused(tmp_path, vae, changes, message):
     s = tiny.settings(vae)
     fields = {name.removeprefix("data__"): value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):
-        precache.encode(s._replace(data=s.data._replace(**fields)), tmp_path, Work(SHARD, 1))
+        precache.encode(
+            s._replace(data=s.data._replace(**fields)), tmp_path, MomentOptions(SHARD, 1)
+        )

@@ -17,7 +17,7 @@ from diffusion_jax import cli
 from diffusion_jax.data import pipeline
 from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.metrics import clip_towers, extractors, weights
-from diffusion_jax.metrics.clip_towers import Clip
+from diffusion_jax.metrics.clip_towers import ClipExtractors
 from diffusion_jax.model import loss_by_noise_level
 from diffusion_jax.task import Task
 from diffusion_jax.train import checkpoint
@@ -57,7 +57,7 @@ def clip():
     text = toy.extractor(
         width=4, prepare=lambda ids: ids, apply=lambda params, ids: one(jnp.repeat(ids, 3, 1) / 10)
     )
-    return Clip(image, text, lambda texts: np.array([[len(text)] for text in texts]))
+    return ClipExtractors(image, text, lambda texts: np.array([[len(text)] for text in texts]))
 
 
 def make_task(s, encoder, vae_params):

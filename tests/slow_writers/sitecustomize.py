@@ -1,6 +1,6 @@
-"""On PYTHONPATH, makes Beam's engine take a tenth of a second longer for each file it writes.
+"""If this folder is on PYTHONPATH, Beam's engine takes 0.1 s longer for each file it writes.
 
-So a command has not ended when it is to be killed, however fast the machine is.
+So a command is still running when a test kills it, on any machine.
 """
 
 import functools
@@ -10,7 +10,7 @@ from diffusion_jax.data import engines
 
 
 def slowed(write):
-    @functools.wraps(write)  # Reaches Beam's workers by its name.
+    @functools.wraps(write)  # Beam's workers look it up by name.
     def writing(*args):
         time.sleep(0.1)
         return write(*args)

@@ -245,4 +245,5 @@ def _add_source(arg, max_broken: float = 1.0) -> None:
 
 if __name__ == "__main__":
     flags.FLAGS.mark_as_parsed()  # argparse did it; absl's log needs this call.
-    main()
+    with cli.interruptible():
+        main()

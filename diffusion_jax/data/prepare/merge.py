@@ -75,7 +75,7 @@ def merge(
         )
     digest = hashlib.blake2b(json.dumps([stored, stamps]).encode(), digest_size=8).hexdigest()
     places = _Places(out / f"places-{digest}.tmp", len(stored))
-    with folder_lock.Writer(out):
+    with folder_lock.FolderLock(out):
         places.folder.mkdir(exist_ok=True)
         write = functools.partial(_write_list, stored, places)
         engine.fill(range(len(stored)), places.listed, write, noun="tars", name="listing")

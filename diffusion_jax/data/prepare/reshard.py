@@ -34,7 +34,7 @@ _WRITERS = {
     "webdataset": (".tar", tars.write),
     "arrayrecord": (".array_record", _write_array_records),
 }
-Encode = Callable[[int, Record], dict[str, bytes] | str]
+EncodeRecord = Callable[[int, Record], dict[str, bytes] | str]
 FORMATS = tuple(_WRITERS)
 MANIFEST = "reshard.json"
 _CHUNK = 64
@@ -91,7 +91,7 @@ def reshard(
     if pad and not size:
         raise ValueError("pad is set, but size is 0: set size to the side of the squares in pixels")
     shrinking = {"size": size, "pad": pad} if size else {}
-    settings_record.claim(
+    settings_record.record(
         out / MANIFEST,
         {**identity, "records": len(records), "num": num, "format": format, **shrinking}
         | ({"fields": [field.name for field in fields]} if fields else {}),
@@ -108,7 +108,7 @@ def _path(out: pathlib.Path, format: str, shard: int) -> pathlib.Path:
 
 
 def _write(
-    records: Records, out: pathlib.Path, num: int, format: str, encode: Encode, shard: int
+    records: Records, out: pathlib.Path, num: int, format: str, encode: EncodeRecord, shard: int
 ) -> collections.Counter[str]:
     counts = collections.Counter[str]()
     rows = range(shard * num, min((shard + 1) * num, len(records)))
@@ -133,7 +133,7 @@ def image_kind(image: bytes) -> str | None:
 
 
 def _encoded(
-    records: Records, rows: range, encode: Encode, counts: collections.Counter[str]
+    records: Records, rows: range, encode: EncodeRecord, counts: collections.Counter[str]
 ) -> Iterator[dict[str, bytes]]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes outside Python's lock.
         for first in range(rows.start, rows.stop, _CHUNK):

@@ -22,7 +22,7 @@ from diffusion_jax.config.named import one_of
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import engines, transforms
 from diffusion_jax.data.mixture import Mixture
-from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
+from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.records import Records
 
 SOURCES = {
@@ -58,9 +58,9 @@ def open_pictures(
         ValueError: the source is unknown or cannot read the data.
         OSError: the data are missing.
     """
-    pictures = _open_whole(data, shapes := Shapes(size, embeddings, moments))
+    pictures = _open_whole(data, shapes := TaskShapes(size, embeddings, moments))
     pictures.data = data
-    return engines.made_by(pictures, _open_whole, data, shapes)
+    return engines.record_call(pictures, _open_whole, data, shapes)
 
 
 def open_records(data: Data) -> Records:
@@ -70,13 +70,13 @@ def open_records(data: Data) -> Records:
         ValueError: the source is unknown, cannot read the data, or has no image files.
         OSError: the data are missing.
     """
-    source = _open(data, Shapes(size=64))  # The size does not matter: nothing is decoded.
+    source = _open(data, TaskShapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
         raise ValueError(
             f"the data source {data.source!r} has no image files, but this command reads image "
             "files: choose another source"
         )
-    return engines.made_by(source, open_records, data)
+    return engines.record_call(source, open_records, data)
 
 
 def open_named(name: str) -> Records | None:
@@ -136,12 +136,12 @@ def own_prompts(source: str) -> list[str]:
     return getattr(own_module(source), "prompts", list)()
 
 
-def _open_whole(data: Data, shapes: Shapes) -> Pictures:
+def _open_whole(data: Data, shapes: TaskShapes) -> Pictures:
     pictures = _open_pictures(data, shapes)
     return _with_prior(pictures, data, shapes) if data.prior else pictures
 
 
-def _open_pictures(data: Data, shapes: Shapes) -> Pictures:
+def _open_pictures(data: Data, shapes: TaskShapes) -> Pictures:
     source = _open(data, shapes)
     if isinstance(source, Pictures):
         if data.fields and data.source != "mixture" and type(source).columns is Pictures.columns:
@@ -157,14 +157,14 @@ def _open_pictures(data: Data, shapes: Shapes) -> Pictures:
         min_size=data.min_size,
         max_aspect=data.max_aspect,
     )
-    return Decoded(source, crop, data)
+    return DecodedPictures(source, crop, data)
 
 
-def _open(data: Data, shapes: Shapes) -> Records | Pictures:
+def _open(data: Data, shapes: TaskShapes) -> Records | Pictures:
     return _opener(data.source)(data, shapes)
 
 
-def _opener(source: str) -> Callable[[Data, Shapes], Records | Pictures]:
+def _opener(source: str) -> Callable[[Data, TaskShapes], Records | Pictures]:
     if module := own_module(source):
         return module.open_source
     if source not in SOURCES:
@@ -176,7 +176,7 @@ def _opener(source: str) -> Callable[[Data, Shapes], Records | Pictures]:
     return getattr(importlib.import_module(module), function)
 
 
-def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
+def _with_prior(pictures: Pictures, data: Data, shapes: TaskShapes) -> Pictures:
     """Return a mixture that draws equally often from `pictures` and from the folder data.prior.
 
     The pictures in data.prior have the loss weight data.prior_weight. All others have weight 1.
@@ -194,7 +194,7 @@ def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
     return Mixture([pictures, prior], (1, 1), (1, data.prior_weight))
 
 
-def _open_mixture(data: Data, shapes: Shapes) -> Pictures:
+def _open_mixture(data: Data, shapes: TaskShapes) -> Pictures:
     """Open all parts of data.mixture as one mixture. Other fields of `data` apply to every part."""
     _check_mixture(data.mixture)
     parts = [

@@ -23,7 +23,7 @@ from diffusion_jax.config import fields
 from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, Data
 from diffusion_jax.data import captions, records, storage, tars
-from diffusion_jax.data.pictures import Shapes
+from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import untrusted
@@ -32,7 +32,7 @@ SUFFIX = ".array_record"
 _Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def open_source(data: Data, _: Shapes) -> Records:
+def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the ArrayRecord files at a config's data.path as a list of records."""
     return ArrayRecords(records.path_of(data), data.text, fields.read(data.fields))
 

@@ -13,19 +13,19 @@ from diffusion_jax.config import fields
 from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records, storage, tars
-from diffusion_jax.data.pictures import Shapes
+from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 
 SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes beside the tables.
 
 
-def open_source(data: Data, _: Shapes) -> Records:
+def open_source(data: Data, _: TaskShapes) -> Records:
     """Open a config's data.path, a folder that Hugging Face's `save_to_disk` wrote."""
     path, numbers = records.path_of(data), fields.read(data.fields)
     return Arrow(path, data.text, data.uncaptioned, numbers)
 
 
-def open_any(data: Data, _: Shapes) -> Records:
+def open_any(data: Data, _: TaskShapes) -> Records:
     """Open the Hugging Face data set at a config's data.path.
 
     The path may name a folder written by `save_to_disk`, or anything that `load_dataset` reads.
@@ -34,13 +34,13 @@ def open_any(data: Data, _: Shapes) -> Records:
     place, split = records.split_of(path)
     if any((pathlib.Path(place) / name).exists() for name in SAVED):
         return open_source(data, _)
-    return Rows(
+    return TableRecords(
         _load(place, split), path, data.text, uncaptioned=data.uncaptioned,
         fields=fields.read(data.fields),
     )  # fmt: skip
 
 
-class Rows(Records):
+class TableRecords(Records):
     """The rows of a Hugging Face table with an image column and a caption column.
 
     If there are several image columns, the first one is used. A cell may hold several captions.
@@ -126,7 +126,7 @@ class Rows(Records):
         return Record(contents or b"", text, f"{self._name}, row {index}", numbers)
 
 
-class Arrow(Rows):
+class Arrow(TableRecords):
     """The rows of a data set written by `save_to_disk`, read without the package `datasets`."""
 
     def __init__(

@@ -19,7 +19,7 @@ from diffusion_jax import files
 from diffusion_jax.config import fields
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
-from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
+from diffusion_jax.data.pictures import DecodedPictures, Pictures, TaskShapes
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.files import settings_record, untrusted
@@ -30,7 +30,7 @@ _BEFORE = ("flip", "crop", "resize", "min_size", "max_aspect")
 """Fields of the data group that apply to images before they are encoded."""
 
 
-def open_source(data: Data, shapes: Shapes) -> Pictures:
+def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
     _check_fields(data, find_manifest(path))
@@ -41,7 +41,7 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
     make = functools.partial(
         read, shape=(shapes.size, shapes.size), factor=factor, channels=channels
     )
-    return Decoded(tars, make, data, functools.partial(size_of, factor=factor))
+    return DecodedPictures(tars, make, data, functools.partial(size_of, factor=factor))
 
 
 def _check_fields(data: Data, stored: Mapping[str, Any] | None) -> None:
@@ -146,7 +146,9 @@ def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) ->
     stored = find_manifest(path)
     if stored is None:
         return
-    if different := settings_record.unlike({name: stored.get(name) for name in expected}, expected):
+    if different := settings_record.differences(
+        {name: stored.get(name) for name in expected}, expected
+    ):
         raise ValueError(
             f"the moments in {path} were computed with other settings ({different}): set the "
             "config to the stored settings, or compute moments in a new folder"

@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data.pictures import Pictures, Shapes
+from diffusion_jax.data.pictures import Pictures, TaskShapes
 
 
-def open_source(_: Data, shapes: Shapes) -> Pictures:
+def open_source(_: Data, shapes: TaskShapes) -> Pictures:
     """Return a data set of random pictures that all have the same text.
 
     `shapes` gives the size of the pictures and, if the text is stored as embeddings, the shape of

@@ -19,13 +19,13 @@ from diffusion_jax.config import fields
 from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, records
-from diffusion_jax.data.pictures import Shapes
+from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 
 _LENGTH = struct.Struct("<Q")
 
 
-def open_source(data: Data, _: Shapes) -> Records:
+def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the TFDS split at a config's data.path, such as "NAME@train"."""
     return Tfds(records.path_of(data), data.text, fields.read(data.fields))
 

@@ -12,7 +12,7 @@ from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import captions, listing, records, storage, tars
 from diffusion_jax.data.inventory import Inventory
-from diffusion_jax.data.pictures import Shapes
+from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.files import untrusted
 
@@ -22,7 +22,7 @@ offset 0."""
 _GAP = 64 * 2**10  # Reading this many superfluous bytes is cheaper than a second request.
 
 
-def open_source(data: Data, _: Shapes) -> Records:
+def open_source(data: Data, _: TaskShapes) -> Records:
     """Open the webdataset tars at a config's data.path."""
     return WebDataset(
         records.path_of(data), data.text, data.uncaptioned, data.max_broken,

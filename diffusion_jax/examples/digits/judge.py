@@ -15,7 +15,7 @@ from jaxtyping import Float, UInt8
 from diffusion_jax.examples.digits import rendering as digits
 
 
-class Judge:
+class DigitJudge:
     """A classifier that reads digit, ink and paper from pictures. `fit_judge` makes one."""
 
     # Fields of the card of scores (metrics/cards.py).
@@ -47,7 +47,7 @@ class Judge:
         return np.concatenate([scores, mean(mix), mean(1 - mix)], axis=1)
 
 
-def fit_judge() -> Judge:
+def fit_judge() -> DigitJudge:
     """Return a judge fitted to the training glyphs, on which the generator is trained too."""
     from sklearn.svm import SVC  # Slow to import.
 
@@ -55,7 +55,7 @@ def fit_judge() -> Judge:
     svc = SVC(gamma=0.001)  # pyright: ignore[reportArgumentType]
     pixels = 16 * glyphs.images.reshape(-1, 64)
     # Hash the data instead of the fit, whose last digits depend on the processor.
-    return Judge(svc.fit(pixels, glyphs.digits), hashlib.sha256(pixels.tobytes()).hexdigest())
+    return DigitJudge(svc.fit(pixels, glyphs.digits), hashlib.sha256(pixels.tobytes()).hexdigest())
 
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
@@ -68,7 +68,7 @@ def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.n
     return np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in pairs], np.float64)
 
 
-def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
+def compare_on_real(judge: DigitJudge, size: int) -> Float[np.ndarray, "N 3"]:
     """Test the judge on every test glyph. Return a row of matches per glyph, as `compare` does.
 
     Each glyph is drawn at `size` x `size` pixels in the colours of a prompt with the same digit.

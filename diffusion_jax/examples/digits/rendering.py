@@ -19,7 +19,7 @@ from PIL import Image
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
-from diffusion_jax.data.pictures import Pictures, Shapes
+from diffusion_jax.data.pictures import Pictures, TaskShapes
 
 INKS = {
     "red": (220, 40, 40),
@@ -133,7 +133,7 @@ def render(
     return colour(enlarge(glyph[None], size)[0], _rgb(INKS, ink), _rgb(PAPERS, paper))
 
 
-def open_source(data: Data, shapes: Shapes) -> Pictures:
+def open_source(data: Data, shapes: TaskShapes) -> Pictures:
     """Return the training pictures with sides of shapes.size pixels.
 
     Raises ValueError if the config needs text embeddings or latent moments, because the digits have

@@ -184,7 +184,7 @@ def prepare(
         groups[NEVER_SHOWN if held_out(shown) else TRAIN].append(shown)
     counts = {}
     read = {style: functools.cache(read_style(style, path)) for style, path in named.items()}
-    settings_record.claim(out / CARD, card)
+    settings_record.record(out / CARD, card)
     for group, members in groups.items():
         rows = [
             (shown, style, variant)

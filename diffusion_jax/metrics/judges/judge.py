@@ -45,7 +45,7 @@ _SIGNS = 256  # The dimension of the embeddings of hashed words.
 _ROWS = 100  # Images or texts in a batch.
 
 
-class ImageTower(nn.Module):
+class JudgeImageTower(nn.Module):
     """A small ResNet that maps an image to a vector. The image side S is a multiple of GRID."""
 
     widths: Sequence[int] = (32, 96, 192)
@@ -65,7 +65,7 @@ class ImageTower(nn.Module):
         return nn.Dense(WIDTH)(norm(h).reshape(len(h), -1))
 
 
-class TextTower(nn.Module):
+class JudgeTextTower(nn.Module):
     """A two-layer transformer that maps the hashed words of a caption to a vector."""
 
     width: int = 256
@@ -86,11 +86,11 @@ class TextTower(nn.Module):
         return nn.Dense(WIDTH)(nn.LayerNorm()(mean))
 
 
-IMAGE, TEXT = ImageTower(), TextTower()
+IMAGE, TEXT = JudgeImageTower(), JudgeTextTower()
 
 
 # The function that `reader` returns.
-Read = Callable[
+ReadPictures = Callable[
     [UInt8[np.ndarray, "B H W 3"], Sequence[str]],
     tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B 1"]],
 ]
@@ -211,7 +211,7 @@ def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndar
     return in_parts(extractors.on_host(judge.image), images)
 
 
-def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
+def reader(judge: Judge, prompts: Sequence[str] = ()) -> ReadPictures:
     """Return a function read(images, captions) that computes the judge's features.
 
     `read` returns the unit vectors [B, D] of the images, and an array [B, 1] that is 1 for each

@@ -235,7 +235,9 @@ def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float
     return {name: scores(read, real, pair) for name, pair in sets.items()}
 
 
-def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
+def scores(
+    read: judge.ReadPictures, real: frechet.ReferenceFeatures, pair: Pair
+) -> dict[str, float]:
     """Compute fd_judge and r1_judge of the captioned images `pair`.
 
     Return {table column: value}, with the scores and the ends of their intervals, rounded to 4

@@ -1,4 +1,4 @@
-"""Names with parameters of their own: what a config writes, what its fields and defaults say."""
+"""Functions that a config names, with parameters from the name, the config's fields or defaults."""
 
 import types
 
@@ -19,27 +19,27 @@ def value(text, group=None, x=10.0):
     return TABLE.bound("group.field", text, group)(x)
 
 
-def test_a_name_alone_has_the_functions_defaults():
+def test_a_name_without_parameters_uses_the_functions_defaults():
     assert value("scaled") == 20 and value("plain") == 10
 
 
-def test_brackets_give_parameters_by_place_and_by_name():
+def test_parentheses_hold_positional_and_keyword_parameters():
     assert value("scaled(3)") == 30
     assert value("scaled(3, shift=-1)") == 29
     assert value(" scaled( shift = 0.5 ) ") == 20.5
 
 
-def test_a_field_of_the_group_comes_before_the_default_and_after_the_brackets():
+def test_a_field_overrides_the_default_and_parentheses_override_the_field():
     group = types.SimpleNamespace(factor=5.0, other=7)
     assert value("scaled", group) == 50
     assert value("scaled(4)", group) == 40
 
 
-def test_a_function_may_lie_in_a_module_that_is_imported_when_it_is_used():
+def test_a_table_entry_can_name_a_function_that_is_imported_on_first_use():
     assert TABLE.bound("f", "elsewhere")([3.0, 4.0]) == 3.5
 
 
-def test_several_are_joined_by_plus_in_their_order():
+def test_calls_splits_names_joined_by_plus_in_order():
     parts = named.calls("f", "plain + scaled(factor=3) + plain")
     assert [part.name for part in parts] == ["plain", "scaled", "plain"]
     assert parts[1].by_name == {"factor": 3}
@@ -65,7 +65,7 @@ def test_several_are_joined_by_plus_in_their_order():
         ("plain + scaled", r"it takes one name, not 2 joined by \+"),
     ],
 )
-def test_what_cannot_be_is_one_line(text, message):
+def test_an_invalid_name_or_parameter_is_a_one_line_error(text, message):
     with pytest.raises(ValueError, match=message):
         value(text)
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_is_one_line(text, message):
         ("sampler", ""),
     ],
 )
-def test_an_unknown_sampler_is_answered_with_the_likeliest_name_and_all_names(name, meant):
+def test_an_unknown_sampler_error_suggests_the_closest_name_and_lists_all(name, meant):
     with pytest.raises(ValueError) as error:
         samplers.SAMPLERS.bound("sampler.name", name)
     listed = ", ".join(samplers.SAMPLERS)

@@ -1,4 +1,4 @@
-"""Groups of configs: omitted fields have their defaults, every mistake is named."""
+"""Reading config groups: omitted fields get their defaults, and every mistake is named."""
 
 import math
 import re
@@ -27,11 +27,11 @@ class Group(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def test_a_group_is_read_into_its_tuple_and_lists_become_tuples():
+def test_read_returns_the_groups_named_tuple_and_converts_lists_to_tuples():
     assert settings.read(Group, {"width": 8, "sizes": [1, 2]}, "unet") == Group(8, (1, 2))
 
 
-def test_the_configs_own_values_are_read_without_its_groups():
+def test_split_separates_top_level_values_from_groups():
     own = {"width": 8, "sizes": (1,), "unet": {"stray": 1}}
     assert settings.split(own) == ({"width": 8, "sizes": (1,)}, {"unet": {"stray": 1}})
 
@@ -67,13 +67,13 @@ def test_the_configs_own_values_are_read_without_its_groups():
         ),
     ],
 )
-def test_stray_and_missing_fields_are_named(values, name, message):
+def test_unknown_and_missing_fields_are_errors_that_name_them(values, name, message):
     with pytest.raises(ValueError) as error:
         settings.read(Group, values, name)
     assert str(error.value) == message
 
 
-def test_a_field_that_a_config_omits_has_its_default():
+def test_a_field_that_a_config_omits_gets_its_default():
     class Sampler(NamedTuple):
         name: str
         eta: float = 0.5
@@ -86,7 +86,7 @@ def test_a_field_that_a_config_omits_has_its_default():
     assert type(completed["eta"]) is float  # So that --config.sampler.eta=0.5 may change it.
 
 
-def test_a_network_has_the_defaults_of_its_module():
+def test_a_field_of_a_network_defaults_to_the_value_in_its_module():
     class Network(nn.Module):
         width: int
         depth: int = 2
@@ -101,7 +101,7 @@ def test_a_network_has_the_defaults_of_its_module():
         settings.read(Network, {"depth": 3}, "unet")
 
 
-def test_a_name_out_of_a_list_is_checked():
+def test_one_of_rejects_a_name_outside_its_list_and_suggests_one():
     named.one_of("sampler.name", "heun", ["heun", "ddim"])
     with pytest.raises(ValueError, match=r"sampler\.name is 'huen': did you mean 'heun'\?"):
         named.one_of("sampler.name", "huen", ["heun", "ddim"])
@@ -135,7 +135,7 @@ class Ranges(NamedTuple):
         {"decays": [], "prompts": ["a"], "grid": "", "seed": 2**32 - 1, "mean": -3},
     ],
 )
-def test_values_in_their_ranges_are_taken(values):
+def test_values_within_their_ranges_are_accepted(values):
     read = settings.read(Ranges, {"lr": 1.0, **values}, "optimizer")
     assert read == Ranges(**{"lr": 1.0, **{k: settings.plain(v) for k, v in values.items()}})
 
@@ -169,7 +169,7 @@ def test_values_in_their_ranges_are_taken(values):
         ("path", 7, "is 7: it must be a string"),
     ],
 )
-def test_a_value_out_of_its_range_is_named(field, value, message):
+def test_a_value_outside_its_range_is_an_error_that_names_the_field(field, value, message):
     with pytest.raises(ValueError) as error:
         settings.read(Ranges, {"lr": 1.0, field: value}, "optimizer")
     assert str(error.value) == f"optimizer.{field} {message}"
@@ -185,7 +185,7 @@ def test_a_value_out_of_its_range_is_named(field, value, message):
         ("heun(", "sampler.name is 'heun(': write a name"),
     ],
 )
-def test_the_parameters_of_a_function_that_is_named_have_ranges_too(name, message):
+def test_parameters_of_a_named_sampler_are_checked_against_their_ranges(name, message):
     for kind in (imagen_settings.Sampler, sd_settings.Sampler):
         assert settings.read(kind, {"name": "heun(churn=40)"}, "sampler").steps
         with pytest.raises(ValueError) as error:
@@ -193,12 +193,12 @@ def test_the_parameters_of_a_function_that_is_named_have_ranges_too(name, messag
         assert str(error.value).startswith(message)
 
 
-def test_the_passes_of_a_step_are_no_negative_number():
+def test_a_negative_micro_batch_is_an_error():
     with pytest.raises(ValueError, match=r"^optimizer\.micro_batch is -8: it must be from 0 to"):
         settings.read(settings.Optimizer, {"lr": 1e-4, "micro_batch": -8}, "optimizer")
 
 
-def test_a_network_computes_in_a_dtype_that_it_can_learn_in():
+def test_dtype_accepts_only_the_floating_point_types_used_in_training():
     class Network(nn.Module):
         dtype: Annotated[DTypeLike, ranges.DTYPES] = jnp.float32
 
@@ -210,18 +210,20 @@ def test_a_network_computes_in_a_dtype_that_it_can_learn_in():
 
 
 def kinds():
-    """What every config group, of launchers' jobs too, is read as."""
-    found = [settings.Run, job.Job, gke.Gke, slurm.Slurm]
+    """Return the named tuple or Module of every config group, including the launchers' jobs."""
+    group_types = [settings.Run, job.Job, gke.Gke, slurm.Slurm]
     for module in (imagen_settings, sd_settings):
         for system in module.SYSTEMS.values():
             for kind in system.groups.values():
-                found += map(named.resolved, kind.values()) if isinstance(kind, Mapping) else [kind]
-    return dict.fromkeys(kind for kind in found if not isinstance(kind, types.UnionType))
+                group_types += (
+                    map(named.resolved, kind.values()) if isinstance(kind, Mapping) else [kind]
+                )
+    return dict.fromkeys(kind for kind in group_types if not isinstance(kind, types.UnionType))
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_every_number_of_a_config_has_its_range(kind):
-    """A field that has none yet is to get one where it is declared."""
+def test_every_numeric_config_field_declares_a_range(kind):
+    """If this fails, add a range where the field is declared."""
     for field, hint in typing.get_type_hints(kind, include_extras=True).items():
         if field not in ranges.defaults(kind):
             continue
@@ -232,7 +234,7 @@ def test_every_number_of_a_config_has_its_range(kind):
 
 
 @pytest.mark.parametrize("module", [imagen_settings, sd_settings])
-def test_a_group_binds_its_functions_once_and_a_changed_copy_binds_them_again(module):
+def test_a_group_binds_its_sampler_once_and_a_changed_copy_binds_it_again(module):
     sampler = module.Sampler(name="ddim", eta=0.25)
     assert sampler.method is sampler.method
     assert sampler.method.sampler.keywords == {"eta": 0.25}

@@ -1,4 +1,4 @@
-"""Fields that nothing reads are known by watching who reads what."""
+"""Config fields that no code reads are reported."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ def left(sampler, read):
     return unread_fields()
 
 
-def test_what_is_not_read_and_not_at_its_default_is_named():
+def test_unread_fields_that_differ_from_their_default_are_reported():
     sampler = Sampler(eta=0.5, churn=3.0)
     assert left(sampler, lambda s: s.churn) == {"sampler.eta": 0.5}
     assert left(sampler, lambda s: (s.churn, s.eta)) == {}
@@ -31,26 +31,26 @@ def test_what_is_not_read_and_not_at_its_default_is_named():
 @pytest.mark.parametrize(
     "take", [lambda s: s._replace(steps=2), lambda s: [*s], lambda s: s._asdict()]
 )
-def test_a_group_that_is_taken_as_a_whole_counts_as_read(take):
+def test_copying_a_whole_group_counts_as_reading_all_its_fields(take):
     assert left(Sampler(eta=0.5), take) == {}
 
 
 @pytest.mark.parametrize(
     ("name", "field"), [("heun", "eta"), ("ddim", "churn"), ("euler", "eta"), ("euler", "churn")]
 )
-def test_samplers_read_their_own_fields(name, field):
+def test_a_field_of_another_sampler_is_reported_as_unread(name, field):
     sampler = Sampler(name=name, **{field: 0.5})
     assert left(sampler, samplers.make) == {f"sampler.{field}": 0.5}
 
 
-def test_a_watched_group_is_equal_to_its_own_and_its_copies_are_not_watched():
+def test_a_watched_group_equals_the_plain_group_and_its_copies_are_plain():
     s, _ = unread.watched(Groups(Sampler(eta=0.5)), ("sampler",))
     assert s.sampler == Sampler(eta=0.5) and hash(s.sampler) == hash(Sampler(eta=0.5))
     assert type(pickle.loads(pickle.dumps(s.sampler))) is type(copy.copy(s.sampler)) is Sampler
 
 
-def test_a_config_of_ours_sets_nothing_of_its_sampler_that_is_not_read():
-    """Or its first line would be a warning."""
+def test_the_quickstart_config_sets_no_unread_sampler_field():
+    """Otherwise the quick start would begin with a warning."""
     s, unread_fields = unread.watched(
         read_settings(quickstart.get_config().to_dict()), ("sampler",)
     )

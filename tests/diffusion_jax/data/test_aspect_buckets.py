@@ -1,4 +1,4 @@
-"""Aspect buckets: the shape of each batch, the pictures in it, and what cropping removes."""
+"""Aspect buckets: the shape of each batch, its pictures, and the area removed by cropping."""
 
 import io
 
@@ -21,7 +21,7 @@ TOKENIZE = lambda texts: {"n": np.array(texts, int)}
 
 
 def write(folder, sizes, first=0):
-    """Write pictures whose captions are their numbers, and whose colour is the number."""
+    """Write pictures whose caption and red value are their number."""
     folder.mkdir(parents=True)
     for number, (height, width) in enumerate(sizes, first):
         Image.new("RGB", (width, height), (number, 0, 0)).save(folder / f"{number:03}.png")
@@ -52,12 +52,12 @@ def test_a_picture_goes_to_the_nearest_aspect_ratio(folder):
     sizes = aspect_buckets.read_sizes(pictures)
     assert sizes.tolist() == [list(size) for size in SIZES * 4]
     assert aspect_buckets.nearest(sizes, SHAPES).tolist() == WANTED * 4
-    # The border between 1:1 and 3:1 is at sqrt(3). Damaged pictures count as squares.
+    # The border between 1:1 and 1:3 is at sqrt(3). Damaged pictures count as squares.
     near = np.array([[100, 173], [100, 174], [0, 0]])
     assert aspect_buckets.nearest(near, SHAPES).tolist() == [0, 1, 0]
 
 
-def test_the_size_of_a_picture_is_that_of_its_decoded_pixels():
+def test_size_of_applies_the_exif_orientation():
     for format, orientation, expected in (("PNG", 1, (8, 24)), ("JPEG", 6, (24, 8))):
         file, exif = io.BytesIO(), Image.Exif()
         exif[0x0112] = orientation
@@ -67,10 +67,10 @@ def test_the_size_of_a_picture_is_that_of_its_decoded_pixels():
     assert size_of(b"no picture") == (0, 0)
 
 
-def test_a_crop_just_covers_its_shape():
-    """A picture of half the height and twice the width loses what a square of it does not have."""
+def test_crop_resizes_to_cover_the_shape_and_cuts_the_rest():
+    """The crop of a wide picture keeps its middle, or the part that `place` selects."""
     pixels = np.zeros((20, 60, 3), np.uint8)
-    pixels[:, 10:50] = (0, 255, 0)  # The 20x40 in the middle.
+    pixels[:, 10:50] = (0, 255, 0)  # The middle part of 20x40 is green.
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     np.testing.assert_array_equal(crop(file.getvalue(), (20, 40))[..., 1], np.full((20, 40), 255))
@@ -79,7 +79,7 @@ def test_a_crop_just_covers_its_shape():
     assert not left[:, :10].any() and (left[:, 10:, 1] == 255).all()
 
 
-def test_a_batch_has_one_shape_and_an_epoch_has_each_picture_once(folder):
+def test_each_batch_has_one_shape_and_each_epoch_holds_every_picture_once(folder):
     seen = []
     with open_batches(folder) as batches:
         for _ in range(7):  # 28 pictures, in buckets of 12, 8 and 8.
@@ -107,7 +107,7 @@ def test_processes_threads_and_restarts_do_not_change_the_batches(folder):
         assert [next(batches)["n"].tolist() for _ in range(9)] == expected[6:]
 
 
-def test_a_position_is_refused_with_other_buckets_or_another_batch_size(folder):
+def test_a_saved_position_is_rejected_with_other_buckets_or_batch_sizes(folder):
     with open_batches(folder) as batches:
         next(batches)
         position = batches.get_state()
@@ -124,8 +124,8 @@ def test_a_position_is_refused_with_other_buckets_or_another_batch_size(folder):
         squares.set_state(position)
 
 
-def test_a_mixture_keeps_its_weights(tmp_path):
-    """Source a has two pictures, each drawn three times as often as one of the four of b."""
+def test_aspect_buckets_keep_the_weights_of_a_mixture(tmp_path):
+    """Each of the two pictures of `a` is drawn three times as often as one of the four of `b`."""
     tall, square = (60, 20), (20, 20)
     paths = (
         write(tmp_path / "a", [tall, square]),
@@ -141,25 +141,27 @@ def test_a_mixture_keeps_its_weights(tmp_path):
     assert ((rows < 10).sum(1) == 3).all()
 
 
-def test_an_unusable_picture_is_replaced_by_one_of_its_bucket_that_is_not_held_out(tmp_path):
+def test_a_damaged_picture_is_replaced_by_a_training_picture_of_its_bucket(tmp_path):
     path = write(tmp_path / "data", SIZES * 20)
-    for number in (1, 2, 8, 9):  # Damaged behind the header.
+    for number in (1, 2, 8, 9):  # Truncated after the header.
         file = tmp_path / "data" / f"{number:03}.png"
         file.write_bytes(file.read_bytes()[:50])
     training, heldout = split.split(open_pictures(Data("folder", path=path), 16), 0.3)
     out = {int(text) for text in heldout.texts(np.arange(len(heldout)))}
     assert 20 < len(out) < 60
     buckets = aspect_buckets.sort(training, SHAPES)
-    with pipeline.make_batches(training, TOKENIZE, batch_size=4, seed=0, buckets=buckets) as made:
+    with pipeline.make_batches(
+        training, TOKENIZE, batch_size=4, seed=0, buckets=buckets
+    ) as batches:
         for _ in range(60):
-            batch = next(made)
+            batch = next(batches)
             ratios = {WANTED[n % 7] for n in batch["n"].tolist()}
             assert len(ratios) == 1 and not out & set(batch["n"].tolist())
-        assert made.skipped()["broken_image"] == len({1, 2, 8, 9} - out)
+        assert batches.skipped()["broken_image"] == len({1, 2, 8, 9} - out)
 
 
-def test_buckets_remove_a_fifth_of_what_squares_remove():
-    """Pictures whose log aspect ratios are uniform between 1:2 and 2:1."""
+def test_buckets_crop_less_than_a_fifth_of_the_area_that_squares_crop():
+    """For pictures with log-uniform aspect ratios between 1:2 and 2:1."""
     rng = np.random.default_rng(0)
     aspect = 2 ** rng.uniform(-1, 1, 1000)
     sizes = np.stack([1000 / aspect**0.5, 1000 * aspect**0.5], 1).round().astype(int)
@@ -181,21 +183,21 @@ def test_buckets_remove_a_fifth_of_what_squares_remove():
         (((8, 8), (8, 16), (16, 16)), "two buckets have the same aspect ratio"),
     ],
 )
-def test_a_shape_that_the_model_cannot_train_on_is_refused(wrong, message):
+def test_a_bucket_shape_that_the_model_cannot_train_on_is_an_error(wrong, message):
     with pytest.raises(ValueError, match=message):
         shapes.check(wrong, 16, 8)
     with pytest.raises(ValueError, match=r"data.resize is 32"):
         shapes.check(SHAPES, 16, 8, resize=32)
 
 
-def test_a_source_without_files_is_refused():
+def test_aspect_buckets_of_a_source_without_files_are_an_error():
     with pytest.raises(ValueError, match=r"aspect buckets have no use: set data.aspect_buckets"):
         aspect_buckets.sort(
             open_pictures(Data("diffusion_jax.examples.digits.rendering"), 16), SHAPES
         )
 
 
-def test_the_report_says_what_cropping_removes(folder):
+def test_the_report_lists_bucket_shares_and_the_cropped_area(folder):
     pictures = open_pictures(Data("folder", path=folder), 16)
     sizes, assigned = aspect_buckets.read_sizes(pictures), aspect_buckets.sort(pictures, SHAPES)
     # Cropping to the bucket removes a part of three of the seven pictures.
@@ -207,11 +209,13 @@ def test_the_report_says_what_cropping_removes(folder):
     )
 
 
-def test_hashed_texts_go_with_their_pictures(folder):
+def test_examples_have_one_batch_per_bucket_shape(folder):
     pictures = open_pictures(Data("folder", path=folder), 16)
-    made = pipeline.make_batches(
+    batches = pipeline.make_batches(
         pictures, hashed.encoder(32, 6).tokenize, batch_size=2, seed=0,
         buckets=aspect_buckets.sort(pictures, SHAPES),
     )  # fmt: skip
-    with made:
-        assert [b["image"].shape for b in made.examples()] == [(1, *shape, 3) for shape in SHAPES]
+    with batches:
+        assert [b["image"].shape for b in batches.examples()] == [
+            (1, *shape, 3) for shape in SHAPES
+        ]

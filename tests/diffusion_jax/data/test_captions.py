@@ -1,4 +1,4 @@
-"""Several captions of one picture: where they come from, and which one a sample gets."""
+"""Pictures with several captions: where they are stored, and which one a sample gets."""
 
 import collections
 import json
@@ -20,7 +20,7 @@ from diffusion_jax.examples.digits import rendering as digits
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Eight pictures with a .txt, of which all but the last also have three long captions."""
+    """Eight pictures with a .txt caption. All but the last also have three long captions."""
     folder = digits.write_examples(tmp_path_factory.mktemp("several") / "f", 8, size=8)
     for number, picture in enumerate(sorted(folder.glob("*.png"))):
         picture.with_suffix(".txt").write_text(f"short {number}\n")
@@ -40,15 +40,15 @@ def batches(folder, text="txt,json:long*0.5", **values):
     return pipeline.make_batches(opened, tokenize, **values)
 
 
-def test_places_and_lists_give_captions_with_weights(folder):
+def test_several_text_fields_give_captions_with_weights(folder):
     texts = Folder(folder, "txt,json:long*0.5").texts(range(8))
     assert texts[2].texts == ("short 2", "long 2 a", "long 2 b", "long 2 c")
     np.testing.assert_allclose(texts[2].weights, [2 / 3, 1 / 9, 1 / 9, 1 / 9])
-    assert texts[7] == "short 7"  # It has only this one.
+    assert texts[7] == "short 7"  # It has no other caption.
     assert Folder(folder, "json:long", "drop").texts([0])[0].weights == (1 / 3,) * 3
 
 
-def test_a_picture_without_one_of_the_places_is_named(folder, caplog):
+def test_pictures_that_lack_a_text_field_are_reported(folder, caplog):
     Folder(folder, "txt,json:long")
     assert (
         "1 of 8 pictures have no json:long, only other texts; the first: 00007.png" in caplog.text
@@ -59,19 +59,19 @@ def test_captions_are_chosen_by_their_weights(folder):
     text = Folder(folder, "txt,json:long*0.5").texts([2])[0]
     counts = collections.Counter(captions.chosen([text] * 9000, 0, range(9000)))
     share = np.array([counts[each] for each in text.texts]) / 9000
-    np.testing.assert_allclose(share, text.weights, atol=0.015)  # Three standard deviations.
+    np.testing.assert_allclose(share, text.weights, atol=0.015)  # Three standard errors.
 
 
-def test_the_choice_depends_on_the_seed_and_the_sample_alone(folder):
+def test_the_chosen_caption_depends_only_on_the_seed_and_the_sample(folder):
     with batches(folder) as whole:
         expected = [next(whole)["texts"].tolist() for _ in range(12)]
         names = whole.names(range(4))
-        assert whole.texts(range(4)) == expected[-1]  # As replay reports it.
+        assert whole.texts(range(4)) == expected[-1]  # The texts that replay reports.
         assert whole.texts([2], back=3) == [expected[-4][2]]
     assert [text.split()[1] for text in expected[-1]] == [str(int(name[:5])) for name in names]
     long = [text for batch in expected for text in batch if text.startswith("long")]
     assert 8 <= len(long) <= 24 and {text[-1] for text in long} == set("abc")
-    # Two processes, each of which continues at step 5.
+    # Two processes, both resumed at step 5.
     parts = []
     for process in range(2):
         with batches(folder, process_index=process, process_count=2) as part:
@@ -82,7 +82,7 @@ def test_the_choice_depends_on_the_seed_and_the_sample_alone(folder):
         assert [next(other)["texts"].tolist() for _ in range(12)] != expected
 
 
-def test_a_held_out_picture_keeps_its_caption(folder):
+def test_a_held_out_picture_always_has_the_same_caption(folder):
     opened = sources.open_pictures(Data("folder", path=str(folder), text="json:long,txt"), 8)
     apart = pipeline.Apart(opened, lambda images, texts: {"texts": np.array(texts)})
     keys, batch = apart.read(8)
@@ -92,7 +92,7 @@ def test_a_held_out_picture_keeps_its_caption(folder):
     assert len({text.split()[0] for text in batch["texts"]}) == 2
 
 
-def test_tars_give_the_same_captions_as_folders(folder, tmp_path):
+def test_tars_have_the_same_captions_as_folders(folder, tmp_path):
     members = [
         {tars.KEY: path.stem.encode(), **{
             file.suffix[1:]: file.read_bytes() for file in sorted(folder.glob(f"{path.stem}.*"))}}
@@ -112,12 +112,12 @@ def test_reshard_keeps_all_captions_and_their_weights(folder, tmp_path, format):
     records = Folder(folder, "txt,json:long*0.5")
     reshard.reshard(records, tmp_path, num=3, format=format, identity={})
     data = Data(format, path=str(tmp_path), text="txt,json:captions")
-    found, expected = sources.open_records(data).texts(range(8)), records.texts(range(8))
-    assert [captions.every(text) for text in found] == [captions.every(t) for t in expected]
-    np.testing.assert_allclose(found[0].weights, expected[0].weights)
+    texts, expected = sources.open_records(data).texts(range(8)), records.texts(range(8))
+    assert [captions.every(text) for text in texts] == [captions.every(t) for t in expected]
+    np.testing.assert_allclose(texts[0].weights, expected[0].weights)
 
 
-def test_lines_of_a_file_are_captions_if_data_text_says_so(tmp_path):
+def test_data_text_txt_lines_reads_one_caption_per_line(tmp_path):
     folder = digits.write_examples(tmp_path, 2, size=8)
     (folder / "00000.txt").write_text("\ufeffa cat\r\n\n a dog\u2028that sleeps \n")
     whole, lines = (Folder(folder, text).texts([0])[0] for text in ("txt", "txt:lines"))
@@ -126,7 +126,7 @@ def test_lines_of_a_file_are_captions_if_data_text_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-def test_several_byte_order_marks_are_no_part_of_a_caption_or_prompt(tmp_path, encoding):
+def test_byte_order_marks_are_removed_from_captions_and_prompts(tmp_path, encoding):
     folder = digits.write_examples(tmp_path, 1, size=8)
     text = "\ufeff\ufeff\ufeffa cat \ufeff".encode(encoding)
     (folder / "00000.txt").write_bytes(text)
@@ -139,7 +139,7 @@ def test_several_byte_order_marks_are_no_part_of_a_caption_or_prompt(tmp_path, e
     assert prompts.read(str(tmp_path / "prompts.txt")) == ["a cat \ufeff"]
 
 
-def test_short_captions_are_not_chosen_and_a_picture_with_others_is_kept():
+def test_captions_shorter_than_min_chars_are_dropped():
     several = Captions(("a", "a cat", "a dog"), (0.5, 0.25, 0.25))
     assert captions.long_enough(several, 2) == Captions(("a cat", "a dog"), (0.5, 0.5))
     assert captions.long_enough(several, 0) == several
@@ -147,7 +147,7 @@ def test_short_captions_are_not_chosen_and_a_picture_with_others_is_kept():
         captions.long_enough(several, 6)
 
 
-def test_a_damaged_caption_among_others_is_counted(tmp_path):
+def test_a_damaged_caption_makes_its_picture_unusable(tmp_path):
     folder = digits.write_examples(tmp_path, 2, size=8)
     (folder / "00000.json").write_text('{"long": ["a", 7]}')
     (folder / "00001.json").write_text('{"long": [null, "b"]}')
@@ -156,27 +156,27 @@ def test_a_damaged_caption_among_others_is_counted(tmp_path):
     assert text.texts[1:] == ("b",)
 
 
-def test_values_of_a_feature_are_captions(tmp_path):
+def test_all_values_of_a_tf_example_feature_are_captions(tmp_path):
     example = arrayrecord._Example()
     example.features.feature["txt"].bytes_list.value.extend([b"one", b"two"])
-    found = arrayrecord.read_feature(arrayrecord.decode(example.SerializeToString()), "txt")
-    assert found == Captions(("one", "two"), (0.5, 0.5))
+    captions = arrayrecord.read_feature(arrayrecord.decode(example.SerializeToString()), "txt")
+    assert captions == Captions(("one", "two"), (0.5, 0.5))
 
 
 @pytest.mark.parametrize("text", ["txt,", "txt*0", "txt*-1", "txt*x", "txt*inf", ",", "txt**2"])
-def test_places_without_a_name_or_a_weight_are_refused(folder, text):
+def test_a_text_field_without_a_name_or_with_an_invalid_weight_is_an_error(folder, text):
     with pytest.raises(ValueError, match=r"write the places of the texts with commas"):
         Folder(folder, text)
 
 
-def test_captions_and_embeddings_cannot_be_alternatives(folder):
+def test_data_text_with_captions_and_embeddings_is_an_error(folder):
     with pytest.raises(ValueError, match="name either captions or embeddings, not both"):
         Folder(folder, "txt,t5.npy")
     assert Data("folder", text="t5.npy,clip.npy*2").embedded
     assert not Data("folder", text="txt,json:npy*2").embedded
 
 
-def test_examples_of_a_batch_have_one_text_each(folder):
+def test_an_example_has_one_text_per_picture(folder):
     with batches(folder) as opened:
         assert isinstance(opened.example()["texts"][0], str)
 
@@ -188,13 +188,13 @@ def test_validate_counts_every_caption(folder):
     assert report["words"] | {"short": 8, "long": 21, "a": 7} == report["words"]
 
 
-def test_prompts_of_a_data_source_are_the_first_captions(folder):
+def test_prompts_read_from_a_data_source_are_the_first_captions(folder):
     chosen = prompts.read(f"folder:{folder}::json:long,txt")
     assert chosen == [*(f"long {number} a" for number in range(7)), "short 7"]
     assert len(prompts.read(f"folder:{folder}::json:long,txt", every=True)) == 7 * 4 + 1
 
 
-def test_damaged_captions_among_prompts_are_counted_and_named(tmp_path, caplog):
+def test_prompts_skip_damaged_and_missing_captions_with_a_warning(tmp_path, caplog):
     folder = digits.write_examples(tmp_path, 3, size=8)
     (folder / "00001.txt").write_bytes(b"caf\xe9")
     (folder / "00002.txt").unlink()

@@ -1,4 +1,4 @@
-"""Files of embeddings: how they are read and refused."""
+"""Files of embeddings: formats, and errors."""
 
 import io
 import pickle
@@ -27,7 +27,7 @@ def saved(save, *args, **kwargs):
         ("a.safetensors", safetensors.numpy.save({"encodings": ARRAY, "ids": np.arange(3)})),
     ],
 )
-def test_every_format_gives_the_array_in_float32(name, contents):
+def test_every_format_is_read_as_a_float32_array(name, contents):
     np.testing.assert_array_equal(
         embeddings.read(contents, name), ARRAY.astype(np.float32), strict=True
     )
@@ -52,12 +52,12 @@ def test_every_format_gives_the_array_in_float32(name, contents):
         ),
     ],
 )
-def test_what_cannot_be_read_says_why(name, contents, message):
+def test_damaged_files_of_embeddings_are_errors(name, contents, message):
     with pytest.raises(ValueError, match=message):
         embeddings.read(contents, name)
 
 
 @pytest.mark.parametrize("suffix", ["pickle", "t5.pkl", "pt"])
-def test_pickles_are_refused_with_the_way_out(suffix):
+def test_pickled_embeddings_are_an_error_that_suggests_numpy_save(suffix):
     with pytest.raises(ValueError, match=r"can run arbitrary code .* numpy\.save"):
         embeddings.check_suffix(suffix)

@@ -1,4 +1,4 @@
-"""Who does the work changes nothing but the time: one process, several, Beam's, some killed."""
+"""Engines give equal results: one process, several workers, Beam, and killed workers."""
 
 import collections
 import functools
@@ -28,7 +28,7 @@ def write(folder, item):
 
 
 def dying(folder, item):
-    """The third item ends its process once."""
+    """Write an item. Item 3 kills its process the first time."""
     if item == 3 and not (folder / "died").exists():
         (folder / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,49 +49,49 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(("count", "workers"), [(10, 1), (10, 3), (2, 5), (0, 2)])
-def test_each_worker_does_its_own_part_first_and_the_rest_if_need_be(count, workers):
-    turns = [list(engines.Share(w, workers).turns(count)) for w in range(workers)]
+def test_each_worker_starts_with_its_own_part_and_then_takes_the_rest(count, workers):
+    turns = [list(engines.Worker(w, workers).turns(count)) for w in range(workers)]
     assert all(sorted(order) == list(range(count)) for order in turns)
     own = [order[: count * (w + 1) // workers - count * w // workers]
            for w, order in enumerate(turns)]  # fmt: skip
     assert [i for part in own for i in part] == list(range(count))
 
 
-def test_what_is_there_is_left_alone(tmp_path):
+def test_fill_does_not_rewrite_existing_files(tmp_path):
     path(tmp_path, 4).write_text("before")
-    assert fill(engines.Share(1, 2), tmp_path) == {"odd": 5, "all": 9}
+    assert fill(engines.Worker(1, 2), tmp_path) == {"odd": 5, "all": 9}
     assert contents(tmp_path) == {f"{i}.txt": f"{i}" for i in range(2, 12)} | {"4.txt": "before"}
-    assert fill(engines.Share(), tmp_path) == {}
+    assert fill(engines.Worker(), tmp_path) == {}
 
 
-def test_what_another_worker_did_meanwhile_is_not_done_again(tmp_path):
+def test_fill_skips_items_that_another_worker_has_written_meanwhile(tmp_path):
     def both(folder, item):
-        write(folder, 5)  # As if by another.
+        write(folder, 5)  # In place of another worker.
         return write(folder, item)
 
-    assert fill(engines.Share(), tmp_path, both)["all"] == 9
+    assert fill(engines.Worker(), tmp_path, both)["all"] == 9
 
 
 def test_the_next_item_is_read_while_one_is_written(tmp_path):
     read = []
     function = lambda item: read.append(item) or -item
 
-    def made(item, found):
-        path(tmp_path, item).write_text(f"{found}")
+    def write_item(item, value):
+        path(tmp_path, item).write_text(f"{value}")
 
-    engines.ALONE.fill(range(3), functools.partial(path, tmp_path), made, read=function)
+    engines.ALONE.fill(range(3), functools.partial(path, tmp_path), write_item, read=function)
     assert read == [0, 1, 2] and contents(tmp_path)["2.txt"] == "-2"
     assert list(engines.ahead(abs, iter([]))) == []
 
 
-def test_open_data_reach_another_process_as_the_call_that_opened_them(tmp_path):
+def test_pickled_data_sources_are_opened_again_once_per_process(tmp_path):
     digits.write_examples(tmp_path, 3, size=8)
     opened = sources.open_records(Data("folder", path=str(tmp_path)))
     sent = lambda value: engines.unpickled(engines.pickled(value))
     read = functools.partial(opened.texts, [0, 2])
     again = sent(opened)
     assert again is not opened and again.texts([0, 2]) == opened.texts([0, 2]) == sent(read)()
-    assert sent(opened) is again  # Once in a process.
+    assert sent(opened) is again  # Opened once per process.
 
 
 @pytest.mark.parametrize(
@@ -105,31 +105,31 @@ def test_open_data_reach_another_process_as_the_call_that_opened_them(tmp_path):
         ({"worker": 2, "workers": 2}, r"--worker=2 of --workers=2: the index must be from 0 to 1"),
     ],
 )
-def test_flags_that_cannot_be_are_refused(flags, message):
+def test_invalid_engine_flags_are_errors(flags, message):
     names = {"engine": "alone", "beam_options": "", "worker": None, "workers": None}
     args = collections.namedtuple("Args", names)(**names | flags)
     with pytest.raises(ValueError, match=message):
         engines.of(args)
 
 
-def test_without_beam_the_extra_is_named(monkeypatch):
+def test_a_missing_beam_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r'needs Apache Beam: pip install "imagen-sd-jax\[beam\]"'):
         engines.beam("")
 
 
 def here(items, run):
-    """In place of a runner, this process."""
+    """Run all items in this process, in place of a Beam runner."""
     for item in items:
         run(item)
 
 
-def test_two_commands_on_beam_may_share_a_folder(tmp_path, monkeypatch):
+def test_two_beam_jobs_can_fill_one_folder(tmp_path, monkeypatch):
     folder, counted = tmp_path / "both", []
 
     def both(self, items, run):
         monkeypatch.setattr(engines.Beam, "_run", lambda self, *given: here(*given))
-        counted.append(fill(engines.Beam(), folder))  # The other one is as good as ended.
+        counted.append(fill(engines.Beam(), folder))  # Another job fills the folder first.
         here(items, run)
 
     monkeypatch.setattr(engines.Beam, "_run", both)
@@ -144,7 +144,7 @@ def test_two_commands_on_beam_may_share_a_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def beam(monkeypatch):
-    """Beam with options; its workers are processes of their own that import this file by name."""
+    """Return a function that builds a Beam engine, whose worker processes import this file."""
     pytest.importorskip("apache_beam")
     root = str(pathlib.Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", root)
@@ -153,22 +153,24 @@ def beam(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", TWO])
-def test_beam_writes_and_counts_the_same(tmp_path, beam, options):
+def test_beam_writes_and_counts_the_same_items_as_one_process(tmp_path, beam, options):
     path(tmp_path, 4).write_text("before")
     assert fill(beam(options), tmp_path) == {"odd": 5, "all": 9}
     assert contents(tmp_path) == {f"{i}.txt": f"{i}" for i in range(2, 12)} | {"4.txt": "before"}
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Beam's own.
-def test_what_a_killed_worker_of_beam_held_is_done_again(tmp_path, beam):
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # Raised by Beam itself.
+def test_beam_repeats_the_items_of_a_killed_worker(tmp_path, beam):
     assert fill(beam(TWO), tmp_path, dying) == {"odd": 5, "all": 10}
     expected = {f"{i}.txt": f"{i}" for i in range(2, 12)}
     assert contents(tmp_path) == {**expected, "died": ""}
 
 
 @pytest.mark.slow
-def test_what_beam_cannot_do_is_one_line(tmp_path, beam):
+def test_a_failed_beam_job_is_a_one_line_error(tmp_path, beam):
     with pytest.raises(
         OSError, match=r"Beam did not finish 10 of 10 shards: no \d+ \[while running"
     ):
@@ -176,8 +178,8 @@ def test_what_beam_cannot_do_is_one_line(tmp_path, beam):
 
 
 @pytest.mark.slow
-def test_stages_write_the_same_bytes_on_beam(tmp_path, beam):
-    """Data are opened again by the workers, and so are captions and their encoder."""
+def test_reshard_and_precache_write_the_same_bytes_on_beam(tmp_path, beam):
+    """The workers open the data, the captions and the text encoder again."""
     digits.write_examples(tmp_path / "data", 30, size=8)
     opened = sources.open_records(Data("folder", path=str(tmp_path / "data")))
     config = quickstart.get_config().to_dict() | {"prompts": ("one", "two"), "evaluation": {}}
@@ -190,7 +192,7 @@ def test_stages_write_the_same_bytes_on_beam(tmp_path, beam):
         )
         assert counts == {"written": 30}
         config["text"]["store"] = str(out / "store")
-        work = precache.Work(shard_captions=8, engine=engine)
+        work = precache.EncodingOptions(shard_captions=8, engine=engine)
         precache.run(precache.open_job(config), work)
         (parts := out / "parts").mkdir()
         report = validate.validate(opened, threads=1, folder=parts, engine=engine)

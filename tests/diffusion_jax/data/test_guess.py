@@ -1,4 +1,4 @@
-"""What people have, told from its files: which source opens it, and where its captions are."""
+"""Guessing the data source of a path, and where its captions are."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from diffusion_jax.examples.digits import rendering as digits
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Three pictures with a .txt each, and what is not theirs."""
+    """Three pictures, each with a .txt caption, and a hidden file."""
     folder = digits.write_examples(tmp_path_factory.mktemp("guess") / "plain", 3, size=16)
     (folder / ".hidden.json").write_text("{}")
     return folder
@@ -25,7 +25,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def bare(plain, tmp_path):
-    """The same without captions, beside a note."""
+    """The same pictures without captions, and a readme.txt."""
     for picture in plain.glob("*.png"):
         shutil.copy(picture, tmp_path)
     (tmp_path / "readme.txt").write_text("of nobody in particular")
@@ -33,11 +33,11 @@ def bare(plain, tmp_path):
 
 
 def first(data):
-    """The caption of the first record as the source that was guessed reads it."""
+    """Return the caption of the first record, as the guessed source reads it."""
     return sources.open_records(data).texts([0])[0]
 
 
-def test_files_beside_pictures_are_their_captions(plain, bare):
+def test_txt_and_json_files_beside_pictures_are_read_as_captions(plain, bare):
     assert guess(str(plain)) == Data("folder", str(plain), "txt", uncaptioned="drop")
     for picture in bare.glob("*.png"):
         about = {"width": 16, "title": "t", "caption": "of " + picture.stem}
@@ -46,19 +46,21 @@ def test_files_beside_pictures_are_their_captions(plain, bare):
     assert guess(str(bare), "json:title").text == "json:title"
 
 
-def test_pictures_without_captions_have_empty_ones(bare):
+def test_pictures_without_captions_get_empty_captions(bare):
     data = guess(str(bare))
     assert data == Data("folder", str(bare), "txt", uncaptioned="empty")
     opened = sources.open_pictures(data, 16)
     assert opened.read(np.arange(3))[1] == ("", "", "")
-    assert opened.skipped() == {"no_picture": 1}  # The note beside the pictures.
+    assert opened.skipped() == {"no_picture": 1}  # readme.txt.
     (bare / "00001.txt").write_text("one of three")
-    assert guess(str(bare)).uncaptioned == "drop"  # One has a caption: the others are left out.
+    assert (
+        guess(str(bare)).uncaptioned == "drop"
+    )  # Pictures without captions are dropped if any picture has one.
     both = data._replace(uncaptioned="empty")
     assert sources.open_records(both).texts([0, 1]) == ["", "one of three"]
 
 
-def test_tables_beside_pictures(bare):
+def test_jsonl_and_parquet_tables_beside_pictures_are_read_as_captions(bare):
     rows = [{"file_name": f"0000{i}.png", "url": "u", "text": f"row {i}"} for i in range(3)]
     (bare / "metadata.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
     for path in (bare, bare / "metadata.jsonl"):
@@ -90,7 +92,7 @@ def test_tables_beside_pictures(bare):
          '[{"id": 1, "image_id": 7, "caption": "a cat"}]}', "coco:caption"),
     ],
 )  # fmt: skip
-def test_captions_of_every_kind_are_found(bare, name, content, text):
+def test_every_supported_kind_of_caption_file_is_found(bare, name, content, text):
     (bare / name).write_text(content)
     data = guess(str(bare))
     assert data == Data("folder", str(bare), text, uncaptioned="drop")
@@ -106,7 +108,7 @@ def test_the_kind_of_captions_with_the_most_pictures_is_chosen(bare):
     assert guess(str(bare)).text == "jsonl:text"
 
 
-def test_captions_that_cannot_be_read_are_an_error_and_not_missing_captions(bare, caplog):
+def test_unreadable_captions_are_an_error_instead_of_empty_captions(bare, caplog):
     assert guess(str(bare)).uncaptioned == "empty"
     assert f"no captions were found: {bare}/readme.txt belong to no picture" in caplog.text
     table = bare / "metadata.jsonl"
@@ -123,7 +125,7 @@ def test_captions_that_cannot_be_read_are_an_error_and_not_missing_captions(bare
         guess(str(bare))
 
 
-def test_tars(plain, tmp_path):
+def test_captions_in_tars_are_read_from_txt_or_json_members(plain, tmp_path):
     picture = (plain / "00000.png").read_bytes()
     members = {tars.KEY: b"0", "png": picture}
     about = json.dumps({"url": "u", "prompt": "asked"}).encode()
@@ -139,7 +141,7 @@ def test_tars(plain, tmp_path):
         guess(str(tmp_path / "none"))
 
 
-def test_tables_with_the_pictures_in_them(plain, tmp_path, monkeypatch):
+def test_parquet_and_saved_hugging_face_data_sets_are_recognized(plain, tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -173,7 +175,7 @@ def test_a_saved_folder_without_tables_is_an_error(tmp_path):
         guess(str(tmp_path))
 
 
-def test_a_source_that_is_named_is_taken(plain):
+def test_an_explicitly_named_source_is_used(plain):
     data = guess(f"folder:{plain}::txt")
     assert data == Data("folder", str(plain), "txt", uncaptioned="drop", max_broken=0.1)
     with pytest.raises(FileNotFoundError, match="no data at /nowhere: check the path"):

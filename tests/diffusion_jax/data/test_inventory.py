@@ -1,4 +1,4 @@
-"""The inventory of a data source: what is used, what is left out, and how it is printed."""
+"""The inventory of a data source: counts of used and skipped files, and how it is printed."""
 
 import json
 
@@ -10,7 +10,7 @@ from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.examples.digits import rendering as digits
 
 
-def test_the_table_counts_used_files_and_names_the_first_of_each_reason():
+def test_rows_count_used_files_and_name_the_first_skipped_ones_by_reason():
     inventory = Inventory()
     inventory.add("pictures", ["0.jpg", "1.jpg"])
     inventory.add("texts", [], 2)
@@ -32,7 +32,7 @@ def test_the_table_counts_used_files_and_names_the_first_of_each_reason():
     ]
 
 
-def test_a_mixture_and_the_parts_of_a_split_have_the_inventory_of_their_sources(tmp_path):
+def test_mixtures_and_splits_combine_the_inventories_of_their_sources(tmp_path):
     for name in ("a", "b"):
         digits.write_examples(tmp_path / name, 4, size=8)
         (tmp_path / name / f"{name}.svg").touch()

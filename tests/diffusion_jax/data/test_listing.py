@@ -1,4 +1,4 @@
-"""Listings of tars: the same records in the same order as the tars have, made once and mapped."""
+"""Listings of tars: the records of the tars in order, built once and memory-mapped."""
 
 import io
 import pathlib
@@ -20,13 +20,13 @@ SUFFIXES = ("jpg", "png", "txt", "json")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Keeps listings of stores out of the user's own cache."""
+    """Use a temporary cache instead of the user's own."""
     monkeypatch.setattr(tars, "cache_folders", lambda: [tmp_path / "cache"])
     return tmp_path / "cache"
 
 
 def write_tars(folder: pathlib.Path, num_tars: int = 4, seed: int = 0):
-    """Tars of members in random order, some of them without image or text; what they hold."""
+    """Write tars with members in random order, some without image or text. Return the contents."""
     draw, contents = np.random.default_rng(seed), {}
     folder.mkdir()
     for t in range(num_tars):
@@ -43,7 +43,7 @@ def write_tars(folder: pathlib.Path, num_tars: int = 4, seed: int = 0):
 
 
 def by_hand(folder, contents, text):
-    """Image and text of each record, in the order in which its first member stands in a tar."""
+    """Return image and text of each record, ordered by the position of its first member."""
     rows = []
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
@@ -56,7 +56,7 @@ def by_hand(folder, contents, text):
 
 
 def listed(folder, opened):
-    """What the spans of a listing cut out of the tars, without any of the project's readers."""
+    """Return what the listing's spans contain, without using the project's readers."""
     rows = []
     for tar, first, last in zip(opened.tars, opened.firsts[:-1], opened.firsts[1:], strict=True):
         whole = pathlib.Path(tar).read_bytes()
@@ -67,7 +67,7 @@ def listed(folder, opened):
 
 
 @pytest.mark.parametrize("text", ["txt", "json"])
-def test_a_listing_has_the_records_in_the_order_of_the_tars(tmp_path, text):
+def test_a_listing_holds_the_records_in_the_order_of_the_tars(tmp_path, text):
     contents = write_tars(tmp_path / "s")
     opened = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), [text])
     rows = by_hand(tmp_path / "s", contents, text)
@@ -76,7 +76,7 @@ def test_a_listing_has_the_records_in_the_order_of_the_tars(tmp_path, text):
     assert opened.facts["suffixes"] == sorted(SUFFIXES)
 
 
-def test_a_listing_is_made_once_and_takes_16_bytes_a_record(tmp_path, monkeypatch):
+def test_a_listing_is_built_once_and_takes_16_bytes_per_record(tmp_path, monkeypatch):
     write_tars(tmp_path / "s", 20)
     first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     (place,) = (tmp_path / "s").glob("records-*.index")
@@ -85,12 +85,14 @@ def test_a_listing_is_made_once_and_takes_16_bytes_a_record(tmp_path, monkeypatc
     monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
     again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     np.testing.assert_array_equal(again.spans, first.spans)
-    assert isinstance(again.spans.base, np.memmap)  # Pages of the file, which processes share.
+    assert isinstance(
+        again.spans.base, np.memmap
+    )  # Memory-mapped, so that processes share its pages.
     assert sorted(p.suffix for p in (tmp_path / "s").iterdir()) == [
         ".index", *[".npz"] * 20, *[".tar"] * 20]  # fmt: skip
 
 
-def test_a_tar_more_is_another_listing_and_runs_keep_theirs(tmp_path):
+def test_adding_a_tar_builds_a_new_listing_and_keeps_the_old_one(tmp_path):
     contents = write_tars(tmp_path / "s")
     before = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     spans = np.array(before.spans)
@@ -107,30 +109,30 @@ def test_a_tar_more_is_another_listing_and_runs_keep_theirs(tmp_path):
 
 
 @pytest.mark.parametrize("place", [0, 17, 4 * 16 + 3, -1, -20])
-def test_a_flipped_bit_in_a_listing_makes_it_anew(tmp_path, place):
+def test_a_listing_with_a_flipped_bit_is_rebuilt(tmp_path, place):
     write_tars(tmp_path / "s")
     first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     (path,) = (tmp_path / "s").glob("records-*.index")
     whole = path.read_bytes()
     damaged = bytearray(whole)
     damaged[place] ^= 1
-    path.unlink()  # It is mapped.
+    path.unlink()  # The old file is still mapped.
     path.write_bytes(damaged)
     again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     np.testing.assert_array_equal(again.spans, first.spans)
     assert path.read_bytes() == whole
 
 
-def test_each_machine_copies_what_one_has_put_into_the_store(tmp_path, cache, monkeypatch):
+def test_a_listing_in_an_object_store_is_copied_instead_of_rebuilt(tmp_path, cache, monkeypatch):
     write_tars(tmp_path / "s")
     for tar in (tmp_path / "s").iterdir():
         storage.write_whole(f"memory://listed/{tar.name}", tar.read_bytes())
     try:
         first = WebDataset("memory://listed", uncaptioned="drop")
         names = storage.walk("memory://listed", Inventory())
-        (kept,) = (name for name in names if name.endswith(".index"))
+        (stored,) = (name for name in names if name.endswith(".index"))
         (copy,) = cache.glob("*.index")
-        assert storage.read(kept) == copy.read_bytes()
+        assert storage.read(stored) == copy.read_bytes()
         copy.unlink()
         monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
         second = WebDataset("memory://listed", uncaptioned="drop")
@@ -140,16 +142,16 @@ def test_each_machine_copies_what_one_has_put_into_the_store(tmp_path, cache, mo
         fsspec.filesystem("memory").store.clear()
 
 
-def test_processes_that_start_together_make_one_listing(tmp_path, monkeypatch):
+def test_processes_that_start_together_build_one_listing(tmp_path, monkeypatch):
     contents = write_tars(tmp_path / "s")
-    make, made, start = listing._build, [], threading.Barrier(3)
+    make, builds, start = listing._build, [], threading.Barrier(3)
 
     def slowly(*arguments):
-        made.append(arguments)
+        builds.append(arguments)
         time.sleep(0.2)
         make(*arguments)
 
-    def open_one(_):  # Locks are of the file, so threads stand for processes.
+    def open_one(_):  # The lock is on a file, so threads can stand in for processes.
         start.wait()
         return listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
 
@@ -159,4 +161,4 @@ def test_processes_that_start_together_make_one_listing(tmp_path, monkeypatch):
     rows = by_hand(tmp_path / "s", contents, "txt")
     assert [listed(tmp_path / "s", one) for one in opened] == [rows] * 3
     left = [p.name for p in (tmp_path / "s").iterdir() if p.suffix not in (".tar", ".npz")]
-    assert len(made) == len(left) == 1
+    assert len(builds) == len(left) == 1

@@ -1,4 +1,4 @@
-"""Decoded records, and what takes the place of those that cannot be decoded."""
+"""Decoded records, and the replacement of records that cannot be decoded."""
 
 import logging
 
@@ -30,7 +30,7 @@ def test_pictures_are_decoded_with_their_texts(folder):
     assert list(texts) == captions
 
 
-def test_a_broken_image_is_always_replaced_by_the_same_one(folder):
+def test_a_broken_image_is_always_replaced_by_the_same_picture(folder):
     def read(*indices):
         opened = open_pictures(Data("folder", path=str(folder)), 16)
         return opened.read(np.array(indices))
@@ -44,7 +44,7 @@ def test_a_broken_image_is_always_replaced_by_the_same_one(folder):
         assert captions[same[0]] == text
 
 
-def test_broken_images_are_counted_once_and_named(folder, caplog):
+def test_broken_images_are_counted_once_and_logged_by_name(folder, caplog):
     opened = open_pictures(Data("folder", path=str(folder)), 16)
     with caplog.at_level(logging.WARNING):
         opened.read(np.arange(40))
@@ -54,21 +54,21 @@ def test_broken_images_are_counted_once_and_named(folder, caplog):
     assert len(named) == 2 and named[0].startswith("skipped 00003.png: broken_image: ")
 
 
-def test_counts_include_what_the_source_left_out(tmp_path):
+def test_skip_counts_include_records_that_the_source_left_out(tmp_path):
     path = digits.write_examples(tmp_path, 5, size=16)
     (path / "00002.txt").unlink()
     opened = open_pictures(Data("folder", path=str(path), uncaptioned="drop"), 16)
     assert opened.skipped() == {"no_caption": 1}
 
 
-def test_files_left_out_at_opening_and_at_reading_for_one_reason_are_added(folder, monkeypatch):
+def test_skip_counts_add_files_left_out_at_opening_and_at_reading(folder, monkeypatch):
     opened = open_pictures(Data("folder", path=str(folder)), 16)
     monkeypatch.setattr(opened._records, "left_out", lambda: {"broken_image": 5, "format": 1})
     opened.read(np.arange(40))
     assert opened.skipped() == {"broken_image": 2 + 5, "format": 1}
 
 
-def test_when_nothing_can_be_used_it_ends_with_counts(folder):
+def test_a_data_set_without_usable_records_is_an_error_with_counts(folder):
     opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
     with pytest.raises(
         ValueError, match=r"record was found among 40 records: \{.*'too_small': .*min_size=17"
@@ -76,14 +76,14 @@ def test_when_nothing_can_be_used_it_ends_with_counts(folder):
         opened.read(np.array([0]))
 
 
-def test_when_only_some_were_tried_the_message_says_so(folder, monkeypatch):
+def test_the_error_says_if_only_some_records_were_tried(folder, monkeypatch):
     monkeypatch.setattr(pictures, "_MAX_SUBSTITUTES", 5)
     opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
     with pytest.raises(ValueError, match=r"no usable record was found in 5 tries among 40 records"):
         opened.read(np.array([0]))
 
 
-def test_webdatasets_give_the_pictures_of_folders(tmp_path):
+def test_webdatasets_have_the_same_pictures_as_folders(tmp_path):
     digits.write_examples(tmp_path / "a.tar", 4, size=16, format="webdataset")
     images, texts = open_pictures(Data("webdataset", path=f"{tmp_path}/a.tar"), 16).read(
         np.array([3, 1])
@@ -93,7 +93,7 @@ def test_webdatasets_give_the_pictures_of_folders(tmp_path):
     assert list(texts) == captions
 
 
-def test_synthetic_pictures_have_the_shapes_of_real_ones():
+def test_synthetic_pictures_and_embeddings_have_the_requested_shapes():
     synthetic = open_pictures(Data("synthetic"), 24, embeddings=(7, 5))
     images, texts = synthetic.read(np.arange(4))
     assert (images.shape, images.dtype) == ((4, 24, 24, 3), np.uint8)
@@ -104,7 +104,7 @@ def test_synthetic_pictures_have_the_shapes_of_real_ones():
     assert isinstance(open_pictures(Data("synthetic"), 8).read(np.arange(1))[1][0], str)
 
 
-def test_an_unknown_source_is_answered_with_the_known_ones():
+def test_an_unknown_source_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match="'imagenet' is unknown: choose from folder, webdataset"):
         open_pictures(Data("imagenet"), 64)
     with pytest.raises(ValueError, match=r"data\.path is empty"):
@@ -112,7 +112,7 @@ def test_an_unknown_source_is_answered_with_the_known_ones():
 
 
 @pytest.mark.parametrize("kind", ["diffusion_jax.examples.digits", "folder", "webdataset"])
-def test_texts_are_read_without_images(tmp_path, kind):
+def test_texts_can_be_read_without_reading_images(tmp_path, kind):
     if kind == "folder":
         path = digits.write_examples(tmp_path, 5, size=16)
         for image in path.glob("*.png"):
@@ -124,7 +124,7 @@ def test_texts_are_read_without_images(tmp_path, kind):
     assert list(opened.texts(np.array([3, 1]))) == expected
 
 
-def test_texts_of_any_source_can_be_read():
+def test_texts_of_the_synthetic_source_can_be_read():
     synthetic = open_pictures(Data("synthetic"), 8)
     assert synthetic.texts(np.arange(2)) == ["a picture of random noise"] * 2
 
@@ -152,8 +152,8 @@ def test_one_usable_record_in_a_hundred_is_found(tmp_path):
     }
 
 
-def test_damaged_records_end_the_run_above_their_share(folder):
-    """Two of forty are damaged, which is a share of 0.05."""
+def test_more_damaged_records_than_max_broken_are_an_error(folder):
+    """Two of forty pictures are damaged: a share of 0.05."""
     for share, fails in ((0.05, False), (0.049, True), (0.0, True)):
         opened = open_pictures(Data("folder", path=str(folder), max_broken=share), 16)
         if fails:
@@ -165,7 +165,7 @@ def test_damaged_records_end_the_run_above_their_share(folder):
 
 
 @pytest.mark.parametrize("text", ["txt", "json:text", "jsonl:text"])
-def test_a_caption_that_is_not_utf8_is_damaged_in_training_and_in_validate(tmp_path, text):
+def test_captions_that_are_not_utf8_are_skipped_in_training_and_validate(tmp_path, text):
     path = digits.write_examples(tmp_path, 4, size=16)
     table = b""
     for number, caption in enumerate((b"fine", b"caf\xe9", "cafe\u0301".encode(), b"na\xefve")):
@@ -188,7 +188,7 @@ def test_a_caption_that_is_not_utf8_is_damaged_in_training_and_in_validate(tmp_p
         open_pictures(data._replace(max_broken=0.2), 16).read(np.arange(2))
 
 
-def test_damaged_texts_are_counted_as_damaged(tmp_path):
+def test_damaged_embeddings_are_skipped_as_broken_text(tmp_path):
     path = digits.write_examples(tmp_path, 5, size=16)
     for text in path.glob("*.txt"):
         np.save(text.with_suffix(".npy"), np.zeros((2, 3), np.float32))
@@ -208,7 +208,7 @@ def mixture(tmp_path):
     return open_pictures(Data("mixture", mixture=parts, max_broken=0.4), 16)
 
 
-def test_a_mixture_is_its_parts_one_after_another(mixture):
+def test_a_mixture_concatenates_its_parts(mixture):
     images, texts = mixture.read(np.array([6, 1, 4, 0, 3]))
     expected, captions = digits.Digits(16).read(np.array([2, 1, 0, 0, 3]) * 617)
     np.testing.assert_array_equal(images, expected)
@@ -228,6 +228,6 @@ def test_a_mixture_is_its_parts_one_after_another(mixture):
         ([(1, "digit", "", "txt")], "the data source 'digit' is unknown"),
     ],
 )
-def test_mistakes_in_a_mixture_are_named(parts, message):
+def test_invalid_mixtures_are_errors_that_name_the_mistake(parts, message):
     with pytest.raises(ValueError, match=message):
         open_pictures(Data("mixture", mixture=parts), 16)

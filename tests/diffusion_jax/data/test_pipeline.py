@@ -1,4 +1,4 @@
-"""The order of the data: the same for any number of processes, threads and restarts."""
+"""The order of the data does not depend on the number of processes, threads or restarts."""
 
 import json
 import pathlib
@@ -26,7 +26,7 @@ TOKENIZE = hashed.encoder(32, 6).tokenize
 
 
 class Numbers(Pictures):
-    """Pictures of one pixel that show their own number."""
+    """Pictures of one pixel whose value is their number."""
 
     def __init__(self, length, first=0):
         self.length, self.first = length, first
@@ -58,7 +58,7 @@ def damaged(tmp_path_factory):
     return str(path)
 
 
-def test_a_batch_of_one_row_has_the_order_of_larger_batches():
+def test_batches_of_one_row_have_the_same_order_as_larger_batches():
     order = numbers(batches(batch_size=2), 12).ravel()
     np.testing.assert_array_equal(numbers(batches(batch_size=1), 24).ravel(), order)
     # Two processes share the batch, so each has one row.
@@ -66,7 +66,7 @@ def test_a_batch_of_one_row_has_the_order_of_larger_batches():
     np.testing.assert_array_equal(np.stack([of(0), of(1)], 1).ravel(), order)
 
 
-def test_a_batch_of_one_row_is_continued_and_named():
+def test_batches_of_one_row_can_be_resumed_and_have_names():
     with batches(batch_size=1) as first, batches(batch_size=1) as second:
         rows = [int(next(first)["n"][0]) for _ in range(5)]
         assert first.names([0]) == [f"picture {rows[-1]}"]
@@ -74,7 +74,7 @@ def test_a_batch_of_one_row_is_continued_and_named():
         assert int(next(first)["n"][0]) == int(next(second)["n"][0])
 
 
-def test_a_group_that_is_smaller_than_its_rows_of_a_batch_is_named():
+def test_repetitions_names_data_smaller_than_its_share_of_a_batch():
     buckets = Buckets([(16, 16), (48, 16)], np.array([0] * 8 + [1] * 3))
     assert pipeline.repetitions(Numbers(11), buckets, 8) == [
         "the bucket 48x16 has 3 pictures for 8 rows of a batch, so a batch repeats them: lower "
@@ -88,15 +88,15 @@ def test_a_group_that_is_smaller_than_its_rows_of_a_batch_is_named():
     assert line.startswith("source 2 of the data set has 1 picture for 2 rows of a batch")
 
 
-def test_each_epoch_is_a_permutation_of_its_own():
+def test_each_epoch_has_a_different_permutation():
     epochs = numbers(batches(10, 5), 6).reshape(3, 10)
     np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(10), (3, 1)))
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
     assert (epochs[0] != numbers(batches(10, 5, seed=1), 2).ravel()).any()
 
 
-def test_the_order_of_a_seed_is_the_same_forever():
-    """As this project has drawn it from its first release: runs of then can be continued."""
+def test_the_order_of_a_seed_matches_the_first_release():
+    """Runs started with any release can be resumed."""
     assert numbers(batches(7, 4, seed=2023), 4).ravel().tolist() == [
         6, 1, 3, 2, 4, 5, 0, 2, 6, 1, 4, 3, 0, 5, 0, 3]  # fmt: skip
     mixed = Mixture([Numbers(5), Numbers(3, first=100)], [3, 1])
@@ -105,13 +105,13 @@ def test_the_order_of_a_seed_is_the_same_forever():
     assert numbers(iterator, 4).ravel().tolist() == [
         0, 1, 3, 100, 2, 4, 2, 102, 0, 1, 4, 101, 3, 0, 3, 102]  # fmt: skip
     with batches(7, 16, seed=2023, crop="random", flip=True, num_threads=0) as iterator:
-        second = next(iterator)["image"][:, 0, 1]  # Black unless mirrored, and of picture 0.
+        second = next(iterator)["image"][:, 0, 1]  # Nonzero if mirrored, except for picture 0.
         places = iterator.pictures.places
     assert second.any(-1).astype(int).tolist() == [1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 0, 0]
     np.testing.assert_allclose(places[:2], [[0.832637, 0.496046], [0.397971, 0.64301]], atol=1e-6)
 
 
-def test_the_order_does_not_depend_on_the_batch_size_or_threads():
+def test_the_order_does_not_depend_on_batch_size_or_threads():
     expected = numbers(batches(100, 4), 12).ravel()
     np.testing.assert_array_equal(numbers(batches(100, 24), 2).ravel(), expected)
     np.testing.assert_array_equal(numbers(batches(100, 4, num_threads=3), 12).ravel(), expected)
@@ -119,7 +119,7 @@ def test_the_order_does_not_depend_on_the_batch_size_or_threads():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_processes_share_the_rows_of_the_global_batch_in_order(count):
+def test_processes_read_consecutive_parts_of_the_global_batch(count):
     whole = numbers(batches(33, 8), 9)  # More than two epochs.
     parts = [numbers(batches(33, 8, process_index=p, process_count=count), 9) for p in range(count)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
@@ -132,7 +132,7 @@ def test_a_batch_may_be_larger_than_the_data():
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_a_restored_iterator_continues_exactly_broken_images_included(damaged, num_threads):
+def test_a_restored_iterator_continues_exactly_also_with_broken_images(damaged, num_threads):
     def make(process_index=0, process_count=1):
         return pipeline.make_batches(
             open_pictures(Data("folder", path=damaged), 8), TOKENIZE, batch_size=4, seed=3,
@@ -147,18 +147,18 @@ def test_a_restored_iterator_continues_exactly_broken_images_included(damaged, n
             next(iterator)
         state = iterator.get_state()
     with make() as iterator:
-        next(iterator)  # A position other than the start is left as well.
+        next(iterator)  # set_state below also works after further steps.
         iterator.set_state(state)
         assert iterator.get_state() == state
         jax.tree.map(
             np.testing.assert_array_equal, [next(iterator) for _ in range(5)], expected[4:]
         )
-    with make(1, 2) as iterator:  # The state of one process is good for any of two.
+    with make(1, 2) as iterator:  # Two processes can restore the state of a single one.
         iterator.set_state(state)
         np.testing.assert_array_equal(next(iterator)["image"], expected[4]["image"][2:])
 
 
-def test_the_state_is_json_and_of_these_data_only():
+def test_the_state_is_json_and_is_rejected_with_other_data():
     with batches(10, 4, seed=7) as iterator:
         next(iterator)
         state = iterator.get_state()
@@ -171,14 +171,47 @@ def test_the_state_is_json_and_of_these_data_only():
         pytest.raises(ValueError, match=r"'pictures': 10}, but the data are now .*'pictures': 11}"),
     ):
         iterator.set_state(state)
-    with (
-        batches(10, 3, seed=7) as iterator,
-        pytest.raises(ValueError, match=r"not a multiple of .* 3"),
-    ):
-        iterator.set_state(state)
 
 
-def test_flipping_mirrors_half_of_the_samples_each_by_its_number():
+def test_a_position_between_two_batches_of_another_size_continues_at_its_sample():
+    tokenize = lambda texts: {"n": np.array(texts, int)}
+    order = [int(n) for batch in numbers(batches(10, 4, seed=7), 8) for n in batch]
+    with batches(10, 4, seed=7) as iterator:
+        state = [next(iterator) and iterator.get_state() for _ in range(3)][-1]
+    for processes in (1, 2):
+        parts = []
+        for p in range(processes):
+            split = {"process_index": p, "process_count": processes, "num_threads": 2}
+            with batches(10, 10, seed=7, tokenize=tokenize, **split) as part:
+                next(part)
+                part.set_state(state)
+                assert part.get_state() == state
+                parts.append([next(part)["n"] for _ in range(2)])
+                assert json.loads(part.get_state())["samples"] == 32
+                names = part.names(range(10), back=1)
+                assert names == [f"picture {n}" for n in order[12:22]]
+                final = part.get_state()
+        whole = [np.concatenate(rows).tolist() for rows in zip(*parts, strict=True)]
+        assert whole == [order[12:22], order[22:32]]
+    with batches(10, 4, seed=7) as iterator:  # And back to the first size.
+        iterator.set_state(final)
+        assert next(iterator)["n"].tolist() == numbers(batches(10, 4, seed=7), 9)[8].tolist()
+
+
+def test_random_crops_and_captions_belong_to_the_sample_at_any_batch_size():
+    make = lambda size: pipeline.make_batches(
+        digits.Digits(16), TOKENIZE, batch_size=size, seed=3, flip=True
+    )
+    with make(4) as small, make(6) as large:
+        pictures = np.concatenate([next(small)["image"] for _ in range(4)])
+        large.set_state(json.dumps(json.loads(small.get_state()) | {"samples": 4}).encode())
+        continued = np.concatenate([next(large)["image"] for _ in range(2)])
+        texts = small.texts(range(4))
+        assert large.texts(range(6))[2:] == texts
+    np.testing.assert_array_equal(continued, pictures[4:16])
+
+
+def test_flip_mirrors_half_of_the_samples_chosen_by_their_number():
     def images(**kw):
         with batches(1000, 64, **kw) as iterator:
             return np.concatenate([next(iterator)["image"] for _ in range(4)])
@@ -186,7 +219,7 @@ def test_flipping_mirrors_half_of_the_samples_each_by_its_number():
     plain, flipped = images(), images(flip=True)
     mirrored = (flipped != plain).any((1, 2, 3))
     np.testing.assert_array_equal(flipped[mirrored], plain[mirrored][:, :, ::-1])
-    assert abs(mirrored.mean() - 0.5) < 4 * 0.5 / 256**0.5  # Four standard deviations.
+    assert abs(mirrored.mean() - 0.5) < 4 * 0.5 / 256**0.5  # Four standard errors.
     halves = [images(flip=True, process_index=p, process_count=2) for p in range(2)]
     halves = [h.reshape(4, 32, 1, 2, 3) for h in halves]
     np.testing.assert_array_equal(np.concatenate(halves, 1).reshape(flipped.shape), flipped)
@@ -202,12 +235,12 @@ def test_a_batch_of_digits_is_uint8_with_token_ids():
     }
 
 
-def test_a_batch_that_does_not_divide_over_processes_is_refused():
+def test_a_batch_size_not_divisible_by_the_process_count_is_an_error():
     with pytest.raises(ValueError, match="batch_size is 6: it must be a positive multiple of 4"):
         batches(10, 6, process_count=4)
 
 
-def test_an_error_in_a_thread_is_raised_by_next():
+def test_an_error_in_a_reading_thread_is_raised_by_next():
     def fail(texts):
         raise ValueError("no such words")
 
@@ -218,11 +251,11 @@ def test_an_error_in_a_thread_is_raised_by_next():
         next(it)
 
 
-def test_close_ends_the_threads_and_may_be_called_twice():
+def test_close_stops_the_reading_threads_and_can_be_called_twice():
     def readers():
         return [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
 
-    for thread in readers():  # Of tests before.
+    for thread in readers():  # Threads of earlier tests.
         thread.join(timeout=60)
     iterator = batches(num_threads=2)
     next(iterator)
@@ -236,7 +269,7 @@ def test_close_ends_the_threads_and_may_be_called_twice():
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_process_that_fails_without_closing_ends_at_once():
+def test_a_process_that_fails_without_closing_its_batches_exits():
     program = (
         "from diffusion_jax.data import pipeline\n"
         "from diffusion_jax.examples.digits import pictures as digits\n"
@@ -266,15 +299,18 @@ def test_global_arrays_hold_the_rows_in_order_on_every_device():
     assert pipeline.local_rows(NamedSharding(mesh, PartitionSpec()), 8) == (0, 1)
 
 
-def test_the_share_of_a_process_follows_from_the_rows_of_its_devices():
+def test_share_computes_a_processs_part_from_the_rows_of_its_devices():
     assert pipeline.share([(4, 6), (6, 8)], 8) == (1, 2)
-    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (1, 4)  # Held twice.
+    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (
+        1,
+        4,
+    )  # Two devices hold the same rows.
     with pytest.raises(ValueError, match=r"hold rows \[\(0, 2\), \(6, 8\)\] of a batch of 8"):
         pipeline.share([(6, 8), (0, 2)], 8)
 
 
-def test_random_crops_lie_anywhere_by_the_samples_number_and_centred_ones_in_the_middle(tmp_path):
-    """Each picture's pixels say where they are: red grows to the right, green downwards."""
+def test_random_crops_depend_on_the_sample_number_and_center_crops_do_not(tmp_path):
+    """Pixels encode their position: red increases to the right, green downwards."""
     ramp = np.arange(64, dtype=np.uint8)
     picture = np.stack([*np.meshgrid(ramp, ramp), np.zeros((64, 64), np.uint8)], -1)
     for i in range(8):
@@ -298,14 +334,14 @@ def test_random_crops_lie_anywhere_by_the_samples_number_and_centred_ones_in_the
 def mixed(batch_size, seed=0, weights=(3, 1), lengths=(10, 7), **kw):
     pictures = Mixture([Numbers(length) for length in lengths], weights)
     columns = pictures.columns
-    # Which pictures of the mixture are asked for.
+    # Return the requested indices in place of texts.
     pictures.columns = lambda indices, places=None: columns(indices)._replace(texts=indices)
     return pipeline.make_batches(
         pictures, lambda texts: {"n": texts}, batch_size=batch_size, seed=seed, **kw
     )
 
 
-def test_a_mixture_keeps_its_weights_and_each_parts_epochs():
+def test_a_mixture_keeps_its_weights_and_the_epochs_of_each_part():
     order = numbers(mixed(4), 70).ravel()
     first, second = order[order < 10], order[order >= 10]
     assert (len(first), len(second)) == (210, 70)
@@ -315,12 +351,12 @@ def test_a_mixture_keeps_its_weights_and_each_parts_epochs():
             np.sort(epochs), np.tile(np.arange(size) + start, (len(epochs), 1))
         )
         assert len({tuple(epoch) for epoch in epochs.tolist()}) > len(epochs) // 2
-    # Any stretch holds the weights, within one sample.
+    # Every prefix keeps the weights, up to one sample.
     running = np.cumsum(order >= 10) - np.arange(1, len(order) + 1) / 4
     assert np.abs(running).max() <= 1
 
 
-def test_a_mixtures_order_is_that_of_any_batch_size_threads_processes_and_restart():
+def test_the_order_of_a_mixture_is_equal_for_all_batch_sizes_and_restarts():
     order = numbers(mixed(4, seed=5), 18).ravel()
     np.testing.assert_array_equal(numbers(mixed(24, seed=5, num_threads=2), 3).ravel(), order)
     parts = [numbers(mixed(8, 5, process_index=p, process_count=2), 9) for p in range(2)]

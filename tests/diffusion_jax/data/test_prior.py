@@ -1,4 +1,4 @@
-"""Prior preservation: every second row is a picture that the model drew, and counts its weight."""
+"""Prior preservation: every second row is a picture drawn by the model, with its own weight."""
 
 import json
 import types
@@ -21,7 +21,7 @@ TOKENIZE = lambda texts: {"text": np.array(texts)}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Three pictures with texts, and five as the sampling command writes them, with their sheet."""
+    """Three pictures with texts, and five written by the sampling command, with their sheet."""
     root = tmp_path_factory.mktemp("prior")
     digits.write_examples(root / "own", 3, size=8)
     (root / "drawn").mkdir()
@@ -34,11 +34,11 @@ def folders(tmp_path_factory):
 
 
 def data(folders, **fields):
-    known = {"path": str(folders / "own"), "prior": str(folders / "drawn"), "prior_weight": 0.25}
-    return Data("folder", **(known | fields))
+    defaults = {"path": str(folders / "own"), "prior": str(folders / "drawn"), "prior_weight": 0.25}
+    return Data("folder", **(defaults | fields))
 
 
-def test_every_second_row_is_of_the_prior_and_counts_its_weight(folders):
+def test_every_second_row_is_from_the_prior_and_has_its_weight(folders):
     pictures = open_pictures(data(folders), 8)
     seen = []
     with pipeline.make_batches(pictures, TOKENIZE, batch_size=4, seed=0) as batches:
@@ -50,17 +50,17 @@ def test_every_second_row_is_of_the_prior_and_counts_its_weight(folders):
             np.testing.assert_array_equal(batch["counts"], np.where(drawn, 0.25, 1))
             assert batch["counts"].dtype == np.float32
             seen += batch["text"].tolist()
-    assert len(set(seen)) == 3 + 5  # And never the sheet.
+    assert len(set(seen)) == 3 + 5  # The sheet is never read.
     assert len({seen.count(text) for text in set(seen) if text.startswith("drawn")}) == 1
 
 
-def test_the_data_alone_have_no_counts(folders):
+def test_batches_without_a_prior_have_no_counts(folders):
     pictures = open_pictures(data(folders, prior=""), 8)
     with pipeline.make_batches(pictures, TOKENIZE, batch_size=4, seed=0) as batches:
         assert next(batches).keys() == {"image", "text"}
 
 
-def test_what_was_drawn_is_never_held_out_and_the_others_keep_what_they_count(folders):
+def test_pictures_of_the_prior_are_never_held_out(folders):
     whole = open_pictures(data(folders), 8)
     training, apart = split(whole, 0.4)
     assert 0 < len(apart) < 8 and len(training) == len(whole) - len(apart)
@@ -71,7 +71,7 @@ def test_what_was_drawn_is_never_held_out_and_the_others_keep_what_they_count(fo
 
 
 @pytest.mark.parametrize("fields", [{"source": "mixture"}, {"embeddings": (2, 3)}])
-def test_a_prior_joins_pictures_with_captions_alone(folders, fields):
+def test_a_prior_with_a_mixture_or_embeddings_is_an_error(folders, fields):
     shapes = {k: v for k, v in fields.items() if k == "embeddings"}
     mixture = ((1.0, "folder", str(folders / "own"), "txt"),)
     of = data(folders)._replace(mixture=mixture, source=fields.get("source", "folder"))
@@ -82,7 +82,7 @@ def test_a_prior_joins_pictures_with_captions_alone(folders, fields):
         open_pictures(of, 8, **shapes)
 
 
-def test_the_loss_is_the_mean_of_what_each_row_counts():
+def test_the_loss_weights_each_row_by_its_count():
     fields = {"predicts": "eps", "noise": "lognormal", "distance": "l2", "weight": "min_snr",
               "min_snr": 0.0, "offset_noise": 0.0, "method": "denoise"}  # fmt: skip
     goal = objective.make(types.SimpleNamespace(**fields))

@@ -1,4 +1,4 @@
-"""Prompts from text files and tables: no row is split, swallowed, shifted or replaced."""
+"""Prompts from text files and tables: no row is split, lost, shifted or replaced."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ def read(folder, name, content, column=""):
     return prompts.read(f"{folder / name}{column}")
 
 
-def test_a_text_file_has_one_prompt_per_line_without_white_space_at_the_ends(tmp_path):
+def test_prompts_of_a_text_file_are_its_stripped_lines(tmp_path):
     assert read(tmp_path, "p.txt", "a cat\n\n two dogs \n\n") == ["a cat", "two dogs"]
 
 
@@ -28,7 +28,7 @@ def test_only_cr_and_lf_end_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_byte_order_marks_are_no_part_of_a_prompt(tmp_path, encoding):
+def test_byte_order_marks_are_not_part_of_a_prompt(tmp_path, encoding):
     for name, content in (
         ("p.TXT", "é one\ntwo"), ("p", "é one\ntwo"), ("p.csv", "caption\né one\ntwo"),
         ("p.tsv", "caption\né one\ntwo"), ("p.jsonl", '{"caption": "é one"}\n{"caption": "two"}'),
@@ -37,7 +37,7 @@ def test_byte_order_marks_are_no_part_of_a_prompt(tmp_path, encoding):
         assert read(tmp_path, name, content.encode(encoding)) == ["é one", "two"], name
 
 
-def test_blank_prompts_are_left_out_and_counted(tmp_path, caplog):
+def test_blank_prompts_are_skipped_and_counted(tmp_path, caplog):
     read(tmp_path, "p.txt", "a\n\n \nb\n\n\n")
     assert "p.txt: left out 2 blank prompts; the first: line 2" in caplog.text
     caplog.clear()
@@ -45,24 +45,27 @@ def test_blank_prompts_are_left_out_and_counted(tmp_path, caplog):
     assert f"left out 1 blank prompts; the first: {tmp_path}/p.csv, line 3" in caplog.text
 
 
-def test_a_table_has_a_column_of_captions(tmp_path):
+def test_the_caption_column_of_a_table_is_found_or_named(tmp_path):
     table = 'image_id\tid\tcaption\n7\t1\tA "red" cat.\n8\t2\tdogs\n'
     assert read(tmp_path, "p.tsv", table) == ['A "red" cat.', "dogs"]
     parti = "Prompt\tCategory\nbond\tAbstract\nlife\tAbstract\n"
     assert read(tmp_path, "p.tsv", parti) == ["bond", "life"]
     assert read(tmp_path, "p.tsv", parti, "::Category") == ["Abstract", "Abstract"]
-    assert read(tmp_path, "p.csv", "id;Text\n1;a, b\n2;c\n") == ["a, b", "c"]  # Excel's commas.
+    assert read(tmp_path, "p.csv", "id;Text\n1;a, b\n2;c\n") == [
+        "a, b",
+        "c",
+    ]  # Excel separates cells by semicolons in some languages.
     rows = {"prompts": ["x", "y"], "key": [1, 2]}
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "p.parquet")
     assert prompts.read(tmp_path / "p.parquet") == ["x", "y"]
 
 
-def test_a_quoted_cell_may_hold_separators_quotes_and_lines(tmp_path):
+def test_a_quoted_cell_can_contain_separators_quotes_and_line_breaks(tmp_path):
     table = 'id,caption\n1,"a cat, ""Tom""\n\nsits, purring, on a mat"\n2,a dog\n'
     assert read(tmp_path, "p.csv", table) == ['a cat, "Tom"\n\nsits, purring, on a mat', "a dog"]
 
 
-def test_an_open_quote_is_text_and_swallows_no_rows(tmp_path):
+def test_an_unclosed_quote_is_text_and_does_not_join_rows(tmp_path):
     table = 'id\tcaption\n1\t"A man on a horse\n2\ta cat\n3\tthe dog said "hi"\n4\ta bird\n'
     expected = ['"A man on a horse', "a cat", 'the dog said "hi"', "a bird"]
     assert read(tmp_path, "p.tsv", table) == expected
@@ -71,25 +74,25 @@ def test_an_open_quote_is_text_and_swallows_no_rows(tmp_path):
         '"Hi" he said',
         '"b',
     ]
-    # The lines are two whole rows, or one row whose text has two lines.
+    # Ambiguous: two rows, or one row whose text has two lines.
     with pytest.raises(ValueError, match=r'tsv, line 2: a quote opens here .*\("1\\t\\"open"\)'):
         read(tmp_path, "p.tsv", 'id\tcaption\n1\t"open\n2\t6 inches"\n')
 
 
 @pytest.mark.parametrize("rest", ["2,dog", '2,a 5" dog\n3,b'])
-def test_an_open_quote_after_cells_of_several_lines_is_named_with_its_line(tmp_path, rest):
+def test_an_unclosed_quote_after_multi_line_cells_is_an_error_with_its_line(tmp_path, rest):
     with pytest.raises(ValueError) as error:
         read(tmp_path, "p.csv", f'id,caption\n0,"a, b\nc"\n1,"cat\n{rest}\n')
     assert str(error.value) == (
         f"{tmp_path}/p.csv, line 4: a quote opens here and is never closed, but cells before it "
         r'have several lines ("1,\"cat"): close or double the quote, or write .jsonl'
     )
-    # The wrong row is before the open quote.
+    # The wrong row comes before the unclosed quote.
     with pytest.raises(ValueError, match="line 2 has 3 cells"):
         read(tmp_path, "p.csv", 'id,caption\n0,a, b\n1,"c\nd"\n2,"cat\n')
 
 
-def test_json_holds_texts_objects_or_cocos_annotations(tmp_path):
+def test_prompts_in_json_are_strings_objects_or_coco_annotations(tmp_path):
     assert read(tmp_path, "p.json", '["a", "b"]') == ["a", "b"]
     assert read(tmp_path, "p.json", '[{"prompt": "a"}, {"prompt": "b"}]') == ["a", "b"]
     assert read(tmp_path, "p.jsonl", '"a"\n\n{"caption": "b", "text": "c"}\n') == ["a", "b"]
@@ -97,7 +100,7 @@ def test_json_holds_texts_objects_or_cocos_annotations(tmp_path):
     assert read(tmp_path, "p.json", json.dumps({"annotations": annotations})) == ["a", "b"]
 
 
-def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
+def test_a_random_sample_of_prompts_depends_only_on_the_seed(tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(map(str, range(100))))
     drawn = prompts.read(tmp_path / "p.txt", 5)
     assert drawn == prompts.read(tmp_path / "p.txt", 5)
@@ -116,7 +119,7 @@ def test_a_sample_is_drawn_by_the_seed_alone(tmp_path):
         (gzip.compress(b"a", mtime=0), "compressed by gzip: decompress it, as with gzip -d"),
     ],
 )
-def test_a_nul_character_is_named_with_its_line_and_gzip_as_gzip(tmp_path, content, message):
+def test_files_with_nul_characters_and_gzip_files_are_errors(tmp_path, content, message):
     for name in ("p.csv", "p.jsonl", "p.txt"):
         with pytest.raises(ValueError) as error:
             read(tmp_path, name, content)
@@ -148,13 +151,15 @@ def test_a_nul_character_is_named_with_its_line_and_gzip_as_gzip(tmp_path, conte
          r"annotation 1 \(id 1\) has no column 'caption', but id, image_id, category_id"),
     ],
 )  # fmt: skip
-def test_a_malformed_file_is_one_line_with_file_row_and_value(tmp_path, name, content, message):
+def test_a_malformed_prompt_file_is_a_one_line_error_with_row_and_value(
+    tmp_path, name, content, message
+):
     with pytest.raises(ValueError, match=message) as error:
         read(tmp_path, name, content)
     assert "\n" not in str(error.value)
 
 
-def test_a_sample_larger_than_the_file_is_an_error(tmp_path):
+def test_a_sample_larger_than_the_prompt_file_is_an_error(tmp_path):
     (tmp_path / "p.txt").write_text("one\n")
     with pytest.raises(ValueError, match="holds 1 prompts, fewer than the requested 2"):
         prompts.read(tmp_path / "p.txt", 2)

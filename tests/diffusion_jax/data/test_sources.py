@@ -1,4 +1,4 @@
-"""Data sources: each is a module, named in the table or by the config, imported when opened."""
+"""Data sources: modules named in the table or by the config, imported when opened."""
 
 import pathlib
 import subprocess
@@ -13,7 +13,7 @@ from diffusion_jax.data.sources import SOURCES, open_pictures, own_prompts
 ROOT = pathlib.Path(__file__).parents[3]
 
 
-def test_the_pipeline_and_the_table_import_no_source():
+def test_importing_the_pipeline_does_not_import_data_sources():
     modules = {place.partition(":")[0] for name, place in SOURCES.items() if name != "mixture"}
     heavy = {"pyarrow", "sklearn", "tensorflow_datasets"}
     program = (
@@ -49,7 +49,7 @@ def prompts():
 
 @pytest.fixture
 def own_package(tmp_path, monkeypatch):
-    """A package of the user's: a source with prompts, and a module that is no source."""
+    """A user's package with a data source with prompts, and an empty module."""
     folder = tmp_path / "own_package"
     folder.mkdir()
     (folder / "black.py").write_text(BLACK)
@@ -57,7 +57,7 @@ def own_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_a_config_may_name_a_module_of_its_users(own_package):
+def test_a_config_can_name_a_users_module_as_data_source(own_package):
     pictures = open_pictures(Data("own_package.black"), 4)
     images, texts = pictures.read(np.array([2]))
     assert (len(pictures), images.shape, texts) == (3, (1, 4, 4, 3), ["black 2"])
@@ -67,7 +67,7 @@ def test_a_config_may_name_a_module_of_its_users(own_package):
     assert open_pictures(Data("mixture", mixture=parts), 4).texts(np.array([1])) == ["black 1"]
 
 
-def test_a_module_that_is_no_source_is_an_error(own_package):
+def test_a_missing_module_or_one_without_open_source_is_an_error(own_package):
     with pytest.raises(
         ValueError, match=r"'own_package\.gone', which cannot be imported: No module"
     ):
@@ -80,7 +80,7 @@ def test_a_module_that_is_no_source_is_an_error(own_package):
         open_pictures(Data("digits"), 4)
 
 
-def test_digits_have_no_embeddings():
+def test_the_digits_source_rejects_embeddings():
     data = Data("diffusion_jax.examples.digits", text="npy")
     with pytest.raises(ValueError, match=r"embeddings \(data\.text=npy\) or VAE moments: set"):
         open_pictures(data, 16, embeddings=(6, 32))

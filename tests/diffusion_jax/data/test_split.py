@@ -1,4 +1,4 @@
-"""What is held out: a share by a hash, the same however the data grow, and never in a batch."""
+"""Held-out records: chosen by a hash, stable when data are added, never trained on."""
 
 import tarfile
 
@@ -13,7 +13,7 @@ from diffusion_jax.devices import sharding
 
 
 class Numbered(Pictures):
-    """Pictures that hold their own number, and `first` more."""
+    """Pictures whose value is their number plus `first`."""
 
     def __init__(self, count, first=0):
         self.count, self.first = count, first
@@ -26,15 +26,15 @@ class Numbered(Pictures):
         return images, [f"text {i + self.first}" for i in indices]
 
     def usable(self, indices):
-        kept = indices[indices % 7 != 0]
-        return kept, *self.read(kept)
+        usable = indices[indices % 7 != 0]
+        return usable, *self.read(usable)
 
 
 def numbers(pictures):
     return pictures.read(np.arange(len(pictures)))[0].ravel().astype(int)
 
 
-def test_training_and_what_is_held_out_are_the_whole_and_share_nothing():
+def test_split_partitions_the_records_into_training_and_held_out():
     training, apart = split.split(Numbered(10_000), 0.1)
     assert sorted([*numbers(training), *numbers(apart)]) == list(range(10_000))
     assert abs(len(apart) - 1000) < 4 * np.sqrt(900)  # 4 standard deviations of a binomial.
@@ -42,52 +42,52 @@ def test_training_and_what_is_held_out_are_the_whole_and_share_nothing():
     assert training.texts(np.array([3]))[0] == f"text {numbers(training)[3]}"
 
 
-def test_the_choice_is_of_each_record_alone():
-    """Records added at the end move none; a larger share takes others besides."""
+def test_a_record_is_held_out_independently_of_other_records():
+    """Added records do not move others. A larger share holds out a superset."""
     few, many = (set(numbers(split.split(Numbered(n), 0.05)[1])) for n in (3000, 9000))
     assert few == {n for n in many if n < 3000}
     assert few < set(numbers(split.split(Numbered(3000), 0.1)[1]))
-    # Published first numbers of splitmix64 from 0: 0xe220a839..., 0x6e789e6a..., 0x06c45d18...
+    # The published first outputs of splitmix64: 0xe220a839..., 0x6e789e6a..., 0x06c45d18...
     hashed = split.hashed(np.arange(3, dtype=np.uint64)) * 2.0**32
     np.testing.assert_array_equal(np.floor(hashed), [0xE220A839, 0x6E789E6A, 0x06C45D18])
     assert min(few) == 2
 
 
-def test_of_a_mixture_each_part_is_split():
+def test_each_part_of_a_mixture_is_split():
     mixture = Mixture([Numbered(1000), Numbered(3000, first=10_000)], [1, 2])
     training, apart = split.split(mixture, 0.1)
     assert training.weights == [1, 2] and training.lengths[0] + apart.lengths[0] == 1000
     whole = [*range(1000), *range(10_000, 13_000)]
     assert sorted([*numbers(training), *numbers(apart)]) == whole
-    kept, images, _ = apart.usable(np.arange(len(apart)))
-    np.testing.assert_array_equal(images.ravel(), numbers(apart)[kept])
-    assert not any(n % 10_000 % 7 == 0 for n in images.ravel()) and len(kept) < len(apart)
+    usable, images, _ = apart.usable(np.arange(len(apart)))
+    np.testing.assert_array_equal(images.ravel(), numbers(apart)[usable])
+    assert not any(n % 10_000 % 7 == 0 for n in images.ravel()) and len(usable) < len(apart)
 
 
-def test_pictures_of_a_prior_all_train():
+def test_no_picture_of_a_prior_is_held_out():
     both = Mixture([Numbered(100), Numbered(300, first=10_000)], (1, 1), (1, 0.5))
     training, apart = split.split(both, 0.1)
     assert 0 < len(apart) < 30 and max(numbers(apart)) < 100
     assert training.part_counts == (1, 0.5) and training.lengths == [100 - len(apart), 300]
 
 
-def test_without_a_share_the_pictures_are_as_they_were():
+def test_a_held_out_share_of_0_returns_the_same_pictures():
     pictures = Numbered(10)
     training, apart = split.split(pictures, 0.0)
     assert training is pictures and len(apart) == 0
 
 
-def test_unusable_records_are_left_out_of_what_is_held_out():
+def test_usable_skips_unusable_held_out_records():
     _, apart = split.split(Numbered(1000), 0.2)
     rows = np.arange(len(apart))
-    kept, images, texts = apart.usable(rows)
+    usable, images, texts = apart.usable(rows)
     np.testing.assert_array_equal(images.ravel(), [n for n in numbers(apart) if n % 7])
-    np.testing.assert_array_equal(numbers(apart)[kept], images.ravel())
+    np.testing.assert_array_equal(numbers(apart)[usable], images.ravel())
     assert len(texts) == len(images) < len(apart)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_training_never_meets_what_is_held_out(share):
+def test_training_batches_never_contain_held_out_records(share):
     run, data = (
         Run(steps=1, batch_size=8),
         Data("diffusion_jax.examples.digits", threads=0, heldout=share),
@@ -108,8 +108,8 @@ def test_training_never_meets_what_is_held_out(share):
         assert 0 < len(fewer) < len(keys) == len(batch["length"]) and set(fewer) < set(keys)
 
 
-def test_files_that_come_move_no_other_between_training_and_held_out(tmp_path):
-    """Names decide in a folder, places in a tar; neither the tar's folder nor its neighbours do."""
+def test_added_files_do_not_move_others_between_training_and_held_out(tmp_path):
+    """The choice depends on names in a folder, and on positions in a tar."""
 
     def held(source, place):
         records = sources.open_records(Data(source, path=str(place)))
@@ -124,7 +124,7 @@ def test_files_that_come_move_no_other_between_training_and_held_out(tmp_path):
 
     add(f"b{i}" for i in range(60))
     before = held("folder", tmp_path)
-    add(f"a{i}" for i in range(60))  # They come first in the order of names.
+    add(f"a{i}" for i in range(60))  # These names sort before the others.
     after = held("folder", tmp_path)
     assert 8 < len(before) < 28 and before == {name for name in after if name.startswith("b")}
     for folder in ("here", "there"):

@@ -1,4 +1,4 @@
-"""Paths and URLs behave alike; memory:// stands for an object store."""
+"""Local paths and URLs behave equally. memory:// stands in for an object store."""
 
 import tarfile
 
@@ -25,7 +25,7 @@ def fill(root):
     return folder
 
 
-def test_files_are_found_and_read_by_ranges(root):
+def test_files_are_listed_and_read_by_byte_ranges(root):
     folder = fill(root)
     assert storage.is_folder(folder) and storage.exists(f"{folder}/1.tar")
     assert not storage.exists(f"{folder}/3.tar")
@@ -36,7 +36,7 @@ def test_files_are_found_and_read_by_ranges(root):
     assert parts == [b"01", b"34", b"tar"]
 
 
-def test_the_stamp_changes_with_the_contents(root):
+def test_stamp_changes_if_the_content_changes(root):
     tar = f"{fill(root)}/1.tar"
     before = storage.stamp(tar)
     assert before == storage.stamp(tar) and before[0] == 15
@@ -44,50 +44,52 @@ def test_the_stamp_changes_with_the_contents(root):
     assert storage.stamp(tar) != before
 
 
-def test_a_file_that_has_gone_is_an_error(root, monkeypatch):
+def test_reading_ranges_of_a_missing_file_is_an_error(root, monkeypatch):
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     with pytest.raises(OSError, match=r"gone\.tar"):
         storage.read_ranges([f"{root}/gone.tar"], [0], [1])
 
 
-def test_a_store_that_fails_once_is_asked_again(monkeypatch):
+def test_a_failed_range_is_requested_again(monkeypatch):
     storage.write_whole("memory://again/a", b"abc")
     system = fsspec.filesystem("memory")
-    ask, asked = system.cat_ranges, []
+    ask, requests = system.cat_ranges, []
 
     def fail_at_first(paths, *arguments, **kw):
-        asked.append(list(paths))
+        requests.append(list(paths))
         answers = ask(paths, *arguments, **kw)
-        return answers if len(asked) > 1 else [OSError("reset"), *answers[1:]]
+        return answers if len(requests) > 1 else [OSError("reset"), *answers[1:]]
 
     monkeypatch.setattr(system, "cat_ranges", fail_at_first)
     assert storage.read_ranges(["memory://again/a"] * 2, [0, 1], [1, 2]) == [b"a", b"b"]
-    assert [len(paths) for paths in asked] == [2, 1]
+    assert [len(paths) for paths in requests] == [2, 1]
 
 
-def test_an_unknown_store_says_what_is_missing():
+def test_an_unknown_url_scheme_is_an_error():
     with pytest.raises(ValueError, match="no reader for nope://"):
         storage.exists("nope://bucket/a.tar")
 
 
 @pytest.mark.parametrize("name", ["$RECYCLE.BIN", "$Recycle.Bin", "lost+found",
                                   "System Volume Information"])  # fmt: skip
-def test_folders_of_windows_and_linux_are_hidden_in_folders_and_tars(tmp_path, name):
+def test_system_folders_of_windows_and_linux_are_skipped_as_hidden(tmp_path, name):
     for path in (f"data/{name}/1.png", f"data/sub/{name}/1.png", f"data/sub/my {name}/1.png"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(b"")
     inventory = Inventory()
-    kept = f"sub/my {name}/1.png"
-    assert storage.walk(str(tmp_path / "data"), inventory) == [str(tmp_path / "data" / kept)]
+    visible = f"sub/my {name}/1.png"
+    assert storage.walk(str(tmp_path / "data"), inventory) == [str(tmp_path / "data" / visible)]
     assert inventory.first == {"hidden": [name, f"sub/{name}"]}
-    url = f"memory://{tmp_path.name}/.hidden/data"  # Only what lies below the folder can be hidden.
-    for path in (f"{name}/1.png", f"sub/{name}/1.png", kept):
+    url = (
+        f"memory://{tmp_path.name}/.hidden/data"  # Only paths below the given folder can be hidden.
+    )
+    for path in (f"{name}/1.png", f"sub/{name}/1.png", visible):
         storage.write_whole(f"{url}/{path}", b"")
     inventory = Inventory()
-    assert [found.partition("/data/")[2] for found in storage.walk(url, inventory)] == [kept]
+    assert [path.partition("/data/")[2] for path in storage.walk(url, inventory)] == [visible]
     assert inventory.counts == {"hidden": 2}
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(tmp_path / "data", "")
     inventory = Inventory()
-    assert [m.name for m in tars.members(str(tmp_path / "a.tar"), inventory)] == [kept]
+    assert [m.name for m in tars.members(str(tmp_path / "a.tar"), inventory)] == [visible]
     assert sorted(inventory.first["hidden"]) == sorted([f"{name}/1.png", f"sub/{name}/1.png"])

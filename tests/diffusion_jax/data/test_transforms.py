@@ -1,4 +1,4 @@
-"""Decoding: every mode to RGB, every shape to a square, every damage to Unusable."""
+"""Decoding pictures: every mode becomes RGB, every shape a square, damage raises Unusable."""
 
 import io
 import struct
@@ -23,12 +23,12 @@ def square(data, size, **options):
 
 
 def smooth(width, height):
-    """A photograph of sorts: random colours on a coarse grid, enlarged."""
+    """Return a smooth picture: random colours on a coarse grid, enlarged."""
     grid = np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)
     return Image.fromarray(grid).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def test_the_centre_is_cut_out_of_a_wide_image():
+def test_crop_takes_the_centre_of_wide_and_tall_images():
     stripes = np.repeat(np.eye(3, dtype=np.uint8) * 255, 32, axis=0)  # [96, 3]: red, green, blue
     wide = np.tile(stripes, (32, 1, 1))
     np.testing.assert_array_equal(
@@ -38,13 +38,13 @@ def test_the_centre_is_cut_out_of_a_wide_image():
     np.testing.assert_array_equal(square(tall, 32)[:, :, 1], np.full((32, 32), 255))
 
 
-def test_shrinking_antialiases():
+def test_reducing_an_image_antialiases():
     checkers = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
     image = square(encode(Image.fromarray(checkers)), 8)
     np.testing.assert_allclose(image.astype(int), 127.5, atol=1)
 
 
-def test_the_smaller_side_decides_also_when_enlarging():
+def test_small_images_are_enlarged_by_their_smaller_side():
     assert square(encode(smooth(40, 30)), 64).shape == (64, 64, 3)
     assert square(encode(smooth(333, 100)), 64).shape == (64, 64, 3)
 
@@ -64,25 +64,25 @@ def test_opaque_modes_become_rgb(mode):
     np.testing.assert_array_equal(square(encode(image, format), 8), np.full((8, 8, 3), 255))
 
 
-def test_orientation_tags_are_obeyed():
+def test_the_exif_orientation_is_applied():
     pixels = np.zeros((16, 16, 3), np.uint8)
-    pixels[:8] = 255  # White above.
+    pixels[:8] = 255  # The upper half is white.
     exif = Image.Exif()
     exif[0x0112] = 3  # Stored upside down.
     image = square(encode(Image.fromarray(pixels), "JPEG", exif=exif, quality=95), 16)
     assert image[:8].max() < 10 and image[8:].min() > 245
 
 
-def test_decoding_a_jpeg_at_a_reduced_scale_changes_little():
+def test_decoding_a_jpeg_at_reduced_scale_stays_close_to_full_decoding():
     noise = np.random.default_rng(0).normal(0, 40, (512, 512, 3)) + np.asarray(smooth(512, 512))
     data = encode(Image.fromarray(noise.clip(0, 255).astype(np.uint8)), "JPEG", quality=95)
     whole = Image.open(io.BytesIO(data)).resize((64, 64), Image.Resampling.BICUBIC)
     error = square(data, 64) - np.asarray(whole).astype(float)
-    # Of 255, for much noise: 1.5; keeping no more than the size itself would make it 2.5.
+    # The error is 1.5 of 255. It would be 2.5 if decoding did not keep some extra resolution.
     assert 0 < np.sqrt(np.mean(error**2)) < 2
 
 
-def test_the_smallest_allowed_side_is_min_size():
+def test_an_image_below_min_size_is_unusable():
     assert square(encode(smooth(50, 32)), 16, min_size=32).shape == (16, 16, 3)
     with pytest.raises(Unusable, match=r"too_small: 50x31, data\.min_size is 32") as error:
         square(encode(smooth(50, 31)), 16, min_size=32)
@@ -101,8 +101,8 @@ def test_damaged_images_are_unusable(data):
 
 
 @pytest.mark.parametrize("size", [(97, 64), (64, 97), (31, 50), (333, 200)])
-def test_a_cut_is_what_one_cuts_out_of_the_whole_resized_image(size):
-    """One unit apart where Pillow resizes rows and columns in another order, rounding between."""
+def test_a_crop_matches_a_crop_of_the_whole_resized_image(size):
+    """Pillow may resize rows and columns in another order, which changes values by up to 1."""
     image = smooth(*size)
     data = io.BytesIO()
     image.save(data, "png")
@@ -119,7 +119,7 @@ def test_a_cut_is_what_one_cuts_out_of_the_whole_resized_image(size):
                                     "QOI", "SGI", "TGA", "TIFF", "GIF"])  # fmt: skip
 def test_every_format_that_pillow_decodes_is_read(format):
     colours = Image.new("RGB", (24, 16), (40, 120, 200))
-    if format == "PSD":  # Pillow does not write it: version 1, 3 channels, 16 rows, 24 columns.
+    if format == "PSD":  # Pillow cannot write PSD. Version 1, 3 channels, 16 rows, 24 columns.
         header = struct.pack(">4sH6xHIIHH", b"8BPS", 1, 3, 16, 24, 8, 3)
         planes = b"".join(bytes([value]) * 24 * 16 for value in (40, 120, 200))
         data = header + bytes(12) + bytes(2) + planes
@@ -131,7 +131,7 @@ def test_every_format_that_pillow_decodes_is_read(format):
         square(data[: len(data) // 2], 16)
 
 
-def test_suffixes_are_those_of_the_decoders_and_plugins_add_theirs(tmp_path, monkeypatch):
+def test_image_suffixes_follow_from_pillows_decoders_and_plugins(tmp_path, monkeypatch):
     suffixes = set(untrusted.image_suffixes())
     assert suffixes >= {"jpg", "jpeg", "jfif", "png", "webp", "avif", "bmp", "tif", "tiff", "gif",
                         "ppm", "pgm", "tga", "jp2", "ico", "psd"}  # fmt: skip
@@ -149,7 +149,7 @@ def test_suffixes_are_those_of_the_decoders_and_plugins_add_theirs(tmp_path, mon
     assert "jxl" in untrusted.image_suffixes.__wrapped__()
 
 
-def test_an_animation_is_its_first_frame():
+def test_an_animation_is_read_as_its_first_frame():
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime")]
     for format in ("GIF", "WEBP", "PNG", "TIFF", "AVIF"):
         data = encode(frames[0], format, save_all=True, append_images=frames[1:])
@@ -169,14 +169,14 @@ def test_deep_grey_images_are_scaled_to_8_bits(format, dtype):
 
 @pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
 @pytest.mark.parametrize(("white_is_zero", "expected"), [(True, 117), (False, 138)])
-def test_a_16_bit_tiff_whose_zero_is_white_is_inverted(compression, white_is_zero, expected):
+def test_a_16_bit_tiff_with_white_as_zero_is_inverted(compression, white_is_zero, expected):
     image = Image.fromarray(np.full((8, 8), 65535 - 30000, np.uint16))
     tags = {262: 0 if white_is_zero else 1}  # PhotometricInterpretation.
     data = encode(image, "TIFF", compression=compression, tiffinfo=tags)
     assert (square(data, 8) == expected).all()
 
 
-def test_pixels_whose_white_is_unknown_are_unusable():
+def test_pixels_without_a_known_white_level_are_unusable():
     for value, dtype in (
         (300, np.float32),
         (-0.5, np.float32),
@@ -196,7 +196,7 @@ def test_a_transparent_colour_of_an_rgb_png_becomes_white():
 
 
 def png(depth, kind, row, transparent):
-    """A PNG of this bit depth and colour type with four equal rows and a transparent colour."""
+    """Return a PNG of this bit depth and colour type: four equal rows, one transparent colour."""
     chunks = {
         b"IHDR": struct.pack(">IIBBBBB", 4, 4, depth, kind, 0, 0, 0),
         b"tRNS": struct.pack(f">{len(transparent)}H", *transparent),
@@ -218,7 +218,7 @@ def png(depth, kind, row, transparent):
     (16, 2, struct.pack(">12H", *(30000, 10000, 50000) * 3, 50000, 10000, 30000),
      (50000, 10000, 30000), (117, 39, 195)),
 ])  # fmt: skip
-def test_a_transparent_colour_of_a_png_of_any_depth_becomes_white(
+def test_the_transparent_colour_of_a_png_of_any_depth_becomes_white(
     depth, kind, row, transparent, opaque
 ):
     pixels = square(png(depth, kind, row, transparent), 4)
@@ -227,9 +227,9 @@ def test_a_transparent_colour_of_a_png_of_any_depth_becomes_white(
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_size_and_pixels_are_those_of_the_upright_image(format, orientation):
+def test_size_and_pixels_follow_the_exif_orientation(format, orientation):
     pixels = np.zeros((16, 32, 3), np.uint8)
-    pixels[:, :16] = 255  # White at the left, as stored.
+    pixels[:, :16] = 255  # The left half is white in the file.
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(Image.fromarray(pixels), format, exif=exif)
@@ -241,7 +241,7 @@ def test_size_and_pixels_are_those_of_the_upright_image(format, orientation):
 
 
 def wide_gamut():
-    """An RGB profile with the primaries of Display P3 (adapted to D50) and the curve of sRGB."""
+    """Return an ICC profile with Display P3's primaries (adapted to D50) and sRGB's curve."""
     profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
     primaries = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2919, 0.6922, 0.0419),
                  b"bXYZ": (0.1572, 0.0666, 0.7841)}  # fmt: skip
@@ -258,7 +258,7 @@ P3, SRGB = (220, 180, 150), (228, 178, 145)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
-def test_colours_of_a_profile_are_converted_to_srgb(mode):
+def test_colours_with_an_icc_profile_are_converted_to_srgb(mode):
     image = Image.new("RGB", (8, 8), P3)
     image = image.quantize() if mode == "P" else image.convert(mode)
     pixels = square(encode(image, icc_profile=wide_gamut()), 8)
@@ -268,20 +268,20 @@ def test_colours_of_a_profile_are_converted_to_srgb(mode):
         assert (square(encode(image, icc_profile=wide_gamut()), 8) == 255).all()
 
 
-def test_an_srgb_profile_changes_nothing_and_costs_no_conversion():
+def test_an_srgb_profile_needs_no_conversion():
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     image = smooth(32, 32)
     np.testing.assert_array_equal(square(encode(image, icc_profile=srgb), 32), np.asarray(image))
     assert rgb._transform(srgb, "RGB") is None and rgb._transform(wide_gamut(), "RGB") is not None
 
 
-def test_a_profile_that_does_not_fit_is_ignored_with_a_warning(caplog):
+def test_a_colour_profile_that_does_not_fit_is_ignored_with_a_warning(caplog):
     image = Image.new("CMYK", (8, 8), (0, 0, 0, 0))
     for profile in (b"no profile", wide_gamut()):
         assert (square(encode(image, "JPEG", icc_profile=profile), 8) == 255).all()
     assert caplog.text.count("ignored the colour profile of an image of mode CMYK") == 2
 
 
-def test_lab_images_are_converted():
+def test_lab_images_are_converted_to_rgb():
     lab = Image.new("LAB", (32, 32), (255, 128, 128))  # L = 100, a = b = 0: white.
     assert square(encode(lab, "TIFF"), 8).min() >= 254

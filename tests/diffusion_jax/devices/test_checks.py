@@ -1,4 +1,4 @@
-"""Each finding of the checks is made by an operation that is wrong, slow or missing on purpose."""
+"""Checks of a device, each against an operation that is wrong, slow or missing on purpose."""
 
 import time
 
@@ -18,18 +18,18 @@ def cpu():
     return jax.local_devices()[0]
 
 
-def test_every_operation_is_right_on_the_reference_itself(cpu, monkeypatch):
+def test_every_operation_passes_on_the_cpu(cpu, monkeypatch):
     monkeypatch.setattr(checks, "seconds", commands.call_once)
     rows = {row["check"]: row for row in checks.on(cpu)}
     assert {row["verdict"] for row in rows.values()} == {"right"}
     errors = {name: row["error"] for name, row in rows.items() if "error" in row}
-    # bfloat16 rounds by up to 0.004: a check that compared float32 with itself would say less.
+    # bfloat16 rounds by up to 0.004. An error below 1e-3 would mean float32 was compared.
     assert all(1e-3 < error < 0.02 for error in errors.values()), errors
     assert "attention blockwise (256, 333, 64)" in errors and "upload" in rows
     assert f"sum over {jax.local_device_count()} devices" in rows
 
 
-def test_a_wrong_gradient_is_found(cpu):
+def test_a_wrong_gradient_is_reported(cpu):
     @jax.custom_vjp
     def double(x):
         return 2 * x
@@ -42,12 +42,12 @@ def test_a_wrong_gradient_is_found(cpu):
     assert row["verdict"] == "wrong" and row["error"] == pytest.approx(0.05, abs=0.01)
 
 
-def test_a_number_that_is_none_is_wrong(cpu):
+def test_nan_is_reported_as_wrong(cpu):
     holes = lambda x: jnp.where(x.dtype == jnp.bfloat16, jnp.nan, 1.0) * x
     assert checks._row(Check("holes", holes, [(8,)]), cpu, {})["verdict"] == "wrong"
 
 
-def test_what_does_not_run_says_why(cpu):
+def test_an_operation_that_raises_is_reported_with_its_error(cpu):
     def refused(x):
         raise NotImplementedError("no such algorithm\nwith more lines")
 
@@ -55,7 +55,7 @@ def test_what_does_not_run_says_why(cpu):
     assert row["verdict"] == "does not run: NotImplementedError: no such algorithm"
 
 
-def test_a_kernel_slower_than_the_plain_way_is_found(cpu):
+def test_a_kernel_slower_than_the_plain_operation_is_reported(cpu):
     run = lambda x: x * 2.0
     row = checks._row(Check("kernel", run, [(8,)], plain="plain"), cpu, {"plain": 1e-9})
     assert row["verdict"].startswith("slow: ")
@@ -63,7 +63,7 @@ def test_a_kernel_slower_than_the_plain_way_is_found(cpu):
     assert fast["verdict"] == "right"
 
 
-def test_each_device_is_asked_for_its_own_kernels():
+def test_each_platform_is_checked_with_its_own_attention_kernels():
     names = lambda platform: {check.name.split()[1] for check in checks.checks(platform)
                               if check.name.startswith("attention")}  # fmt: skip
     own = {"cpu": {"xla", "blockwise"}, "tpu": {"xla", "blockwise", "splash"}}
@@ -76,19 +76,19 @@ def test_each_device_is_asked_for_its_own_kernels():
     ("make", "sizes", "flops"),
     [(checks.matmul, (64,), 2 * 64**3), (checks.conv, (2, 8), 2 * 2 * 64**2 * 9 * 8**2)],
 )
-def test_the_operations_are_those_of_the_program(make, sizes, flops):
-    run, said = make(*sizes, jnp.float32)
-    assert said == flops
+def test_the_stated_flops_match_xlas_cost_analysis(make, sizes, flops):
+    run, stated = make(*sizes, jnp.float32)
+    assert stated == flops
     cost = jax.jit(run).lower().cost_analysis()
     assert cost and cost["flops"] == pytest.approx(flops, rel=1e-6)
 
 
-def test_seconds_are_of_one_call(monkeypatch):
+def test_seconds_measures_one_call_without_compilation(monkeypatch):
     clock, calls = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def run():
-        clock[0] += 0.01 if calls else 7.0  # The first one compiles.
+        clock[0] += 0.01 if calls else 7.0  # The first call compiles.
         calls.append(0)
         return np.zeros(())
 

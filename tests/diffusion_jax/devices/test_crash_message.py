@@ -1,4 +1,4 @@
-"""A message that outlives its process, however the process ends."""
+"""A crash message is printed after its process ends, however it ends."""
 
 import subprocess
 import sys
@@ -7,9 +7,9 @@ import pytest
 
 SCRIPT = """
 import os, signal, sys
-from diffusion_jax.devices.crash_message import LastWords, exit_at_abort
+from diffusion_jax.devices.crash_message import CrashMessage, exit_at_abort
 
-words = LastWords("not this")
+words = CrashMessage("not this")
 words.replace("the same command continues")
 {end}
 os._exit(3)
@@ -26,7 +26,7 @@ os._exit(3)
         ("words.cancel()", 3, ""),
     ],
 )
-def test_the_latest_words_are_printed_unless_they_are_cancelled(end, code, expected):
+def test_the_last_crash_message_is_printed_unless_it_was_cancelled(end, code, expected):
     command = [sys.executable, "-c", SCRIPT.format(end=end)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (code, expected)

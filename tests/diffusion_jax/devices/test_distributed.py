@@ -1,6 +1,6 @@
-"""Who joins whom, from flags and from the environments of schedulers; the processes are stand-ins.
+"""How processes find each other, from flags and schedulers' variables, without real processes.
 
-Real ones are in test_processes.py.
+test_processes.py starts real ones.
 """
 
 import types
@@ -28,7 +28,7 @@ SLURM = {
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What JAX is asked with these variables and flags; None if it is not."""
+    """Return the arguments of jax.distributed.initialize, or None if it is not called."""
     flags.FLAGS.mark_as_parsed()
 
     def join(environment, **given):
@@ -53,29 +53,29 @@ def joined(monkeypatch):
         {},
         {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
         SLURM | {"SLURM_NTASKS": "1"},
-        {"SLURM_NTASKS": "8"},  # A batch script, or an allocation's shell: no srun.
+        {"SLURM_NTASKS": "8"},  # A batch script or a shell in an allocation, without srun.
         {"TPU_WORKER_HOSTNAMES": "localhost"},
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
     ],
 )
-def test_one_process_is_alone_unless_it_is_asked(joined, environment):
+def test_a_single_process_joins_no_cluster_unless_distributed_is_on(joined, environment):
     assert joined(environment) is None
     assert joined(environment, distributed="on") is not None
 
 
-def test_flags_and_variables_say_the_same(joined):
+def test_flags_and_environment_variables_are_equivalent(joined):
     flags = {"coordinator": "host:1234", "num_processes": "4", "process_id": "0"}
     variables = {
         "JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "0",
     }  # fmt: skip
     assert joined({}, **flags) == joined(variables) == EXPLICIT
-    # The environment of a scheduler does not change what was said.
+    # Explicit values override those of a scheduler.
     assert joined(SLURM | variables) == EXPLICIT
     assert joined(SLURM, **flags | {"process_id": "3"}) == EXPLICIT | {"process_id": 3}
     assert joined(variables, distributed="off") is None
 
 
-def test_the_only_task_of_a_node_takes_all_its_gpus(joined):
+def test_a_single_slurm_task_per_node_uses_all_its_gpus(joined):
     asked = {"cluster_detection_method": "slurm"}
     assert joined(SLURM) == asked | {"local_device_ids": [0, 1, 2, 3, 4, 5, 6, 7]}
     a_task_a_gpu = {"SLURM_NTASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
@@ -89,7 +89,7 @@ def test_the_only_task_of_a_node_takes_all_its_gpus(joined):
     [{"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
      {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "a"}],
 )  # fmt: skip
-def test_pods_of_a_tpu_slice_join(joined, environment):
+def test_gke_pods_of_a_tpu_slice_join(joined, environment):
     assert joined(environment) == {"cluster_detection_method": "gketpu"}
 
 
@@ -104,12 +104,12 @@ def test_pods_of_a_tpu_slice_join(joined, environment):
          "coordinator is 'host': it must be HOST:PORT"),
     ],
 )  # fmt: skip
-def test_a_part_of_what_must_be_said_is_an_error(joined, flags, message):
+def test_incomplete_or_invalid_cluster_flags_are_errors(joined, flags, message):
     with pytest.raises(ValueError, match=message):
         joined({}, **flags)
 
 
-def test_the_table_has_a_line_a_process():
+def test_the_table_has_one_line_per_process():
     device = lambda id, process: types.SimpleNamespace(
         id=id, process_index=process, device_kind="H100"
     )

@@ -1,4 +1,4 @@
-"""Peaks by device kind, and utilization by hand."""
+"""Peak FLOP/s per device kind, and utilization computed by hand."""
 
 import jax
 import pytest
@@ -24,7 +24,7 @@ from diffusion_jax.devices import hardware
         ("TPU7x", 1153.5),
     ],
 )
-def test_peaks_are_the_makers_dense_bfloat16_figures(kind, teraflops):
+def test_peak_flops_match_the_data_sheets_dense_bfloat16_numbers(kind, teraflops):
     assert hardware.peak_flops(kind) == teraflops * 1e12
 
 
@@ -34,7 +34,7 @@ def test_an_unknown_device_has_no_peak_and_no_utilization():
 
 
 def test_utilization_counts_all_devices():
-    # 312 TFLOP in half a second on four devices of 312 TFLOP/s.
+    # 312 TFLOP in 0.5 s on four devices with 312 TFLOP/s each.
     assert hardware.utilization(312e12, 0.5, "NVIDIA A100-SXM4-40GB", 4) == 0.5
 
 
@@ -42,7 +42,7 @@ def test_the_cpu_does_not_report_memory():
     assert hardware.memory(jax.devices()[0]) is None
 
 
-def test_memory_without_a_peak_reports_what_is_used():
+def test_memory_without_a_peak_reports_the_used_bytes_as_peak():
     class Device:
         def memory_stats(self):
             return {"bytes_in_use": 3, "bytes_limit": 9}

@@ -1,4 +1,4 @@
-"""Programs say that they compile, once for each shape, and are traced alone in rehearsals."""
+"""Programs log each compilation, and are only traced in a rehearsal."""
 
 import logging
 
@@ -24,7 +24,7 @@ def twice(traced):
     return programs.announced(jax.jit(double), "the doubler")
 
 
-def test_each_shape_is_compiled_and_said_once(twice, caplog):
+def test_each_shape_is_compiled_and_logged_once(twice, caplog):
     with caplog.at_level(logging.INFO, "absl"):
         for size in (3, 3, 4):
             np.testing.assert_array_equal(twice(jnp.ones(size), None)["y"], np.full(size, 2.0))
@@ -33,7 +33,7 @@ def test_each_shape_is_compiled_and_said_once(twice, caplog):
     assert caplog.text.count("compiled the doubler in ") == 3
 
 
-def test_what_the_host_sees_of_a_program_is_shown_zeros_in_a_rehearsal():
+def test_on_host_callbacks_receive_zeros_in_a_rehearsal():
     seen = []
     twice = programs.announced(jax.jit(lambda x: programs.on_host(seen.append, 2 * x)))
     with programs.rehearsal():
@@ -44,11 +44,11 @@ def test_what_the_host_sees_of_a_program_is_shown_zeros_in_a_rehearsal():
     assert len(seen) == 2 and (np.asarray(seen[1]) == 2).all()
 
 
-def test_a_rehearsal_traces_and_gives_zeros_and_compiles_nothing(twice, traced, caplog):
+def test_a_rehearsal_traces_and_returns_zeros_without_compiling(twice, traced, caplog):
     with caplog.at_level(logging.INFO, "absl"), programs.rehearsal():
         zeros = twice(jax.ShapeDtypeStruct((7,), jnp.float32), None)["y"]
         with pytest.raises(TypeError, match=r"mul got incompatible shapes"):
             twice(jnp.ones(3), jnp.ones(2))
     assert traced == [(7,), (3,)] and "compil" not in caplog.text
     assert isinstance(zeros, np.ndarray) and not zeros.any() and zeros.shape == (7,)
-    assert twice(jnp.ones(7), None)["y"].sum() == 14  # Afterwards they run again.
+    assert twice(jnp.ones(7), None)["y"].sum() == 14  # After the rehearsal, programs run again.

@@ -1,4 +1,4 @@
-"""Meshes, rules and the batch check: what is placed where, and every error's text."""
+"""Meshes, sharding rules and the check of the batch size, with all error messages."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def leaf(*shape):
         ((1, 2, 2), (1, 2, 2)),
     ],
 )
-def test_minus_1_takes_the_devices_that_are_left(sizes, expected):
+def test_mesh_size_minus_1_takes_the_remaining_devices(sizes, expected):
     mesh = sharding.make_mesh(*sizes)
     assert tuple(mesh.shape.items()) == tuple(
         zip(("replica", "fsdp", "tensor"), expected, strict=True)
@@ -47,12 +47,12 @@ def test_minus_1_takes_the_devices_that_are_left(sizes, expected):
         ((1, 0, 1), r"fsdp=0, tensor=1: sizes must be positive"),
     ],
 )
-def test_sizes_that_do_not_divide_the_devices_are_an_error(sizes, message):
+def test_mesh_sizes_that_do_not_divide_the_devices_are_an_error(sizes, message):
     with pytest.raises(ValueError, match=message):
         sharding.make_mesh(*sizes)
 
 
-def test_the_first_rule_that_matches_places_params_averages_and_moments_alike():
+def test_the_first_matching_rule_applies_to_params_averages_and_moments():
     params = {"conv": {"kernel": jnp.ones((3, 3, 8, 16)), "bias": jnp.ones(16)}}
     tx = optimizer.adamw(optimizer.warmup_constant(0.1, 1))
     state = init_state(params, tx, [0.9])
@@ -70,11 +70,11 @@ def test_the_first_rule_that_matches_places_params_averages_and_moments_alike():
         ((3, 3, 64, 128), P(None, None, None, "fsdp")),  # The largest axis.
         ((3, 3, 128, 66), P(None, None, "fsdp")),
         ((4096, 10), P("fsdp")),
-        ((1023, 999), P()),  # None divides.
-        ((16, 16), P()),  # Small.
+        ((1023, 999), P()),  # No axis is divisible.
+        ((16, 16), P()),  # Below fsdp_min_size.
     ],
 )
-def test_fsdp_splits_the_largest_axis_that_divides_of_a_big_array(shape, spec):
+def test_fsdp_shards_the_largest_divisible_axis_of_a_large_array(shape, spec):
     mesh = sharding.make_mesh(1, 8, 1)
     placed = sharding.shardings(
         {"w": leaf(*shape)}, mesh, [("w", sharding.FSDP)], fsdp_min_size=512
@@ -88,10 +88,10 @@ def test_fsdp_splits_the_largest_axis_that_divides_of_a_big_array(shape, spec):
         (sharding.OUTPUTS, (3, 3, 64, 128), P(None, None, "fsdp", "tensor")),
         (sharding.INPUTS, (3, 3, 128, 64), P(None, None, "tensor", "fsdp")),
         (sharding.OUTPUTS, (16, 4), P(None, "tensor")),  # Too small for fsdp.
-        (sharding.OUTPUTS, (512, 3), P("fsdp")),  # 4 does not divide 3.
+        (sharding.OUTPUTS, (512, 3), P("fsdp")),  # 3 is not divisible by 4.
     ],
 )
-def test_a_layer_is_split_over_tensor_by_its_outputs_or_its_inputs(word, shape, spec):
+def test_outputs_and_inputs_rules_shard_their_axis_over_tensor(word, shape, spec):
     tree, rules = {"w": leaf(*shape)}, [("w", word)]
     placed = sharding.shardings(tree, sharding.make_mesh(1, 2, 4), rules, fsdp_min_size=512)
     assert placed["w"].spec == spec
@@ -100,7 +100,7 @@ def test_a_layer_is_split_over_tensor_by_its_outputs_or_its_inputs(word, shape, 
 
 
 class Chip:
-    """A device of a TPU slice, as far as meshes know."""
+    """A device of a TPU slice, with the attributes that meshes read."""
 
     platform, device_kind, process_index = "fake", "fake", 0
 
@@ -111,7 +111,7 @@ class Chip:
 @pytest.mark.parametrize(
     ("sizes", "spans"), [((2, 4, 1), (True, False, False)), ((1, -1, 2), (False, True, False))]
 )
-def test_slices_are_spanned_by_replica_or_else_by_fsdp(sizes, spans):
+def test_the_replica_axis_or_else_fsdp_spans_tpu_slices(sizes, spans):
     chips = [Chip(i, i // 4) for i in range(8)]
     grid = sharding.make_mesh(*sizes, devices=chips).devices
     slices = np.vectorize(lambda chip: chip.slice_index)(grid)
@@ -119,13 +119,13 @@ def test_slices_are_spanned_by_replica_or_else_by_fsdp(sizes, spans):
     assert sorted(chip.id for chip in grid.flat) == list(range(8))
 
 
-def test_a_mesh_that_would_split_layers_between_slices_is_an_error():
+def test_a_tensor_axis_that_spans_tpu_slices_is_an_error():
     chips = [Chip(i, i // 4) for i in range(8)]
     with pytest.raises(ValueError, match=r"fsdp=1, tensor=8 does not fit 2 slices: .* of 2, so"):
         sharding.make_mesh(1, 1, 8, devices=chips)
 
 
-def test_a_parameter_without_a_rule_is_an_error_and_a_scalar_is_not():
+def test_an_array_without_a_sharding_rule_is_an_error_but_a_scalar_is_not():
     tree = {"conv1": {"kernel": leaf(3, 3, 8, 8)}, "count": leaf()}
     mesh = sharding.make_mesh()
     with pytest.raises(ValueError, match=r"no sharding rule matches the path 'conv1/kernel'"):
@@ -134,7 +134,7 @@ def test_a_parameter_without_a_rule_is_an_error_and_a_scalar_is_not():
     assert placed["count"].spec == P()
 
 
-def test_a_spec_that_does_not_fit_its_array_is_an_error():
+def test_a_sharding_spec_that_does_not_fit_its_array_is_an_error():
     mesh = sharding.make_mesh(1, 2, 4)
     with pytest.raises(
         ValueError, match=r"axis 1 of 'w' with shape \(8, 6\) is not divisible by tensor = 4"
@@ -146,7 +146,7 @@ def test_a_spec_that_does_not_fit_its_array_is_an_error():
         sharding.shardings({"w": leaf(8)}, mesh, [("w", P(None, "tensor"))])
 
 
-def test_a_batch_is_split_over_replica_and_fsdp():
+def test_a_batch_is_sharded_over_replica_and_fsdp():
     mesh = sharding.make_mesh(2, 2, 2)
     x = jax.device_put(np.arange(8), sharding.batch_sharding(mesh))
     assert {tuple(s.data.tolist()) for s in x.addressable_shards} == {

@@ -1,4 +1,4 @@
-"""Settings of the accelerators: added where the user set none, and known to the compilers."""
+"""Environment variables for accelerators, added if the user has not set them."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from diffusion_jax.devices.tuning import SETTINGS
 TPU = " ".join(setting.value for setting in SETTINGS["tpu"])
 
 
-def test_flags_are_added_to_what_the_user_has():
+def test_tuning_flags_are_added_to_the_users_flags():
     added = tuning.environment(["tpu", "v5p"], {"LIBTPU_INIT_ARGS": "--a=1"})
     assert added == {"LIBTPU_INIT_ARGS": f"--a=1 {TPU}"}
     v5e = " ".join(setting.value for setting in SETTINGS["v5e"])
@@ -20,7 +20,7 @@ def test_flags_are_added_to_what_the_user_has():
     assert tuning.environment(["gpu"], {}) == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
 
 
-def test_what_the_user_set_stays():
+def test_variables_and_flags_set_by_the_user_are_not_changed():
     mine = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1"
     added = tuning.environment(["tpu"], {"LIBTPU_INIT_ARGS": mine})
     assert added == {"LIBTPU_INIT_ARGS": f"{mine} {SETTINGS['tpu'][1].value}"}
@@ -39,7 +39,9 @@ def test_what_the_user_set_stays():
         (("libtpu", "jax_cuda12_plugin"), "v5p-8", "cpu", []),
     ],
 )
-def test_the_plugins_say_what_is_here(monkeypatch, plugins, kind, platforms, expected):
+def test_local_kinds_follow_from_the_installed_plugins(
+    monkeypatch, plugins, kind, platforms, expected
+):
     monkeypatch.setattr(
         tuning.importlib.util, "find_spec", lambda name: name if name in plugins else None
     )
@@ -48,8 +50,8 @@ def test_the_plugins_say_what_is_here(monkeypatch, plugins, kind, platforms, exp
     assert tuning.local_kinds() == expected
 
 
-def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
-    """With a module of the plugin's name, since no accelerator is needed to set a variable."""
+def test_a_command_sets_the_variables_before_jax_starts(tmp_path):
+    """An empty module with the plugin's name stands in for the CUDA plugin."""
     (tmp_path / "jax_cuda13_plugin.py").touch()
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cuda,cpu", "NCCL_DEBUG": "WARN"}
@@ -72,8 +74,8 @@ def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 @pytest.mark.parametrize(("theirs", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
-def test_a_cpu_asks_the_kernel_for_memory_once(theirs, kept):
-    """Ten times 64 MiB, which are 2^14 pages, allocated, filled and freed as XLA does it."""
+def test_on_a_cpu_freed_memory_is_reused_unless_malloc_is_configured(theirs, kept):
+    """Allocate, fill and free 64 MiB (2^14 pages) ten times, and count the page faults."""
     lines = (
         "import ctypes, resource",
         "from absl import flags",

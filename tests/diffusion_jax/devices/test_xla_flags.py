@@ -1,4 +1,4 @@
-"""XLA_FLAGS are checked before XLA ends the process over one of them."""
+"""XLA_FLAGS are checked before XLA could end the process because of an unknown flag."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ import pytest
 from diffusion_jax.devices import xla_flags
 
 
-def test_a_flag_that_jaxlib_does_not_know_is_named(monkeypatch):
+def test_an_unknown_xla_flag_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_async_collectives=true")
     with pytest.raises(ValueError, match=r"XLA_FLAGS holds --xla_gpu_enable_async_collectives"):
         xla_flags.check()
 
 
-def test_the_flags_that_need_no_trial_are_known(monkeypatch):
+def test_all_flags_listed_as_known_are_accepted_by_jaxlib(monkeypatch):
     tried = subprocess.run(
         [sys.executable, "-c", xla_flags.TRIAL],
         env={"XLA_FLAGS": " ".join(f"--{name}={_value(name)}" for name in xla_flags.KNOWN)},

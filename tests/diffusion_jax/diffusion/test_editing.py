@@ -1,4 +1,4 @@
-"""Drawing over a picture by every sampler: the known stays, the new is drawn as without."""
+"""Drawing over a picture, by every sampler: only the masked part changes."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ FIELDS = {"eta": 0.5, "churn": 0.0}
 
 
 def gaussian(x, sigma):
-    """D of pixels that are N(0.3, 0.5^2)."""
+    """The ideal denoiser D of pixels from N(0.3, 0.5^2)."""
     share = 0.25 / (0.25 + sigma**2)
     return 0.3 + share[:, None, None, None] * (x - 0.3)
 
@@ -31,7 +31,7 @@ def sampler_of(name):
 
 @pytest.fixture(scope="module", params=samplers.SAMPLERS)
 def drawn(request):
-    """What a sampler draws plainly, on the last half of the steps, and over the picture."""
+    """Results of one sampler: plain, from the last half of the steps, and over the picture."""
     sampler, x = sampler_of(request.param), SIGMAS[0] * EPS
     edited = lambda *kind: editing.wrap(sampler, IMAGE, EPS, *kind)(gaussian, x, SIGMAS, NOISE)
 
@@ -48,8 +48,8 @@ def drawn(request):
     ("strength", "steps", "taken"),
     [(0.75, 50, 37), (0.58, 50, 28), (0.3, 4, 1), (0.1, 4, 0), (0.99, 6, 5), (1.0, 7, 7)],
 )
-def test_steps_are_counted_as_diffusers_and_compvis_do(strength, steps, taken):
-    """Expected: diffusers' get_timesteps, min(int(steps * strength), steps)."""
+def test_strength_selects_as_many_steps_as_in_diffusers(strength, steps, taken):
+    """get_timesteps of diffusers takes min(int(steps * strength), steps)."""
     ends = lambda denoise, x, sigmas, noise: x + sigmas[0]
     drawn = editing.wrap(ends, 0 * IMAGE, 0 * EPS, strength)(
         None, 0 * IMAGE, jnp.arange(steps, -1.0, -1.0), None
@@ -57,15 +57,15 @@ def test_steps_are_counted_as_diffusers_and_compvis_do(strength, steps, taken):
     assert editing.steps_taken(strength, steps) == taken == drawn.max()
 
 
-def test_strength_1_is_plain_sampling_and_0_the_picture(drawn):
+def test_strength_1_equals_plain_sampling_and_strength_0_keeps_the_picture(drawn):
     plain, _, all_new, _, none = drawn
     np.testing.assert_allclose(all_new, plain, atol=1e-6)
     np.testing.assert_array_equal(none, IMAGE)
     assert float(jnp.abs(plain - IMAGE).max()) > 0.5
 
 
-def test_what_is_known_is_exact_and_the_rest_is_of_the_last_steps(drawn):
-    """D of each pixel is its own here, so that the new part knows nothing of the known one."""
+def test_known_pixels_are_kept_exactly_and_new_ones_come_from_the_last_steps(drawn):
+    """This D treats each pixel alone, so the known part does not influence the new one."""
     _, cut, _, edited, _ = map(np.asarray, drawn)
     known = ~np.broadcast_to(NEW, IMAGE.shape)
     np.testing.assert_array_equal(edited[known], np.asarray(IMAGE)[known])
@@ -74,8 +74,8 @@ def test_what_is_known_is_exact_and_the_rest_is_of_the_last_steps(drawn):
 
 
 @pytest.mark.parametrize("name", ["ddim", "heun", "plms", "dpmpp_2m_sde"])
-def test_the_network_sees_what_is_known_under_the_noise_of_the_level(name):
-    """Its mean is the picture, its deviation sigma, at every evaluation."""
+def test_the_network_sees_known_pixels_with_noise_of_the_current_level(name):
+    """At every evaluation, their mean is the picture and their standard deviation is sigma."""
     shape, seen = (64, 64, 3), []
     image, new = jnp.full((2, *shape), 0.5), jnp.zeros((2, 64, 64, 1), bool).at[:, :1].set(True)
 

@@ -1,4 +1,4 @@
-"""Guidance and thresholds: identities, closed forms, and where the rows of a batch go."""
+"""Guidance and thresholds: identities, closed forms, and the layout of the batch."""
 
 import itertools
 import pathlib
@@ -25,7 +25,7 @@ COND, UNCOND = 2 * X, X + 1
 
 
 def denoise_both(x, sigma):
-    """2 x with the condition, on even rows, and x + 1 without, on odd ones."""
+    """Return 2 x on even rows (conditional) and x + 1 on odd rows (unconditional)."""
     even = (jnp.arange(len(x)) % 2 == 0)[:, None, None, None]
     return jnp.where(even, 2 * x, x + 1)
 
@@ -34,15 +34,15 @@ def guided(scale):
     return classifier_free(denoise_both, scale)(X, SIGMA)
 
 
-def test_guidance_1_is_the_conditional_model_to_the_last_bit():
+def test_guidance_1_equals_the_conditional_model_bit_for_bit():
     np.testing.assert_array_equal(guided(1.0), COND)
 
 
-def test_guidance_0_is_the_unconditional_model():
+def test_guidance_0_equals_the_unconditional_model():
     np.testing.assert_allclose(guided(0.0), UNCOND, atol=1e-6)
 
 
-def test_guidance_goes_beyond_the_condition_by_its_scale():
+def test_guidance_extrapolates_from_the_unconditional_prediction():
     np.testing.assert_allclose(guided(7.5), UNCOND + 7.5 * (COND - UNCOND), atol=2e-5)
 
 
@@ -52,7 +52,7 @@ def test_each_image_may_have_its_own_scale():
     np.testing.assert_array_equal(guided(scales), jnp.stack(each))
 
 
-def test_one_program_serves_every_scale():
+def test_one_compiled_program_serves_every_guidance_scale():
     traces = []
 
     @jax.jit
@@ -65,7 +65,7 @@ def test_one_program_serves_every_scale():
     assert len(traces) == 1
 
 
-def test_both_rows_of_an_image_carry_its_noise_level():
+def test_both_rows_of_an_image_have_its_noise_level():
     seen = {}
 
     def spy(x, sigma):
@@ -80,7 +80,7 @@ def test_both_rows_of_an_image_carry_its_noise_level():
 
 S = Sampler()
 LEVELS = jnp.array([30.0, 2.0, 0.5, 0.1, 0.0])
-MODEL = guidance.Model(precond.velocity(precond.log_snr), LEVELS)
+MODEL = guidance.GuidedModel(precond.velocity(precond.log_snr), LEVELS)
 D = dict(
     zip(
         ("cond", "negative", "empty"),
@@ -91,14 +91,14 @@ D = dict(
 
 
 def combined(guiding, scale, sigma=SIGMA, **fields):
-    """What a guidance makes of D."""
+    """Return the guided D, and the guide."""
     s = S._replace(guiding=guiding, **fields)
     guide = guidance.make(s, MODEL)
     return np.float64(guide.combine(D, X, sigma, scale)), guide
 
 
 def branches(x, sigma, names):
-    """D under each name, as made of x; the number of rows that a network sees is recorded."""
+    """Return a D for each name. ROWS records how many rows per image the network sees."""
     jax.debug.callback(lambda: ROWS.append(len(names)), ordered=True)
     return {name: x * (i + 1) for i, name in enumerate(("cond", "negative")) if name in names}
 
@@ -109,19 +109,19 @@ ROWS = []
 @pytest.mark.parametrize(
     "fields", [{"guidance_low": 0.5, "guidance_high": 2.0}, {"guiding": "interval(0.5, 2)"}]
 )
-def test_interval_guides_inside_its_bounds_only_and_computes_no_half_outside(fields):
+def test_interval_guides_only_within_its_bounds_and_skips_the_negative_outside(fields):
     guide = guidance.make(S._replace(**fields), MODEL)
     denoise = jax.jit(guidance.guided(branches, jnp.full(4, 3.0), guide))
     for level, inside in ((0.1, False), (0.5, True), (2.0, True), (30.0, False)):
         ROWS.clear()
         out = denoise(X, jnp.full(4, level))
         jax.effects_barrier()
-        assert [2 if inside else 1] == ROWS  # Both bounds belong to it.
+        assert [2 if inside else 1] == ROWS  # Both bounds are inclusive.
         np.testing.assert_array_equal(out, X + 2 * (X - 2 * X) if inside else X)
 
 
-def test_the_interval_of_sdxl_is_065_times_the_calls_over_30_levels():
-    """Kynkaanniemi et al. 2024: 0.28 to 5.42, of Karras' 30 levels from 0.0292 to 14.6."""
+def test_the_interval_of_sdxl_saves_a_third_of_the_network_rows():
+    """Kynkaanniemi et al. 2024: guide from 0.28 to 5.42, with 30 Karras levels below 14.6."""
     s = S._replace(guiding="interval(0.28, 5.42)")
     denoise = guidance.guided(branches, 3.0, guidance.make(s, MODEL))
     sigmas = grids.karras_sigmas(30, 0.0292, 14.6146)
@@ -130,12 +130,11 @@ def test_the_interval_of_sdxl_is_065_times_the_calls_over_30_levels():
     jax.effects_barrier()
     inside = int(((sigmas >= 0.28) & (sigmas <= 5.42)).sum())
     assert len(ROWS) == 30 and sum(ROWS) == 30 + inside
-    print(sum(ROWS) / 60)
     assert 0.6 < sum(ROWS) / 60 < 0.8
 
 
-def test_apg_is_diffusers():
-    """adaptive_projected_guidance of diffusers 0.42; its scale is ours less 1."""
+def test_apg_matches_diffusers():
+    """Saved from adaptive_projected_guidance of diffusers 0.42, whose scale is smaller by 1."""
     saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
     d = {"cond": jnp.asarray(saved["cond"]), "negative": jnp.asarray(saved["uncond"])}
     for guiding, name in (("apg", "apg/0.0/0.0"), ("apg(eta=0.3, norm=5)", "apg/0.3/5.0")):
@@ -144,12 +143,12 @@ def test_apg_is_diffusers():
         np.testing.assert_allclose(out, saved[name], atol=2e-5)
 
 
-def test_apg_without_projection_is_classifier_free_guidance():
+def test_apg_with_eta_1_equals_classifier_free_guidance():
     np.testing.assert_allclose(combined("apg(eta=1)", 3.0)[0], combined("cfg", 3.0)[0], atol=1e-5)
 
 
-def test_rescale_is_diffusers_of_what_the_network_predicts():
-    """rescale_noise_cfg of diffusers 0.42, on predictions of v."""
+def test_rescale_of_v_predictions_matches_diffusers():
+    """Saved from rescale_noise_cfg of diffusers 0.42."""
     saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
     x, sigma = jnp.asarray(saved["x"]), jnp.array([0.5, 3.0])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in MODEL.scalings(sigma))
@@ -162,8 +161,8 @@ def test_rescale_is_diffusers_of_what_the_network_predicts():
     np.testing.assert_allclose(out, saved["rescaled"], atol=2e-4)
 
 
-def test_cfg_plus_plus_takes_the_unconditional_noise_in_a_step_of_ddim():
-    """Its Algorithm 2: x' = D_lambda + sigma' eps_uncond, at each level of the grid."""
+def test_cfg_pp_with_ddim_matches_algorithm_2_of_its_paper():
+    """x' = D_lambda + sigma' eps_uncond, at each level of the grid."""
     guide = combined("cfg_pp", 0.6)[1]
     for sigma, later in itertools.pairwise(LEVELS):
         d = guide.combine(D, X, jnp.full(4, sigma), jnp.full(4, 0.6))
@@ -173,7 +172,7 @@ def test_cfg_plus_plus_takes_the_unconditional_noise_in_a_step_of_ddim():
         np.testing.assert_allclose(stepped, expected, atol=2e-5)
 
 
-def test_perp_neg_leads_away_only_from_what_the_prompt_does_not_say():
+def test_perp_neg_removes_the_part_of_the_negative_along_the_prompt():
     out, guide = combined("perp_neg(weight=1.5)", 4.0)
     assert guide.needs == ("cond", "empty", "negative")
     c, n, e = (np.float64(D[name]) for name in ("cond", "negative", "empty"))
@@ -183,7 +182,7 @@ def test_perp_neg_leads_away_only_from_what_the_prompt_does_not_say():
     np.testing.assert_allclose(((b - along) * a).sum((1, 2, 3)), 0, atol=1e-9)
 
 
-def test_wrappers_compose_in_the_order_of_their_names():
+def test_guidance_names_joined_by_plus_apply_in_order():
     both = combined("apg(norm=2)+rescale(0.5)", 5.0)[0]
     c_skip, c_out, *_ = (np.float64(c)[:, None, None, None] for c in MODEL.scalings(SIGMA))
     to_f = lambda d: (d - c_skip * np.float64(X)) / c_out
@@ -193,8 +192,8 @@ def test_wrappers_compose_in_the_order_of_their_names():
     np.testing.assert_allclose(both, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_second_model_guides_in_place_of_the_negative_text():
-    """Autoguidance (Karras et al. 2024): D_guide + w (D - D_guide), with the same text."""
+def test_autoguidance_uses_a_second_model_in_place_of_the_negative_text():
+    """Karras et al. 2024: D_guide + w (D - D_guide), both with the same text."""
     denoiser_of = lambda text: lambda x, sigma: x * text[:, None, None, None]
     guide_of = lambda text: lambda x, sigma: x * text[:, None, None, None] / 2
     conditions = {"cond": lambda: jnp.arange(4.0), "negative": lambda: 1 / 0}
@@ -205,7 +204,7 @@ def test_a_second_model_guides_in_place_of_the_negative_text():
     np.testing.assert_array_equal(alone(X, SIGMA), X * text)
 
 
-def test_at_a_scale_that_changes_nothing_nothing_is_computed():
+def test_guidance_1_is_skipped_only_for_kinds_that_it_does_not_change():
     by_image = lambda guiding, scale: guidance.by_image(S._replace(guiding=guiding), scale, 3)
     assert by_image("cfg+rescale", 1) is None
     np.testing.assert_array_equal(by_image("apg", 2), [2, 2, 2])
@@ -221,14 +220,14 @@ def test_at_a_scale_that_changes_nothing_nothing_is_computed():
         ("rescale(phi=-1)", "sampler.guiding: phi is -1: it must be from 0 to 1"),
     ],
 )
-def test_what_is_no_guidance_is_one_line(guiding, message):
+def test_an_invalid_guidance_is_a_one_line_error(guiding, message):
     for kind in (imagen_settings.Sampler, sd_settings.Sampler):
         with pytest.raises(ValueError, match=message):
             settings.read(kind, {"guiding": guiding}, "sampler")
 
 
-def test_guided_gaussians_flow_to_the_extrapolated_mean():
-    """Ideal denoisers of two Gaussians of one variance differ by a shift of the mean."""
+def test_sampling_guided_gaussians_reaches_the_extrapolated_mean():
+    """The ideal denoisers of two Gaussians with equal variance differ by a constant shift."""
 
     def both(x, sigma):
         mean = jnp.where(jnp.arange(len(x)) % 2 == 0, 0.5, 0.2)[:, None, None, None]
@@ -244,8 +243,8 @@ def test_guided_gaussians_flow_to_the_extrapolated_mean():
     np.testing.assert_allclose(out, exact, atol=1e-3)  # Heun's own error at 64 steps.
 
 
-def test_a_sharded_batch_stays_where_it_is():
-    """Neighbouring rows need no exchange between devices: no collective in the program."""
+def test_guidance_of_a_sharded_batch_needs_no_communication():
+    """Both rows of an image are neighbours, so the program contains no collective."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = NamedSharding(mesh, P("data"))
     f = classifier_free(lambda x, sigma: x * sigma[:, None, None, None], 3.0)
@@ -256,7 +255,7 @@ def test_a_sharded_batch_stays_where_it_is():
 
 
 @pytest.mark.parametrize("percentile", [99.5, 90.0])
-def test_dynamic_threshold_is_the_percentile_of_each_image(percentile):
+def test_dynamic_threshold_uses_the_percentile_of_each_image(percentile):
     actual = guidance.dynamic(lambda x, sigma: 3 * x, percentile=percentile)(X, SIGMA)
     for image, out in zip(np.float64(3 * X), actual, strict=True):
         s = np.quantile(np.abs(image), percentile / 100)
@@ -265,12 +264,12 @@ def test_dynamic_threshold_is_the_percentile_of_each_image(percentile):
     assert float(jnp.abs(actual).max()) == 1.0
 
 
-def test_dynamic_threshold_leaves_images_in_range_alone():
+def test_dynamic_threshold_does_not_change_images_within_range():
     keep = guidance.dynamic(lambda x, sigma: jnp.tanh(x))
     np.testing.assert_array_equal(keep(X, SIGMA), jnp.tanh(X))
 
 
-def test_static_threshold_clips_to_the_range_of_images():
+def test_static_threshold_clips_to_minus_1_and_1():
     actual = guidance.static(lambda x, sigma: 5 * x)(X, SIGMA)
     np.testing.assert_array_equal(actual, np.clip(5 * X, -1, 1))
 
@@ -278,13 +277,13 @@ def test_static_threshold_clips_to_the_range_of_images():
 @pytest.mark.parametrize(
     ("name", "churn"), [("restart", 0.0), ("heun", 40.0), ("heun(churn=40)", 0.0)]
 )
-def test_cfg_pp_is_refused_where_the_network_is_asked_between_levels(name, churn):
+def test_cfg_pp_is_rejected_with_samplers_that_evaluate_between_levels(name, churn):
     s = S._replace(name=name, churn=churn, guiding="cfg_pp")
     with pytest.raises(ValueError, match="between the levels of its grid: choose ddim"):
         guidance.check(s)
 
 
 @pytest.mark.parametrize("name", ["heun(churn=0)", "heun(0.0)", "heun"])
-def test_cfg_pp_takes_heun_without_churn(name):
-    churn = 0.0 if name == "heun" else 40.0  # What the name says goes before the field.
+def test_cfg_pp_accepts_heun_without_churn(name):
+    churn = 0.0 if name == "heun" else 40.0  # The parameter in the name overrides the field.
     guidance.check(S._replace(guiding="cfg_pp", name=name, churn=churn))

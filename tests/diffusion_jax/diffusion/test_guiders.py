@@ -48,8 +48,8 @@ def settings(guiding):
 
 
 def ours(guiding, step):
-    """Return the guided prediction of a step here, for the same predictions."""
-    model = guides.Model(V, LEVELS)
+    """Return this project's guided prediction of a step, from the same predictions."""
+    model = guides.GuidedModel(V, LEVELS)
     x, sigma = jnp.asarray(SAVED["x"]), jnp.full(len(SAVED["x"]), LEVELS[step])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in V(sigma))
     d = {
@@ -66,13 +66,13 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize("guiding", KINDS)
-def test_guided_predictions_are_those_that_diffusers_made(guiding):
+def test_guided_predictions_match_those_saved_from_diffusers(guiding):
     for step in range(STEPS):
         close(ours(guiding, step), SAVED[guiding][step])
 
 
 @pytest.mark.parametrize("guiding", KINDS)
-def test_guided_predictions_are_those_that_diffusers_makes(guiding):
+def test_guided_predictions_match_the_installed_diffusers(guiding):
     expected = of_diffusers(guiding)
     np.testing.assert_allclose(SAVED[guiding], expected, atol=1e-5)
     for step in range(STEPS):
@@ -80,22 +80,22 @@ def test_guided_predictions_are_those_that_diffusers_makes(guiding):
 
 
 @pytest.mark.parametrize("guiding", [kind.__name__ for kind in guidance.PLAIN_AT_1])
-def test_at_guidance_1_these_kinds_are_the_conditional_model(guiding):
+def test_kinds_listed_as_plain_at_1_equal_the_conditional_model_at_guidance_1(guiding):
     x = jnp.asarray(SAVED["x"])
     d = {"cond": x, "negative": jnp.asarray(SAVED["uncond"])}
-    guide = guidance.make(settings(guiding), guides.Model(V, LEVELS))
+    guide = guidance.make(settings(guiding), guides.GuidedModel(V, LEVELS))
     np.testing.assert_allclose(guide.combine(d, x, jnp.full(len(x), 0.5), 1.0), x, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["apg", "cfg_zero", "tcfg", "fdg"])
-def test_a_kind_that_changes_the_negative_text_comes_before_perp_neg(name):
-    model = guides.Model(V, LEVELS)
+def test_perp_neg_is_rejected_before_kinds_that_use_the_negative_text(name):
+    model = guides.GuidedModel(V, LEVELS)
     guidance.make(settings(f"{name}+perp_neg"), model)
     with pytest.raises(ValueError, match=rf"which perp_neg leads away: write {name}\+perp_neg"):
         guidance.make(settings(f"perp_neg+{name}"), model)
 
 
-def test_low_frequencies_keep_a_constant_and_lose_a_checkerboard():
+def test_low_frequencies_keeps_a_constant_and_removes_a_checkerboard():
     constant, alternating = jnp.ones((1, 7, 6, 1)), jnp.array([1.0, -1.0])
     np.testing.assert_allclose(guides.low_frequencies(constant), constant, rtol=1e-6)
     board = alternating[jnp.indices((8, 8)).sum(0) % 2][None, ..., None]

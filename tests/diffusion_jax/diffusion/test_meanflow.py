@@ -1,4 +1,4 @@
-"""MeanFlow against the authors' code, and where the mean velocity is known.
+"""MeanFlow against the authors' code, and on data whose mean velocity is known.
 
 `meanflow.npz` was written by running github.com/Gsunshine/meanflow (d70cb55) on this toy network.
 """
@@ -22,25 +22,25 @@ CASES = {
     "mixed": meanflow.MeanFlow(omega=0.2, kappa=0.9, low=0.1, high=0.7),
     "power": meanflow.MeanFlow(omega=1.5, kappa=0.3, norm_p=0.75, norm_eps=1e-3),
 }
-KEPT = jnp.arange(8) >= 2
+LABELLED = jnp.arange(8) >= 2
 INPUTS = [jnp.asarray(SAVED[key]) for key in ("x0", "eps", "t", "r")]
 
 
 LABELS, EMPTY = jnp.asarray(SAVED["labels"]), jnp.full(8, 4)
-CONDITIONS = meanflow.Conditions(jnp.where(KEPT, LABELS, EMPTY), LABELS, EMPTY)
+CONDITIONS = meanflow.Conditions(jnp.where(LABELLED, LABELS, EMPTY), LABELS, EMPTY)
 
 
 def velocity(params, label, z, t, h):
-    """The toy network with two times and labels, of which the last one is empty."""
+    """The toy network, conditioned on two times and a label. Label 4 means no label."""
     hidden = z.reshape(len(z), -1) @ params["pixels"] + params["label"][label]
     hidden += t[:, None] * params["time"] + h[:, None] * params["step"]
     return (jnp.tanh(hidden) @ params["out"]).reshape(z.shape)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_are_the_authors(name):
+def test_loss_and_gradients_match_the_authors_code(name):
     def loss(params):
-        each, v_loss = meanflow.losses(velocity, params, *INPUTS, CONDITIONS, KEPT, CASES[name])
+        each, v_loss = meanflow.losses(velocity, params, *INPUTS, CONDITIONS, LABELLED, CASES[name])
         return each.mean(), v_loss
 
     (value, v_loss), grads = jax.value_and_grad(loss, has_aux=True)(WEIGHTS)
@@ -51,11 +51,13 @@ def test_loss_and_gradients_are_the_authors(name):
         np.testing.assert_allclose(grad, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("every", [2, 3])  # Of 8 images: with 3, all rows have a derivative.
-def test_only_every_nth_image_learns_an_interval(every):
+@pytest.mark.parametrize(
+    "every", [2, 3]
+)  # 3 does not divide the batch of 8, so all rows have a derivative.
+def test_only_every_nth_image_trains_on_an_interval_of_times(every):
     x0, eps, t, r = INPUTS
     losses = lambda start, s: meanflow.losses(
-        velocity, WEIGHTS, x0, eps, t, start, CONDITIONS, KEPT, s
+        velocity, WEIGHTS, x0, eps, t, start, CONDITIONS, LABELLED, s
     )[0]
     some = losses(r, meanflow.MeanFlow(every=every))
     chosen = np.arange(8) % every == 0
@@ -65,7 +67,7 @@ def test_only_every_nth_image_learns_an_interval(every):
 
 
 def gaussian(scalings):
-    """F of a network that knows u for images from N(0, 0.25), of which the flow is linear."""
+    """A network F with the exact mean velocity u of images from N(0, 0.25) (a linear flow)."""
 
     def network(params, condition, h):
         return lambda x, time: predicted(x, time, h)
@@ -83,7 +85,7 @@ def gaussian(scalings):
 
 
 @pytest.mark.parametrize("predicts", ["x0", "flow", "v"])
-def test_the_exact_mean_velocity_has_no_error_and_draws_in_one_step(predicts):
+def test_the_exact_mean_velocity_has_zero_loss_and_samples_in_one_step(predicts):
     scalings = precond.PRECONDS[predicts](meanflow.time_of)  # type: ignore[operator]
     raw = lambda sigma: scalings(sigma)._replace(c_in=jnp.ones_like(sigma))
     u = functools.partial(meanflow.velocity_of(gaussian(raw), raw), None, None)
@@ -97,7 +99,7 @@ def test_the_exact_mean_velocity_has_no_error_and_draws_in_one_step(predicts):
     mean = u(z, t, h)
     np.testing.assert_allclose(mean, v - meanflow._each(h) * change, atol=5e-3)
 
-    # One DDIM step to the level below lands where the flow ends.
+    # One DDIM step to the next level reaches the end of the flow.
     sigmas = jnp.array([4.0, 0.25])
     span = meanflow.spans(sigmas)
     d = lambda x, sigma: precond.denoiser(gaussian(raw)(None, None, span(sigma)), raw)(x, sigma)
@@ -107,7 +109,7 @@ def test_the_exact_mean_velocity_has_no_error_and_draws_in_one_step(predicts):
     np.testing.assert_allclose(drawn, z * deviation(0.2) / deviation(0.8), rtol=1e-5, atol=1e-6)
 
 
-def test_the_derivative_works_where_jvp_is_not_defined():
+def test_the_derivative_supports_functions_without_a_jvp():
     x = jnp.linspace(-1, 1, 64).reshape(1, 1, 2, 32)
     along = jnp.ones_like(x).at[..., 0].set(3)
     norm = lambda x: ops.group_norm(x, jnp.ones(32), jnp.zeros(32), groups=8)

@@ -19,21 +19,21 @@ network = lambda x, time: F
 
 
 def make(predicts="eps", **fields):
-    """An objective of a config's fields."""
-    known: dict = {"predicts": predicts}
-    known |= {"noise": "lognormal", "distance": "l2", "weight": "min_snr", "min_snr": 0.0,
+    """Build an objective from config fields."""
+    defaults: dict = {"predicts": predicts}
+    defaults |= {"noise": "lognormal", "distance": "l2", "weight": "min_snr", "min_snr": 0.0,
              "offset_noise": 0.0, "method": "denoise"}  # fmt: skip
-    return objective.make(types.SimpleNamespace(**(known | fields)))
+    return objective.make(types.SimpleNamespace(**(defaults | fields)))
 
 
 def factor(predicts, **fields):
-    """What each loss of F is multiplied by."""
-    made = make(predicts, **fields)
-    c_out = made.scalings(SIGMA).c_out
-    return np.asarray(made.weighting.weigh({}, SIGMA, c_out, jnp.ones(3)))
+    """Return the factor of each image's loss of F."""
+    built = make(predicts, **fields)
+    c_out = built.scalings(SIGMA).c_out
+    return np.asarray(built.weighting.weigh({}, SIGMA, c_out, jnp.ones(3)))
 
 
-def test_min_snr_weights_are_the_papers_for_whatever_is_predicted():
+def test_min_snr_weights_match_the_paper_for_every_prediction():
     np.testing.assert_allclose(factor("eps", min_snr=5.0), [0.05, 1, 1], rtol=1e-5)
     np.testing.assert_allclose(
         factor("v", weight="min_snr(5)"), np.minimum(SNR, 5) / (SNR + 1), rtol=1e-5
@@ -42,24 +42,24 @@ def test_min_snr_weights_are_the_papers_for_whatever_is_predicted():
     np.testing.assert_array_equal(factor("v"), 1)
 
 
-def test_p2_is_equation_8_over_the_loss_of_eps():
+def test_p2_weights_match_equation_8_of_the_paper():
     np.testing.assert_allclose(factor("eps", weight="p2"), 1 / (1 + SNR), rtol=1e-5)
     np.testing.assert_allclose(
         factor("eps", weight="p2(k=2, gamma=0.5)"), (2 + SNR) ** -0.5, rtol=1e-5
     )
 
 
-def test_edms_weight_makes_its_own_loss_of_any_prediction():
+def test_the_edm_weight_turns_the_x0_loss_into_edms_loss():
     np.testing.assert_allclose(factor("edm", weight="edm(0.5)"), 1, rtol=1e-5)
     sigma = np.float64(SIGMA)
     expected = (sigma**2 + 0.25) / (sigma * 0.5) ** 2
     np.testing.assert_allclose(factor("x0", weight="edm(0.5)"), expected, rtol=1e-5)
 
 
-def test_the_weight_flow_makes_of_any_prediction_the_loss_of_a_network_of_the_flow():
-    """The flow that D implies is (x_t - D) / t, its target eps - x0, with x_t = (1 - t) x0 + t eps.
+def test_the_flow_weight_turns_the_x0_loss_into_the_flow_loss():
+    """D implies the flow (x_t - D) / t, with target eps - x0 and x_t = (1 - t) x0 + t eps.
 
-    1 / t is at most 1 / 0.05, here at the last of the levels.
+    1 / t is limited to 1 / 0.05, which the last level reaches.
     """
     sigma = jnp.append(SIGMA, 0.01)
     x0, eps, f = (jnp.concatenate([a, a[:1]]) for a in (X0, EPS, F))
@@ -69,8 +69,8 @@ def test_the_weight_flow_makes_of_any_prediction_the_loss_of_a_network_of_the_fl
     flow, target = (x_t - np.float64(f)) / divisor, (x_t - np.float64(x0)) / divisor
     np.testing.assert_allclose(target[:3], np.float64(eps - x0)[:3], atol=1e-5)
     expected = ((flow - target) ** 2).mean()
-    made = make("x0", weight="flow")
-    weighted, _ = made.loss({}, lambda x, time: f, x0, eps, sigma)
+    built = make("x0", weight="flow")
+    weighted, _ = built.loss({}, lambda x, time: f, x0, eps, sigma)
     np.testing.assert_allclose(weighted, expected, rtol=1e-5)
     np.testing.assert_allclose(factor("flow", weight="flow"), 1, rtol=1e-5)
     np.testing.assert_allclose(
@@ -80,8 +80,8 @@ def test_the_weight_flow_makes_of_any_prediction_the_loss_of_a_network_of_the_fl
     )
 
 
-def test_the_v_loss_is_that_of_a_model_of_v_whatever_is_predicted():
-    """One denoiser, told as each of the predictions: one v-loss, and the loss that is its own."""
+def test_the_v_loss_is_equal_for_every_prediction():
+    """One denoiser, expressed as each prediction: its v-loss is equal, its own loss differs."""
     sigma = np.float64(SIGMA)[:, None, None, None]
     x = np.float64(X0) + sigma * np.float64(EPS)
     d = 0.3 * x + 0.1
@@ -90,63 +90,63 @@ def test_the_v_loss_is_that_of_a_model_of_v_whatever_is_predicted():
     target = alpha * np.float64(EPS) - sigma * alpha * np.float64(X0)
     expected = ((v - target) ** 2).mean((1, 2, 3))
     for predicts in precond.PRECONDS:
-        made = make(predicts)
-        c = made.scalings(SIGMA)
+        built = make(predicts)
+        c = built.scalings(SIGMA)
         skip, out = (np.float64(k)[:, None, None, None] for k in (c.c_skip, c.c_out))
         answer = jnp.float32((d - skip * x) / out)
         f = lambda x_in, time, answer=answer: answer
-        own, v_loss = made.errors(f, X0, EPS, SIGMA)
+        own, v_loss = built.errors(f, X0, EPS, SIGMA)
         np.testing.assert_allclose(v_loss, expected, rtol=1e-4)
-        np.testing.assert_allclose(own, precond.loss(f, made.scalings, X0, EPS, SIGMA), rtol=1e-6)
+        np.testing.assert_allclose(own, precond.loss(f, built.scalings, X0, EPS, SIGMA), rtol=1e-6)
     np.testing.assert_allclose(make("v").errors(network, X0, EPS, SIGMA)[0],
                                make("v").errors(network, X0, EPS, SIGMA)[1], rtol=1e-5)  # fmt: skip
 
 
-def test_the_distance_and_the_weight_are_the_configs():
-    made = make("v", distance="l1", weight="min_snr(5)")
-    total, losses = made.loss({}, network, X0, EPS, SIGMA)
+def test_the_loss_uses_the_distance_and_the_weight_of_the_config():
+    built = make("v", distance="l1", weight="min_snr(5)")
+    total, losses = built.loss({}, network, X0, EPS, SIGMA)
     np.testing.assert_array_equal(
-        losses, precond.loss(network, made.scalings, X0, EPS, SIGMA, precond.l1)
+        losses, precond.loss(network, built.scalings, X0, EPS, SIGMA, precond.l1)
     )
     expected = (np.minimum(SNR, 5) / (SNR + 1) * np.float64(losses)).mean()
     np.testing.assert_allclose(total, expected, rtol=1e-5)
 
 
-def test_flow_learns_the_difference_from_the_straight_line_between_image_and_noise():
+def test_flow_predicts_eps_minus_x0_from_the_interpolated_image():
     seen = []
 
     def spy(x, time):
         seen.append(x)
         return F
 
-    made = make("flow", noise="logit_normal")
-    losses = made.loss({}, spy, X0, EPS, SIGMA)[1]
+    built = make("flow", noise="logit_normal")
+    losses = built.loss({}, spy, X0, EPS, SIGMA)[1]
     t = np.float64(SIGMA / (1 + SIGMA))[:, None, None, None]
     np.testing.assert_allclose(seen[0], (1 - t) * X0 + t * EPS, atol=1e-6)
     expected = ((np.float64(F) - (np.float64(EPS) - np.float64(X0))) ** 2).mean((1, 2, 3))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_eulers_method_in_sigma_is_that_of_flow_in_time():
-    """x_t + (t' - t) F, on SD3's own coordinates, from t = 1 where no signal is left."""
+def test_euler_over_sigma_equals_euler_over_flow_time():
+    """x_t + (t' - t) F in SD3's coordinates, starting from pure noise at t = 1."""
     t = np.linspace(1, 0, 6)
     shifted = 3 * t / (1 + 2 * t)
-    made = make("flow", noise="logit_normal(shift=3)")
+    built = make("flow", noise="logit_normal(shift=3)")
     f = lambda x, time: jnp.tanh(x) + 0.1
     z = np.float64(X0)
     for now, later in itertools.pairwise(shifted):
         z = z + (later - now) * (np.tanh(z) + 0.1)
-    sigmas = made.noise.level(jnp.float32(t))
-    denoise = precond.denoiser(f, made.scalings)
+    sigmas = built.noise.level(jnp.float32(t))
+    denoise = precond.denoiser(f, built.scalings)
     x = onestep.euler(denoise, X0 * (1 + sigmas[0]), sigmas, lambda i: EPS)
     np.testing.assert_allclose(x, z, atol=1e-5)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_logit_normal_times_are_sd3s_density(shift):
-    """SD3, equation 19, shifted as in equation 23: counts of draws against its integral."""
-    made = noise.logit_normal(mean=0.5, std=0.8, shift=shift)
-    sigma = np.float64(made.draw(jax.random.key(1), 40_000)) / shift
+def test_logit_normal_times_have_the_density_of_sd3(shift):
+    """Compare counts of draws with the integral of SD3's equation 19, shifted by equation 23."""
+    built = noise.logit_normal(mean=0.5, std=0.8, shift=shift)
+    sigma = np.float64(built.draw(jax.random.key(1), 40_000)) / shift
     t = sigma / (1 + sigma)
     grid = (np.arange(100_000) + 0.5) / 100_000
     density = np.exp(-((np.log(grid / (1 - grid)) - 0.5) ** 2) / (2 * 0.64))
@@ -156,7 +156,7 @@ def test_logit_normal_times_are_sd3s_density(shift):
         assert abs((t < edge).mean() - exact) < 4 * 0.5 / 200  # 4 standard errors.
 
 
-def test_uniform_flow_draws_every_time_alike():
+def test_uniform_flow_draws_times_uniformly():
     sigma = np.float64(noise.uniform_flow().draw(jax.random.key(1), 40_000))
     t = sigma / (1 + sigma)
     assert np.isfinite(sigma).all()
@@ -164,24 +164,24 @@ def test_uniform_flow_draws_every_time_alike():
     np.testing.assert_allclose(below, [0.1, 0.5, 0.9], atol=4 * 0.5 / 200)
 
 
-def test_learned_uncertainty_is_the_loss_itself_at_first_and_at_its_best_ln_of_it():
-    made = make("eps", weight="uncertainty(channels=16)")
-    params = made.with_learned({"params": {}})
+def test_learned_uncertainty_starts_at_the_loss_and_converges_to_its_logarithm():
+    built = make("eps", weight="uncertainty(channels=16)")
+    params = built.with_learned({"params": {}})
     assert params[objective.LEARNED]["kernel"].shape == (16,)
-    total, losses = made.loss(params, network, X0, EPS, SIGMA)
+    total, losses = built.loss(params, network, X0, EPS, SIGMA)
     np.testing.assert_allclose(total, losses.mean(), rtol=1e-6)
 
     sigma = jnp.exp(jnp.linspace(-2.0, 2.0, 9))
     expected = jnp.exp(jnp.sin(2 * jnp.log(sigma)))  # A loss that depends on the level alone.
-    weigh = lambda p: made.weighting.weigh(p, sigma, sigma, expected).mean()
+    weigh = lambda p: built.weighting.weigh(p, sigma, sigma, expected).mean()
     descend = jax.jit(lambda p: jax.tree.map(lambda x, g: x - 0.5 * g, p, jax.grad(weigh)(p)))
     for _ in range(2000):
         params = descend(params)
-    # The least of l / e^u + u is 1 + ln l, at u = ln l.
+    # The minimum of l / e^u + u is 1 + ln l, at u = ln l.
     np.testing.assert_allclose(weigh(params), 1 + jnp.log(expected).mean(), atol=2e-3)
 
 
-def test_without_anything_to_learn_the_parameters_are_the_networks():
+def test_a_fixed_weighting_adds_no_parameters():
     params = {"params": {"kernel": jnp.ones(3)}}
     assert make("v").with_learned(params) is params
 
@@ -196,8 +196,8 @@ def test_offset_noise_shifts_each_channel_of_each_image_by_one_number():
     np.testing.assert_allclose(values.std(), 0.1, rtol=4 / np.sqrt(2 * 6000))
 
 
-def test_the_quantiles_of_a_noise_are_those_of_its_draws():
-    table = noise.ldm()
+def test_quantiles_of_the_ldm_noise_match_its_time_steps():
+    table = noise.scaled_linear()
     levels = noise.quantiles(table, 4)
     steps = np.asarray(table.time(jnp.asarray(levels)))
     np.testing.assert_allclose(steps, [125, 375, 625, 875], atol=8)  # 65,536 draws: 4 errors.
@@ -210,14 +210,14 @@ def test_the_quantiles_of_a_noise_are_those_of_its_draws():
         *itertools.product(("ddim", "heun", "dpmpp_3m_sde"), ("leading", "linspace", "trailing")),
     ],
 )
-def test_every_sampler_draws_the_data_from_noise_alone(name, grid):
-    """Of pixels N(0, 1/4), whose D is exact: 30 steps of flow with SD3's shift, from 2^20 on.
+def test_every_sampler_reaches_the_data_from_pure_noise(name, grid):
+    """30 flow steps with SD3's shift from sigma = 2^20, on pixels N(0, 1/4) with the exact D.
 
-    Corrected by a slope from there, Heun's first step multiplies the noise: 11 in place of 1/2.
+    If Heun corrected its first step, the deviation would be 11 instead of 1/2.
     """
     s = Sampler(name, 30, 0.0, 1.0, "", 8, 4, grid=grid)
-    made = noise.logit_normal(shift=3)
-    sigmas = samplers.sampling_grid(made, s).sigmas
+    built = noise.logit_normal(shift=3)
+    sigmas = samplers.sampling_grid(built, s).sigmas
     denoise = lambda x, sigma: x * (0.25 / (0.25 + sigma**2))[:, None, None, None]
     keys, shape = jax.random.split(jax.random.key(0), 2), (24, 24, 3)
     x = samplers.initial_noise(keys, shape, sigmas[0])

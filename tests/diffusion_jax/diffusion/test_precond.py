@@ -1,4 +1,4 @@
-"""One loss, four objectives: each preconditioner turns it into its paper's own."""
+"""Each preconditioner turns the common loss into the loss of its paper."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ PRECONDS = {
     "x0": precond.x0(precond.log_snr),
     "velocity": precond.velocity(precond.log_snr),
 }
-TARGETS = {  # What each paper says that F should be, in float64.
+TARGETS = {  # The target of F in each paper, in float64.
     "edm": lambda x0, eps: (
         (x0 - 0.25 / (S**2 + 0.25) * (x0 + S * eps)) / (S * 0.5 / np.sqrt(S**2 + 0.25))
     ),
@@ -37,15 +37,15 @@ TARGETS = {  # What each paper says that F should be, in float64.
 
 @pytest.mark.parametrize("distance", DISTANCES)
 @pytest.mark.parametrize("name", PRECONDS)
-def test_loss_is_the_distance_of_f_from_the_target_of_the_paper(name, distance):
+def test_the_loss_is_the_distance_between_f_and_its_papers_target(name, distance):
     residual = np.float64(F) - TARGETS[name](np.float64(X0), np.float64(EPS))
     expected = DISTANCES[distance](residual).mean((1, 2, 3))
     actual = precond.loss(network, PRECONDS[name], X0, EPS, SIGMA, getattr(precond, distance))
-    # 1 - c_skip has an error of 6e-8, which c_out = 0.01 enlarges to 6e-6.
+    # 1 - c_skip has an error of 6e-8, which division by c_out = 0.01 enlarges to 6e-6.
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def test_edm_gives_the_weighted_denoising_loss():
+def test_the_edm_loss_equals_the_weighted_denoising_loss():
     d = precond.denoiser(network, PRECONDS["edm"])(X0 + jnp.float32(S) * EPS, SIGMA)
     weight = (S[:, 0, 0, 0] ** 2 + 0.5**2) / (S[:, 0, 0, 0] * 0.5) ** 2
     expected = weight * np.mean((np.float64(d) - np.float64(X0)) ** 2, axis=(1, 2, 3))
@@ -55,7 +55,7 @@ def test_edm_gives_the_weighted_denoising_loss():
 
 
 @pytest.mark.parametrize("name", ["edm", "velocity"])
-def test_target_has_unit_variance_for_data_of_the_assumed_variance(name):
+def test_the_target_has_unit_variance_if_the_data_has_the_assumed_variance(name):
     scalings = precond.edm(sigma_data=1.0) if name == "edm" else PRECONDS[name]
     x0, eps = jax.random.normal(KEYS[3], (2, 4, 64, 64, 3))
     zero = lambda x, c_noise: jnp.zeros_like(x)
@@ -70,34 +70,34 @@ def test_edm_input_has_unit_variance(sigma_data):
 
 
 @pytest.mark.parametrize("name", PRECONDS)
-def test_a_network_on_target_gives_no_loss_and_the_clean_image(name):
+def test_a_perfect_network_has_zero_loss_and_denoises_exactly(name):
     on_target = lambda x, c_noise: jnp.float32(TARGETS[name](np.float64(X0), np.float64(EPS)))
     loss = precond.loss(on_target, PRECONDS[name], X0, EPS, SIGMA)
-    # 1 - c_skip is off by 6e-8, over c_out = 0.01 and times x0 = 4 that is 2e-5, squared here.
+    # 1 - c_skip has an error of 6e-8. Divided by c_out = 0.01, times x0 = 4: 2e-5, squared here.
     np.testing.assert_allclose(loss, 0, atol=1e-9)
     x = X0 + jnp.float32(S) * EPS
     d = precond.denoiser(on_target, PRECONDS[name])(x, SIGMA)
-    # float32 rounds x of size 4 * sigma, and D is what is left of it: 1e-7 * 200.
+    # x is about 4 * sigma = 200, which float32 rounds by 1e-7 * 200. D keeps this error.
     np.testing.assert_allclose(d, X0, atol=3e-5)
 
 
 def test_epsilon_target_is_exact_at_the_smallest_noise():
-    """(x0 - x) / -sigma would be off by 1e-7 / 1e-4 = 1e-3."""
+    """The form (x0 - x) / -sigma would have an error of 1e-7 / 1e-4 = 1e-3."""
     on_target = lambda x, c_noise: EPS
     sigma = jnp.full(4, 1e-4)
     loss = precond.loss(on_target, PRECONDS["epsilon"], X0, EPS, sigma, precond.l1)
     np.testing.assert_allclose(loss, 0, atol=1e-7)
 
 
-def test_edm_with_no_network_is_the_ideal_denoiser_of_gaussian_data():
-    """For x0 ~ N(0, sigma_data^2) the posterior mean is c_skip * x: F has nothing to add."""
+def test_edm_with_f_0_is_the_ideal_denoiser_of_gaussian_data():
+    """For x0 ~ N(0, sigma_data^2), the posterior mean is c_skip * x, so F = 0 is ideal."""
     zero = lambda x, c_noise: jnp.zeros_like(x)
     d = precond.denoiser(zero, precond.edm(0.5))(X0, SIGMA)
     np.testing.assert_allclose(d, X0 * 0.25 / (0.25 + S**2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", PRECONDS)
-def test_the_network_sees_the_scaled_image_and_its_time(name):
+def test_the_network_receives_the_scaled_image_and_the_time_of_its_sigma(name):
     seen = {}
 
     def spy(x, c_noise):
@@ -114,12 +114,12 @@ def test_the_network_sees_the_scaled_image_and_its_time(name):
         np.testing.assert_allclose(call["time"], time[:, 0, 0, 0], rtol=1e-6)
 
 
-def test_a_bfloat16_network_leaves_loss_and_denoiser_in_float32():
+def test_the_loss_and_denoiser_of_a_bfloat16_network_are_float32():
     half = lambda x, c_noise: F.astype(jnp.bfloat16)
     assert precond.loss(half, PRECONDS["edm"], X0, EPS, SIGMA).dtype == jnp.float32
     assert precond.denoiser(half, PRECONDS["edm"])(X0, SIGMA).dtype == jnp.float32
 
 
-def test_log_snr_is_that_of_the_variance_preserving_model():
+def test_log_snr_matches_the_variance_preserving_definition():
     expected = np.log(ALPHA**2 / (1 - ALPHA**2))[:, 0, 0, 0]
     np.testing.assert_allclose(precond.log_snr(SIGMA), expected, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The same seed gives the same picture in every version: kept pixels of each sampler."""
+"""The same seed gives the same picture in every version: saved pixels of each sampler."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from diffusion_jax.diffusion import samplers
 FIELDS = {"eta": 0.5, "churn": 40.0, "s_noise": 1.003, "s_min": 0.0, "s_max": 1e9}
 SIGMAS = jnp.array([4.0, 2.0, 1.0, 0.5, 0.2, 0.0])
 # The first three numbers of a picture of seed 3, for normal pixels with mean 0.3 and deviation 0.5.
-KEPT = {
+SAVED = {
     "heun": (0.413494, 0.601862, 0.258206),
     "euler": (-0.223002, 0.324906, 0.117037),
     "euler_ancestral": (0.297553, 0.511618, 0.332098),
@@ -43,5 +43,5 @@ def draw(name):
 
 
 @pytest.mark.parametrize("name", samplers.SAMPLERS)
-def test_a_sampler_draws_the_kept_pixels(name):
-    np.testing.assert_allclose(draw(name)[1].ravel()[:3], KEPT[name], atol=1e-5)
+def test_a_sampler_draws_the_saved_pixels_from_a_fixed_seed(name):
+    np.testing.assert_allclose(draw(name)[1].ravel()[:3], SAVED[name], atol=1e-5)

@@ -65,22 +65,22 @@ def error(sampler, n):
     ("name", "order", "bound"),
     [("ddim", 1, 0.07), ("heun", 2, 3e-3), ("dpmpp_2m", 2, 3e-3), ("deis", 2, 2e-3)],
 )
-def test_converges_to_the_exact_solution_at_its_order(name, order, bound):
+def test_samplers_converge_to_the_exact_solution_at_their_order(name, order, bound):
     coarse, fine = error(ALL[name], 32), error(ALL[name], 64)
-    assert abs(np.log2(coarse / fine) - order) < 0.25  # Half the step, error / 2^order.
+    assert abs(np.log2(coarse / fine) - order) < 0.25  # Half the step divides the error by 2^order.
     assert fine < bound  # Twice what was measured: 0.036, 1.5e-3, 1.5e-3.
 
 
-def test_deis_of_order_3_is_of_order_3():
-    """From 16 to 32 steps: finer, the rounding of float32 is as large as its error."""
+def test_deis_with_order_3_converges_at_order_3():
+    """With more than 32 steps, float32's rounding would be as large as the error."""
     third = ALL["deis 3"]
     assert np.log2(error(third, 16) / error(third, 32)) > 2.75
     assert error(third, 32) < 3e-4  # Twice what was measured: 1.2e-4.
 
 
 @pytest.mark.parametrize("name", ["dpmpp_2m_sde", "dpmpp_3m_sde"])
-def test_an_sdes_image_is_that_of_its_path_however_many_steps_follow_it(name):
-    """Half the step, half the distance to what the path itself draws: order 1, as of its noise."""
+def test_sde_solvers_converge_to_one_image_per_brownian_path(name):
+    """A quarter of the step leaves about a quarter of the distance to the limit: order 1."""
     sigmas = lambda n: grids.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
     drawn = [sample(ALL[name], 5 * X, sigmas(n), KEYS) for n in (32, 128, 512)]
     far, near = (float(jnp.abs(out - drawn[-1]).mean()) for out in drawn[:2])
@@ -90,7 +90,7 @@ def test_an_sdes_image_is_that_of_its_path_however_many_steps_follow_it(name):
 
 
 @pytest.mark.parametrize("name", ["dpmpp_2m_sde", "dpmpp_3m_sde"])
-def test_without_noise_an_sdes_solver_is_of_its_order(name):
+def test_sde_solvers_without_noise_converge_at_their_order(name):
     quiet = functools.partial(ALL[name], strength=0.0)
     if name == "dpmpp_2m_sde":
         sigmas = grids.karras_sigmas(8, sigma_min=0.02, sigma_max=5.0)
@@ -102,12 +102,12 @@ def test_without_noise_an_sdes_solver_is_of_its_order(name):
     coarse, fine = (
         float(jnp.abs(deterministic(quiet, 5 * X, levels(n)) - exact).max()) for n in (8, 32)
     )
-    # Its first step is of first order, which leaves an error of h^2: a quarter of h, a sixteenth.
+    # Its first step has order 1 and leaves an error of h^2: a quarter of h, a sixteenth.
     assert abs(np.log2(coarse / fine) / 2 - 2) < 0.25 and fine < 1.6e-4
 
 
-def test_a_brownian_path_has_the_increments_of_its_name():
-    """Of variance as long as they are in log2 sigma, independent; the same from any other level."""
+def test_a_brownian_path_has_independent_increments_of_the_right_variance():
+    """Variances equal the lengths in log2 sigma. The path does not depend on which levels ask."""
     draws = samplers.gaussian_noise(jax.random.split(jax.random.key(5), 4), (25, 20, 1))
     at = jax.jit(jax.vmap(stochastic.brownian(draws)))
     levels = jnp.array([2.0**-15, 0.01, 0.1, 0.2, 1.0, 40.0, 2.0**21, 2.0**25])
@@ -120,8 +120,8 @@ def test_a_brownian_path_has_the_increments_of_its_name():
 
 
 @pytest.mark.parametrize("sampler", [stochastic.dpmpp_2m_sde, stochastic.dpmpp_3m_sde])
-def test_an_sdes_step_from_the_cosine_schedules_start_has_all_its_noise(sampler):
-    """If D is 0, x is noise of the present level. The cosine schedule starts at 2^24.4."""
+def test_an_sde_step_from_the_start_of_the_cosine_schedule_adds_all_its_noise(sampler):
+    """With D = 0, x is noise of the current level. The cosine schedule starts at 2^24.4."""
     keys = jax.random.split(jax.random.key(6), 8)
     sigmas = jnp.array([2.0**24.4, 19.0])
     x = samplers.initial_noise(keys, (32, 32, 1), sigmas[0])
@@ -131,8 +131,8 @@ def test_an_sdes_step_from_the_cosine_schedules_start_has_all_its_noise(sampler)
     np.testing.assert_allclose(float(ended.std()) / 19, 1, atol=0.024)
 
 
-def test_restart_is_the_loop_of_its_paper_around_heun():
-    """Algorithm 1 in float64: down to the level nearest to `low`, then back and down again."""
+def test_restart_matches_algorithm_1_of_its_paper():
+    """In float64: sample down to the level nearest to `low`, add noise, and sample down again."""
     sigmas = np.float64(grids.karras_sigmas(6, sigma_min=0.05, sigma_max=10.0))
     d = lambda x, sigma: np.float64(STD**2 * x + sigma**2 * MU) / (STD**2 + sigma**2)
 
@@ -162,15 +162,15 @@ def test_restart_is_the_loop_of_its_paper_around_heun():
     np.testing.assert_allclose(actual, x, atol=2e-5)
 
 
-def test_the_corrector_of_unipc_raises_its_order():
-    """Above 2, Zhao et al.'s theorem 3.1; and from the same evaluations nearer than dpmpp_2m."""
+def test_the_corrector_of_unipc_raises_its_order_above_2():
+    """Zhao et al., theorem 3.1. With as many evaluations, it is more accurate than dpmpp_2m."""
     coarse, fine = error(multistep.unipc, 32), error(multistep.unipc, 64)
     assert np.log2(coarse / fine) > 2.75
     assert fine < 0.2 * error(multistep.dpmpp_2m, 64)
 
 
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
-def test_data_that_is_one_point_is_found_in_any_number_of_steps(sampler):
+def test_samplers_reach_a_constant_image_in_any_number_of_steps(sampler):
     for n in (1, 4):
         sigmas = grids.karras_sigmas(n)
         out = sampler(lambda x, sigma: jnp.full_like(x, 0.7), 80 * X, sigmas, DRAWS)
@@ -178,7 +178,7 @@ def test_data_that_is_one_point_is_found_in_any_number_of_steps(sampler):
 
 
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
-def test_the_denoiser_is_traced_once(sampler):
+def test_samplers_trace_the_denoiser_once(sampler):
     calls = []
 
     def counted(x, sigma):
@@ -190,7 +190,7 @@ def test_the_denoiser_is_traced_once(sampler):
 
 
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
-def test_image_i_does_not_depend_on_its_batch(sampler):
+def test_an_image_does_not_depend_on_the_rest_of_its_batch(sampler):
     sigmas = grids.karras_sigmas(6)
     start = samplers.initial_noise(KEYS, SHAPE, sigmas[0])
     together = sample(sampler, start, sigmas, KEYS)
@@ -217,7 +217,7 @@ def heun_of_the_paper(x, sigmas, churn, s_min, s_max, s_noise):
 
 @pytest.mark.parametrize("window", [(0.0, float("inf")), (0.05, 5.0)])
 @pytest.mark.parametrize("churn", [0.0, 2.0, 40.0])  # 40 reaches the bound sqrt(2) - 1.
-def test_heun_is_algorithm_2_of_edm(churn, window):
+def test_heun_matches_algorithm_2_of_edm(churn, window):
     options = {"churn": churn, "s_min": window[0], "s_max": window[1], "s_noise": 1.1}
     sigmas = grids.karras_sigmas(10, sigma_min=0.01, sigma_max=10.0)
     expected = heun_of_the_paper(np.float64(10 * X), np.float64(sigmas), **options)
@@ -228,10 +228,10 @@ def test_heun_is_algorithm_2_of_edm(churn, window):
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-def test_new_noise_keeps_the_variance_of_the_data(name):
-    """From the exact marginal at sigma_max every sampler ends in the data's own.
+def test_stochastic_samplers_reach_the_variance_of_the_data(name):
+    """Started from the exact marginal at sigma_max, every sampler ends with the data's variance.
 
-    A pixel is linear in its start and in its draws: its variance is the sum of their variances,
+    A pixel is linear in its start and its draws, so its variance is the sum of their variances,
     each times its squared derivative.
     """
     sampler = functools.partial(onestep.heun, churn=40.0) if "heun" in name else ALL[name]
@@ -251,7 +251,7 @@ def test_new_noise_keeps_the_variance_of_the_data(name):
     np.testing.assert_allclose(np.sqrt(variance), STD, rtol=0.015)
 
 
-def test_ddim_is_the_textbook_alpha_bar_update():
+def test_ddim_matches_the_alpha_bar_update_of_the_paper():
     abar = np.array([0.02, 0.3, 0.8, 0.99])
     sigmas = jnp.append(jnp.sqrt((1 - abar) / abar), 0.0)
 
@@ -265,7 +265,7 @@ def test_ddim_is_the_textbook_alpha_bar_update():
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-def test_ddim_is_equation_12_of_its_paper(eta):
+def test_ddim_matches_equation_12_of_its_paper(eta):
     """One step to abar_next with sigma_tau = eta * the posterior's deviation (equation 16)."""
     abar, abar_next = 0.5, 0.8
     sigmas = jnp.sqrt((1 - np.array([abar, abar_next])) / np.array([abar, abar_next]))
@@ -298,14 +298,14 @@ def test_ddim_eta_1_has_ddpm_posterior_moments():
     np.testing.assert_allclose(z.var(), var, rtol=4 * np.sqrt(2 / 20_000))
 
 
-def test_ddpm_on_sigmas_that_end_at_0_is_ddim_with_eta_1():
+def test_ddpm_equals_ddim_with_eta_1_on_sigmas_that_end_at_0():
     sigmas = grids.karras_sigmas(10)
     expected = onestep.ddim(denoise, 80 * X, sigmas, DRAWS, eta=1.0)
     np.testing.assert_allclose(onestep.ddpm(denoise, 80 * X, sigmas, DRAWS), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("log_snr", [noise.cosine_log_snr, noise.linear_log_snr])
-def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
+def test_ddpm_matches_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
     """Mean alpha_s (x (1 - c) / alpha_t + c x0), variance sigma_s^2 c, c = 1 - SNR_t / SNR_s."""
     log_snrs = np.float64(log_snr(jnp.linspace(1, 0, 9)))
     alpha = np.sqrt(1 / (1 + np.exp(-log_snrs)))
@@ -323,7 +323,7 @@ def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
     np.testing.assert_allclose(actual, z, atol=2e-6)
 
 
-def test_dpmpp_2m_is_algorithm_2_of_its_paper():
+def test_dpmpp_2m_matches_algorithm_2_of_its_paper():
     """In the paper's coordinates: alpha_t, sigma_t and lambda_t = ln(alpha_t / sigma_t)."""
     abar = np.array([0.001, 0.02, 0.3, 0.8, 0.99])
     alpha, sigma = np.sqrt(abar), np.sqrt(1 - abar)
@@ -344,8 +344,8 @@ def test_dpmpp_2m_is_algorithm_2_of_its_paper():
     np.testing.assert_allclose(to_zero, x0[-1], atol=2e-6)
 
 
-def test_the_last_of_few_steps_of_dpmpp_2m_may_be_of_first_order():
-    """Then a last step above 0 is Euler's in exp(-lambda), as of the first of two steps."""
+def test_dpmpp_2m_given_few_steps_takes_a_first_order_last_step():
+    """The last of two steps, which ends above 0, equals an Euler step in exp(-lambda)."""
     sigmas = jnp.array([5.0, 1.0, 0.2])
     x1 = multistep.dpmpp_2m(denoise, 5 * X, sigmas[:2], DRAWS)
     x0 = denoise(x1, jnp.ones(3))
@@ -355,14 +355,14 @@ def test_the_last_of_few_steps_of_dpmpp_2m_may_be_of_first_order():
     assert np.abs(second - actual).max() > 1e-3
 
 
-def test_euler_is_ddim_without_noise():
+def test_euler_equals_ddim_with_eta_0():
     sigmas = grids.karras_sigmas(4)
     expected = onestep.ddim(denoise, X, sigmas, DRAWS, eta=0.0)
     np.testing.assert_array_equal(onestep.euler(denoise, X, sigmas, DRAWS), expected)
 
 
-def test_plms_on_even_levels_has_the_order_of_its_start():
-    """Heun's first step has an error of h^3, Adams and Bashforth's of four steps h^4."""
+def test_plms_on_even_levels_has_the_order_of_its_first_step():
+    """The first step, Heun's, has an error of h^3; Adams-Bashforth over four steps has h^4."""
     levels = lambda n: jnp.linspace(5.0, 1.0, n + 1)
     exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 1) / (STD**2 + 5.0**2))
     coarse, fine = (
@@ -372,13 +372,13 @@ def test_plms_on_even_levels_has_the_order_of_its_start():
     assert 2.8 < np.log2(coarse / fine) < 4.5
 
 
-def test_leading_times_are_ldms_where_they_divide_its_thousand():
+def test_leading_times_match_ldm_if_the_steps_divide_1000():
     for n in (2, 5, 50, 200, 500):
         times = grids.leading_times(n)
         np.testing.assert_array_equal(times, [*range(1000 - 1000 // n + 1, 0, -1000 // n), 0])
 
 
-def test_every_number_of_steps_has_as_many_falling_times():
+def test_leading_times_decrease_for_every_number_of_steps():
     for n in (*range(1, 100), *range(100, 1000, 9), 499, 500, 501, 999, 1000):
         times = np.asarray(grids.leading_times(n))
         assert len(times) == n + 1 and times[-2] == 1 and times[0] <= 999, n
@@ -388,30 +388,30 @@ def test_every_number_of_steps_has_as_many_falling_times():
             grids.leading_times(n)
 
 
-def test_even_times_are_dpm_solvers():
+def test_even_times_match_dpm_solver():
     np.testing.assert_allclose(grids.even_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
     assert grids.even_times(25)[-1] == 0
 
 
-def test_a_models_own_coordinates_are_alpha_times_x():
+def test_in_own_coordinates_multiplies_x_by_alpha():
     abar = 0.3
     sigma = np.sqrt((1 - abar) / abar)
     actual = samplers.in_own_coordinates(X, jnp.float32(sigma))
     np.testing.assert_allclose(actual, np.sqrt(abar) * X, rtol=1e-6)
 
 
-def test_karras_sigmas_are_equation_5_and_then_0():
+def test_karras_sigmas_match_equation_5_of_edm_and_end_at_0():
     i = np.arange(7)
     expected = (80 ** (1 / 3) + i / 6 * (0.002 ** (1 / 3) - 80 ** (1 / 3))) ** 3
     actual = grids.karras_sigmas(7, sigma_min=0.002, sigma_max=80, rho=3)
-    # The cube of a difference of two roots near 4: rounding of 2e-7 beside 0.126.
+    # The difference of two roots near 4 is 0.126, with a rounding error of 2e-7, then cubed.
     np.testing.assert_allclose(actual, [*expected, 0], rtol=1e-5)
     np.testing.assert_allclose(grids.karras_sigmas(1), [80, 0], rtol=1e-6)
 
 
-def test_even_times_of_a_schedule_go_to_its_end_or_on_to_0():
+def test_an_even_grid_ends_at_the_last_level_of_the_schedule_or_at_0():
     model = noise.continuous_noise(noise.linear_log_snr)
-    levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Placement()).sigmas
+    levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.GridOptions()).sigmas
     t = np.array([1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(levels("sigma_min"), np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
     np.testing.assert_array_equal(levels("zero"), [*levels("sigma_min")[:-1], 0])
@@ -425,11 +425,11 @@ GRIDS_OF = [
 
 @pytest.mark.parametrize(("name", "grid"), GRIDS_OF)
 @pytest.mark.parametrize("end", grids.ENDS)
-def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end):
-    """n levels that fall, to 0 or to the least that there is; over a table within its own."""
+def test_every_grid_of_every_noise_is_equal_inside_and_outside_jit(name, grid, end):
+    """The n + 1 levels decrease, and end at 0 or at the smallest level of the noise."""
     fields = vars(SETTINGS) | {"sigma_min": 0.05, "sigma_max": 10.0}
     s = Sampler(**fields, name="unipc", grid=grid, end=end)
-    model = noise.NOISES.function(name)()  # As a task makes it, outside of its programs.
+    model = noise.NOISES.function(name)()  # Built outside jit, as a task does.
     levels = lambda: samplers.sampling_grid(model, s).sigmas
     outside = np.asarray(levels())
     np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
@@ -438,16 +438,16 @@ def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end)
     assert outside[-1] == pytest.approx(0 if end == "zero" else least, rel=1e-3)
 
 
-def test_a_table_may_have_a_grid_by_level_as_its_default():
+def test_a_noise_table_can_have_the_karras_grid_as_its_default():
     s = Sampler(**vars(SETTINGS), name="unipc", end="zero")
-    table = noise.discrete_noise(noise.scaled_linear())._replace(grid="karras")
+    table = noise.discrete_noise(noise.ldm_log_alphas())._replace(grid="karras")
     levels = lambda: samplers.sampling_grid(table, s).sigmas
     outside = levels()
     assert float(outside[0]) == pytest.approx(14.6146, rel=1e-5)  # The table's last level.
     np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
 
 
-def test_a_noise_without_times_has_no_grid_by_times():
+def test_a_grid_in_time_is_rejected_for_a_noise_without_times():
     model = noise.lognormal()
     with pytest.raises(
         ValueError, match=r"sampler.grid is 'trailing', which is spaced in time, .*: choose from"
@@ -455,17 +455,17 @@ def test_a_noise_without_times_has_no_grid_by_times():
         grids.check(model, "trailing")
 
 
-def test_exponential_levels_are_even_in_their_logarithms():
+def test_exponential_levels_are_evenly_spaced_logarithmically():
     model, s = (
         noise.lognormal(),
         types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
     )
-    sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Placement()).sigmas
+    sigmas = grids.make_grid(model, s, "exponential", "zero", grids.GridOptions()).sigmas
     np.testing.assert_allclose(sigmas, [100, 10, 1, 0.1, 0], rtol=1e-5)
 
 
-def test_draws_are_standard_normal_and_independent():
-    """Of each other, of the initial noise and between keys."""
+def test_gaussian_noise_is_standard_normal_and_independent():
+    """Draws are independent of each other, of the initial noise, and between keys."""
     shape = (50, 50, 3)
     draws = samplers.gaussian_noise(KEYS[:2], shape)
     start = samplers.initial_noise(KEYS[:2], shape, 2.0) / 2

@@ -11,14 +11,14 @@ KEY = jax.random.key(0)
 SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
 
 
-def test_lognormal_has_the_moments_of_its_name():
+def test_lognormal_draws_have_the_requested_mean_and_deviation():
     log_sigma = np.log(noise.draw_lognormal(-1.2, 1.2)(KEY, 40_000))
     np.testing.assert_allclose(log_sigma.mean(), -1.2, atol=4 * 1.2 / 200)  # 4 standard errors.
     np.testing.assert_allclose(log_sigma.std(), 1.2, rtol=4 / np.sqrt(2 * 40_000))
 
 
 @pytest.mark.parametrize("log_snr", SCHEDULES.values(), ids=SCHEDULES)
-def test_uniform_time_puts_every_quantile_where_the_schedule_does(log_snr):
+def test_quantiles_of_uniform_time_draws_match_the_schedule(log_snr):
     sigma = np.asarray(noise.uniform_time(log_snr)(KEY, 40_000))
     t = jnp.array([0.1, 0.3, 0.5, 0.7, 0.9])
     below = (sigma[:, None] < noise.sigma_of(log_snr(t))).mean(0)
@@ -30,23 +30,23 @@ def test_uniform_time_puts_every_quantile_where_the_schedule_does(log_snr):
     [
         noise.draw_lognormal(0.0, 1.0),
         noise.uniform_time(noise.cosine_log_snr),
-        noise.uniform_steps(noise.scaled_linear()),
+        noise.uniform_steps(noise.ldm_log_alphas()),
     ],
 )
-def test_sample_i_does_not_depend_on_the_batch(draw):
+def test_a_drawn_noise_level_does_not_depend_on_the_batch_size(draw):
     np.testing.assert_array_equal(draw(KEY, 3), draw(KEY, 8)[:3])
     assert len(np.unique(draw(KEY, 8))) == 8
 
 
-def test_cosine_is_the_squared_tangent():
+def test_the_cosine_schedule_matches_its_closed_form():
     """cos^-2 - 1 = tan^2, so log-SNR = -2 ln tan(angle), here in float64."""
     t = np.linspace(0.01, 0.99, 99)
     exact = -2 * np.log(np.tan((t + 0.008) / 1.008 * np.pi / 2))
-    # cos^-2 - 1 = 8e-4 at t = 0.01, where float32 keeps four digits of it.
+    # At t = 0.01, cos^-2 - 1 = 8e-4, of which float32 keeps four digits.
     np.testing.assert_allclose(noise.cosine_log_snr(jnp.float32(t)), exact, atol=2e-4)
 
 
-def test_linear_is_the_limit_of_ddpms_thousand_betas():
+def test_the_linear_schedule_approximates_ddpms_1000_betas():
     abar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
     discrete = np.log(abar / (1 - abar))[99::100]
     t = jnp.linspace(0.1, 1.0, 10)
@@ -58,7 +58,7 @@ def test_linear_is_the_limit_of_ddpms_thousand_betas():
     ("log_snr", "first", "last"),
     [(noise.cosine_log_snr, 8.769, -33.89), (noise.linear_log_snr, 9.2103, -10.0001)],
 )
-def test_schedules_fall_from_signal_to_noise(log_snr, first, last):
+def test_schedules_decrease_between_the_published_end_points(log_snr, first, last):
     values = jax.jit(log_snr)(jnp.linspace(0, 1, 101))
     np.testing.assert_allclose(values[jnp.array([0, -1])], [first, last], atol=2e-3)
     assert np.all(np.diff(values) < 0)
@@ -66,38 +66,38 @@ def test_schedules_fall_from_signal_to_noise(log_snr, first, last):
 
 def test_sigma_of_inverts_log_snr():
     sigma = jnp.array([1e-3, 0.5, 1.0, 80.0, 2.3e7])
-    # exp enlarges the rounding of an argument of 17 to a relative 17 * 6e-8.
+    # exp turns the rounding error of an argument of 17 into a relative error of 17 * 6e-8.
     np.testing.assert_allclose(noise.sigma_of(precond.log_snr(sigma)), sigma, rtol=3e-6)
 
 
-SD = noise.scaled_linear()
+SD = noise.ldm_log_alphas()
 ABAR = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 
 
-def test_the_scaled_linear_table_is_stable_diffusions():
+def test_the_scaled_linear_table_matches_stable_diffusion():
     np.testing.assert_allclose(np.exp(2 * np.float64(SD)), ABAR, rtol=3e-7)
     np.testing.assert_allclose(ABAR[[0, -1]], [0.99915, 0.0046600985], rtol=1e-6)
 
 
-def test_between_steps_log_alpha_is_linear():
+def test_log_alpha_is_interpolated_linearly_between_steps():
     t = np.array([0.0, 0.25, 499.5, 998.9, 999.0])
     log_alpha = np.interp(t, np.arange(1000), np.log(ABAR) / 2)
     expected = np.sqrt(np.expm1(-2 * log_alpha))
     np.testing.assert_allclose(noise.sigma_at(SD, jnp.float32(t)), expected, rtol=1e-6)
 
 
-def test_time_of_a_tables_sigma_is_its_step():
+def test_time_of_inverts_sigma_at():
     t = jnp.arange(0, 999.5, 0.5)
-    # float32 tells two times of 999 apart from 6e-5 on.
+    # The spacing of float32 numbers near 999 is 6e-5.
     np.testing.assert_allclose(noise.time_of(SD)(noise.sigma_at(SD, t)), t, atol=2e-4)
     np.testing.assert_array_equal(noise.time_of(SD)(jnp.array([0.0, 1e3])), [0, 999])
 
 
-def test_uniform_steps_draw_every_step_alike():
+def test_uniform_steps_draws_every_step_with_equal_probability():
     sigma = noise.uniform_steps(SD)(KEY, 40_000)
     t = np.asarray(noise.time_of(SD)(sigma))
     np.testing.assert_allclose(t, np.round(t), atol=2e-4)
     counts = np.bincount(np.round(t).astype(int), minlength=1000)
     assert counts.min() > 0 and len(counts) == 1000
-    # Of 1000 counts of mean 40: 999 degrees of freedom, 5 standard deviations of 45.
+    # Chi-squared of 1000 counts of mean 40: 999 degrees of freedom, 5 standard deviations of 45.
     assert abs(np.sum((counts - 40) ** 2 / 40) - 999) < 225

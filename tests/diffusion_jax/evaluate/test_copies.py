@@ -1,4 +1,4 @@
-"""Which drawn pictures are copies: of pixels as features, where the nearest picture is known."""
+"""Detecting copies of training pictures, with pixels as features."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ pixels = lambda images: np.reshape(images, (len(images), -1)).astype(np.float64)
 
 
 def scorer_of(kept=True, real=UNSEEN):
-    """Its judge sees pixels, and may have kept those of real pictures."""
+    """Return a scorer whose judge uses pixels, with or without stored features of real pictures."""
     rows = pixels(real)
     real = stats_files.Stats(features.gaussian(rows), rows if kept else None, None)
     judge = scorers.FeatureJudge({}, ("pixels",), lambda images, _: (pixels(images),), real)
@@ -38,7 +38,7 @@ def open_training(real=UNSEEN):
 
 
 @pytest.mark.parametrize("n", [7, 5000])
-def test_the_nearest_row_is_that_of_all_distances(n, monkeypatch):
+def test_nearest_matches_a_search_over_all_distances(n, monkeypatch):
     monkeypatch.setattr(neighbours, "_BLOCK", 1024)
     rows, among = RNG.normal(size=(300, 5)) + 100, RNG.normal(size=(n, 5)) + 100
     distances, indices = neighbours.nearest(rows, among)
@@ -47,15 +47,15 @@ def test_the_nearest_row_is_that_of_all_distances(n, monkeypatch):
     np.testing.assert_allclose(distances, all_of_them.min(1), rtol=1e-3)
 
 
-def test_copies_are_close_and_other_pictures_as_often_as_unseen_ones(tmp_path):
+def test_copies_are_close_and_other_pictures_only_as_often_as_unseen_ones(tmp_path):
     opened = open_training()
     chosen = RNG.permutation(150)[:40]
     noisy = TRAINING[chosen].astype(int) + RNG.integers(-9, 10, (40, 4, 4, 3))
     drawn = np.clip(noisy, 0, 255).astype(np.uint8)
-    asked = []
+    requested = []
 
     def draw(indices):
-        asked.extend(indices)
+        requested.extend(indices)
         return drawn[indices]
 
     (row,) = copies.write(tmp_path, "guidance_1.png", opened, {"pixels": pixels(drawn)}, draw)
@@ -63,17 +63,19 @@ def test_copies_are_close_and_other_pictures_as_often_as_unseen_ones(tmp_path):
     np.testing.assert_array_equal(nearest.indices, chosen)
     assert (row["close"], row["close_low"], row["drawn"], row["training"]) == (1, 1, 40, 150)
     assert row["median_distance"] < 50 < 400 < row["median_distance_of_unseen"]
-    np.testing.assert_array_equal(asked, np.argsort(nearest.distances)[:16])
+    np.testing.assert_array_equal(requested, np.argsort(nearest.distances)[:16])
     assert (tmp_path / "copies_pixels_guidance_1.png").is_file()
 
     others = pixels(RNG.integers(0, 256, (2000, 4, 4, 3)))
     row = opened.describe("pixels", opened.nearest("pixels", others))
     assert row["close_low"] < copies.CLOSE < row["close_high"] + 0.02
-    assert abs(row["close"] - copies.CLOSE) < 0.02  # 2,000 and 400 pictures: 0.012 of deviation.
+    assert (
+        abs(row["close"] - copies.CLOSE) < 0.02
+    )  # The standard deviation with 2,000 and 400 pictures is 0.012.
 
 
 @pytest.mark.parametrize("real", [UNSEEN, TRAINING])
-def test_a_judge_of_the_training_pictures_themselves_is_noticed(real, tmp_path, caplog):
+def test_a_judge_whose_real_pictures_are_training_pictures_is_warned_about(real, tmp_path, caplog):
     drawn = RNG.integers(0, 256, (40, 4, 4, 3)).astype(np.uint8)
     opened = open_training(real)
     with caplog.at_level("WARNING"):
@@ -81,8 +83,8 @@ def test_a_judge_of_the_training_pictures_themselves_is_noticed(real, tmp_path, 
     assert ("this share says nothing" in caplog.text) == (real is TRAINING)
 
 
-def test_named_pictures_replace_those_of_the_judge():
-    """Here the judge's own pictures are the training pictures, whose distance is 0."""
+def test_pictures_of_unseen_replace_those_of_the_judge():
+    """The judge's own pictures are the training pictures, whose distance would be 0."""
     named = copies.Training(Plain(), scorer_of(kept=False, real=TRAINING), Plain(UNSEEN))
     expected = open_training()
     np.testing.assert_array_equal(named.unseen_features["pixels"], pixels(UNSEEN))
@@ -91,7 +93,7 @@ def test_named_pictures_replace_those_of_the_judge():
     )
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_copies_with_missing_or_invalid_arguments_is_an_error(tmp_path):
     Image.fromarray(TRAINING[0]).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a picture")
     data = f"folder:{tmp_path}"

@@ -1,4 +1,4 @@
-"""The curve of a sweep: its lines' numbers and names, and how a figure shows them."""
+"""The curve of a sweep: the numbers and names of its lines, and the figure."""
 
 import io
 import re
@@ -12,7 +12,7 @@ from tests import written_sweeps
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """A sweep of three points."""
+    """A sweep with three points."""
     (read,) = sweep.read_all(written_sweeps.write_run(tmp_path_factory.mktemp("a_run")))
     return read
 
@@ -21,7 +21,7 @@ def with_another_step(one):
     return one._replace(rows=one.rows + [row | {"checkpoint": "7"} for row in one.rows])
 
 
-def test_the_trade_off_goes_through_the_points_by_guidance(one):
+def test_the_curve_plots_fid_over_clip_score_in_order_of_guidance(one):
     plot = curve.figure(one)
     (line,) = plot.lines
     assert (plot.x, plot.y) == ("CLIP score", "FID")
@@ -30,7 +30,7 @@ def test_the_trade_off_goes_through_the_points_by_guidance(one):
     assert line.high == [21.0, 13.0, 16.5] and line.marked
 
 
-def test_names_in_a_figure_say_what_tells_its_lines_apart(one):
+def test_lines_are_named_by_what_distinguishes_them(one):
     assert [line.name for line in curve.figure(with_another_step(one)).lines] == [
         "step 2",
         "step 7",
@@ -38,7 +38,7 @@ def test_names_in_a_figure_say_what_tells_its_lines_apart(one):
     assert [line.name for line in curve.figure(one).lines] == ["step_00000002"]
 
 
-def test_without_a_distance_scores_stand_over_guidance(one):
+def test_without_a_frechet_distance_scores_are_plotted_over_guidance(one):
     plot = curve.figure(
         one._replace(rows=[{k: r[k] for k in r if "fid" not in k} for r in one.rows])
     )
@@ -52,7 +52,7 @@ def test_without_a_distance_scores_stand_over_guidance(one):
     assert not line.labels
 
 
-def test_prompts_seen_and_never_shown_share_a_figure(tmp_path):
+def test_seen_and_never_shown_prompts_are_two_lines_of_one_figure(tmp_path):
     (one,) = sweep.read_all(written_sweeps.write_digits(tmp_path))
     plot = curve.figure(one)
     assert plot.x == "share all right (digit, ink, paper)"
@@ -63,7 +63,7 @@ def test_prompts_seen_and_never_shown_share_a_figure(tmp_path):
     ]
 
 
-def test_no_two_lines_share_a_colour_and_long_names_are_whole():
+def test_forty_lines_have_different_colours_and_complete_names():
     lines = [figures.Line(f"line {n} " + "of a long name " * 9, [1, 2], [n, n]) for n in range(40)]
     assert len(set(figures._distinct(40))) == 40
     text = figures.save(figures.Plot(lines, "x", "y"), "svg").decode()
@@ -75,7 +75,7 @@ def test_no_two_lines_share_a_colour_and_long_names_are_whole():
     assert max(map(len, legend)) <= 76 and sum("line" in part for part in legend) == 40
 
 
-def test_long_names_stand_below_each_other_and_add_to_the_height(one):
+def test_long_names_are_stacked_and_increase_the_height(one):
     (line,) = curve.figure(one).lines
 
     def height(name, count):
@@ -86,7 +86,7 @@ def test_long_names_stand_below_each_other_and_add_to_the_height(one):
     assert height("short", 4) == height("short", 1) < height("a name of 40 letters" * 2, 4)
 
 
-def test_a_figure_is_the_same_bytes_each_time(one):
-    made = [figures.save(curve.figure(one), "svg") for _ in range(2)]
-    assert made[0] == made[1]
+def test_saving_a_figure_twice_gives_the_same_bytes(one):
+    saved = [figures.save(curve.figure(one), "svg") for _ in range(2)]
+    assert saved[0] == saved[1]
     assert figures.save(curve.figure(one), "pdf")[:5] == b"%PDF-"

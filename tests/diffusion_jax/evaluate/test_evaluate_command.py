@@ -1,4 +1,4 @@
-"""A sweep from prompts to tables, of a toy that draws and is scored by a toy Inception and a CLIP.
+"""A sweep from prompts to tables, with a toy model, a toy Inception and a tiny CLIP.
 
 The two processes have four of eight CPU devices each.
 """
@@ -41,8 +41,8 @@ ROOT = pathlib.Path(__file__).parents[3]
 PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
 SCALES = (1.0, 4.0)
 LAST = (Weights(),)
-# Images that differ in the last bits of float32 may round to other 8-bit pixels: one of 12,864 that
-# does moves these scores by 1e-5.
+# Differences in the last bits of float32 can change 8-bit pixels. One changed pixel of 12,864
+# changes these scores by 1e-5.
 CLOSE = 5e-5
 
 
@@ -54,23 +54,23 @@ def real_features():
 
 
 def write_reference(path, **fields):
-    """Statistics as the stats command writes them."""
-    made = toy_metrics.extractor()
-    card = {"extractor": "toy", "weights": "abc", "preprocessing": made.preprocessing} | fields
+    """Write statistics like the stats command."""
+    extractor = toy_metrics.extractor()
+    card = {"extractor": "toy", "weights": "abc", "preprocessing": extractor.preprocessing} | fields
     stats_files.write(path, stats_files.Stats(features.gaussian(real_features()), None, card))
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Reference and CLIP, as paths."""
+    """Return the paths of a reference and a CLIP."""
     folder = tmp_path_factory.mktemp("inputs")
     clip = tiny_weights.clip_folder(folder / "clip", "open_clip")
     return write_reference(folder / "real.npz"), str(clip)
 
 
 def make_scorer(inputs, prompts=PROMPTS, **fields):
-    """FID and CLIP score; the toy extractor stands for Inception."""
+    """Return a scorer for FID and CLIP score, with the toy extractor in place of Inception."""
     with (
         mock.patch.object(weights, "load"),
         mock.patch.object(extractors, "inception_extractor", lambda *_: toy_metrics.extractor()),
@@ -80,7 +80,7 @@ def make_scorer(inputs, prompts=PROMPTS, **fields):
 
 
 def make_subject(workdir, calls=None, seed=0, spoil=None, steps=(3,), weights=LAST, name=""):
-    """The toy in place of a run; `calls` notes the seeds of each batch, `spoil` changes images."""
+    """Return the toy as a run. `calls` receives each batch's seeds; `spoil` changes images."""
     mesh, task = sharding.make_mesh(), toy.task()
     frozen = sharding.place_all(task.frozen, mesh, [(".*", sharding.P())])
     draw_one = program.make_draw(task.sample, frozen, mesh)
@@ -120,7 +120,7 @@ def rows_of(out):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, inputs):
-    """The folder of a sweep by one process with eight devices, and its rows."""
+    """Return the folder and the rows of a sweep by one process with eight devices."""
     workdir = tmp_path_factory.mktemp("one")
     out = evaluation.evaluate([make_subject(workdir)], make_scorer(inputs), Sweep(SCALES))
     return out, rows_of(out)
@@ -128,11 +128,11 @@ def one(tmp_path_factory, inputs):
 
 def check_same(rows, expected):
     assert len(rows) == len(expected) == len(SCALES)
-    for row, wanted in zip(rows, expected, strict=True):
-        assert row == pytest.approx(wanted, rel=CLOSE)
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=CLOSE)
 
 
-def test_a_sweep_has_both_scores_with_intervals_and_nemos_tables(one):
+def test_a_sweep_writes_both_scores_with_intervals_and_nemos_tables(one):
     out, rows = one
     assert [row["guidance"] for row in rows] == [1, 4]
     for row in rows:
@@ -140,11 +140,11 @@ def test_a_sweep_has_both_scores_with_intervals_and_nemos_tables(one):
         assert row["clip_score_low"] < row["clip_score"] < row["clip_score_high"]
     assert abs(rows[0]["fd_toy"] / rows[1]["fd_toy"] - 1) > 100 * CLOSE
     assert (out / "clip_scores.csv").read_text().splitlines()[0] == "cfg,clip_score"
-    assert not (out / "fid_scores.csv").exists()  # The weights are not FID's.
+    assert not (out / "fid_scores.csv").exists()  # Only the official weights give a FID.
 
 
-def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
-    """Drawn again in one batch, and taken through the extractors' own command's way."""
+def test_a_sweeps_score_matches_one_computed_from_its_pictures(one, inputs, tmp_path):
+    """Draw the pictures again in one batch, and extract features like the metrics command."""
     point = make_subject(tmp_path).points[0]()
     images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
     taken = extractors.extract(
@@ -156,7 +156,7 @@ def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
 
 
 @pytest.mark.parametrize(("devices", "batch"), [(1, 64), (8, 7)])
-def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, batch):
+def test_scores_do_not_depend_on_devices_or_batch_size(one, inputs, tmp_path, devices, batch):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     with mock.patch.object(sharding, "make_mesh", lambda: mesh):
         subject, scorer = make_subject(tmp_path), make_scorer(inputs)
@@ -164,38 +164,41 @@ def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, bat
     check_same(rows_of(out), one[1])
     models = {one.card["model"] for folder in (out, one[0])
               for one in sweep.read_scored(folder / sweep.SCORED).values()}  # fmt: skip
-    assert len(models) == 1  # A hash of the weights, wherever they lie.
+    assert len(models) == 1  # The hash of the weights does not depend on their sharding.
 
 
-def test_two_processes_get_the_scores_of_one(one, inputs, tmp_path):
+def test_two_processes_compute_the_same_scores_as_one(one, inputs, tmp_path):
     assert processes.run_all(2, process, tmp_path, *inputs, devices=4) == [0, 0]
     check_same(rows_of(tmp_path / "evaluation" / "step_00000003"), one[1])
 
 
 class Killed(Exception):
-    """Comes while a batch is drawn."""
+    """Raised while a batch is drawn."""
 
 
-def test_a_killed_sweep_redoes_one_batch_and_gives_the_same_numbers(one, inputs, tmp_path):
+def test_a_killed_sweep_repeats_one_batch_and_gives_the_same_scores(one, inputs, tmp_path):
     calls = []
 
     def dying(images, seeds):
-        if len(calls) == 4:  # In the second batch of the second scale.
+        if len(calls) == 4:  # In the second batch of the second guidance scale.
             raise Killed
         return images
 
-    asked, scorer = Sweep(SCALES, batch_size=64), make_scorer(inputs)
+    settings, scorer = Sweep(SCALES, batch_size=64), make_scorer(inputs)
     with pytest.raises(Killed):
-        evaluation.evaluate([make_subject(tmp_path, calls, spoil=dying)], scorer, asked)
+        evaluation.evaluate([make_subject(tmp_path, calls, spoil=dying)], scorer, settings)
     out = tmp_path / "evaluation" / "step_00000003"
-    check_same([*rows_of(out), one[1][1]], one[1])  # The first scale's row is there.
-    evaluation.evaluate([make_subject(tmp_path, calls)], scorer, asked)
-    first, second = [*range(34)], [*range(34, 67), 34]  # Filled up, and the last cut off.
+    check_same([*rows_of(out), one[1][1]], one[1])  # The row of the first scale is complete.
+    evaluation.evaluate([make_subject(tmp_path, calls)], scorer, settings)
+    first, second = (
+        [*range(34)],
+        [*range(34, 67), 34],
+    )  # The second batch is filled up with row 34, which is dropped.
     assert calls == [first, second, first, second, second]
     check_same(rows_of(out), one[1])
 
 
-def test_each_score_has_a_card_that_tells_all(one):
+def test_each_score_has_a_card_with_its_settings(one):
     scored = sweep.read_scored(one[0] / sweep.SCORED)
     names = [f"step_00000003_ema_guidance_{g}_{k}" for g in (1, 4) for k in ("clip", "inception")]
     assert list(scored) == names
@@ -211,15 +214,15 @@ def test_each_score_has_a_card_that_tells_all(one):
     assert (card["extractor"], card["preprocessing"]) == ("clip_clip", "open_clip")
 
 
-def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
+def test_a_sweep_over_checkpoints_and_averages_writes_one_table(inputs, tmp_path):
     weights = itertools.product(("ema", "raw"), (3, 5))
     subject = make_subject(tmp_path, steps=(3, 5), weights=weights)
-    asked = Sweep((2.0,), batch_size=67, name="all")
-    out = evaluation.evaluate([subject], make_scorer(inputs), asked)
+    settings = Sweep((2.0,), batch_size=67, name="all")
+    out = evaluation.evaluate([subject], make_scorer(inputs), settings)
     with (out / sweep.TABLE).open() as file:
         rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in csv.DictReader(file)]
     assert [row[:2] for row in rows] == [("ema", "3"), ("ema", "5"), ("raw", "3"), ("raw", "5")]
-    assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy has no averages of its own.
+    assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy's average equals its raw weights.
     assert len(curve.figure(sweep.read(out)).lines) == 4
     names = [f"step_{int(step):08}_{ema}" for ema, step, _ in rows]
     curves = [points(out / events.FOLDER / name, "guidance_x100/fd_toy") for name in names]
@@ -227,8 +230,8 @@ def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
     assert curves == [[(200, score)] for score in scores]
 
 
-def test_models_of_unlike_sizes_share_a_curve(inputs, tmp_path):
-    """The larger one's pictures are brought to one side by Pillow, which their card says."""
+def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
+    """Pillow reduces the pictures of the larger model, and their card says so."""
     twice = lambda images, seeds: images.repeat(2, axis=1).repeat(2, axis=2)
     large = make_subject(tmp_path / "no", seed=1, spoil=twice, name="large")._replace(size=16)
     both = [make_subject(tmp_path, name="small"), large]
@@ -255,8 +258,8 @@ def test_models_of_unlike_sizes_share_a_curve(inputs, tmp_path):
     assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
 
 
-def test_the_weights_of_every_stage_are_axes(monkeypatch):
-    """All combinations, of which the first is loaded already; a stage without them stays."""
+def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch):
+    """The first combination is already loaded. Stages without an axis keep their weights."""
     loaded = []
 
     def with_weights(model, weights):
@@ -289,8 +292,8 @@ def test_the_weights_of_every_stage_are_axes(monkeypatch):
     assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
 
 
-def test_settings_of_the_sampler_are_axes_at_the_same_weights():
-    """Nothing is loaded again: a point is the model with another program."""
+def test_a_sweep_over_sampler_settings_does_not_reload_weights():
+    """A point is the same model with another sampling program."""
     of = lambda sampler: types.SimpleNamespace(
         sampler=sampler, unet=types.SimpleNamespace(dtype="x")
     )
@@ -311,7 +314,7 @@ def test_settings_of_the_sampler_are_axes_at_the_same_weights():
     assert all(point.params[0] is model.params for point in points)
 
 
-def test_models_of_unlike_sizes_need_one_to_be_scored_at(tmp_path):
+def test_models_of_different_sizes_without_size_are_an_error(tmp_path):
     subjects = [make_subject(tmp_path), make_subject(tmp_path)._replace(size=16)]
     with pytest.raises(ValueError, match=r"sizes \(8, 16 pixels\): set --size, .*--size=8"):
         evaluation.common_size(subjects)
@@ -323,7 +326,7 @@ def not_finite(images, seeds):
     return images
 
 
-def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
+def test_images_that_are_not_finite_end_the_sweep_with_an_error(inputs, tmp_path, capsys):
     subject = make_subject(tmp_path, spoil=not_finite)
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES, save_images=True))
@@ -337,7 +340,7 @@ def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     assert "image000039.png" in saved and "image000040.png" not in saved
 
 
-def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, capsys):
+def test_features_that_are_not_finite_end_the_sweep_with_an_error(inputs, tmp_path, capsys):
     scorer = make_scorer(inputs)
     scorer.features = lambda images, prompts: {"clip": np.full((len(images), 1), np.nan)}
     with pytest.raises(SystemExit, match="2"):
@@ -348,7 +351,7 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
     )
 
 
-def test_a_second_evaluation_of_the_same_name_is_refused(inputs, tmp_path, capsys):
+def test_two_simultaneous_evaluations_into_one_folder_are_an_error(inputs, tmp_path, capsys):
     folder = tmp_path / "evaluation" / "step_00000003"
     folder.mkdir(parents=True)
     other = {"machine": folder_lock._machine(), "host": "here", "nonce": "n", "pid": os.getppid()}
@@ -360,27 +363,27 @@ def test_a_second_evaluation_of_the_same_name_is_refused(inputs, tmp_path, capsy
     assert [path.name for path in folder.iterdir()] == ["writer-1.json"]
 
 
-def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_path, capsys):
-    asked, scorer = Sweep((2.0,)), make_scorer(inputs)
-    out = evaluation.evaluate([make_subject(tmp_path)], scorer, asked)
+def test_stored_features_of_other_weights_are_an_error(inputs, tmp_path, capsys):
+    settings, scorer = Sweep((2.0,)), make_scorer(inputs)
+    out = evaluation.evaluate([make_subject(tmp_path)], scorer, settings)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate([make_subject(tmp_path, seed=1)], scorer, asked)
+        evaluation.evaluate([make_subject(tmp_path, seed=1)], scorer, settings)
     err = capsys.readouterr().err
     assert re.search(r"guidance_2 was started with other settings \(clip.model: '\w+' stored", err)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs, PROMPTS[:66]), asked)
+        evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs, PROMPTS[:66]), settings)
     assert "clip.n: 67 stored, 66 requested" in capsys.readouterr().err
     assert len(rows_of(out)) == 1
 
 
-def test_a_missing_checkpoint_is_one_line(inputs, tmp_path, capsys):
+def test_evaluating_a_missing_checkpoint_is_a_one_line_error(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         missing = make_subject(tmp_path, weights=[("ema", 4)])
         evaluation.evaluate([missing], make_scorer(inputs), Sweep(SCALES))
     assert capsys.readouterr().err == "error: no checkpoint of step 4\n"
 
 
-def test_statistics_of_another_extractor_are_refused(inputs, tmp_path):
+def test_a_reference_of_another_extractor_is_an_error(inputs, tmp_path):
     reference = write_reference(tmp_path / "other.npz", weights="def")
     with pytest.raises(
         ValueError, match=r"other\.npz was computed with weights def, but the images"

@@ -1,11 +1,10 @@
-"""The table of metrics as a sweep uses it: one added in one place, all that a reference allows."""
+"""The table of metrics in sweeps: adding a metric, and what a reference allows."""
 
 import csv
 
 import numpy as np
 import pytest
 from PIL import Image
-from tests.diffusion_jax.evaluate.test_command import make_scorer, make_subject, real_features
 
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate import evaluate_command as evaluation
@@ -24,6 +23,11 @@ from diffusion_jax.metrics import (
 from diffusion_jax.metrics.table import METRICS, Metric
 from diffusion_jax.train import scoring
 from diffusion_jax.web import results
+from tests.diffusion_jax.evaluate.test_evaluate_command import (
+    make_scorer,
+    make_subject,
+    real_features,
+)
 from tests.diffusion_jax.metrics.running import run
 from tests.diffusion_jax.text import tiny_weights
 
@@ -35,7 +39,7 @@ PROMPTS = [f"a {letter}" for letter in "bcdefghijklmnopqrstuvw"]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Statistics that keep their features, a CLIP, and the features of its images for CMMD."""
+    """Return paths of statistics with features, of a CLIP, and of its image features for CMMD."""
     folder = tmp_path_factory.mktemp("inputs")
     clip = tiny_weights.clip_folder(folder / "clip", "open_clip")
     real = real_features()
@@ -56,12 +60,14 @@ def table_of(out):
 
 
 def lightness(rows):
-    """A metric of one line, of the pictures' features alone."""
+    """A metric computed from the pictures' features only."""
     return bootstrap.mean(rows.mean(axis=1))
 
 
-def test_a_metric_is_added_in_one_place(inputs, tmp_path, monkeypatch, run):
-    """To the sweep's table, the page, the scores on the way and the metrics command."""
+def test_an_added_metric_appears_in_sweeps_the_page_training_and_the_command(
+    inputs, tmp_path, monkeypatch, run
+):
+    """One entry in METRICS is enough for all of them."""
     monkeypatch.setitem(METRICS, "lightness", Metric("mean <feature>", "inception", lightness))
     subject, scorer = make_subject(tmp_path), make_scorer(inputs, PROMPTS)
     out = evaluation.evaluate([subject], scorer, Sweep(SCALES))
@@ -87,31 +93,31 @@ def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, t
     out = evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep((2.0,)))
     (row,) = table_of(out)
     (shard,) = (out / "features" / "step_00000003_ema_guidance_2").glob("*.npz")
-    kept, real, real_clip = np.load(shard), real_features(), stats_files.read(inputs[2]).features
-    rows, embedded = kept["inception"], kept["clip_image"]
+    stored, real, real_clip = np.load(shard), real_features(), stats_files.read(inputs[2]).features
+    rows, embedded = stored["inception"], stored["clip_image"]
     normalised = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (real_clip, embedded)]
     expected = {
         "fd_toy": frechet.frechet(rows, real),
         "kid_toy": mmd.kid(real, rows, size=22).mean,
-        "precision_toy": neighbours.precision(rows, neighbours.Real(real)).value,
-        "recall_toy": neighbours.recall(rows, neighbours.Real(real)).value,
+        "precision_toy": neighbours.precision(rows, neighbours.RealFeatures(real)).value,
+        "recall_toy": neighbours.recall(rows, neighbours.RealFeatures(real)).value,
         "cmmd": mmd.cmmd(*normalised),
-        "clip_score": kept["clip"].mean(),
+        "clip_score": stored["clip"].mean(),
     }
     for name, value in expected.items():
         low, mid, high = (float(row[f"{name}{end}"]) for end in ("_low", "", "_high"))
         assert mid == pytest.approx(value, rel=1e-6) and low <= mid <= high
-    assert row.keys().isdisjoint({"fd_toy_infinity"})  # Slow, so by name alone.
+    assert row.keys().isdisjoint({"fd_toy_infinity"})  # Slow, so only computed if it is named.
     scored = sweep.read_scored(out / sweep.SCORED)["step_00000003_ema_guidance_2_clip_image"]
     assert scored.scores["cmmd"] == pytest.approx(float(row["cmmd"]))
     assert scored.card.items() >= {"preprocessing": "squash", "reference": "clip.npz, n 30"}.items()
     page = results.sweeps([("run", sweep.read(out))], str)
-    assert page["unlike"] == []  # CLIP's two preprocessings are two matters.
+    assert page["unlike"] == []  # CLIP's two preprocessings do not make cards unlike.
     cards = page["sweeps"][0]["points"][0]["cards"].values()
     assert [card["extractor"] for card in cards].count("clip_clip") == 2
 
 
-def test_the_page_shows_the_scores_of_other_weights_as_such(tmp_path):
+def test_the_page_labels_scores_of_unofficial_weights(tmp_path):
     names = {"fd_inception": 3.0, "kid_inception": 0.1, "precision": 0.5, "recall": 0.75, "cmmd": 2}
     folder = tmp_path / "evaluation" / "step_2"
     folder.mkdir(parents=True)
@@ -132,12 +138,14 @@ def test_the_page_shows_the_scores_of_other_weights_as_such(tmp_path):
     ]  # fmt: skip
 
 
-def test_metrics_are_chosen_by_name(inputs):
+def test_evaluation_metrics_selects_the_computed_metrics(inputs):
     images = np.random.default_rng(0).integers(0, 256, (22, 8, 8, 3), np.uint8)
     scorer = make_scorer(inputs, PROMPTS, metrics=("clip_score", "fid_infinity"))
-    kept = scorer.features(images, PROMPTS)
-    columns = scorers.columns(scorer.score(kept))
-    value, residual = frechet.extrapolated(kept["inception"], frechet.reference(real_features()))
+    features = scorer.features(images, PROMPTS)
+    columns = scorers.columns(scorer.score(features))
+    value, residual = frechet.extrapolated(
+        features["inception"], frechet.reference(real_features())
+    )
     assert columns["fd_toy_infinity"] == value and columns["fd_toy_infinity_residual"] == residual
     assert columns.keys() >= {"clip_score", "clip_score_low"} and "fd_toy" not in columns
 
@@ -150,18 +158,18 @@ def test_metrics_are_chosen_by_name(inputs):
         ({"metrics": ("precision",)}, PROMPTS[:3], "precision needs at least 4 images, but there"),
     ],
 )
-def test_a_metric_that_cannot_be_says_why(inputs, fields, prompts, message):
+def test_a_metric_without_its_requirements_is_an_error(inputs, fields, prompts, message):
     with pytest.raises(ValueError, match=message):
         make_scorer(inputs, prompts, **fields)
 
 
-def test_moments_alone_give_no_kid(inputs, tmp_path):
+def test_kid_requires_a_reference_with_features(inputs, tmp_path):
     stats = stats_files.read(inputs[0])
     path = str(tmp_path / "moments.npz")
     stats_files.write(path, stats._replace(features=None))
     scorer = make_scorer((path, inputs[1]), PROMPTS)
-    kept = {"inception": real_features(), "clip": np.full((200, 1), 0.5)}
-    assert scorers.columns(scorer.score(kept)).keys() == {
+    features = {"inception": real_features(), "clip": np.full((200, 1), 0.5)}
+    assert scorers.columns(scorer.score(features)).keys() == {
         f"{name}{end}" for name in ("fd_toy", "clip_score") for end in ("", "_low", "_high")
     }
     with pytest.raises(ValueError, match=r"kid needs features that the reference .* stats --k"):

@@ -1,4 +1,4 @@
-"""Scorers against the metrics that they are made of, and what they refuse."""
+"""Scorers against the metrics that they use, and their errors."""
 
 import numpy as np
 import pytest
@@ -22,15 +22,15 @@ def judge():
 
 
 def pictures(prompts):
-    """Real held-out glyphs of these prompts."""
+    """Return real held-out digits for these prompts."""
     glyphs = digits.load("test")
-    asked = [digits.parse(prompt) for prompt in prompts]
-    first = [np.argmax(glyphs.digits == p.digit) for p in asked]
+    parsed = [digits.parse(prompt) for prompt in prompts]
+    first = [np.argmax(glyphs.digits == p.digit) for p in parsed]
     return np.stack([digits.render(glyphs.images[i], p.ink, p.paper, 16)
-                     for i, p in zip(first, asked, strict=True)])  # fmt: skip
+                     for i, p in zip(first, parsed, strict=True)])  # fmt: skip
 
 
-def test_real_digits_are_all_right_and_wrong_ink_is_seen(judge):
+def test_the_digits_scorer_accepts_real_digits_and_rejects_wrong_ink(judge):
     images = pictures(judge.prompts)
     row = judge.score(judge.features(images, judge.prompts))["digits"]
     assert row["seen_prompt_accuracy"] > 0.95 and row["heldout_ink_accuracy"] == 1
@@ -40,21 +40,21 @@ def test_real_digits_are_all_right_and_wrong_ink_is_seen(judge):
     assert abs(row["seen_ink_accuracy"] - (1 - red)) < 1e-4
 
 
-def test_the_distance_of_digits_is_that_of_their_features(judge):
+def test_fd_digits_matches_the_distance_of_the_judges_features(judge):
     images = pictures(judge.prompts)
-    found = judge.features(images, judge.prompts)
+    features = judge.features(images, judge.prompts)
     prompts = (digits.seen_prompts() * 15)[:4000]
     real = judges.fit_judge().features(judges.real_pictures(16, prompts))
-    seen = found["digits"][: judge.cards["digits"]["images_seen"]]
+    seen = features["digits"][: judge.cards["digits"]["images_seen"]]
     expected = frechet.distance(seen, frechet.reference(real))
-    row = judge.score(found)["digits"]
+    row = judge.score(features)["digits"]
     np.testing.assert_allclose(row["fd_digits"], expected, rtol=1e-9)
     noisy = images // 2 + np.random.default_rng(0).integers(0, 128, images.shape, np.uint8)
     worse = judge.score(judge.features(noisy, judge.prompts))["digits"]
     assert worse["fd_digits"] > 3 * row["fd_digits"]
 
 
-def test_sfid_and_the_inception_score_come_from_one_pass(tmp_path, monkeypatch):
+def test_sfid_fid_and_inception_score_match_the_features_of_one_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.with_spatial())
     images = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), np.uint8)
     rows = np.asarray(toy.apply(toy.extractor().params, toy.prepare(images)))
@@ -68,7 +68,7 @@ def test_sfid_and_the_inception_score_come_from_one_pass(tmp_path, monkeypatch):
     assert row["fd_inception"] == pytest.approx(frechet.frechet(rows[6:, :4], parts[0]), rel=1e-4)
     spatial = frechet.frechet(rows[6:, 4:5], parts[1])
     assert row["sfid_inception"] == pytest.approx(spatial, rel=1e-4)
-    assert row["inception_score_inception"] == pytest.approx(1)  # Of a single class.
+    assert row["inception_score_inception"] == pytest.approx(1)  # With a single class, it is 1.
     stats_files.write(path, stats_files.Stats(parts[0], None, None, parts[1]))
     with pytest.raises(ValueError, match=r"has no card .*: set inception_mode to the prep"):
         scorers.of_prompts(8, ["a"] * 6, toy.wanted(path, "weights", metrics=names))
@@ -98,32 +98,32 @@ def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
         (("", "weights.npz", ""), "FID needs both"),
     ],
 )
-def test_half_of_what_fid_needs_is_refused(arguments, message):
+def test_fid_without_its_weights_or_reference_is_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         scorers.of_prompts(24, PROMPTS, toy.wanted(*arguments))
 
 
-def test_pictures_without_prompts_of_their_own_need_some():
+def test_a_scorer_without_prompts_is_an_error():
     with pytest.raises(ValueError, match=r"data\.source is 'folder', which provides no prompts"):
         scorers.open_scorer("folder", 64, [], toy.wanted())
     with pytest.raises(ValueError, match=r"^there is no data source that provides prompts"):
-        scorers.open_scorer("", 64, [], toy.wanted())  # A model from elsewhere.
+        scorers.open_scorer("", 64, [], toy.wanted())  # A model without a data source.
 
 
-def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
-    asked = []
+def test_scores_during_training_cover_all_batches_and_name_the_scale(judge):
+    calls = []
 
     def draw(prompts, seeds, scale):
-        asked.append((seeds, scale))
+        calls.append((seeds, scale))
         images = pictures(prompts) / 127.5 - 1
         if scale == 9:
             images[np.isin(seeds, [3, 415]), 2, 2, 1] = np.nan
         return images
 
     scores = scoring.score_now(judge, draw, (1.0, 2.5, 9.0), 150)
-    assert [scale for _, scale in asked] == [1.0] * 3 + [2.5] * 3 + [9.0] * 3
-    rows = [*range(416), *range(300, 334)]  # The last batch is filled up with its own prompts.
-    assert [seeds for seeds, _ in asked[:3]] == [rows[:150], rows[150:300], rows[300:]]
+    assert [scale for _, scale in calls] == [1.0] * 3 + [2.5] * 3 + [9.0] * 3
+    rows = [*range(416), *range(300, 334)]  # The last batch is filled up with its own rows.
+    assert [seeds for seeds, _ in calls[:3]] == [rows[:150], rows[150:300], rows[300:]]
     whole = judge.score(judge.features(pictures(judge.prompts), judge.prompts))["digits"]
     for name, value in whole.items():
         assert scores[f"evaluation/guidance_2.5/{name}"] == pytest.approx(value, rel=1e-9)
@@ -131,7 +131,7 @@ def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
     assert (name, scores[name]) == ("evaluation/guidance_9/images_not_finite", 2)
 
 
-def test_a_file_that_the_digits_are_not_compared_with_is_an_error():
+def test_references_that_the_digits_scorer_ignores_are_errors():
     for name in ("reference", "dinov2", "dinov2_reference", "judge"):
         evaluation = Evaluation(**{name: "s3://bkt/no_such"})
         with pytest.raises(ValueError, match=rf"evaluation\.{name} has no effect without a file"):

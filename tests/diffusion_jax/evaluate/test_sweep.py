@@ -1,4 +1,4 @@
-"""Scores over guidance: the tables' text, and features that survive a kill."""
+"""Sweeps over guidance: the text of tables, and features that survive a kill."""
 
 import numpy as np
 import pytest
@@ -11,30 +11,30 @@ ROWS = [
 ]
 
 
-def test_a_table_has_the_first_rows_keys_and_quotes_what_needs_it(tmp_path):
+def test_write_table_quotes_cells_with_commas(tmp_path):
     sweep.write_table(tmp_path / "sweep.csv", ROWS)
     assert (tmp_path / "sweep.csv").read_bytes() == (
         b'guidance,seen,held_out,ema\n1.5,0.25,0.125,0.999\n1.0,0.75,0.5,"a, b"\n'
     )
 
 
-def test_columns_that_later_rows_add_come_after_the_first(tmp_path):
+def test_write_table_appends_columns_of_later_rows(tmp_path):
     sweep.write_table(tmp_path / "sweep.csv", [{"a": 1}, {"a": 2, "b": 3}])
     assert (tmp_path / "sweep.csv").read_text() == "a,b\n1,\n2,3\n"
 
 
-def test_nemos_two_tables_are_written_of_the_scores_that_there_are(tmp_path):
+def test_nemos_tables_are_written_only_for_available_scores(tmp_path):
     sweep.write_scores(tmp_path, [{"guidance": 2.0, "fid": 7.5}, {"guidance": 3.0, "fid": 8.0}])
     assert (tmp_path / "fid_scores.csv").read_text() == "cfg,fid\n2.0,7.5\n3.0,8.0\n"
     assert [path.name for path in tmp_path.iterdir()] == ["fid_scores.csv"]
 
 
 class Killed(Exception):
-    """Comes while a batch is computed."""
+    """Raised while a batch is computed."""
 
 
 def numbers(calls, kill_at=None):
-    """Features that are the images' numbers; which were asked for is kept in `calls`."""
+    """Return a function that computes toy features. `calls` records the requested images."""
 
     def compute(rows):
         calls.append(rows.tolist())
@@ -46,7 +46,7 @@ def numbers(calls, kill_at=None):
     return compute
 
 
-def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
+def test_a_killed_collection_of_features_resumes_at_its_batch(tmp_path):
     calls = []
     with pytest.raises(Killed):
         drawn_features.collect(10, 4, numbers(calls, kill_at=2), "point", tmp_path)
@@ -59,7 +59,7 @@ def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
     np.testing.assert_array_equal(again["double"], features["double"])
 
 
-def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
+def test_features_can_be_completed_with_another_batch_size(tmp_path):
     calls = []
     with pytest.raises(Killed):
         drawn_features.collect(12, 3, numbers(calls, kill_at=3), "point", tmp_path)
@@ -69,7 +69,7 @@ def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(12))
 
 
-def test_features_that_two_evaluations_wrote_count_each_image_once(tmp_path):
+def test_features_written_by_two_evaluations_count_each_image_once(tmp_path):
     def compute(rows):
         if not list(tmp_path.glob("*.npz")):  # Meanwhile, another evaluation begins and ends.
             drawn_features.collect(20, 3, numbers([]), "point", tmp_path)
@@ -83,7 +83,7 @@ def test_features_that_two_evaluations_wrote_count_each_image_once(tmp_path):
     assert calls == []
 
 
-def test_overlapping_features_are_chosen_so_that_most_are_kept(tmp_path):
+def test_overlapping_files_of_features_are_selected_to_keep_the_most(tmp_path):
     for first, last in [(0, 3), (2, 8), (4, 6), (9, 9)]:
         rows = np.arange(first, last + 1)
         drawn_features._write_shard(tmp_path, rows, numbers([])(rows))
@@ -93,7 +93,7 @@ def test_overlapping_features_are_chosen_so_that_most_are_kept(tmp_path):
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
 
 
-def test_features_that_disappear_are_an_error(tmp_path, capsys):
+def test_features_deleted_meanwhile_are_an_error(tmp_path, capsys):
     def compute(rows):
         (tmp_path / "images_000000_000003.npz").unlink(missing_ok=True)
         return numbers([])(rows)
@@ -105,12 +105,12 @@ def test_features_that_disappear_are_an_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty"])
-def test_a_damaged_batch_is_drawn_again(tmp_path, harm, caplog):
+def test_a_damaged_file_of_features_is_computed_again(tmp_path, harm, caplog):
     calls = []
     expected = drawn_features.collect(10, 4, numbers(calls), "point", tmp_path)
     path = tmp_path / "images_000004_000007.npz"
     content = bytearray(path.read_bytes())
-    content[content.index(np.float64(8).tobytes())] ^= 1  # The number of image 4, twice.
+    content[content.index(np.float64(8).tobytes())] ^= 1  # The feature of image 4.
     path.write_bytes({"flip": content, "cut": content[:200], "empty": b""}[harm])
     again = drawn_features.collect(10, 4, numbers(calls), "point", tmp_path)
     assert calls[3:] == [[4, 5, 6, 7]]
@@ -118,7 +118,7 @@ def test_a_damaged_batch_is_drawn_again(tmp_path, harm, caplog):
     assert f"{path} is damaged, so its images are drawn again" in caplog.text
 
 
-def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
+def test_features_with_other_settings_are_an_error_that_names_them(tmp_path):
     card = {"seed": 0, "step": 3, "versions": {"jax": "1"}}
     assert drawn_features.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
     newer = card | {"versions": {"jax": "2"}}
@@ -131,6 +131,6 @@ def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
         drawn_features.claim(tmp_path / "f", {"toy": card, "clip": card})
 
 
-def test_a_point_in_words_has_each_score_with_its_interval():
+def test_describe_lists_each_score_with_its_interval():
     row = {"guidance": "1.5", "fid": "12.25", "fid_low": "11", "fid_high": "13", "clip_score": 0.25}
     assert sweep.describe(row) == "guidance 1.5\nFID 12.25 (11 to 13)\nCLIP score 0.25"

@@ -1,4 +1,4 @@
-"""Checksums find what changed in a folder, and name it; several processes share the work."""
+"""Checksums of a folder's files: damaged files are named, and processes share the work."""
 
 import json
 
@@ -23,7 +23,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-def test_all_files_are_listed_once(folder):
+def test_write_lists_every_file_once_with_its_sha256(folder):
     checksums.write(folder)
     (path,) = (folder / "checksums").iterdir()
     listed = json.loads(path.read_text())
@@ -34,7 +34,7 @@ def test_all_files_are_listed_once(folder):
     assert listed["a"] == [3, digest]
 
 
-def test_a_flipped_bit_a_cut_and_a_vanished_file_are_named(folder):
+def test_a_flipped_bit_a_truncated_file_and_a_missing_file_are_named(folder):
     checksums.write(folder)
     flip(folder / "params" / "b")
     assert checksums.damage(folder) == "params/b: its bytes differ from those written"
@@ -47,16 +47,16 @@ def test_a_flipped_bit_a_cut_and_a_vanished_file_are_named(folder):
     assert checksums.damage(folder, ["optimizer"]) is None
 
 
-def test_any_number_of_processes_compares_what_others_listed(folder):
+def test_checksums_of_two_processes_can_be_checked_by_three(folder):
     checksums.write(folder)
     path = folder / "checksums" / "0-of-1.json"
     listed = list(json.loads(path.read_text()).items())
-    for part in range(2):  # Earlier versions wrote one list for each process.
+    for part in range(2):  # Earlier versions wrote one list per process.
         path.with_name(f"{part}-of-2.json").write_text(json.dumps(dict(listed[part::2])))
     path.unlink()
     flip(folder / "params" / "b")
-    found = [checksums.damage(folder, (), part, 3) for part in range(3)]
-    assert sorted(map(str, found)) == [
+    damages = [checksums.damage(folder, (), part, 3) for part in range(3)]
+    assert sorted(map(str, damages)) == [
         "None",
         "None",
         "params/b: its bytes differ from those written",
@@ -64,14 +64,14 @@ def test_any_number_of_processes_compares_what_others_listed(folder):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 3}', b"\xff\xfe", b'{"a": [1, 2'])
-def test_a_list_that_is_none_is_named(folder, content):
+def test_a_damaged_list_of_checksums_is_named(folder, content):
     checksums.write(folder)
     (folder / "checksums" / "0-of-1.json").write_bytes(content)
     assert checksums.damage(folder) == "checksums/0-of-1.json: not a list of files"
 
 
 @pytest.mark.parametrize("content", [None, b"{}"])
-def test_a_file_without_a_checksum_is_damage(folder, content):
+def test_a_file_without_a_checksum_counts_as_damaged(folder, content):
     checksums.write(folder)
     path = folder / "checksums" / "0-of-1.json"
     path.write_bytes(content) if content else path.unlink()
@@ -79,18 +79,18 @@ def test_a_file_without_a_checksum_is_damage(folder, content):
     assert checksums.damage(folder, ["params"]) == "params/b: it has no checksum"
 
 
-def test_files_that_come_after_the_list_need_no_checksum(folder):
+def test_orbaxs_own_files_and_temporary_files_need_no_checksum(folder):
     checksums.write(folder)
     for name in ("commit_success.txt", "_CHECKPOINT_METADATA", "params/.hidden", "data/d.tmp"):
         (folder / name).touch()
     assert checksums.damage(folder) is None
 
 
-def test_a_folder_of_earlier_code_is_taken_as_it_is(folder):
+def test_a_folder_without_checksums_counts_as_undamaged(folder):
     assert checksums.damage(folder) is None
 
 
-def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
+def test_read_back_raises_if_a_file_differs_from_what_was_written(folder, monkeypatch):
     monkeypatch.setattr(checksums, "_drop_cache", flip)
     (folder / "params" / "deep" / "c").unlink()
     checksums.write(folder)
@@ -98,7 +98,7 @@ def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
         checksums.read_back(folder)
 
 
-def test_who_is_in_a_hurry_reads_back_no_further(folder, monkeypatch):
+def test_read_back_stops_when_it_is_asked_to(folder, monkeypatch):
     read = []
     monkeypatch.setattr(checksums, "_drop_cache", lambda path: read.append(path.name))
     checksums.write(folder)

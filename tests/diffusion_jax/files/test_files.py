@@ -1,4 +1,4 @@
-"""A file is whole or absent."""
+"""Files are written completely or not at all."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ import pytest
 from diffusion_jax import files
 
 
-def test_text_and_bytes_replace_what_was_there(tmp_path):
+def test_write_whole_replaces_the_previous_content(tmp_path):
     path = tmp_path / "a.txt"
     files.write_whole(path, "Übung")
     assert path.read_bytes() == "Übung".encode()
@@ -17,7 +17,7 @@ def test_text_and_bytes_replace_what_was_there(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     files.write_whole(path, "old")
 
@@ -31,7 +31,7 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path, m
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_write_new_leaves_what_is_there(tmp_path, monkeypatch, links):
+def test_write_new_keeps_an_existing_file(tmp_path, monkeypatch, links):
     def refuse(path, target):
         raise OSError("Operation not supported")
 
@@ -43,7 +43,7 @@ def test_write_new_leaves_what_is_there(tmp_path, monkeypatch, links):
     assert path.read_text() == "first" and os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_what_is_written_beside_a_file_takes_its_place_only_when_whole(tmp_path):
+def test_whole_replaces_a_file_only_if_its_block_succeeds(tmp_path):
     path = tmp_path / "a.npz"
     with pytest.raises(ValueError, match="halfway"), files.whole(path) as temporary:
         temporary.write_text("half")
@@ -55,9 +55,9 @@ def test_what_is_written_beside_a_file_takes_its_place_only_when_whole(tmp_path)
     assert path.read_text() == "all" and os.listdir(tmp_path) == ["a.npz"]
 
 
-def test_a_folder_is_whole_or_absent_too(tmp_path):
+def test_whole_creates_a_folder_only_if_its_block_succeeds(tmp_path):
     path = tmp_path / "model"
-    path.mkdir()  # An empty one may be there.
+    path.mkdir()  # An empty folder may exist already.
     with pytest.raises(ValueError, match="halfway"), files.whole(path) as temporary:
         temporary.mkdir()
         (temporary / "part").write_text("half")

@@ -1,4 +1,4 @@
-"""Paths into buckets, against S3 as moto serves it and Google's storage as its emulator does."""
+"""Paths into buckets, against moto's S3 server and an emulator of Google's storage."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ import pytest
 from diffusion_jax import files
 from diffusion_jax.exits import Busy
 from diffusion_jax.files import checksums, remote
-from diffusion_jax.files.folder_lock import Writer
+from diffusion_jax.files.folder_lock import FolderLock
 from diffusion_jax.logs.run_log import MetricWriter, read_metrics
 from diffusion_jax.train import checkpoint
 from diffusion_jax.weights import buckets, restore
@@ -26,7 +26,7 @@ def folder(request, stores):
     return files.path(f"{request.param}://{emulators.BUCKET}/{request.node.originalname}")
 
 
-def test_paths_behave_as_on_a_disk(folder):
+def test_paths_in_buckets_behave_like_local_paths(folder):
     assert str(folder).startswith(("s3://bkt/", "gs://bkt/"))
     assert files.path(str(folder)) == files.path(pathlib.Path(str(folder))) == folder
     assert not folder.exists() and not folder.is_dir() and list(folder.iterdir()) == []
@@ -60,7 +60,7 @@ def test_paths_behave_as_on_a_disk(folder):
         one.touch()
 
 
-def test_a_bucket_that_is_not_there_is_one_line(folder):
+def test_a_missing_bucket_is_a_one_line_error(folder):
     lost = str(folder).replace(emulators.BUCKET, "nobody", 1)
     with pytest.raises(ValueError, match=f"--out={lost} cannot be written to: does the bucket"):
         files.check_writable(lost, "--out")
@@ -68,9 +68,9 @@ def test_a_bucket_that_is_not_there_is_one_line(folder):
     assert not folder.exists()
 
 
-def test_an_s3_that_does_not_open_says_so(stores, monkeypatch):
-    there, new = files.path("s3://bkt/locked/file"), iter("abcd")
-    there.write_bytes(b"1")
+def test_denied_access_to_s3_is_an_error_about_credentials(stores, monkeypatch):
+    path, new = files.path("s3://bkt/locked/file"), iter("abcd")
+    path.write_bytes(b"1")
     folder = lambda: f"s3://bkt/locked/{next(new)}"
     closed = "check that the credentials on this machine give access"
     with emulators.locked(os.environ["AWS_ENDPOINT_URL"]) as reader:
@@ -83,24 +83,24 @@ def test_an_s3_that_does_not_open_says_so(stores, monkeypatch):
             with pytest.raises(ValueError, match=rf"--out=s3://\S+ cannot be .*: .+: {closed}"):
                 files.check_writable(folder(), "--out")
             if names == reader:
-                assert there.read_bytes() == b"1" and there.is_file()
+                assert path.read_bytes() == b"1" and path.is_file()
                 continue
-            for look in (there.read_bytes, there.is_file, there.is_dir, there.exists):
+            for look in (path.read_bytes, path.is_file, path.is_dir, path.exists):
                 with pytest.raises(OSError, match=rf"s3://bkt/locked/file: .+: {closed}"):
                     look()
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
-def test_a_gs_that_does_not_open_says_so(stores):
-    there = files.path("gs://locked/file")
-    for look in (there.read_bytes, there.is_file, there.exists):
+def test_denied_access_to_gs_is_an_error_about_credentials(stores):
+    path = files.path("gs://locked/file")
+    for look in (path.read_bytes, path.is_file, path.exists):
         with pytest.raises(OSError, match=r"gs://locked/file: .*check that the credentials"):
             look()
     with pytest.raises(ValueError, match=r"--out=gs://locked/file cannot be .*credentials"):
-        files.check_writable(there, "--out")
+        files.check_writable(path, "--out")
 
 
-def test_a_large_file_is_sent_when_it_has_grown_by_a_tenth(folder, monkeypatch):
+def test_a_mirror_uploads_a_large_file_again_after_it_grew_by_a_tenth(folder, monkeypatch):
     monkeypatch.setattr(remote, "_SMALL", 100)
     monkeypatch.setattr(remote, "_PAUSE", 1000)
     mirror = remote.Mirror(folder)
@@ -114,8 +114,8 @@ def test_a_large_file_is_sent_when_it_has_grown_by_a_tenth(folder, monkeypatch):
     assert (folder / "log").stat().st_size == 130
 
 
-def test_checksums_are_the_stores_own(folder, monkeypatch):
-    monkeypatch.setattr(checksums, "_digest", None)  # No file is read for them.
+def test_checksums_in_buckets_are_read_from_the_store(folder, monkeypatch):
+    monkeypatch.setattr(checksums, "_digest", None)  # No file is read to compute them.
     files.write_whole(folder / "d" / "x", b"12")
     files.write_whole(folder / "y", b"345")
     checksums.write(folder)
@@ -129,10 +129,10 @@ def test_checksums_are_the_stores_own(folder, monkeypatch):
     assert dict(checksums.damaged(folder))["d/x"] == "cannot be read (No such object)"
 
 
-def test_one_writer_holds_a_folder(folder):
-    with Writer(folder, beat=0.1):
+def test_a_folder_in_a_bucket_has_one_writer(folder):
+    with FolderLock(folder, beat=0.1):
         with pytest.raises(Busy, match="is being written by process"):
-            other = Writer(folder, beat=0.1)
+            other = FolderLock(folder, beat=0.1)
             other._identity |= {"nonce": "other", "machine": "another"}
             other._stale = 1.0
             other.__enter__()
@@ -140,7 +140,7 @@ def test_one_writer_holds_a_folder(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_metrics_grow_beside_it_and_arrive_whole(folder):
+def test_metrics_in_buckets_are_complete_after_flush_close_and_resume(folder):
     writer = MetricWriter(folder, {})
     writer.write_scalars(1, {"loss": 2.0})
     writer.flush()
@@ -155,7 +155,7 @@ def test_metrics_grow_beside_it_and_arrive_whole(folder):
     assert len(list((folder / "tensorboard").glob("events.out.tfevents.*"))) == 2
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_a_missing_package_for_s3_is_an_error_that_names_it(monkeypatch):
     def absent(scheme):
         raise ImportError("Install s3fs to access S3")
 
@@ -164,21 +164,21 @@ def test_what_is_missing_is_named(monkeypatch):
         files.check_writable("s3://bucket/run", "--workdir")
 
 
-def test_an_orbax_without_the_replaced_functions_is_named(monkeypatch):
+def test_an_unsupported_orbax_version_is_an_error(monkeypatch):
     monkeypatch.delattr("orbax.checkpoint._src.serialization.tensorstore_utils._use_gcs_driver")
     message = r'cannot write to buckets \(it lacks _use_gcs_driver\): pip install "imagen-sd-jax\['
     with pytest.raises(ValueError, match=message):
         buckets._prepare.__wrapped__()
 
 
-def test_what_is_read_is_copied_here_and_again_when_it_has_changed(folder, tmp_path, monkeypatch):
+def test_local_copies_a_folder_once_and_again_after_a_change(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     files.write_whole(folder / "model" / "config.json", "{}")
     files.write_whole(folder / "model" / "a" / "weights", b"1")
     place = files.local(folder / "model")
     assert place.name == "model" and (place / "a" / "weights").read_bytes() == b"1"
     with monkeypatch.context() as patch:
-        patch.setattr(remote.Remote, "_get_all", None)  # Nothing is copied.
+        patch.setattr(remote.Remote, "_get_all", None)  # Copying would raise.
         assert files.local(folder / "model") == place
     files.write_whole(folder / "model" / "a" / "weights", b"22")
     (folder / "model" / "config.json").unlink()
@@ -193,7 +193,7 @@ def test_what_is_read_is_copied_here_and_again_when_it_has_changed(folder, tmp_p
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_lies_aside_and_training_goes_on_before_it(folder):
+def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(folder):
     tree = lambda step: {"params": {"a": np.full(3, float(step), np.float32)}}
     with contextlib.closing(checkpoint.Checkpointer(folder, keep_last=None)) as checkpoints:
         for step in (10, 20):
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_lies_aside_and_training_goes_on_before_it(folder):
     item = folder / "20" / "params" / "_METADATA"
     files.write_whole(item, item.read_bytes() + b" ")
     before = (folder / "20").objects()
-    for latest in (10, 20):  # The second start finds it where the first has put it.
+    for latest in (10, 20):  # The first start moves it to damaged/.
         with contextlib.closing(checkpoint.Checkpointer(folder, keep_last=None)) as checkpoints:
             assert checkpoints.latest_step() == latest
             checkpoints.save_trees(20, tree(20))

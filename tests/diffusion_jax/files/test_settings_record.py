@@ -1,4 +1,4 @@
-"""The identity of the work in a folder."""
+"""The settings that identify the work in a folder."""
 
 import json
 
@@ -7,19 +7,19 @@ import pytest
 from diffusion_jax.files import settings_record
 
 
-def test_a_new_folder_is_claimed_and_another_identity_is_refused(tmp_path):
+def test_claim_records_settings_and_rejects_different_ones(tmp_path):
     path, identity = tmp_path / "out" / "what.json", {"size": 8, "net": {"width": (1, 2)}}
-    assert settings_record.claim(path, identity, write=False) == {
+    assert settings_record.record(path, identity, write=False) == {
         "size": 8,
         "net": {"width": [1, 2]},
     }
     assert not path.parent.exists()
-    settings_record.claim(path, identity)
+    settings_record.record(path, identity)
     assert json.loads(path.read_text()) == {"size": 8, "net": {"width": [1, 2]}}
-    assert settings_record.claim(path, identity | {"size": 9}, free=("size",))["size"] == 8
+    assert settings_record.record(path, identity | {"size": 9}, free=("size",))["size"] == 8
     with pytest.raises(
         ValueError, match=r"out was started .*\(net\.width: \[1, 2\] stored, \[3\] "
     ):
-        settings_record.claim(path, {"size": 8, "net": {"width": (3,)}})
+        settings_record.record(path, {"size": 8, "net": {"width": (3,)}})
     with pytest.raises(ValueError, match=r"depth: None stored, 1 requested; size: 8 stored, 9 r"):
-        settings_record.claim(path, identity | {"depth": 1, "size": 9})
+        settings_record.record(path, identity | {"depth": 1, "size": 9})

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, as TensorBoard itself reads them."""
+"""Event files, read by TensorBoard itself."""
 
 import io
 import logging
@@ -18,42 +18,42 @@ def write(workdir, steps, resumed_from=0, **config):
     return writer
 
 
-def test_tensorboard_reads_the_numbers_the_pictures_and_the_config(tmp_path):
+def test_tensorboard_reads_metrics_pictures_and_the_config(tmp_path):
     config = {"run": {"steps": 7, "prompts": ("a", "b")}, "lr": np.float32(0.5), "flip": True}
     writer = write(tmp_path, [3, 7], **config)
     noise = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), np.uint8)
     writer.write_images(7, {"samples": noise})
-    there = tmp_path / events.FOLDER
-    # Before close: a run that is killed leaves them.
-    assert points(there, "loss") == [(3, 0.75), (7, 1.75)]
-    assert points(there, "loss/sigma_0_to_0.1") == [(3, 0.375), (7, 0.875)]
-    ((step, (_, _, *pictures)),) = points(there, "samples")  # Width and height stand before them.
+    folder = tmp_path / events.FOLDER
+    # Before close, because a killed run never closes its files.
+    assert points(folder, "loss") == [(3, 0.75), (7, 1.75)]
+    assert points(folder, "loss/sigma_0_to_0.1") == [(3, 0.375), (7, 0.875)]
+    ((step, (_, _, *pictures)),) = points(folder, "samples")  # Width and height come first.
     np.testing.assert_array_equal([Image.open(io.BytesIO(png)) for png in pictures], noise)
     assert step == 7
-    assert hparams(there) == {
+    assert hparams(folder) == {
         "run.steps": 7, "run.prompts": "('a', 'b')", "lr": 0.5, "flip": True,
     }  # fmt: skip
     writer.close()
 
 
-def test_a_resumed_run_holds_no_step_twice_and_the_config_of_its_last_start(tmp_path):
+def test_events_of_a_resumed_run_hold_each_step_once_and_the_latest_config(tmp_path):
     write(tmp_path, [10, 20, 30, 40], lr=1.0).close()
     (path,) = (tmp_path / events.FOLDER).iterdir()
     with path.open("ab") as file:
-        file.write(b"torn")  # Killed while it wrote.
+        file.write(b"torn")  # The run was killed while writing.
     write(tmp_path, [30, 40, 50], resumed_from=20, lr=2.0).close()
-    there = tmp_path / events.FOLDER
-    assert [step for step, _ in points(there, "loss")] == [10, 20, 30, 40, 50]
-    assert hparams(there) == {"lr": 2.0}
+    folder = tmp_path / events.FOLDER
+    assert [step for step, _ in points(folder, "loss")] == [10, 20, 30, 40, 50]
+    assert hparams(folder) == {"lr": 2.0}
 
 
-def test_a_new_run_in_an_old_folder_starts_its_events_anew(tmp_path):
+def test_a_new_run_in_an_old_workdir_removes_the_old_events(tmp_path):
     write(tmp_path, [10, 20]).close()
     write(tmp_path, [5]).close()
     assert points(tmp_path / events.FOLDER, "loss") == [(5, 1.25)]
 
 
-def test_without_tensorflow_the_metrics_are_written_and_it_is_said_once(
+def test_without_tensorflow_metrics_are_written_and_one_warning_is_logged(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
@@ -61,17 +61,17 @@ def test_without_tensorflow_the_metrics_are_written_and_it_is_said_once(
         writer = write(tmp_path, [1, 2])
         writer.write_images(2, {"grid": np.zeros((2, 4, 4, 3), np.uint8)})
         writer.close()
-    (said,) = [r.getMessage() for r in caplog.records if "TensorBoard" in r.getMessage()]
-    assert said.endswith("pip install -r requirements.txt")
+    (warning,) = [r.getMessage() for r in caplog.records if "TensorBoard" in r.getMessage()]
+    assert warning.endswith("pip install -r requirements.txt")
     assert len(run_log.read_metrics(tmp_path / run_log.METRICS)) == 2
     assert not (tmp_path / events.FOLDER).exists()
 
 
-def test_no_gpu_is_tensorflows(tmp_path, monkeypatch):
-    """A GPU build would take all of its memory at the first operation."""
-    import tensorflow as tf  # Slow: not for every worker that reads this file.
+def test_the_metric_writer_hides_gpus_from_tensorflow(tmp_path, monkeypatch):
+    """Otherwise TensorFlow would reserve all GPU memory at its first operation."""
+    import tensorflow as tf  # Slow, so not imported at the top of this file.
 
-    asked = []
-    monkeypatch.setattr(tf.config, "set_visible_devices", lambda *args: asked.append(args))
+    calls = []
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda *args: calls.append(args))
     write(tmp_path, [1]).close()
-    assert asked == [([], "GPU")]
+    assert calls == [([], "GPU")]

@@ -1,4 +1,4 @@
-"""The lines of long jobs."""
+"""Progress lines of long jobs and of training."""
 
 import itertools
 import logging
@@ -12,7 +12,7 @@ from diffusion_jax.logs import progress
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """Ten seconds pass from one look at the clock to the next."""
+    """The clock advances by ten seconds at each reading."""
     ticks = itertools.count(0, 10)
     monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
 
@@ -21,10 +21,10 @@ def lines(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_line_has_rate_and_time_left(seconds, caplog):
+def test_a_progress_line_has_the_rate_and_the_time_left(seconds, caplog):
     with caplog.at_level(logging.INFO, "absl"):
         meter = progress.Meter("captions", 1000, name="encoding", done=100)
-        meter.add(30)  # Looks at the clock for whether it is time, and once more for the rate.
+        meter.add(30)  # Reads the clock twice: to decide whether to log, and for the rate.
         meter.reach(1000)
     assert lines(caplog) == [
         "encoding: 130/1,000 captions | 1.5 captions/s | 0:09:40 left",
@@ -32,7 +32,7 @@ def test_a_line_has_rate_and_time_left(seconds, caplog):
     ]
 
 
-def test_items_pass_and_the_last_is_reported(caplog):
+def test_reported_yields_all_items_and_logs_the_last(caplog):
     with caplog.at_level(logging.INFO, "absl"):
         assert list(progress.reported("abc", 3, "letters")) == ["a", "b", "c"]
     (line,) = lines(caplog)
@@ -43,7 +43,7 @@ def test_items_pass_and_the_last_is_reported(caplog):
     assert [line.partition(" ")[0] for line in lines(caplog)] == ["2/3", "3/3"]
 
 
-def test_what_has_no_known_end_says_how_long_it_runs(seconds, caplog):
+def test_progress_without_a_known_end_shows_the_elapsed_time(seconds, caplog):
     with caplog.at_level(logging.INFO, "absl"):
         list(progress.reported("abcd", None, "letters", every=25.0))
     assert lines(caplog) == [
@@ -52,7 +52,7 @@ def test_what_has_no_known_end_says_how_long_it_runs(seconds, caplog):
     ]
 
 
-def test_the_line_of_training_names_what_is_known():
+def test_step_line_shows_rate_loss_time_left_memory_and_utilization():
     line = progress.step_line(
         300,
         8000,
@@ -71,6 +71,6 @@ def test_the_line_of_training_names_what_is_known():
     ("seconds", "expected"),
     [(0, "0:00:00"), (59.6, "0:01:00"), (100 * 3600, "100:00:00"), (float("inf"), "-:--:--")],
 )
-def test_the_line_of_training_counts_hours_minutes_and_seconds(seconds, expected):
+def test_step_line_formats_the_time_left_as_h_mm_ss(seconds, expected):
     line = progress.step_line(1, 2, images_per_second=9.87, loss=1.0, seconds_left=float(seconds))
     assert line == f"step 1/2 | 9.9 images/s | loss 1.0000 | {expected} left"

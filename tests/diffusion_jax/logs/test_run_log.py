@@ -1,4 +1,4 @@
-"""What a run writes down: its metrics and its manifest."""
+"""The metrics and the manifest of a run."""
 
 import json
 import pathlib
@@ -20,11 +20,11 @@ def write(workdir, steps, resumed_from=0):
     writer.close()
 
 
-def test_metrics_are_one_json_object_a_line(tmp_path):
+def test_metrics_are_written_as_one_json_object_per_line(tmp_path):
     writer = run_log.MetricWriter(tmp_path, {})
     writer.write_scalars(3, {"loss": np.float32(0.25), "grad_norm": jnp.array(2)})
     writer.write_scalars(4, {"loss": float("nan"), "grad_norm": float("inf")})
-    # Before close: a run that is killed leaves them.
+    # Before close, because a killed run never closes its files.
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     writer.close()
     assert [json.loads(line) for line in lines] == [
@@ -33,10 +33,10 @@ def test_metrics_are_one_json_object_a_line(tmp_path):
     ]
 
 
-def test_a_resumed_run_holds_no_step_twice_and_no_torn_line(tmp_path):
+def test_metrics_of_a_resumed_run_hold_each_step_once_and_no_partial_line(tmp_path):
     write(tmp_path, [10, 20, 30, 40])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 50, "lo')  # Killed while it wrote.
+        file.write('{"step": 50, "lo')  # The run was killed while writing.
     assert [line["step"] for line in run_log.read_metrics(tmp_path / "metrics.jsonl")] == [
         10, 20, 30, 40,
     ]  # fmt: skip
@@ -46,22 +46,28 @@ def test_a_resumed_run_holds_no_step_twice_and_no_torn_line(tmp_path):
     assert [line["loss"] for line in metrics] == [2.5, 5.0, 7.5, 10.0, 12.5]
 
 
-def test_only_new_lines_are_parsed_again(tmp_path, monkeypatch):
+def test_read_more_metrics_parses_only_new_lines(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     parsed = []
     parse = run_log.untrusted.parse_json
     monkeypatch.setattr(run_log.untrusted, "parse_json", lambda x: parsed.append(x) or parse(x))
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
-    known = run_log.read_more_metrics(path, b"", [])
-    assert known == (b'{"step": 1}\n{"step": 2}\n', [{"step": 1}, {"step": 2}])
+    content_and_rows = run_log.read_more_metrics(path, b"", [])
+    assert content_and_rows == (b'{"step": 1}\n{"step": 2}\n', [{"step": 1}, {"step": 2}])
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n')
-    known = run_log.read_more_metrics(path, *known)
-    assert [row["step"] for row in known[1]] == [1, 2, 3] and len(parsed) == 3
+    content_and_rows = run_log.read_more_metrics(path, *content_and_rows)
+    assert [row["step"] for row in content_and_rows[1]] == [1, 2, 3] and len(parsed) == 3
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\nno\n')
     with pytest.raises(ValueError, match="line 4 is damaged: 'no'"):
-        run_log.read_more_metrics(path, *known)
-    path.write_bytes(b'{"step": 1}\n{"step": 5}\n{"step": 6}\n')  # A run that continued from 1.
-    assert [row["step"] for row in run_log.read_more_metrics(path, *known)[1]] == [1, 5, 6]
+        run_log.read_more_metrics(path, *content_and_rows)
+    path.write_bytes(
+        b'{"step": 1}\n{"step": 5}\n{"step": 6}\n'
+    )  # A run that was resumed from step 1.
+    assert [row["step"] for row in run_log.read_more_metrics(path, *content_and_rows)[1]] == [
+        1,
+        5,
+        6,
+    ]
 
 
 BROKEN = (b'{"step": 2', b"\xff\x00\x1b", b"[2]", b'{"loss": 2}', b'{"step": "2"}', b"[" * 10**5,
@@ -69,7 +75,7 @@ BROKEN = (b'{"step": 2', b"\xff\x00\x1b", b"[2]", b'{"loss": 2}', b'{"step": "2"
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
-def test_a_damaged_line_is_named_and_a_run_continues_without_it(tmp_path, caplog, line):
+def test_a_damaged_line_is_an_error_but_a_resumed_run_drops_it(tmp_path, caplog, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
     with pytest.raises(ValueError, match=rf"^{path}, line 2 is damaged: '.*'$") as error:
@@ -81,20 +87,20 @@ def test_a_damaged_line_is_named_and_a_run_continues_without_it(tmp_path, caplog
     assert caplog.text.count("; 1 damaged lines are ignored") == 1
 
 
-def test_a_new_run_in_an_old_folder_starts_its_metrics_anew(tmp_path):
+def test_a_new_run_in_an_old_workdir_removes_the_old_metrics(tmp_path):
     write(tmp_path, [10, 20])
     write(tmp_path, [10])
     assert [line["step"] for line in run_log.read_metrics(tmp_path / "metrics.jsonl")] == [10]
 
 
-def test_only_the_first_process_writes(tmp_path, monkeypatch):
+def test_only_process_0_writes_metrics_and_manifest(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     write(tmp_path, [10])
     run_log.write_manifest(tmp_path, {}, seed=0, step=0)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_writers_and_figures_need_is_imported_only_for_them():
+def test_importing_run_log_and_curve_does_not_import_tensorflow_or_matplotlib():
     heavy = "{'clu', 'tensorflow', 'matplotlib'}"
     code = "import sys, diffusion_jax.logs.run_log, diffusion_jax.evaluate.curve; "
     code += f"print({heavy} & set(sys.modules))"
@@ -103,7 +109,7 @@ def test_what_writers_and_figures_need_is_imported_only_for_them():
     assert run.stdout == "set()\n", run.stderr
 
 
-def test_the_manifest_lists_every_run_with_what_it_ran_on(tmp_path):
+def test_the_manifest_lists_each_start_with_config_versions_and_devices(tmp_path):
     config = {
         "sizes": (1, 2),
         "lr": np.float32(0.5),
@@ -127,7 +133,7 @@ def test_the_manifest_lists_every_run_with_what_it_ran_on(tmp_path):
     [b"", b"\xff\x00\x80", b"[1]", b'{"runs": 3}', b"{}", b"[" * 10**5],
     ids=["empty", "binary", "a list", "a number", "no runs", "deep"],
 )
-def test_a_damaged_manifest_is_written_again(tmp_path, caplog, content):
+def test_a_damaged_manifest_is_replaced_with_a_warning(tmp_path, caplog, content):
     (tmp_path / "manifest.json").write_bytes(content)
     run_log.write_manifest(tmp_path, {}, seed=7, step=300)
     (run,) = json.loads((tmp_path / "manifest.json").read_text())["runs"]
@@ -136,7 +142,7 @@ def test_a_damaged_manifest_is_written_again(tmp_path, caplog, content):
     assert "): ignoring its entries" in caplog.text
 
 
-def test_a_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path):
+def test_git_commit_names_the_commit_only_for_a_tracked_file(tmp_path):
     def git(*args):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
         command = ["git", "-C", str(tmp_path), *identity, *args]

@@ -1,4 +1,4 @@
-"""Weights & Biases gets what metrics.jsonl gets, here offline."""
+"""Logging to Weights & Biases, tested with an offline run."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ from diffusion_jax.logs import run_log, weights_and_biases
 
 
 def write(workdir, steps):
-    """Write some steps as a start of a run does; return the id of the run."""
+    """Write metrics for some steps like a started run, and return the run's id."""
     config = {"log": {"wandb": "emoji"}, "steps": 7, "unet": {"patch": 4}}
     writer = run_log.MetricWriter(workdir, config, steps[0] - 1)
     for step in steps:
@@ -32,8 +32,8 @@ def records(path, parse):
         position += 7 + length
 
 
-@pytest.mark.filterwarnings("default")  # The package warns of its own dependencies.
-def test_an_offline_run_holds_the_metrics_the_pictures_and_the_config(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("default")  # wandb triggers warnings in its dependencies.
+def test_an_offline_wandb_run_holds_metrics_pictures_and_the_config(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -55,7 +55,7 @@ def test_an_offline_run_holds_the_metrics_the_pictures_and_the_config(tmp_path, 
     assert write(tmp_path, [3]) == identifier  # A resumed run continues its charts.
 
 
-def test_a_project_without_the_package_is_refused_before_training(monkeypatch):
+def test_log_wandb_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     weights_and_biases.check("")
     with pytest.raises(ValueError, match=r"log\.wandb is 'a', but wandb is not installed: pip ins"):

@@ -1,4 +1,4 @@
-"""Runs the metrics command in this process, with a toy in place of Inception."""
+"""Run the metrics command in this process, with a toy extractor in place of Inception."""
 
 import pytest
 from absl import flags
@@ -12,7 +12,7 @@ from tests.diffusion_jax.metrics import toy
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """run(words and flags) -> exit code, what was printed, what was complained of."""
+    """run(words and flags) -> exit code, stdout, stderr."""
     monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.extractor())
     monkeypatch.setattr(cli, "start", lambda: None)
 

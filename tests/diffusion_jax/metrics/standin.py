@@ -1,6 +1,6 @@
-"""Seeded weights in place of the public ones, which no test can have, and pictures by a formula.
+"""Seeded weights in place of Inception's public ones, and pictures computed by a formula.
 
-The weights are those of the reference runs that fixtures/inception.npz was made with: every value
+The reference runs that wrote fixtures/inception.npz used the same weights. Every value
 is drawn by numpy's PCG64 from the tensor's name, scaled so that nothing dies on the way.
 """
 
@@ -14,7 +14,7 @@ DIGEST = "35e65934b382a68e8a281008f2845b2d448c20b0ae14d7ec5907be117b0068d1"
 
 
 def picture(height, width):
-    """Chirps, which each resize kernel makes something else of."""
+    """Return chirps [height, width, 3], which every resize kernel changes differently."""
     y, x = np.mgrid[:height, :width]
     channels = [
         (x * x * (c + 1) // 97 + y * y * 3 // (89 + c) + x * y // 61) % 256 for c in range(3)
@@ -23,7 +23,7 @@ def picture(height, width):
 
 
 def state():
-    """A state dict by the public names."""
+    """Return a state dict with the public file's names."""
     shapes = {"fc.weight": (1008, 2048), "fc.bias": (1008,)}
     for block, convs in inception_weights.blocks().items():
         for name, (channels, out, height, width) in convs.items():

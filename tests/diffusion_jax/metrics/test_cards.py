@@ -1,4 +1,4 @@
-"""Cards: names that are never a false FID, and tables that refuse what cannot be compared."""
+"""Cards and tables of scores: only an official FID is named fid; unlike scores are rejected."""
 
 import pytest
 
@@ -12,28 +12,30 @@ def card(official=False, n=100, **fields):
     return cards.make_card(extractor, image_size=(10, 14), n=n, **fields)
 
 
-def test_only_the_public_weights_make_a_fid():
+def test_only_scores_with_the_public_weights_are_named_fid():
     assert table.column("fid", card(official=True)) == "fid"
     assert table.column("fid", card()) == "fd_toy"
     assert table.column("fid_infinity", card()) == "fd_toy_infinity"
     assert table.column("kid", card(official=True)) == "kid"
     assert table.column("kid", card()) == "kid_toy"
-    assert table.column("clip_score", card()) == "clip_score"  # Of no public weights of its own.
+    assert (
+        table.column("clip_score", card()) == "clip_score"
+    )  # CLIP has no single public file of weights.
 
 
-def test_a_card_tells_all():
-    made = card(guidance=3.0)
-    assert made.items() >= {
+def test_a_card_records_extractor_images_sampler_and_versions():
+    guided = card(guidance=3.0)
+    assert guided.items() >= {
         "extractor": "toy", "weights": "abc", "preprocessing": "means", "image_size": "14x10",
         "n": 100, "guidance": 3.0, "prompts": None, "seed": None, "sampler": None, "steps": None,
         "checkpoint": None, "ema": None, "precision": None, "official": False,
     }.items()  # fmt: skip
-    assert made["versions"].keys() >= {"jax", "numpy", "python"}
+    assert guided["versions"].keys() >= {"jax", "numpy", "python"}
     with pytest.raises(ValueError, match="a card has no field 'guidence': the fields are extrac"):
         card(guidence=3.0)
 
 
-def test_a_table_shows_what_differs():
+def test_a_table_shows_only_the_card_fields_that_differ():
     scored = {
         "one": Scored({"fd_toy": 1.0, "kid_toy": 0.1}, card(guidance=1.0, seed=0)),
         "two": Scored({"fd_toy": 2.0}, card(guidance=2.0, seed=0)),
@@ -45,7 +47,7 @@ def test_a_table_shows_what_differs():
 
 
 @pytest.mark.parametrize("field", cards.ALIKE)
-def test_a_table_refuses_unlike_cards_and_says_which_field(field):
+def test_a_table_of_unlike_cards_is_an_error_that_names_the_field(field):
     one, two = card(), card() | {field: "other"}
     scored = {"one": Scored({"fd_toy": 1.0}, one), "two": Scored({"fd_toy": 2.0}, two)}
     message = rf"their {field} differs \(one: {one[field]}, two: other\).*--allow={field}"
@@ -54,7 +56,7 @@ def test_a_table_refuses_unlike_cards_and_says_which_field(field):
     assert cards.table(scored, allow=[field])[1] == {"name": "two", field: "other", "fd_toy": 2.0}
 
 
-def test_scores_without_a_common_name_are_refused():
+def test_a_table_of_scores_without_a_common_name_is_an_error():
     scored = {"one": Scored({"fid": 1.0}, card()), "two": Scored({"kid": 2.0}, card())}
     with pytest.raises(ValueError, match="one, two have no score in common"):
         cards.table(scored)

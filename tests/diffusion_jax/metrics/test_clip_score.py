@@ -1,4 +1,4 @@
-"""CLIP's towers as extractors: the reference's embeddings and score, pairs, what cannot do."""
+"""CLIP's towers as extractors: scores against open_clip, pairs of image and text, errors."""
 
 import hashlib
 
@@ -17,8 +17,8 @@ def folder(tmp_path_factory):
     return tiny_weights.clip_folder(tmp_path_factory.mktemp("clip") / "tiny", "open_clip")
 
 
-def test_the_references_score(folder):
-    """open_clip 3.3's own, of its images and texts; each image is paired with each text."""
+def test_clip_scores_match_open_clip(folder):
+    """Scores saved from open_clip 3.3, for every pair of image and text."""
     model, case = clip_towers.load(folder), tiny_weights.case("open_clip")
     ids = case["ids"].astype(np.int32)
     texts = np.asarray(jax.jit(model.text.apply)(model.text.params, ids))
@@ -31,7 +31,7 @@ def test_the_references_score(folder):
         assert clip_score.score(cosines).value == pytest.approx(expected.mean(), abs=1e-5)
 
 
-def test_images_and_texts_through_the_extractors(folder):
+def test_the_extractors_embed_images_and_texts_and_reject_unequal_numbers(folder):
     model, mesh = (
         clip_towers.load(folder, preprocessing="squash"),
         make_mesh(devices=jax.devices()[:1]),
@@ -48,7 +48,7 @@ def test_images_and_texts_through_the_extractors(folder):
         clip_score.cosines(images, texts[:1])
 
 
-def test_the_digest_is_that_of_the_file_that_is_read(tmp_path):
+def test_the_digest_is_that_of_safetensors_if_both_files_exist(tmp_path):
     digest = lambda: clip_towers._digest(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"one")
     assert digest() == hashlib.sha256(b"one").hexdigest()
@@ -56,7 +56,7 @@ def test_the_digest_is_that_of_the_file_that_is_read(tmp_path):
     assert digest() == hashlib.sha256(b"two").hexdigest()
 
 
-def test_what_cannot_do_says_so(folder):
+def test_an_unknown_preprocessing_of_clip_is_an_error(folder):
     with pytest.raises(
         ValueError, match="CLIP has no preprocessing 'clean': choose from open_clip"
     ):

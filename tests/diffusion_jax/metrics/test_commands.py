@@ -1,4 +1,4 @@
-"""python -m diffusion_jax.metrics, with a toy in place of Inception: numbers, files, messages."""
+"""The command diffusion_jax.metrics, with a toy extractor: numbers, files, messages."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.metrics import clip_score, clip_towers, extractors, frechet, mmd
-from diffusion_jax.metrics.clip_towers import Clip
+from diffusion_jax.metrics.clip_towers import ClipExtractors
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.metrics.running import run
 
@@ -25,7 +25,7 @@ def folder(path, seed, n=30):
 
 @pytest.fixture
 def sides(tmp_path):
-    """Two folders' features."""
+    """Write two folders of images and return the features of both."""
     return folder(tmp_path / "a", 0), folder(tmp_path / "b", 1)
 
 
@@ -33,7 +33,7 @@ def values(out):
     return {line.split(":")[0]: float(line.split(":")[1]) for line in out.splitlines()}
 
 
-def test_fid_of_folders_and_of_their_statistics_is_one_number(run, tmp_path, sides):
+def test_fid_is_equal_for_folders_and_for_their_saved_statistics(run, tmp_path, sides):
     expected = pytest.approx(frechet.frechet(*sides), rel=1e-4)
     code, out, _ = run("fid", tmp_path / "a", tmp_path / "b")
     assert (code, values(out)) == (0, {"fd_toy": expected})
@@ -43,7 +43,7 @@ def test_fid_of_folders_and_of_their_statistics_is_one_number(run, tmp_path, sid
     assert (code, values(out)) == (0, {"fd_toy": expected})
 
 
-def test_all_scores_with_their_card(run, tmp_path, sides):
+def test_fid_all_writes_every_score_and_the_card_to_json(run, tmp_path, sides):
     out = tmp_path / "scores.json"
     paths = [tmp_path / "a", tmp_path / "b"]
     code, _, _ = run("fid", *paths, "--all", "--kid_subset=20", f"--out={out}")
@@ -58,8 +58,8 @@ def test_all_scores_with_their_card(run, tmp_path, sides):
     assert (card["n"], card["image_size"], card["reference"]) == (30, "12x8", "a, n 30")
 
 
-def test_spatial_adds_sfid_and_all_the_inception_score(run, tmp_path, sides, monkeypatch):
-    """Of the toy's six features, four count as Inception's, the others as spatial and logit."""
+def test_spatial_adds_sfid_and_all_adds_the_inception_score(run, tmp_path, sides, monkeypatch):
+    """The toy's six features: four of Inception, one spatial, one logit."""
     monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.with_spatial())
     expected = {
         "fd_inception": frechet.frechet(*(rows[:, :4] for rows in sides)),
@@ -73,12 +73,12 @@ def test_spatial_adds_sfid_and_all_the_inception_score(run, tmp_path, sides, mon
         assert (code, values(out)) == (0, pytest.approx(expected, rel=1e-4))
     out = values(run("fid", tmp_path / "a", tmp_path / "b", "--all", "--kid_subset=20")[1])
     assert out.items() >= values(run("fid", tmp_path / "a", tmp_path / "b", "--spatial")[1]).items()
-    assert out["inception_score_inception"] == pytest.approx(1)  # Of a single class.
+    assert out["inception_score_inception"] == pytest.approx(1)  # With a single class, it is 1.
     code, _, err = run("fid", tmp_path / "a", tmp_path / "b", "--spatial", "--dims=768")
     assert code == 2 and "--spatial works only with Inception's default features: remove" in err
 
 
-def test_a_file_of_another_program_needs_a_mode(run, tmp_path, sides):
+def test_statistics_without_a_card_require_mode(run, tmp_path, sides):
     np.savez(tmp_path / "c.npz", mu=sides[0].mean(0), sigma=np.cov(sides[0].T))
     code, _, err = run("fid", tmp_path / "c.npz", tmp_path / "b")
     assert code == 2 and "c.npz has no card that names the preprocessing: set --mode to" in err
@@ -86,7 +86,7 @@ def test_a_file_of_another_program_needs_a_mode(run, tmp_path, sides):
     assert (code, values(out)["fd_toy"]) == (0, pytest.approx(frechet.frechet(*sides), rel=1e-4))
 
 
-def test_all_needs_features(run, tmp_path, sides):
+def test_fid_all_is_an_error_if_statistics_hold_no_features(run, tmp_path, sides):
     run("stats", f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}")
     code, _, err = run("fid", tmp_path / "a.npz", tmp_path / "b", "--all")
     assert code == 2 and "--all needs the features of both sets" in err
@@ -96,7 +96,7 @@ def test_all_needs_features(run, tmp_path, sides):
     assert run("fid", *arguments)[0] == 0
 
 
-def test_comparing_refuses_unlike_cards(run, tmp_path, sides):
+def test_compare_rejects_unlike_cards_unless_allowed(run, tmp_path, sides):
     folder(tmp_path / "c", 2, n=25)
     saved = []
     for name in "bc":
@@ -114,15 +114,15 @@ def test_comparing_refuses_unlike_cards(run, tmp_path, sides):
     assert code == 2 and "x.json holds no scores with a card" in err
 
 
-def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
+def test_clip_pairs_each_image_with_a_line_of_the_prompts(run, tmp_path, sides, monkeypatch):
     tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
     text = toy.extractor(prepare=lambda ids: ids / 10)
-    model = Clip(toy.extractor(name="clip_tiny"), text, tokens)
+    model = ClipExtractors(toy.extractor(name="clip_tiny"), text, tokens)
     monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
-    given = ("clip", tmp_path / "a", f"--prompts={prompts}", "--clip=tiny")
-    code, out, _ = run(*given, f"--reference={tmp_path / 'b'}")
+    arguments = ("clip", tmp_path / "a", f"--prompts={prompts}", "--clip=tiny")
+    code, out, _ = run(*arguments, f"--reference={tmp_path / 'b'}")
     lengths = np.repeat(np.arange(1.0, 31)[:, None] / 10, 12, 1)
     texts = np.asarray(toy.apply(text.params, lengths))
     score, cmmd = clip_score.cosines(sides[0], texts).mean(), values(out)["cmmd_clip_tiny"]
@@ -130,15 +130,15 @@ def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
     both = map(clip_score.normalised, (sides[1], sides[0]))
     assert cmmd == pytest.approx(mmd.cmmd(*both), rel=1e-3)
     prompts.write_text("one\n")
-    code, _, err = run(*given)
+    code, _, err = run(*arguments)
     assert code == 2 and "30 usable images" in err and "prompts.txt has 1 prompts" in err
     prompts.write_text("\n")
-    assert "holds no prompt" in run(*given)[2]
+    assert "holds no prompt" in run(*arguments)[2]
 
 
-def test_clip_pairs_numbers_in_names_as_numbers(run, tmp_path, sides, monkeypatch):
+def test_clip_sorts_images_by_the_numbers_in_their_names(run, tmp_path, sides, monkeypatch):
     tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
-    model = Clip(
+    model = ClipExtractors(
         toy.extractor(name="clip_tiny"), toy.extractor(prepare=lambda ids: ids / 10), tokens
     )
     monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
@@ -158,7 +158,7 @@ def test_clip_pairs_numbers_in_names_as_numbers(run, tmp_path, sides, monkeypatc
     assert code == 2 and "the order of seed_07.png and seed_7.png in" in err
 
 
-def test_skips_are_reported_and_what_cannot_be_is_one_line(run, tmp_path, sides, caplog):
+def test_fid_reports_skipped_images_and_bad_arguments_in_one_line(run, tmp_path, sides, caplog):
     (tmp_path / "b" / "x.png").write_bytes(b"no image")
     code, _, _ = run("fid", tmp_path / "a", tmp_path / "b")
     assert code == 0 and "of the 31 images in" in caplog.text and "'broken_image': 1" in caplog.text

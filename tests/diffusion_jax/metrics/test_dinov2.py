@@ -1,4 +1,4 @@
-"""DINOv2 against transformers' features of seeded weights, as they are published."""
+"""DINOv2 against features that transformers computed with seeded weights."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ CONFIG = {"num_attention_heads": 2, "model_type": "dinov2_with_registers"}
 
 @pytest.fixture(scope="module")
 def saved():
-    """Names as Hugging Face's files have them, images, and Dinov2WithRegistersModel's features."""
+    """A state dict in Hugging Face's names, images, and features of Dinov2WithRegistersModel."""
     with np.load(FIXTURE) as file:
         return dict(file)
 
@@ -30,17 +30,17 @@ def folder(tmp_path, state):
     return tmp_path
 
 
-def test_features_are_those_of_transformers(saved, tmp_path):
+def test_features_match_transformers(saved, tmp_path):
     extractor = dinov2.load(folder(tmp_path, state_of(saved)))
-    found = extractors.on_host(extractor)(saved["images"])
-    wanted = saved["features"]
-    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
-    assert (extractor.width, extractor.preprocessing) == (wanted.shape[1], "dgm_eval")
+    features = extractors.on_host(extractor)(saved["images"])
+    expected = saved["features"]
+    np.testing.assert_allclose(features, expected, atol=1e-5 * np.abs(expected).max())
+    assert (extractor.width, extractor.preprocessing) == (expected.shape[1], "dgm_eval")
     assert extractor.official is False and extractor.name.startswith("dinov2_")
 
 
-def test_the_authors_names_mean_the_same(saved):
-    """dinov2_vitl14_reg4_pretrain.pth has q, k and v in one, and heads of 64 channels."""
+def test_weights_with_the_authors_names_load_like_hugging_faces(saved):
+    """In dinov2_vitl14_reg4_pretrain.pth, one matrix holds q, k and v."""
     state = state_of(saved)
     theirs = {
         "cls_token": state["embeddings.cls_token"],
@@ -52,13 +52,13 @@ def test_the_authors_names_mean_the_same(saved):
         theirs[f"patch_embed.proj.{end}"] = state[f"embeddings.patch_embeddings.projection.{end}"]
         theirs[f"norm.{end}"] = state[f"layernorm.{end}"]
         for i in range(2):
-            here, there = f"encoder.layer.{i}", f"blocks.{i}"
-            parts = [state[f"{here}.attention.attention.{n}.{end}"] for n in
+            source, target = f"encoder.layer.{i}", f"blocks.{i}"
+            parts = [state[f"{source}.attention.attention.{n}.{end}"] for n in
                      ("query", "key", "value")]  # fmt: skip
-            theirs[f"{there}.attn.qkv.{end}"] = np.concatenate(parts)
-            theirs[f"{there}.attn.proj.{end}"] = state[f"{here}.attention.output.dense.{end}"]
+            theirs[f"{target}.attn.qkv.{end}"] = np.concatenate(parts)
+            theirs[f"{target}.attn.proj.{end}"] = state[f"{source}.attention.output.dense.{end}"]
             for same in ("norm1", "norm2", "mlp.fc1", "mlp.fc2"):
-                theirs[f"{there}.{same}.{end}"] = state[f"{here}.{same}.{end}"]
+                theirs[f"{target}.{same}.{end}"] = state[f"{source}.{same}.{end}"]
     for i in range(2):
         for n in (1, 2):
             scale = state[f"encoder.layer.{i}.layer_scale{n}.lambda1"]
@@ -70,14 +70,14 @@ def test_the_authors_names_mean_the_same(saved):
 
 
 @pytest.mark.parametrize("antialias", [False, True])
-def test_positions_of_another_grid_are_torchs(saved, antialias):
-    """interpolate(antialias=True) to 16, and interpolate(scale_factor=16.1 / 37)."""
-    found = dinov2._positions(saved["positions"], 16, antialias=antialias)
-    np.testing.assert_allclose(found[:, 1:], saved[f"positions_{antialias}"], atol=2e-5)
-    np.testing.assert_array_equal(found[:, 0], saved["positions"][:, 0])
+def test_interpolated_positions_match_torch(saved, antialias):
+    """Saved from interpolate(antialias=True) to 16, and interpolate(scale_factor=16.1 / 37)."""
+    positions = dinov2._positions(saved["positions"], 16, antialias=antialias)
+    np.testing.assert_allclose(positions[:, 1:], saved[f"positions_{antialias}"], atol=2e-5)
+    np.testing.assert_array_equal(positions[:, 0], saved["positions"][:, 0])
 
 
-def test_other_weights_are_refused(saved, tmp_path):
+def test_weights_of_another_network_or_with_a_missing_tensor_are_an_error(saved, tmp_path):
     with pytest.raises(ValueError, match="not a DINOv2 with plain MLPs: pos_embed or"):
         dinov2.of_state({"embedding": np.zeros(3)})
     state = state_of(saved)

@@ -1,4 +1,4 @@
-"""Extractors over a mesh: batches, devices and processes change nothing; what is broken is counted.
+"""Extractors on a mesh: results do not depend on batches, devices or processes.
 
 The two processes have four of eight CPU devices each.
 """
@@ -20,7 +20,7 @@ def pictures(n=67):
 
 
 class Watched(toy.InMemory):
-    """Says that every fifth is broken, and notes which rows were read."""
+    """A source in which every fifth row is broken. `seen` holds the rows that were read."""
 
     def __init__(self, rows):
         super().__init__(rows)
@@ -34,7 +34,7 @@ class Watched(toy.InMemory):
         return f"status_{status}"
 
 
-def test_the_batch_and_the_devices_change_nothing():
+def test_features_do_not_depend_on_the_batch_size_or_the_number_of_devices():
     images = toy.InMemory(pictures())
     expected = np.asarray(toy.apply(toy.extractor().params, toy.prepare(pictures())))
     for devices, batch in ((1, 7), (2, 7), (8, 64), (8, 7), (1, 64)):
@@ -44,7 +44,7 @@ def test_the_batch_and_the_devices_change_nothing():
         assert (taken.stream.n, taken.skipped) == (67, {})
 
 
-def test_what_gives_no_features_is_counted_by_its_reason():
+def test_skipped_images_are_counted_by_reason():
     images = pictures().astype(np.float32)
     images[3, 5, 5, 1], images[11, 0, 0, 0] = np.nan, np.inf
     source, done = Watched(images), []
@@ -58,15 +58,15 @@ def test_what_gives_no_features_is_counted_by_its_reason():
     assert done == [20, 40, 60, 67]
 
 
-def test_a_nan_is_seen_even_if_the_network_hides_it():
+def test_an_image_with_nan_is_skipped_even_if_its_features_are_finite():
     images = pictures(4).astype(np.float32)
     images[2, 0, 0, 0] = np.nan
     hides = toy.extractor(apply=lambda params, x: jax.numpy.ones((len(x), toy.WIDTH)))
     assert extractors.extract(hides, toy.InMemory(images), make_mesh()).skipped == {"not_finite": 1}
 
 
-def test_levels_and_preprocessings_are_named():
-    weights = extractors.Weights({}, "abc", official=True)
+def test_inception_extractors_have_the_name_of_their_level_and_preprocessing():
+    weights = extractors.InceptionWeights({}, "abc", official=True)
     whole = extractors.inception_extractor(weights, "clean")
     assert (whole.name, whole.width, whole.preprocessing, whole.official) == (
         "inception", 2048, "clean", True,
@@ -79,7 +79,7 @@ def test_levels_and_preprocessings_are_named():
         extractors.inception_extractor(weights, level="100")
 
 
-def test_two_processes_read_half_each_and_get_the_same_whole(tmp_path):
+def test_two_processes_read_half_the_images_each_and_get_all_features(tmp_path):
     assert processes.run_all(2, process, tmp_path, devices=4) == [0, 0]
     one = extractors.extract(toy.extractor(), Watched(pictures()), make_mesh(), batch_size=16)
     seen = []
@@ -87,7 +87,9 @@ def test_two_processes_read_half_each_and_get_the_same_whole(tmp_path):
         with np.load(tmp_path / f"{i}.npz") as arrays:
             np.testing.assert_allclose(arrays["features"], one.stream.features(), atol=1e-6)
             seen.append(set(arrays["seen"].tolist()))
-    assert seen[0] | seen[1] == set(range(67)) and seen[0] & seen[1] <= {66}  # The last is filler.
+    assert seen[0] | seen[1] == set(range(67)) and seen[0] & seen[1] <= {
+        66
+    }  # Row 66 also fills up the last batch.
 
 
 def process(index, folder):

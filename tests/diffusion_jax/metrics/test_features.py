@@ -1,4 +1,4 @@
-"""Streams of features: the same moments however they come, and what is not finite left out."""
+"""Streams of features: moments do not depend on batches; rows that are not finite are skipped."""
 
 import numpy as np
 import pytest
@@ -18,16 +18,16 @@ def stream_of(rows, batch, keep):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_the_batch_changes_no_digit(keep):
+def test_moments_are_bit_for_bit_equal_for_every_batch_size(keep):
     rows = draw()
-    found = [stream_of(rows, batch, keep).gaussian() for batch in (7, 64, 2500)]
-    for one in found[1:]:
-        np.testing.assert_array_equal(one.mean, found[0].mean)
-        np.testing.assert_array_equal(one.cov, found[0].cov)
-    # One pass in float32 would lose four digits here: the mean is a hundred times the spread.
-    np.testing.assert_allclose(found[0].cov, np.cov(rows.T.astype(np.float64)), atol=1e-12)
-    np.testing.assert_allclose(found[0].mean, rows.mean(0, dtype=np.float64), rtol=1e-14)
-    assert found[0].n == 2500
+    gaussians = [stream_of(rows, batch, keep).gaussian() for batch in (7, 64, 2500)]
+    for one in gaussians[1:]:
+        np.testing.assert_array_equal(one.mean, gaussians[0].mean)
+        np.testing.assert_array_equal(one.cov, gaussians[0].cov)
+    # One pass in float32 would lose four digits: the mean is a hundred times the deviation.
+    np.testing.assert_allclose(gaussians[0].cov, np.cov(rows.T.astype(np.float64)), atol=1e-12)
+    np.testing.assert_allclose(gaussians[0].mean, rows.mean(0, dtype=np.float64), rtol=1e-14)
+    assert gaussians[0].n == 2500
 
 
 def test_rows_that_are_not_finite_are_left_out_and_counted():
@@ -40,7 +40,7 @@ def test_rows_that_are_not_finite_are_left_out_and_counted():
     np.testing.assert_array_equal(stream.gaussian().cov, expected.cov)
 
 
-def test_a_stream_may_be_asked_again_after_more_rows():
+def test_moments_can_be_read_before_and_after_adding_rows():
     rows = draw(1500)
     stream = features.Stream(5, keep=False)
     stream.add(rows[:700])
@@ -49,7 +49,7 @@ def test_a_stream_may_be_asked_again_after_more_rows():
     np.testing.assert_allclose(stream.gaussian().cov, np.cov(rows.T.astype(float)), atol=1e-12)
 
 
-def test_what_cannot_be_says_so():
+def test_wrong_shapes_too_few_rows_and_dropped_features_are_errors():
     stream = features.Stream(3, keep=False)
     with pytest.raises(ValueError, match=r"features have shape \(2, 4\), not \[N, 3\]"):
         stream.add(np.zeros((2, 4), np.float32))

@@ -1,4 +1,4 @@
-"""The Frechet distance: closed forms, an independent square root, few images, the reference's."""
+"""The Frechet distance against closed forms, scipy's matrix square root and the reference."""
 
 import json
 import pathlib
@@ -18,13 +18,13 @@ def draw(n, d, seed=0, shift=0.0):
     return rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) / d**0.5 + shift
 
 
-def test_commuting_covariances_have_a_closed_form():
+def test_the_distance_of_diagonal_gaussians_matches_the_closed_form():
     a = Gaussian(np.array([1.0, 2.0]), np.diag([4.0, 9.0]), 10)
     b = Gaussian(np.array([0.0, 4.0]), np.diag([1.0, 16.0]), 10)
     assert frechet.frechet(a, b) == pytest.approx(1 + 4 + (2 - 1) ** 2 + (3 - 4) ** 2, abs=1e-12)
 
 
-def test_full_rank_equals_the_square_root_of_the_product():
+def test_the_distance_with_full_rank_matches_scipys_matrix_square_root():
     x, y = draw(90, 12), draw(70, 12, 1, shift=0.3)
     a, b = np.cov(x.T), np.cov(y.T)
     root = scipy.linalg.sqrtm(a @ b).real
@@ -35,8 +35,8 @@ def test_full_rank_equals_the_square_root_of_the_product():
             assert frechet.frechet(left, right) == pytest.approx(expected, abs=1e-11)
 
 
-def test_fewer_images_than_dimensions_are_exact():
-    """The images lie in a plane of 9 dimensions, where their covariances have full rank."""
+def test_the_distance_is_exact_with_fewer_images_than_dimensions():
+    """The features span 9 of 60 dimensions, within which the covariances have full rank."""
     x, y = draw(40, 9), draw(30, 9, 1, shift=0.2)
     plane = np.linalg.qr(np.random.default_rng(2).normal(size=(60, 60)))[0][:9]
     expected = frechet.frechet(x, y)
@@ -47,7 +47,7 @@ def test_fewer_images_than_dimensions_are_exact():
     assert frechet.frechet(wide, wide) == pytest.approx(0, abs=1e-12)
 
 
-def test_an_images_influence_is_the_derivative_by_its_weight():
+def test_influence_is_the_derivative_with_respect_to_an_images_weight():
     x, real = draw(40, 9), frechet.reference(draw(50, 9, 1, shift=0.2))
 
     def with_more(i, weight):
@@ -71,8 +71,8 @@ def test_an_images_influence_is_the_derivative_by_its_weight():
 
 
 @pytest.mark.parametrize(("n", "d", "near"), [(200, 8, 0.1), (30, 60, 0.4)])
-def test_the_influences_spread_is_the_distances(n, d, near):
-    """Over 200 sets of images, whose deviation is known to 5 %; with few images it is larger."""
+def test_influences_predict_the_standard_error_of_the_distance(n, d, near):
+    """The deviation over 200 sets of images has an error of 5 %, more with few images."""
     axes = np.linspace(2, 0.1, d)
     sets = np.random.default_rng(3).normal(size=(200, n, d)) * axes
     real = frechet.reference(Gaussian(np.zeros(d) + 0.1, np.diag(axes**2) * 1.5, None))
@@ -81,8 +81,8 @@ def test_the_influences_spread_is_the_distances(n, d, near):
     assert np.mean(expected) == pytest.approx(deviation, rel=near)
 
 
-def test_the_bias_of_finite_samples_is_extrapolated_away():
-    """Of standard normals FID is about c / n: 1.5 at 400 images, 0 at infinitely many."""
+def test_extrapolation_removes_the_bias_of_finite_samples():
+    """For standard normals, FID is about c / n: 0 for infinitely many images."""
     rng = np.random.default_rng(0)
     exact = frechet.reference(Gaussian(np.zeros(20), np.eye(20), None))
     x = rng.normal(size=(4000, 20))
@@ -100,7 +100,7 @@ def test_the_bias_of_finite_samples_is_extrapolated_away():
         (np.zeros((5, 3)), np.zeros((5, 4)), "features with 3 and 4 dimensions"),
     ],
 )
-def test_what_cannot_be_compared_says_so(a, b, message):
+def test_too_few_images_or_unequal_dimensions_are_errors(a, b, message):
     with pytest.raises(ValueError, match=message):
         frechet.frechet(a, b)
     with pytest.raises(ValueError, match="needs at least 20 images, but there are 5"):
@@ -108,8 +108,8 @@ def test_what_cannot_be_compared_says_so(a, b, message):
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the reference's numbers are not here")
-def test_the_references_numbers():
-    """The halves: 11, 11 and 10 images of each size. Its other routes differ by less than 1e-3."""
+def test_distances_match_the_numbers_of_the_reference():
+    """Each half holds 11, 11 and 10 images of the three sizes."""
     numbers = json.loads((SHARED / "fid_numbers.json").read_text())
     with np.load(SHARED / "synthetic_64d.npz") as arrays:
         value = frechet.frechet(arrays["x"], arrays["y"])
@@ -121,7 +121,7 @@ def test_the_references_numbers():
                       np.concatenate([rows[len(rows) // 2 :] for rows in each])]  # fmt: skip
             expected = numbers[f"pytorchfid_f32_{dims} halves"]
             assert frechet.frechet(*halves) == pytest.approx(expected["from_features"], abs=1e-6)
-            if dims < 2048:  # Where the decompositions take seconds, few_images holds the route.
+            if dims < 2048:  # At 2048, decompositions take seconds.
                 moments = map(features.gaussian, halves)
                 assert frechet.frechet(*moments) == pytest.approx(expected["eigh"]["fid"], abs=1e-3)
     assert mmd.kid(*halves, subsets=1, size=32).mean == pytest.approx(0.16351, abs=1e-5)

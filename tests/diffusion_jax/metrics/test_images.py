@@ -1,4 +1,4 @@
-"""Images from files: which are read, in which order, and what becomes of the others."""
+"""Images from files: which are read, in which order, and how errors are reported."""
 
 import io
 import re
@@ -20,7 +20,7 @@ def write(path, height=12, width=16, value=None):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Colours, greys, transparency; texts and a folder, which are no images."""
+    """A folder with colour, grey and transparent images, a text and a subfolder."""
     grey = standin.picture(12, 16)[..., 0]
     write(tmp_path / "b.png")
     write(tmp_path / "a.PNG", value=grey)
@@ -32,29 +32,29 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_is_read_by_name_and_made_rgb(folder):
-    source = images.Decoded(images.open_files(str(folder)))
+def test_a_folder_is_read_in_order_of_names_and_converted_to_rgb(folder):
+    source = images.DecodedFiles(images.open_files(str(folder)))
     assert (len(source), source.shape) == (4, (12, 16, 3))
     rows, status = source.read(np.arange(4))
     grey = np.repeat(standin.picture(12, 16)[..., :1], 3, -1)
-    # As pytorch-fid does it, transparency is dropped.
+    # Transparency is dropped, as in pytorch-fid.
     expected = [grey, standin.picture(12, 16), np.zeros((12, 16, 3)), standin.picture(12, 16)]
     np.testing.assert_array_equal(rows, expected)
     assert status.tolist() == [0, 0, 0, 0]
 
 
-def test_broken_images_are_zeros_with_a_status(folder):
+def test_broken_images_are_read_as_zeros_with_status_1(folder):
     (folder / "aa.png").write_bytes((folder / "b.png").read_bytes()[:90])
     Image.fromarray(np.full((12, 16), 40000, np.uint16)).save(folder / "ab.png")
-    source = images.Decoded(images.folder_files(folder))
+    source = images.DecodedFiles(images.folder_files(folder))
     rows, status = source.read(np.array([2, 1, 0, 3]))
     assert status.tolist() == [1, 1, 0, 0] and not rows[:2].any() and rows[2:].any()
     assert source.reason(1) == "broken_image"
 
 
-def test_unlike_sizes_are_an_error_with_a_way_out(folder):
+def test_images_of_unequal_sizes_are_an_error_that_names_both(folder):
     write(folder / "e.png", 30, 20)
-    source = images.Decoded(images.folder_files(folder))
+    source = images.DecodedFiles(images.folder_files(folder))
     assert source.read(np.array([4, 0]))[1].tolist() == [2, 0]
     message = f"differ in size: the first is 16x12, {folder}/e.png is 20x30. Resize"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -62,9 +62,9 @@ def test_unlike_sizes_are_an_error_with_a_way_out(folder):
 
 
 @pytest.mark.parametrize("fit", ["squash", "crop"])
-def test_images_are_brought_to_a_size(folder, fit):
+def test_images_are_squashed_or_cropped_to_the_given_size(folder, fit):
     write(folder / "b.png", 30, 20)
-    source = images.Decoded(images.folder_files(folder), 10, fit)
+    source = images.DecodedFiles(images.folder_files(folder), 10, fit)
     rows, status = source.read(np.array([1]))
     whole = Image.fromarray(standin.picture(30, 20))
     squashed = whole.resize((10, 10), Image.Resampling.BICUBIC)
@@ -73,7 +73,7 @@ def test_images_are_brought_to_a_size(folder, fit):
     assert source.shape == (10, 10, 3) and not status.any()
 
 
-def test_the_images_of_tars_are_read_without_their_texts(tmp_path, monkeypatch):
+def test_images_in_tars_are_read_and_their_texts_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
         for name in ("x.png", "x.txt", "y.png"):
@@ -84,12 +84,12 @@ def test_the_images_of_tars_are_read_without_their_texts(tmp_path, monkeypatch):
             info.size = len(buffer.getvalue())
             tar.addfile(info, io.BytesIO(buffer.getvalue()))
     files = images.open_files(str(tmp_path / "{0..0}.tar"))
-    rows, _ = images.Decoded(files).read(np.arange(files.number))
+    rows, _ = images.DecodedFiles(files).read(np.arange(files.number))
     np.testing.assert_array_equal(rows, [standin.picture(12, 16)])
     assert files.left_out()["no_caption"] == 1
 
 
-def test_what_cannot_be_read_says_so(tmp_path):
+def test_missing_empty_and_broken_folders_and_invalid_fits_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere"):
         images.open_files(str(tmp_path / "nowhere"))
     (tmp_path / "a").mkdir()
@@ -98,9 +98,9 @@ def test_what_cannot_be_read_says_so(tmp_path):
     (tmp_path / "a" / "a.png").write_bytes(b"")
     files = images.open_files(str(tmp_path / "a"))
     with pytest.raises(ValueError, match="none of the 1 images can be read"):
-        images.Decoded(files)
+        images.DecodedFiles(files)
     for size, fit in ((8, "exact"), (0, "crop"), (8, "stretch")):
         with pytest.raises(
             ValueError, match=f"fit is '{fit}' with size {size}: choose 'squash' or"
         ):
-            images.Decoded(files, size, fit)
+            images.DecodedFiles(files, size, fit)

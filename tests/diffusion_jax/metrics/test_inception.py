@@ -1,8 +1,8 @@
-"""The FID Inception and its four preprocessings against the references' programs.
+"""The FID Inception and its four preprocessings against the reference programs.
 
 fixtures/inception.npz holds two of the reference's saved images of 64 pixels with the features that
 pytorch-fid 0.3.0 and torch-fidelity 0.4.0 gave, and features of two pictures by formula, one wider
-than high and one that must shrink, after pytorch-fid's, torch-fidelity's, clean-fid 0.1.35's and
+than high and one to be reduced, after pytorch-fid's, torch-fidelity's, clean-fid 0.1.35's and
 NeMo's resizing. The weights are the stand-in's.
 """
 
@@ -28,7 +28,7 @@ from tests.diffusion_jax.metrics import standin, toy
 
 ROOT = pathlib.Path(__file__).parents[3]
 ORACLE = ROOT.parent / "shared" / "oracles" / "eval" / "fid_inception_oracle.npz"
-RELATIVE = 1e-5  # Of the largest feature; measured are 6e-7, float32's rounding over 94 layers.
+RELATIVE = 1e-5  # Of the largest feature. float32's rounding over 94 layers causes 6e-7.
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def run():
-    """run(mode, images) -> Outputs of two images, which may be of unlike sizes; compiled once."""
+    """run(mode, images) -> Outputs of two images, whose sizes may differ. Compiled once."""
     state = standin.state()
     assert inception_weights.digest(state) == standin.DIGEST
     params = jax.device_put(inception_weights.to_params(state))
@@ -58,15 +58,15 @@ def check(ours, theirs):
 
 
 @pytest.mark.parametrize("mode", ["pytorch", "tf"])
-def test_every_level_is_the_references(run, reference, mode):
+def test_features_of_every_level_match_the_reference(run, reference, mode):
     outputs = run(mode, reference["images_64"])
     for level in inception.LEVELS:
         if f"{mode}_{level}" in reference:  # pytorch-fid has no logits.
             check(inception.level(outputs, level), reference[f"{mode}_{level}"])
 
 
-def test_spatial_features_are_seven_channels_of_mixed_6d(run, reference):
-    """By a hook on pytorch-fid's block, for the first image: one channel in 289, and all."""
+def test_spatial_features_are_the_first_seven_channels_of_mixed_6d(run, reference):
+    """Numbers from a hook on pytorch-fid's block, for the first image."""
     outputs = run("pytorch", reference["images_64"])
     row = np.asarray(outputs.spatial[0])
     expected = [0, 0, 0.403796196, 0.075598374, 0, 0, 3.160056829]
@@ -77,19 +77,21 @@ def test_spatial_features_are_seven_channels_of_mixed_6d(run, reference):
 
 
 @pytest.mark.parametrize("mode", [*preprocess.INCEPTION])
-def test_every_resize_kernel_is_its_references(run, reference, mode):
+def test_features_after_every_resize_kernel_match_its_reference(run, reference, mode):
     pictures = {"wide": standin.picture(210, 330), "large": standin.picture(440, 380)}
     features = np.asarray(run(mode, list(pictures.values())).final)
     for ours, name in zip(features, pictures, strict=True):
         check(ours, reference[f"{name}_{mode}"][0])
-        for other in set(preprocess.INCEPTION) - {mode}:  # They are far apart.
+        for other in set(preprocess.INCEPTION) - {
+            mode
+        }:  # Other kernels give clearly different features.
             gap = np.abs(ours - reference[f"{name}_{other}"]).max()
             assert gap > 100 * RELATIVE * ours.max()
 
 
 @pytest.mark.skipif(not ORACLE.is_file(), reason="the reference's images are not here")
 @pytest.mark.parametrize(("size", "mode"), [(256, "tf"), (512, "pytorch")])
-def test_larger_images_of_the_reference(run, size, mode):
+def test_features_of_the_references_larger_images_match(run, size, mode):
     path = {"pytorch": "pytorchfid", "tf": "torchfidelity"}[mode]
     with np.load(ORACLE) as arrays:
         outputs = run(mode, arrays[f"images_{size}"][:2])
@@ -97,8 +99,8 @@ def test_larger_images_of_the_reference(run, size, mode):
             check(inception.level(outputs, level), arrays[f"{path}_f32_{level}_{size}"][:2])
 
 
-def test_a_sweeps_distance_is_that_of_the_references_features(reference, tmp_path):
-    """From files to score: the stand-in's weights, statistics, and pytorch-fid's own features."""
+def test_a_scorers_fid_matches_pytorch_fids_features(reference, tmp_path):
+    """From files of weights and statistics to the score, against pytorch-fid's saved features."""
     safetensors.numpy.save_file(standin.state(), tmp_path / "inception.safetensors")
     real = np.random.default_rng(0).normal(0.8, 0.2, (3, 2048))
     card = {"extractor": "inception", "weights": standin.DIGEST, "preprocessing": "pytorch"}
@@ -111,17 +113,17 @@ def test_a_sweeps_distance_is_that_of_the_references_features(reference, tmp_pat
     row = scorer.score(rows)["inception"]
     theirs = reference["pytorch_2048"]
     assert row["fd_inception"] == pytest.approx(frechet.frechet(theirs, real), rel=RELATIVE)
-    kept = {"n": 2, "image_size": "64x64", "reference": "real.npz, n 3", "official": False}
-    assert scorer.cards["inception"].items() >= (card | kept).items()
+    fields = {"n": 2, "image_size": "64x64", "reference": "real.npz, n 3", "official": False}
+    assert scorer.cards["inception"].items() >= (card | fields).items()
 
 
-def test_other_networks_are_refused():
+def test_weights_of_another_network_are_an_error():
     state = {"AuxLogits.fc.weight": np.zeros(3)}
     with pytest.raises(ValueError, match=r"missing keys \(472\): .*keys left over \(1\): AuxLog"):
         inception_weights.to_params(state)
 
 
-def test_counters_are_no_weights():
+def test_the_digest_ignores_batch_norm_counters():
     weights = {"a.weight": np.arange(3.0)}
     counted = weights | {"a.num_batches_tracked": np.array(7)}
     assert inception_weights.digest(counted) == inception_weights.digest(weights)

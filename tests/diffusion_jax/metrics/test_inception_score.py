@@ -1,4 +1,4 @@
-"""The Inception Score: closed forms, the definition in a loop, and its spread."""
+"""The Inception Score: closed forms, a loop in numpy, and its standard error."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ def draw(n, seed=0):
     return np.random.default_rng(seed).normal(size=(n, 7)).astype(np.float32)
 
 
-def test_equal_images_score_1_and_certain_ones_the_number_of_classes():
+def test_equal_images_score_1_and_perfect_classes_score_their_number():
     assert inception_score.score(np.ones((9, 7))).value == pytest.approx(1, abs=1e-12)
     assert inception_score.score(np.tile(800 * np.eye(7), (3, 1))).value == pytest.approx(7)
 
 
-def test_the_definition_in_a_loop(monkeypatch):
-    """Parts of consecutive images, the last one smaller."""
+def test_the_inception_score_matches_a_loop_over_parts(monkeypatch):
+    """The parts are consecutive images; the last part is smaller."""
     monkeypatch.setattr(inception_score, "_PART", 8)
     x = draw(20)
     expected = []
@@ -30,7 +30,7 @@ def test_the_definition_in_a_loop(monkeypatch):
     assert score.each is not None and len(score.each) == 20
 
 
-def test_the_spread_of_the_images_parts_is_that_of_the_score():
+def test_influences_predict_the_standard_error_of_the_inception_score():
     scores = [inception_score.score(3 * draw(200, seed)) for seed in range(60)]
     expected = np.std([score.value for score in scores])
     errors = [np.std(score.each) / 200**0.5 for score in scores]

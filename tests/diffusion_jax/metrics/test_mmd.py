@@ -1,4 +1,4 @@
-"""KID and CMMD against sums over pairs written out, and what they are where nothing differs."""
+"""KID and CMMD against explicit sums over pairs."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def pairs(x, y, kernel):
 
 
 @pytest.mark.parametrize("block", [4, 4096])
-def test_sums_over_pairs(monkeypatch, block):
+def test_kid_and_cmmd_match_explicit_sums_over_pairs(monkeypatch, block):
     monkeypatch.setattr(mmd, "_BLOCK", block)
     x, y = draw(9, 0), draw(9, 1, 0.5)
     cubic = lambda a, b: (a @ b / 6 + 1) ** 3
@@ -31,17 +31,17 @@ def test_sums_over_pairs(monkeypatch, block):
     assert mmd.cmmd(x, y) == pytest.approx(1000 * biased, rel=1e-9)
 
 
-def test_kid_of_one_distribution_is_about_0_either_way():
+def test_kid_of_two_samples_of_one_distribution_has_mean_0():
     of_all = lambda x, y: mmd.kid(x, y, subsets=1, size=60).mean
     values = [of_all(draw(60, 2 * i), draw(60, 2 * i + 1)) for i in range(40)]
     assert min(values) < 0 < max(values)
     assert abs(np.mean(values)) < 3 * np.std(values) / 40**0.5
 
 
-def test_kids_subsets_are_drawn_by_the_seed():
-    """Their KIDs are those of the rows themselves, in float64."""
+def test_kid_averages_over_subsets_drawn_from_its_seed():
+    """The KID of each subset is computed again in float64."""
     x, y = draw(200, 0), draw(150, 1, 0.3)
-    found = mmd.kid(x, y, subsets=5, size=80, seed=3)
+    kid = mmd.kid(x, y, subsets=5, size=80, seed=3)
     rng = np.random.default_rng(3)
     values = []
     for _ in range(5):
@@ -49,13 +49,13 @@ def test_kids_subsets_are_drawn_by_the_seed():
         cubic = lambda a, b: (a @ b.T / 6 + 1) ** 3
         within = sum(cubic(rows, rows).sum() - np.trace(cubic(rows, rows)) for rows in (a, b))
         values.append(within / (80 * 79) - 2 * cubic(a, b).mean())
-    assert found[:2] == pytest.approx((np.mean(values), np.std(values)), rel=1e-5)
-    assert found[:2] == mmd.kid(x, y, subsets=5, size=80, seed=3)[:2]
-    assert found[:2] != mmd.kid(x, y, subsets=5, size=80, seed=4)[:2]
+    assert kid[:2] == pytest.approx((np.mean(values), np.std(values)), rel=1e-5)
+    assert kid[:2] == mmd.kid(x, y, subsets=5, size=80, seed=3)[:2]
+    assert kid[:2] != mmd.kid(x, y, subsets=5, size=80, seed=4)[:2]
     assert mmd.kid(x[:150], y, subsets=3, size=150).deviation == pytest.approx(0, abs=1e-12)
 
 
-def test_a_mean_far_above_the_spread_costs_no_digits():
+def test_kid_is_accurate_if_the_mean_is_far_above_the_deviation():
     """Inception's features are positive, so the kernel is nearly constant."""
     x, y = draw(300, 0) * 0.1 + 3, draw(300, 1) * 0.1 + 3.01
     cubic = lambda a, b: (a.astype(float) @ b.T.astype(float) / 6 + 1) ** 3
@@ -65,7 +65,7 @@ def test_a_mean_far_above_the_spread_costs_no_digits():
     assert abs(expected) < 1e-3 * cubic(x, y).mean()
 
 
-def test_too_few_images_say_so():
+def test_kid_of_too_few_images_is_an_error():
     with pytest.raises(ValueError, match=r"subsets of 100 images needs at least 100 .* 9"):
         mmd.kid(draw(9, 0), draw(200, 1), size=100)
     with pytest.raises(ValueError, match="KID needs at least 2 images per subset"):
@@ -73,8 +73,8 @@ def test_too_few_images_say_so():
 
 
 @pytest.mark.parametrize("metric", [mmd.score_kid, mmd.score_cmmd])
-def test_the_spread_of_the_images_parts_is_that_of_the_score(metric):
-    """Over sets of generated images: a standard error of each set, against their own deviation."""
+def test_influences_predict_the_standard_error_of_kid_and_cmmd(metric):
+    """Compare the standard error of each set with the deviation over 40 sets."""
     real = draw(150, 0)
     scores = [metric(draw(120, seed, 0.4), real) for seed in range(1, 41)]
     expected = np.std([score.value for score in scores])

@@ -1,4 +1,4 @@
-"""Resize kernels against Pillow and by hand. Inception's are held end to end in test_inception."""
+"""Resize kernels against Pillow and by hand. test_inception.py tests Inception's end to end."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ IMAGENET_MEAN, IMAGENET_STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 301), (224, 224), (500, 333)])
-def test_open_clips_images_are_pillows_to_the_bit(height, width):
+def test_open_clip_preprocessing_matches_pillow(height, width):
     picture = standin.picture(height, width)
     ours = np.asarray(jax.jit(preprocess.open_clip(224))(picture[None]))[0]
     scale = 224 / min(height, width)
@@ -27,8 +27,8 @@ def test_open_clips_images_are_pillows_to_the_bit(height, width):
 
 
 @pytest.mark.parametrize(("height", "width"), [(225, 223), (640, 427), (427, 640), (301, 64)])
-def test_dinov2s_images_are_pillow_12s_to_the_bit(height, width):
-    """Two resizes of one pass each force the order of Pillow 12 in any version: the width first."""
+def test_dinov2_preprocessing_matches_pillow_12(height, width):
+    """Two resizes force Pillow 12's order in every version: width first, then height."""
     picture = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     ours = np.asarray(jax.jit(preprocess.dgm_eval)(picture[None]))[0]
     narrow = Image.fromarray(picture).resize((224, height), Image.Resampling.BICUBIC)
@@ -36,7 +36,7 @@ def test_dinov2s_images_are_pillow_12s_to_the_bit(height, width):
     np.testing.assert_allclose(ours, (theirs - IMAGENET_MEAN) / IMAGENET_STD, atol=1e-6)
 
 
-def test_squashed_images_are_pillows_of_floats():
+def test_squash_matches_pillow_on_float_channels():
     picture = standin.picture(90, 50)
     ours = np.asarray(jax.jit(preprocess.squash(28))(picture[None]))[0]
     channels = [Image.fromarray(picture[:, :, c].astype(np.float32)) for c in range(3)]
@@ -44,16 +44,16 @@ def test_squashed_images_are_pillows_of_floats():
     np.testing.assert_allclose(ours, (np.stack(theirs, -1) / 255 - MEAN) / STD, atol=2e-6)
 
 
-def test_the_tf_grid_starts_at_the_top_left_corner():
-    """Enlarged from 2 pixels, all beyond the second's corner repeat it."""
+def test_tf_resizing_aligns_the_top_left_corner():
+    """Enlarge 2 pixels: values beyond the second pixel repeat it."""
     image = jnp.asarray(np.array([0.0, 128.0]).reshape(1, 1, 2, 1).repeat(3, -1), jnp.float32)
     row = np.asarray(preprocess.tf(image))[0, 7, :, 0]
     expected = np.minimum(np.arange(299) * 2 / 299, 1) - 1
     np.testing.assert_allclose(row, expected, atol=1e-6)
 
 
-def test_nemos_corners_stay_where_they_are():
-    """150 pixels become 299: themselves, and between each two of them the kernel's middle."""
+def test_nemo_resizing_keeps_the_corner_pixels():
+    """150 pixels become 299: the pixels, and between each two the bicubic kernel's midpoint."""
     pixels = np.random.default_rng(0).uniform(0, 255, 150).astype(np.float32)
     image = jnp.asarray(np.broadcast_to(pixels[None, None, :, None], (1, 5, 150, 3)))
     row = np.asarray(preprocess.nemo(image))[0, 0, :, 0]
@@ -64,7 +64,7 @@ def test_nemos_corners_stay_where_they_are():
 
 
 @pytest.mark.parametrize(("mode", "scale"), [("pytorch", 127.5), ("nemo", 127.5), ("tf", 128)])
-def test_images_of_the_nets_size_are_only_scaled(mode, scale):
+def test_images_of_the_networks_size_are_only_scaled(mode, scale):
     picture = standin.picture(299, 299)[None]
     ours = np.asarray(preprocess.INCEPTION[mode](jnp.asarray(picture)))
     np.testing.assert_allclose(ours, picture / scale - 1, atol=2e-7)

@@ -1,4 +1,4 @@
-"""Statistics' files: pytorch-fid's layout, what is added, and files that cannot do."""
+"""Files of statistics: pytorch-fid's layout with a card, and files that are rejected."""
 
 import numpy as np
 import pytest
@@ -14,18 +14,18 @@ def stats(**changes):
     return Stats(features.gaussian(rows), rows, card)._replace(**changes)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_statistics_are_read_back(tmp_path):
     stats_files.write(tmp_path / "a.npz", stats())
     read = stats_files.read(tmp_path / "a.npz")
     np.testing.assert_array_equal(read.gaussian.cov, stats().gaussian.cov)
     np.testing.assert_array_equal(read.features, stats().features)
     assert (read.gaussian.n, read.card) == (30, stats().card)
-    with np.load(tmp_path / "a.npz") as arrays:  # As every other program reads it.
+    with np.load(tmp_path / "a.npz") as arrays:  # The arrays that other programs read.
         assert arrays["mu"].dtype == arrays["sigma"].dtype == np.float64
         assert arrays["sigma"].shape == (toy.WIDTH, toy.WIDTH)
 
 
-def test_spatial_statistics_have_adms_names(tmp_path):
+def test_spatial_statistics_are_stored_under_adms_names(tmp_path):
     spatial = features.gaussian(np.random.default_rng(1).normal(size=(30, 4)))
     stats_files.write(tmp_path / "a.npz", stats(spatial=spatial))
     with np.load(tmp_path / "a.npz") as arrays:
@@ -36,7 +36,7 @@ def test_spatial_statistics_have_adms_names(tmp_path):
     assert stats().spatial is None
 
 
-def test_a_file_without_a_card_needs_a_mode():
+def test_check_mode_requires_a_mode_for_a_file_without_a_card():
     stats_files.check_mode("a.npz", stats(), "", "--mode")
     stats_files.check_mode("a.npz", stats(card=None), "tf", "--mode")
     with pytest.raises(
@@ -45,7 +45,7 @@ def test_a_file_without_a_card_needs_a_mode():
         stats_files.check_mode("a.npz", stats(card=None), "", "--mode")
 
 
-def test_files_of_other_programs_have_no_card(tmp_path):
+def test_a_file_of_another_program_is_read_without_a_card(tmp_path):
     np.savez(tmp_path / "a.npz", mu=np.zeros(6, np.float32), sigma=np.eye(6))
     read = stats_files.read(tmp_path / "a.npz")
     assert (read.gaussian.n, read.features, read.card) == (None, None, None)
@@ -68,7 +68,7 @@ def test_files_of_other_programs_have_no_card(tmp_path):
         ),
     ],
 )
-def test_statistics_of_another_extractor_are_refused(change, message):
+def test_statistics_of_another_extractor_are_an_error(change, message):
     stats_files.check("a.npz", stats(), toy.extractor())
     with pytest.raises(ValueError, match=message):
         stats_files.check("a.npz", stats(), toy.extractor(**change))
@@ -83,7 +83,7 @@ def test_statistics_of_another_extractor_are_refused(change, message):
         ({"mu": np.array([{}])}, "cannot read .*: ValueError: it holds Python objects"),
     ],
 )
-def test_other_files_are_refused(tmp_path, arrays, message):
+def test_files_without_valid_statistics_are_errors(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(ValueError, match=message):
         stats_files.read(tmp_path / "a.npz")

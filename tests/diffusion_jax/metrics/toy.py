@@ -1,4 +1,4 @@
-"""An extractor of a few numbers, whose programs compile at once."""
+"""A toy extractor that compiles quickly."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ WIDTH = 6
 
 
 def prepare(images):
-    """Any size to 2x2 means, which differ between resize kernels no less than Inception's input."""
+    """Reduce images of any size to the means of 2x2 parts, [B, 4, 3]."""
     _, h, w, _ = images.shape
     rows = jnp.split(images.astype(jnp.float32) / 255, [h // 2], 1)
     parts = [part for row in rows for part in jnp.split(row, [w // 2], 2)]
@@ -22,19 +22,19 @@ def apply(params, x):
 
 
 def with_spatial():
-    """Its first four features as Inception's, one as spatial features and one as logits."""
+    """Name its first four features Inception's, the fifth spatial and the sixth logits."""
     parts = {"inception": 4, "inception_spatial": 1, "inception_unbiased": 1}
     return extractor(name="inception", parts=parts)
 
 
 def extractor(**changes):
     kernel = np.random.default_rng(0).normal(size=(12, WIDTH)).astype(np.float32)
-    made = Extractor("toy", WIDTH, "means", "abc", False, {"kernel": kernel}, prepare, apply)
-    return made._replace(**changes)
+    toy = Extractor("toy", WIDTH, "means", "abc", False, {"kernel": kernel}, prepare, apply)
+    return toy._replace(**changes)
 
 
 class InMemory:
-    """Arrays as a source; in many processes each must hold the same."""
+    """A source that holds its rows in memory. All processes must hold the same rows."""
 
     def __init__(self, rows):
         self._rows = rows
@@ -51,5 +51,5 @@ class InMemory:
 
 
 def wanted(reference="", inception="", clip="", **fields):
-    """A config's group of these files."""
+    """Return the config group `evaluation` with these files."""
     return Evaluation(0, (), reference=reference, inception=inception, clip=clip, **fields)

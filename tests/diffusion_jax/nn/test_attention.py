@@ -1,4 +1,4 @@
-"""Attention, by each implementation."""
+"""Each implementation of attention, against numpy and against each other."""
 
 import functools
 
@@ -17,7 +17,7 @@ def normal(*shape, seed=0):
 
 
 def attend(q, k, v, mask):
-    """In float64, one row, head and query at a time; `mask` covers all keys."""
+    """Compute attention in float64, one row, head and query at a time. `mask` covers all keys."""
     q, k, v = map(np.asarray, (q, k, v))
     out = np.zeros(q.shape)
     for b, t, n in np.ndindex(*q.shape[:3]):
@@ -33,15 +33,15 @@ MASK = np.array([[True] * 5, [True, True, False, False, False], [False] * 5])
 
 @pytest.fixture(params=attention.IMPLEMENTATIONS)
 def implementation(request, monkeypatch):
-    """Each implementation; without a GPU, XLA computes what cuDNN would be given."""
+    """Return each implementation in turn. XLA stands in for cuDNN, which needs a GPU."""
     plain = jax.nn.dot_product_attention
 
     def stand_in(q, k, v, *, implementation, mask=None, key_value_seq_lengths=None):
         if implementation == "xla":
             return plain(q, k, v, mask=mask, implementation="xla")
         assert key_value_seq_lengths is not None and key_value_seq_lengths.dtype == jnp.int32
-        assert key_value_seq_lengths.min() >= 1  # As a softmax needs.
-        assert q.shape[1] % 2 == k.shape[1] % 2 == 0  # As jax asks of gradients.
+        assert key_value_seq_lengths.min() >= 1  # A softmax over no key is undefined.
+        assert q.shape[1] % 2 == k.shape[1] % 2 == 0  # jax requires this for gradients.
         return plain(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
 
     if request.param == "cudnn":
@@ -50,7 +50,7 @@ def implementation(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("always", "queries"), [(0, 6), (4, 7)])
-def test_attention_is_numpys_also_for_a_text_without_tokens(always, queries, implementation):
+def test_attention_matches_numpy_also_for_a_text_without_tokens(always, queries, implementation):
     q, k = normal(3, queries, 2, 8), normal(3, always + 5, 2, 8, seed=1)
     v = normal(3, always + 5, 2, 8, seed=2)
     everything = np.pad(MASK, ((0, 0), (always, 0)), constant_values=True)
@@ -59,15 +59,15 @@ def test_attention_is_numpys_also_for_a_text_without_tokens(always, queries, imp
     np.testing.assert_array_equal(np.asarray(out[2] == 0).all(), not always)
 
 
-def test_attention_without_a_mask_is_numpys(implementation):
+def test_attention_without_a_mask_matches_numpy(implementation):
     q, k, v = normal(2, 6, 2, 8), normal(2, 7, 2, 8, seed=1), normal(2, 7, 2, 8, seed=2)
     out = attention.attend(q, k, v, implementation=implementation)
     np.testing.assert_allclose(out, attend(q, k, v, np.ones((2, 7), bool)), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_gradients_are_those_of_all_scores_at_once(implementation, dtype, monkeypatch):
-    """Several blocks of keys, the last one not full; of masks, with texts without a token."""
+def test_gradients_over_blocks_of_keys_match_the_plain_softmax(implementation, dtype, monkeypatch):
+    """The last block of keys is not full. One row of the masks has no token."""
     monkeypatch.setattr(attention, "_BLOCK", 128)
     q = normal(3, 131, 2, 8).astype(dtype)
     k, v = (normal(3, 300, 2, 8, seed=seed).astype(dtype) for seed in (1, 2))
@@ -91,8 +91,8 @@ def test_gradients_are_those_of_all_scores_at_once(implementation, dtype, monkey
 
 
 @pytest.mark.parametrize(("kind", "keys"), [("TPU v5", 128), ("TPU v5 lite", 256)])
-def test_some_tpus_hold_more_keys(kind, keys, monkeypatch):
-    """Of 256 keys without a mask, in blocks whose sizes are recorded."""
+def test_splash_uses_larger_blocks_of_keys_on_tpus_with_more_memory(kind, keys, monkeypatch):
+    """256 keys without a mask. The block sizes that splash receives are recorded."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     sizes, make = [], splash.make_splash_mha
@@ -124,8 +124,10 @@ def test_some_tpus_hold_more_keys(kind, keys, monkeypatch):
         ("TPU v6 lite", "float32", 4096, (512, 2048, 512)),
     ],
 )
-def test_blocks_of_splash_fit_into_each_tpus_memory(kind, dtype, length, sizes, monkeypatch):
-    """Queries, keys, and keys per product, of blocks that libtpu compiled for these TPUs."""
+def test_splash_block_sizes_fit_into_the_memory_of_each_tpu(
+    kind, dtype, length, sizes, monkeypatch
+):
+    """`sizes` are queries, keys and keys per product. libtpu compiled these for each TPU."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     seen, make = [], splash.make_splash_mha
@@ -140,7 +142,7 @@ def test_blocks_of_splash_fit_into_each_tpus_memory(kind, dtype, length, sizes, 
     assert {(s.block_q_dkv, s.block_kv_dkv, s.block_kv_dkv_compute) for s in seen} == {sizes}
 
 
-def test_the_gradient_of_attention_to_no_token_is_0(implementation):
+def test_a_text_without_tokens_has_zero_gradients(implementation):
     q, k, v = normal(3, 6, 2, 8), normal(3, 5, 2, 8, seed=1), normal(3, 5, 2, 8, seed=2)
     attend = lambda q, k, v: attention.attend(
         q, k, v, jnp.asarray(MASK), implementation=implementation
@@ -152,7 +154,7 @@ def test_the_gradient_of_attention_to_no_token_is_0(implementation):
 
 @pytest.mark.parametrize("implementation", ["splash", "blockwise"])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 8, 1)])
-def test_on_a_mesh_attention_is_that_of_one_device(implementation, sizes):
+def test_attention_gradients_on_a_mesh_match_one_device(implementation, sizes):
     mesh = sharding.make_mesh(*sizes)
     q, k, v = (normal(8, 16, 2, 8, seed=seed) for seed in range(3))
     attend = lambda *qkv: attention.attend(*qkv, implementation=implementation)
@@ -167,18 +169,18 @@ def test_on_a_mesh_attention_is_that_of_one_device(implementation, sizes):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", "splash"])
-def test_operations_are_counted_once_whatever_computes_them(implementation):
-    """Two products forwards, four backwards: what is computed again is no work of the model's."""
+def test_every_implementation_counts_the_same_operations(implementation):
+    """Two products forwards, four backwards. Recomputed products are not counted."""
     q, k, v = normal(2, 256, 3, 8), normal(2, 128, 3, 8), normal(2, 128, 3, 8)
     attend = lambda *qkv: attention.attend(*qkv, implementation=implementation).sum()
     product = 2 * 2 * 3 * 256 * 128 * 8
     assert flops.count(jax.make_jaxpr(attend)(q, k, v).jaxpr) == 2 * product
     gradient = jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(q, k, v)
-    rows = 2 * 2 * 3 * 256 * 8 * (implementation == "splash")  # Its sum of out * d_out is a dot.
+    rows = 2 * 2 * 3 * 256 * 8 * (implementation == "splash")  # Splash sums out * d_out.
     assert flops.count(gradient.jaxpr) == 6 * product + rows
 
 
-def test_auto_takes_what_the_devices_are_fast_with(monkeypatch):
+def test_auto_selects_the_fastest_implementation_of_each_platform(monkeypatch):
     monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
     choose = lambda keys=1024, dtype=jnp.bfloat16, head_dim=64: attention.choose(
         1024, keys, head_dim, dtype
@@ -194,7 +196,7 @@ def test_auto_takes_what_the_devices_are_fast_with(monkeypatch):
     assert choose() == "xla" and not attention.counts_keys("auto")
 
 
-def test_valid_tokens_come_first_in_their_order():
+def test_valid_first_moves_valid_tokens_to_the_front_in_order():
     tokens = jnp.arange(8.0).reshape(2, 4, 1)
     mask = jnp.array([[False, True, False, True], [False, False, False, True]])
     tokens, mask = attention.valid_first(tokens, mask)
@@ -202,7 +204,7 @@ def test_valid_tokens_come_first_in_their_order():
     np.testing.assert_array_equal(mask, [[1, 1, 0, 0], [1, 0, 0, 0]])
 
 
-def test_layers_to_and_from_heads_are_dense_layers_and_reshapes():
+def test_to_heads_and_from_heads_equal_a_dense_layer_and_a_reshape():
     x, key = normal(2, 5, 12), jax.random.key(0)
     apart, plain = layers.ToHeads(3, 4, 8), nn.Dense(3 * 4 * 8)
     params = apart.init(key, x)

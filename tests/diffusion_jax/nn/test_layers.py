@@ -1,4 +1,4 @@
-"""Layers in bfloat16: gradients of what is the same for all pixels are summed in float32."""
+"""Layers in bfloat16: gradients of parameters shared by all pixels are summed in float32."""
 
 import flax.linen as nn
 import jax
@@ -40,7 +40,7 @@ class Layer(nn.Module):
     ids=lambda value: getattr(value, "kind", type(value).__name__),
 )
 def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
-    """Of a mean cotangent of 1/2: bfloat16 would stop at 128 of 2,048."""
+    """Each pixel's cotangent is 1/2: a sum in bfloat16 would stop at 128 instead of 2,048."""
     x = jnp.ones((1, 64, 64, 2), jnp.bfloat16)
     params = layer.init(jax.random.key(0), x)
     loss = lambda p: (layer.apply(p, x).astype(jnp.float32) * 0.5).sum()
@@ -50,7 +50,7 @@ def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
     assert layer.apply(params, x).dtype == jnp.bfloat16
 
 
-def test_on_a_tpu_the_gradient_of_a_bias_is_a_row_of_the_kernels(monkeypatch):
+def test_on_a_tpu_one_product_gives_the_gradients_of_kernel_and_bias(monkeypatch):
     normal = lambda *shape: jax.random.normal(jax.random.key(len(shape)), shape)
     x, kernel, bias = normal(4, 3, 2), normal(2, 5), normal(5)
     gradients = jax.grad(lambda *a: (ops.linear(*a) ** 3).sum(), (0, 1, 2))
@@ -74,7 +74,7 @@ def test_on_a_tpu_the_gradient_of_a_bias_is_a_row_of_the_kernels(monkeypatch):
         ResBlock(32, 64, dtype=jnp.bfloat16),
     ],
 )
-def test_no_gradient_of_a_block_is_a_sum_over_pixels_in_bfloat16(block):
+def test_gradients_of_a_block_are_never_summed_in_bfloat16(block):
     x, emb = jnp.ones((2, 8, 8, 32), jnp.bfloat16), jnp.ones((2, 16), jnp.bfloat16)
     params = block.init(jax.random.key(0), x, emb)
     loss = lambda p, x, emb: block.apply(p, x, emb).astype(jnp.float32).sum()
@@ -84,7 +84,7 @@ def test_no_gradient_of_a_block_is_a_sum_over_pixels_in_bfloat16(block):
 
 
 def _sums(jaxpr):
-    """Shape and type of all that is summed over more than one number."""
+    """Yield the shape and dtype of each operand that is summed over more than one number."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "reduce_sum":
             (variable,) = equation.invars

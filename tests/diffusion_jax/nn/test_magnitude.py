@@ -1,4 +1,4 @@
-"""Of normal inputs of magnitude 1 every layer gives magnitude 1; weights are forced to it."""
+"""Magnitude-preserving layers (EDM2): inputs of magnitude 1 give outputs of magnitude 1."""
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,20 @@ def rms(x):
 
 
 @pytest.mark.parametrize("length", [0.01, 1.0, 100.0])
-def test_pixel_norm_divides_by_the_length_of_each_vector(length):
+def test_normalize_divides_each_vector_by_its_root_mean_square(length):
     x = length * normal(4, 5, 6)
     expected = x / (1e-4 + np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True)))
     np.testing.assert_allclose(normalize(x), expected, rtol=1e-6)
 
 
-def test_a_vector_of_zeros_stays_and_has_a_finite_gradient():
+def test_normalize_keeps_a_zero_vector_and_has_a_finite_gradient_there():
     assert (normalize(jnp.zeros((2, 3))) == 0).all()
     gradient = jax.grad(lambda x: normalize(x).sum())(jnp.zeros((2, 3)))
     np.testing.assert_allclose(gradient, 1e4, rtol=1e-5)  # 1 / epsilon.
 
 
 def test_activations_sums_and_concatenations_keep_magnitude_1():
-    """A hundred thousand numbers: their magnitude is known to some tenths of a percent."""
+    """The magnitude of 100,000 samples has a standard error below 1 %."""
     a, b = normal(1000, 128), normal(1000, 32, seed=1)
     assert abs(rms(mp_silu(a)) - 1) < 0.01
     for t in (0.0, 0.3, 0.5, 1.0):
@@ -43,7 +43,7 @@ def test_activations_sums_and_concatenations_keep_magnitude_1():
     np.testing.assert_allclose(rms(both[:, 128:]) ** 2 * 32, 80, rtol=0.02)
 
 
-def test_waves_have_magnitude_1_and_numbers_that_never_change():
+def test_fourier_features_have_magnitude_1_and_fixed_frequencies():
     waves = mp_fourier(jnp.linspace(-2, 2, 400), 256)
     assert abs(rms(waves) - 1) < 0.02
     random = np.random.RandomState(0)
@@ -55,13 +55,13 @@ def test_waves_have_magnitude_1_and_numbers_that_never_change():
 
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("length", [1.0, 7.0])
-def test_a_convolution_keeps_magnitude_1_whatever_the_length_of_its_weights(kernel, length):
+def test_a_convolution_keeps_magnitude_1_for_weights_of_any_length(kernel, length):
     layer, x = MPConv(64, kernel), normal(4, 16, 16, 32)
     params = layer.init(jax.random.key(1), x)
     weight = params["params"][magnitude.UNIT]
     np.testing.assert_allclose(jnp.sqrt((weight**2).mean(range(weight.ndim - 1))), 1, atol=2e-4)
     longer = jax.tree.map(lambda w: length * w, params)
-    y = layer.apply(longer, x)[:, 1:-1, 1:-1]  # Beyond the border are zeros.
+    y = layer.apply(longer, x)[:, 1:-1, 1:-1]  # Zero padding changes the border.
     assert abs(rms(y) - 1) < 0.03
     np.testing.assert_allclose(
         rms(layer.apply(longer, x, 0.5)[:, 1:-1, 1:-1]), rms(y) / 2, rtol=1e-5
@@ -69,7 +69,7 @@ def test_a_convolution_keeps_magnitude_1_whatever_the_length_of_its_weights(kern
     np.testing.assert_allclose(layer.apply(params, x)[:, 1:-1, 1:-1], y, atol=1e-3)
 
 
-def test_a_3x3_convolution_is_the_sum_over_its_window():
+def test_a_3x3_convolution_matches_numpy():
     layer, x = MPConv(2, 3), normal(1, 3, 3, 5)
     params = layer.init(jax.random.key(1), x)
     w = np.asarray(params["params"][magnitude.UNIT], np.float64)
@@ -78,7 +78,7 @@ def test_a_3x3_convolution_is_the_sum_over_its_window():
     np.testing.assert_allclose(layer.apply(params, x)[0, 1, 1], expected, atol=1e-5)
 
 
-def test_forcing_touches_what_is_named_a_unit_kernel_and_no_more():
+def test_forced_normalizes_only_parameters_named_unit_kernel():
     tree = {
         "a": {magnitude.UNIT: 3 * normal(4, 6), "gain": jnp.float32(2)},
         "b": {"kernel": 5 * normal(4, 6)},

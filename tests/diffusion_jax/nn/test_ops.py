@@ -15,7 +15,7 @@ def normal(*shape, seed=0):
 
 
 def group_norm(x, weight, bias, scale, shift):
-    """In float64, group by group."""
+    """Compute the group norm in float64, group by group."""
     x, weight, bias, scale, shift = map(np.asarray, (x, weight, bias, scale, shift))
     out = np.empty(x.shape)
     for b in range(len(x)):
@@ -27,7 +27,7 @@ def group_norm(x, weight, bias, scale, shift):
 
 
 @pytest.mark.parametrize("mean", [0, 1000])
-def test_group_norm_is_numpys_also_where_the_mean_is_large(mean):
+def test_group_norm_matches_numpy_also_with_a_large_mean(mean):
     x = normal(2, 5, 6, 64) + np.float32(mean)
     weight, bias, scale, shift = (
         normal(64, seed=1),
@@ -36,13 +36,13 @@ def test_group_norm_is_numpys_also_where_the_mean_is_large(mean):
         normal(2, 64, seed=2),
     )
     expected = group_norm(x, weight, bias, scale, shift)
-    # Rounding of values below 10 or so. Of the variance 1 in E[x^2] - E[x]^2, 0.1 would be left.
+    # The rounding error of values below about 10. E[x^2] - E[x]^2 would be wrong by about 0.1.
     np.testing.assert_allclose(ops.group_norm(x, weight, bias, scale, shift), expected, atol=1e-5)
     plain = ops.group_norm(x, weight, bias, jnp.zeros((2, 64)), jnp.zeros((2, 64)))
     np.testing.assert_array_equal(ops.group_norm(x, weight, bias), plain)
 
 
-def test_the_gradient_of_group_norm_is_numpys():
+def test_the_gradient_of_group_norm_matches_finite_differences():
     x, direction, cotangent = normal(2, 5, 6, 64) + 3, normal(2, 5, 6, 64, seed=1), normal(64)
     rest = normal(64, seed=2), normal(64), jnp.zeros((2, 64)), jnp.zeros((2, 64))
     gradient = jax.grad(lambda x: (ops.group_norm(x, *rest) * cotangent).sum())(x)
@@ -51,7 +51,7 @@ def test_the_gradient_of_group_norm_is_numpys():
     assert (gradient * direction).sum() == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-4)
 
 
-def test_the_gradients_of_group_norm_and_silu_are_those_of_their_definition():
+def test_fused_group_norm_and_silu_have_the_gradients_of_their_definition():
     x, cotangent = normal(2, 5, 6, 64) + 1000, normal(2, 5, 6, 64, seed=1)
     arguments = x, normal(64, seed=2), normal(64), normal(2, 64, seed=3), normal(2, 64, seed=4)
 
@@ -74,11 +74,11 @@ def test_the_gradients_of_group_norm_and_silu_are_those_of_their_definition():
     np.testing.assert_allclose(fused(*arguments), definition(*arguments), atol=2e-5)
 
 
-def test_the_gradient_of_group_norm_keeps_its_input_and_no_other_image():
+def test_the_gradient_of_group_norm_stores_only_its_input():
     x, rest = normal(2, 8, 8, 64), (normal(64), normal(64), normal(2, 64), normal(2, 64))
     function = lambda x: ops.group_norm(x, *rest, silu=True)
-    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(function, x)[1], x))
-    assert [leaf.shape for leaf in kept if leaf.size >= x.size] == [x.shape]
+    residuals = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(function, x)[1], x))
+    assert [leaf.shape for leaf in residuals if leaf.size >= x.size] == [x.shape]
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
@@ -89,13 +89,15 @@ def test_group_norm_of_bfloat16_has_float32_statistics(platform, monkeypatch):
     expected = group_norm(x, ones, zeros, jnp.zeros((2, 64)), zeros[None])
     out = ops.group_norm(x, ones, zeros)
     assert out.dtype == jnp.bfloat16
-    # Only the output is rounded, to 8 bits. Statistics in bfloat16 would be off by the whole
+    # Only the output is rounded, to 8 bits. Statistics in bfloat16 would be wrong by one standard
     # deviation: at 100 it resolves 0.5.
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_the_gradients_of_group_norm_of_bfloat16_are_rounded_and_no_worse(platform, monkeypatch):
+def test_bfloat16_gradients_of_group_norm_differ_from_float32_only_by_rounding(
+    platform, monkeypatch
+):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, cotangent = normal(2, 16, 16, 64) + 100, normal(2, 16, 16, 64, seed=1)
     x, cotangent = (jnp.asarray(value, jnp.bfloat16) for value in (x, cotangent))
@@ -120,7 +122,7 @@ def test_sinusoids_are_cosines_then_sines():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_linear_halves_are_the_first_and_second_half_of_the_channels(platform, monkeypatch):
+def test_linear_halves_splits_the_output_channels_in_two(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel, bias = normal(2, 3, 4), normal(4, 10, seed=1), normal(10, seed=2)
     expected = np.float64(x) @ np.float64(kernel) + np.float64(bias)
@@ -129,7 +131,7 @@ def test_linear_halves_are_the_first_and_second_half_of_the_channels(platform, m
     np.testing.assert_allclose(second, expected[..., 5:], atol=1e-5)
 
 
-def test_convolution_with_stride_2_sees_4x4_windows_two_pixels_apart():
+def test_a_4x4_convolution_with_stride_2_matches_numpy():
     x, kernel = normal(2, 6, 4, 3), normal(4, 4, 3, 5, seed=1)
     padded = np.pad(np.float64(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (4, 4), axis=(1, 2))[:, ::2, ::2]
@@ -140,7 +142,7 @@ def test_convolution_with_stride_2_sees_4x4_windows_two_pixels_apart():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_transposed_convolution_spreads_each_pixel_over_4x4(platform, monkeypatch):
+def test_a_4x4_transposed_convolution_matches_numpy(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel, bias = normal(2, 3, 5, 4), normal(4, 4, 4, 6, seed=1), normal(6)
     out = np.zeros((2, 2 * 3 + 2, 2 * 5 + 2, 6))
@@ -179,7 +181,7 @@ def test_tensordot_on_a_cpu_is_one_product_of_matrices(axes):
 
 @pytest.mark.parametrize(("size", "im2col"), [(4, True), (8, False)])
 @pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 1), (2, 0))])
-def test_convolution_sees_the_same_windows_with_im2col(size, im2col, padding):
+def test_convolution_with_im2col_matches_numpy_and_xlas_gradients(size, im2col, padding):
     x, kernel = normal(2, size, size + 1, 9), normal(3, 3, 9, 32, seed=1)
     padded = np.pad(np.float64(x), ((0, 0), *padding, (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
@@ -199,7 +201,7 @@ def test_convolution_sees_the_same_windows_with_im2col(size, im2col, padding):
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_accelerators_are_given_plain_products_and_convolutions(platform, monkeypatch):
+def test_accelerators_compute_plain_products_and_convolutions(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel = normal(1, 4, 4, 8), normal(3, 3, 8, 64)
     convolve = lambda x: ops.convolution(x, kernel, (1, 1), ((1, 1), (1, 1)))
@@ -210,12 +212,12 @@ def test_accelerators_are_given_plain_products_and_convolutions(platform, monkey
     assert product.invars[0].aval.shape == x.shape
 
 
-def test_average_pooling_takes_means_of_2x2():
+def test_average_pooling_returns_the_mean_of_each_2x2_window():
     x = jnp.arange(16.0).reshape(1, 4, 4, 1)
     np.testing.assert_array_equal(ops.average_pool_2x2(x)[0, ..., 0], [[2.5, 4.5], [10.5, 12.5]])
 
 
-def test_patches_become_channels_and_pixels_again():
+def test_depth_to_space_inverts_space_to_depth():
     x = jnp.arange(16.0).reshape(1, 2, 4, 2)
     patches = ops.space_to_depth(x, 2)
     np.testing.assert_array_equal(
@@ -225,7 +227,7 @@ def test_patches_become_channels_and_pixels_again():
 
 
 @pytest.mark.parametrize(("rows", "split"), [(8, True), (6, False)])
-def test_by_batch_splits_the_result_if_the_mesh_divides_the_batch(rows, split):
+def test_by_batch_shards_the_result_if_the_mesh_divides_the_batch(rows, split):
     mesh, x = sharding.make_mesh(2, 2, 2), jnp.arange(2.0 * rows).reshape(rows, 2)
     scale = ops.by_batch(lambda x, factor: factor * x)
     whole = sharding.place(x, sharding.replicated(mesh))
@@ -235,7 +237,7 @@ def test_by_batch_splits_the_result_if_the_mesh_divides_the_batch(rows, split):
     np.testing.assert_array_equal(scale(x, 2), 2 * x)  # Without a current mesh.
 
 
-def test_with_kernels_larger_than_the_batch_only_kernels_and_their_gradients_are_exchanged():
+def test_devices_exchange_only_kernels_and_their_gradients():
     mesh = sharding.make_mesh(1, 8)
 
     def loss(kernels, x):
@@ -250,6 +252,6 @@ def test_with_kernels_larger_than_the_batch_only_kernels_and_their_gradients_are
     program = step.lower(sharding.placed(kernels, layout), x).compile()
     size = 4 * 128 * 512
     sizes = {(c.kind, c.size) for c in traffic.of_hlo(program.as_text())}
-    # The kernels' gradients are summed together. Without by_batch, x and the layers' results are
+    # One all-reduce sums the gradients of all kernels. Without by_batch, x and activations are
     # gathered and summed instead: 32,768 bytes.
     assert sizes == {("all-gather", size), ("all-reduce", 4 * size)}

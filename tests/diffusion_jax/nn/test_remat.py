@@ -1,4 +1,4 @@
-"""What a block with remat keeps of its forward pass, and what it computes again."""
+"""Which values a block with remat stores in its forward pass, and which it recomputes."""
 
 import collections
 
@@ -14,7 +14,7 @@ from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, with_remat
 
 
 class Block(nn.Module):
-    """A convolution, a norm, and pixels that attend to one another, in blocks of keys."""
+    """A convolution, a norm, and self-attention over pixels in blocks of keys."""
 
     @nn.compact
     def __call__(self, x):
@@ -41,7 +41,7 @@ def counts(jaxpr, kinds):
         ("offloaded", {}),
     ],
 )
-def test_a_block_computes_again_what_it_does_not_keep(keeps, again):
+def test_a_block_with_remat_recomputes_only_what_its_policy_does_not_store(keeps, again):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 8)), jnp.float32)
     params = Block().init(jax.random.key(0), x)
 

@@ -1,4 +1,4 @@
-"""Texts through an encoder in batches of one length: the same rows as alone, padded to the end."""
+"""Encoding texts in batches of equal length gives the same embeddings as encoding them alone."""
 
 import functools
 
@@ -29,7 +29,7 @@ def t5_encoder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(t5_encoder):
-    """As in training: padded to read_tokens, all of it read, cut to max_tokens."""
+    """Return the embeddings as in training: padded to read_tokens, encoded, cut to max_tokens."""
     text, mask = embed(t5_encoder, TEXTS)
     return [np.asarray(row)[m] for row, m in zip(text, np.asarray(mask), strict=True)]
 
@@ -45,8 +45,8 @@ def encode_float32(t5_encoder):
     return encoder_of(t5_encoder, "float32")
 
 
-def test_short_batches_give_the_rows_of_padded_ones(encode_float32, reference):
-    """Float32 sums in another order: 1e-5 of the largest value, as of verify."""
+def test_short_batches_give_the_same_embeddings_as_padded_ones(encode_float32, reference):
+    """Up to 1e-5 of the largest value, because sums are in another order."""
     rows = encode_float32(TEXTS)
     assert rows.tokens.tolist() == [len(r) for r in reference]
     assert rows.scales is None
@@ -55,7 +55,7 @@ def test_short_batches_give_the_rows_of_padded_ones(encode_float32, reference):
     np.testing.assert_array_equal(rows.errors[:, 0], 0)
 
 
-def test_a_text_does_not_depend_on_its_batch(encode_float32):
+def test_an_embedding_does_not_depend_on_its_batch(encode_float32):
     rows = encode_float32(TEXTS)
     order = [4, 0, 3, 5, 1, 2]
     again = encode_float32([TEXTS[i] for i in order])
@@ -64,22 +64,22 @@ def test_a_text_does_not_depend_on_its_batch(encode_float32):
         np.testing.assert_array_equal(values, split(rows)[i])
 
 
-def test_8_bits_err_by_less_than_1_percent(t5_encoder, reference):
+def test_int8_embeddings_have_an_error_below_1_percent(t5_encoder, reference):
     rows = encoder_of(t5_encoder, "int8")(TEXTS)
     assert (rows.values.dtype, rows.scales.shape) == (np.int8, (len(rows.values), 1))
     signed = rows.values.astype(float) * np.abs(rows.values.astype(float)) / 127**2
     values, expected = signed * np.asarray(rows.scales, float), np.concatenate(reference)
     norm = functools.partial(np.linalg.norm, axis=1)
-    found = norm(values - expected) / norm(expected)
-    assert found.max() < 0.01
-    np.testing.assert_allclose(rows.errors[:, 0], found, atol=2e-5)
+    relative = norm(values - expected) / norm(expected)
+    assert relative.max() < 0.01
+    np.testing.assert_allclose(rows.errors[:, 0], relative, atol=2e-5)
     assert rows.errors[:, 1].min() > 0.9999
 
 
-def test_batches_hold_every_text_once_and_fill_the_devices():
+def test_batches_contain_every_text_and_are_filled_up_for_the_devices():
     lengths = np.array([3, 17, 16, 300, 1, 20, 2])
-    found = [(part.tolist(), length) for part, length in encode._batches(lengths, 64, 2)]
-    assert found == [
+    batches = [(part.tolist(), length) for part, length in encode._batches(lengths, 64, 2)]
+    assert batches == [
         ([4, 6, 0, 4, 4, 4, 4, 4], 8),
         ([2, 2, 2, 2], 16),
         ([1, 5], 24),
@@ -89,7 +89,7 @@ def test_batches_hold_every_text_once_and_fill_the_devices():
     assert sorted(ladder) == [*range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
 
 
-def test_clip_keeps_all_of_its_positions(tmp_path):
+def test_clip_embeddings_keep_all_positions(tmp_path):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     width = clip_width(folder)
     encoder = clip.encoder(folder, width=width, max_tokens=16, dtype="float32")

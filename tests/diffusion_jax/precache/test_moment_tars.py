@@ -1,4 +1,4 @@
-"""Moments are written shard by shard, and nothing of a killed worker stays."""
+"""Stored VAE moments: shards, changed pictures, and killed workers."""
 
 import json
 import logging
@@ -15,13 +15,13 @@ from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.precache import moment_tars
-from diffusion_jax.precache.moment_tars import Work
+from diffusion_jax.precache.moment_tars import MomentOptions
 
 NAMES = ["000000.tar", "000001.tar", "checksums", "encoded", "moments.json"]
 
 
 class Four(Pictures):
-    """Four pictures of their own number."""
+    """Four pictures whose pixels are their number."""
 
     def __len__(self):
         return 4
@@ -45,31 +45,31 @@ def test_temporary_files_of_killed_workers_are_removed_at_the_end(tmp_path):
     stale = tmp_path / ".000001.tar.0123abcd.tmp"
     other = tmp_path / ".notes.tar.0123abcd.tmp"
     stale.touch(), other.touch()
-    assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+    assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, *NAMES]
 
 
 def test_a_damaged_shard_is_encoded_again_but_not_in_a_dry_run(tmp_path, capsys):
-    assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+    assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2)) == 2
     whole = (tmp_path / NAMES[1]).read_bytes()
     (tmp_path / NAMES[1]).write_bytes(whole[:-1] + b"x")
-    dry = Work(2, 2, verify=True, dry_run=True)
+    dry = MomentOptions(2, 2, verify=True, dry_run=True)
     assert moment_tars.run(Four(), encode, tmp_path, {}, dry) == 1
     assert "would encode 1 of 2 shards" in capsys.readouterr().out
     assert (tmp_path / NAMES[1]).read_bytes() == whole[:-1] + b"x"
-    assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2, verify=True)) == 2
+    assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2, verify=True)) == 2
     assert (tmp_path / NAMES[1]).read_bytes() == whole
-    (tmp_path / NAMES[1]).unlink()  # A missing one counts once.
+    (tmp_path / NAMES[1]).unlink()  # A missing shard counts once.
     assert moment_tars.run(Four(), encode, tmp_path, {}, dry) == 1
 
 
-def test_a_shard_that_another_worker_wrote_meanwhile_is_left_to_it(tmp_path):
+def test_a_shard_written_by_another_worker_meanwhile_is_kept(tmp_path):
     def overtaken(images):
         if not (tmp_path / NAMES[0]).exists():
-            assert moment_tars.run(Four(), encode, tmp_path, {}, Work(2, 2)) == 2
+            assert moment_tars.run(Four(), encode, tmp_path, {}, MomentOptions(2, 2)) == 2
         return encode(images)
 
-    assert moment_tars.run(Four(), overtaken, tmp_path, {}, Work(2, 2)) == 2
+    assert moment_tars.run(Four(), overtaken, tmp_path, {}, MomentOptions(2, 2)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
 
 
@@ -78,7 +78,7 @@ IDENTITY = {"image_size": 8, "vae": "abc"}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five pictures of 8 x 8 pixels, whose red is 10 times their number, with two captions."""
+    """Five pictures whose red value is 10 times their number, each with two captions."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i in range(5):
@@ -93,13 +93,13 @@ def write_picture(folder, number, red):
 
 
 def encode_red(images):
-    """Moments of 4 x 4 values, 0 or the red of each picture."""
+    """Return moments [B, 4, 4, 2]: the red value of each picture, and 0."""
     moments = np.zeros((len(images), 4, 4, 2), np.float32)
     moments[..., 0] = images.mean((1, 2))[:, :1, None]
     return moments
 
 
-TWO = Work(2, 2)
+TWO = MomentOptions(2, 2)
 
 
 def run(folder, out, encode=encode_red, work=TWO, identity=IDENTITY, **fields):
@@ -116,17 +116,17 @@ def run(folder, out, encode=encode_red, work=TWO, identity=IDENTITY, **fields):
 
 
 def stored(out, **fields):
-    """The captions and reds in a folder of moments."""
+    """Return the captions and red values in a folder of moments."""
     pictures = open_pictures(Data("moments", path=str(out), **fields), 8, moments=(4, 4, 2))
     values, texts = pictures.read(np.arange(len(pictures)))
     return list(zip(texts, values[:, 0, 0, 0].tolist(), strict=True))
 
 
-def test_what_has_changed_is_named_and_encoded_again(folder, tmp_path, caplog):
+def test_changed_pictures_and_captions_are_encoded_again(folder, tmp_path, caplog):
     out = tmp_path / "out"
     assert run(folder, out) == [0, 1, 2, 3, 4]
     assert run(folder, out) == []
-    (folder / "1.txt").write_text("a caption")  # The caption, of the same length.
+    (folder / "1.txt").write_text("a caption")  # A different caption of the same length.
     write_picture(folder, 4, 90)
     write_picture(folder, 5, 50)
     assert run(folder, out) == [0, 1, 5, 9]
@@ -134,10 +134,10 @@ def test_what_has_changed_is_named_and_encoded_again(folder, tmp_path, caplog):
     assert expected in caplog.text
     expected = [("caption 0", 0), ("a caption", 10), ("caption 2", 20), ("caption 3", 30)]
     assert stored(out) == [*expected, ("caption 4", 90), ("caption 5", 50)]
-    assert run(folder, out, work=Work(2, 2, verify=True)) == []
+    assert run(folder, out, work=MomentOptions(2, 2, verify=True)) == []
 
 
-def test_removed_pictures_leave_the_moments(folder, tmp_path):
+def test_moments_of_removed_pictures_are_removed(folder, tmp_path):
     out = tmp_path / "out"
     run(folder, out)
     for number in (3, 4):
@@ -152,7 +152,7 @@ def test_a_copy_of_the_pictures_is_not_encoded_again(folder, tmp_path):
     run(folder, out)
     copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copy)
     assert run(copy, out) == []
-    write_picture(folder, 0, 70)  # Other pictures at another place are another data set.
+    write_picture(folder, 0, 70)  # Different pictures in another folder are another data set.
     with pytest.raises(ValueError, match=r"data\.path: '.*copy' stored, '.*pictures' requested"):
         run(folder, out)
 
@@ -164,26 +164,24 @@ def test_a_copy_of_the_pictures_is_not_encoded_again(folder, tmp_path):
         ({"min_size": 4}, "data.min_size: 0 stored, 4 requested"),
         ({"resize": 16}, "data.resize: 0 stored, 16 requested"),
         ({"identity": IDENTITY | {"vae": "def"}}, "vae: 'abc' stored, 'def' requested"),
-        ({"work": Work(3, 2)}, "shard: 2 stored, 3 requested"),
+        ({"work": MomentOptions(3, 2)}, "shard: 2 stored, 3 requested"),
     ],
     ids=str,
 )
-def test_other_settings_are_named_and_overwrite_encodes_with_them(
-    folder, tmp_path, fields, message
-):
+def test_other_settings_are_an_error_unless_overwrite_is_set(folder, tmp_path, fields, message):
     out = tmp_path / "out"
     run(folder, out)
     with pytest.raises(ValueError, match=re.escape(f"{out} was started with other settings (")):
         run(folder, out, **fields)
     with pytest.raises(ValueError, match=re.escape(message)):
         run(folder, out, **fields)
-    fields["work"] = fields.get("work", Work(2, 2))._replace(overwrite=True)
+    fields["work"] = fields.get("work", MomentOptions(2, 2))._replace(overwrite=True)
     assert run(folder, out, **fields) == [0, 1, 2, 3, 4]
     assert run(folder, out, **fields) == []
     assert [red for _, red in stored(out)] == [0, 10, 20, 30, 40]
 
 
-def test_a_folder_of_an_earlier_version_is_continued(folder, tmp_path):
+def test_moments_of_an_earlier_version_can_be_completed(folder, tmp_path):
     out = tmp_path / "out"
     run(folder, out)
     manifest = json.loads((out / "moments.json").read_text())
@@ -195,7 +193,7 @@ def test_a_folder_of_an_earlier_version_is_continued(folder, tmp_path):
     moment_tars.check_originals(out)
 
 
-def test_moments_that_are_not_finite_end_the_command(folder, tmp_path):
+def test_moments_that_are_not_finite_are_an_error(folder, tmp_path):
     def broken(images):
         encoded = encode_red(images)
         encoded[images[:, 0, 0, 0] == 30, 0, 0, 1] = np.nan
@@ -206,15 +204,15 @@ def test_moments_that_are_not_finite_end_the_command(folder, tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["000000.tar"]
 
 
-def test_training_names_the_pictures_that_changed_since_they_were_encoded(folder, tmp_path, caplog):
+def test_training_warns_about_pictures_changed_since_encoding(folder, tmp_path, caplog):
     out = tmp_path / "out"
     run(folder, out)
     shutil.copytree(folder, tmp_path / "copy")
     shutil.rmtree(folder)
     caplog.clear()
-    moment_tars.check_originals(out)  # The originals cannot be reached.
+    moment_tars.check_originals(out)  # The originals are missing.
     shutil.copytree(tmp_path / "copy", folder, copy_function=shutil.copy)
-    moment_tars.check_originals(out)  # They were copied.
+    moment_tars.check_originals(out)  # The originals are copies.
     assert caplog.text == ""
     (folder / "4.txt").write_text("another")
     (folder / "0.png").unlink()
@@ -229,9 +227,9 @@ def test_training_names_the_pictures_that_changed_since_they_were_encoded(folder
 @pytest.mark.parametrize(
     "fields", [{"flip": True}, {"crop": "random"}, {"resize": 16}, {"max_aspect": 2.0}], ids=str
 )
-def test_fields_that_cannot_change_stored_moments_are_refused(folder, tmp_path, fields):
+def test_data_fields_that_stored_moments_ignore_are_errors(folder, tmp_path, fields):
     run(folder, tmp_path / "out", resize=8)
-    stored(tmp_path / "out", resize=8)  # As encoded.
+    stored(tmp_path / "out", resize=8)  # The value used for encoding is accepted.
     ((name, value),) = fields.items()
     with pytest.raises(ValueError) as error:
         stored(tmp_path / "out", **fields)
@@ -241,12 +239,12 @@ def test_fields_that_cannot_change_stored_moments_are_refused(folder, tmp_path, 
     )
 
 
-def test_all_captions_and_their_weights_are_stored(tmp_path):
+def test_moments_are_stored_with_all_captions_and_their_weights(tmp_path):
     class Several(Four):
         def usable(self, indices):
             texts = [Captions((f"{i} a", f"{i} b"), (0.75, 0.25)) if i else "0" for i in indices]
             return *super().usable(indices)[:2], texts
 
-    moment_tars.run(Several(), encode, tmp_path, {}, Work(2, 2))
+    moment_tars.run(Several(), encode, tmp_path, {}, MomentOptions(2, 2))
     texts = WebDataset(tmp_path, "txt,json:captions", images=("npy",)).texts(range(4))
     assert texts[::3] == ["0", Captions(("3 a", "3 b"), (0.75, 0.25))]

@@ -1,4 +1,4 @@
-"""Which captions are encoded, by whom, and that nothing is lost or doubled."""
+"""Plans for precaching: which captions each worker encodes."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ def keys(*names):
 
 
 def open_plan(path, texts, size=2, held=()):
-    """A plan whose chunks are of 4 captions, up to its counts."""
+    """Open a plan with chunks of 4 captions, and count them."""
     folder = plan.open_plan(path, {}, IDENTITY)
     p = plan.Plan(folder, len(texts), size)
     for chunk in p.chunks:
@@ -35,8 +35,8 @@ def open_plan(path, texts, size=2, held=()):
 
 
 @pytest.mark.parametrize("rows", [3, 100])
-def test_of_each_key_the_first_caption_is_encoded_unless_it_is_there(tmp_path, monkeypatch, rows):
-    """As sorting all keys in one place says, whatever the ranges and however they are cut."""
+def test_a_plan_encodes_the_first_caption_of_each_key_not_yet_stored(tmp_path, monkeypatch, rows):
+    """The result equals sorting all keys at once, for any division into ranges."""
     monkeypatch.setattr(plan, "_CHUNK", 4)
     monkeypatch.setattr(sorted_tables, "_ROWS", rows)
     hashes = [hashlib.blake2b(bytes([i]), digest_size=16).digest() for i in range(9)]
@@ -45,24 +45,24 @@ def test_of_each_key_the_first_caption_is_encoded_unless_it_is_there(tmp_path, m
     expected = [i for i, t in enumerate(texts) if t not in held and t not in texts[:i]]
     p, total = open_plan(tmp_path, texts, held=held)
     assert len(p.ranges) == -(-30 // rows) and total == len(expected) == 7
-    found = [(plan.to_encode(p, shard) // plan._SLOTS).tolist() for shard in range(4)]
-    assert found == [expected[:2], expected[2:4], expected[4:6], expected[6:]]
+    encoded = [(plan.to_encode(p, shard) // plan._SLOTS).tolist() for shard in range(4)]
+    assert encoded == [expected[:2], expected[2:4], expected[4:6], expected[6:]]
 
 
-def test_a_plan_may_be_empty(tmp_path):
+def test_a_plan_can_be_empty(tmp_path):
     assert open_plan(tmp_path, [b"b", b"b"], held=[b"b"])[1] == 0
 
 
-def test_given_captions_come_before_those_of_the_data():
+def test_prompts_come_before_the_captions_of_the_data():
     digits = open_pictures(Data("diffusion_jax.examples.digits"), 16)
-    captions = plan.Captions(["one", "two"], digits, len(digits), 2)
+    captions = plan.CaptionList(["one", "two"], digits, len(digits), 2)
     numbers, texts = captions.of_items(np.arange(1, 600))
     assert texts == ["two", *digits.texts(np.arange(598))]
     assert captions.read(numbers[[2, 0]]) == [texts[2], "two"]
     assert len(captions) == len(digits) + 2
 
 
-def test_plans_of_other_data_are_other_plans(tmp_path):
+def test_plans_for_different_data_have_different_folders(tmp_path):
     folders = {plan.open_plan(tmp_path, {"path": p}, i) for p in "ab" for i in (IDENTITY, {})}
     assert len(folders) == 4
     (tmp_path / ".shard-1.safetensors.2.tmp").write_bytes(b"")

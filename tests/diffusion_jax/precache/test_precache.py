@@ -1,4 +1,4 @@
-"""Precaching as a command: killed, shared, repeated and mended, a store holds each caption once."""
+"""Precaching: killed, shared, repeated and repaired, a store holds each caption once."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
 
 TEXT = {"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 16, "dtype": "float32"}
-WORK = fill.Work(shard_captions=8, batch_tokens=128)
+WORK = fill.EncodingOptions(shard_captions=8, batch_tokens=128)
 EVERY = {*digits.seen_prompts(), *quickstart.get_config().prompts}
 
 
@@ -50,20 +50,20 @@ def arguments(path, weights):
 
 
 def contents(path):
-    """Every key with its rows, and how often it stands in a shard."""
-    found = {}
+    """Return, for every key, the list of its rows in all shards."""
+    rows_of = {}
     for file in sorted(pathlib.Path(path).glob("shard-*.safetensors")):
         shard = store.map_safetensors(file)
         for i, key in enumerate(shard["keys"].tolist()):
             span = slice(*shard["first"][i : i + 2].tolist())
             rows = (shard["values"][span].tobytes(), shard["scales"][span].tobytes())
-            found.setdefault(bytes(key), []).append(rows)
-    return found
+            rows_of.setdefault(bytes(key), []).append(rows)
+    return rows_of
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, weights):
-    """A store that nothing interrupted."""
+    """A store written without interruption."""
     path = tmp_path_factory.mktemp("whole") / "store"
     fill.run(fill.open_job(config(path, weights)), WORK)
     return path
@@ -75,11 +75,11 @@ def test_a_store_holds_every_caption_and_prompt_once(whole, weights):
     assert all(len(rows) == 1 for rows in contents(whole).values())
     texts = sorted(EVERY)[::40]
     text = Text(**config(whole, weights)["text"])
-    found, mask = embed(lookup.open_encoder(text), texts)
+    stored, mask = embed(lookup.open_encoder(text), texts)
     expected, expected_mask = embed(lookup.open_online(text), texts)
     np.testing.assert_array_equal(mask, expected_mask)
-    found, expected = np.asarray(found)[mask], np.asarray(expected)[mask]
-    error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    stored, expected = np.asarray(stored)[mask], np.asarray(expected)[mask]
+    error = np.linalg.norm(stored - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     assert 0 < error.max() <= opened.manifest["largest_relative_error"] + 1e-5 < 0.01
 
 
@@ -88,13 +88,13 @@ def shards(path):
 
 
 def hold(path, number, go):
-    """This process writes no shard where so many are, until there is a file `go`."""
+    """Let this process wait at `number` shards until a file `go` exists."""
     write = fill.shards.write_shard
 
-    def held(*given):
+    def held(*arguments):
         while shards(path) >= number and not go.exists():
             time.sleep(0.01)
-        return write(*given)
+        return write(*arguments)
 
     fill.shards.write_shard = held
 
@@ -107,8 +107,8 @@ def wait_for(path, number, process):
 
 
 @pytest.mark.slow
-def test_killed_workers_lose_and_double_nothing(tmp_path, weights, whole):
-    """One is killed in the middle; two others start at once, one is killed, one finishes."""
+def test_killed_workers_neither_lose_nor_duplicate_captions(tmp_path, weights, whole):
+    """The first worker is killed. Then two start together: one is killed, one finishes."""
     path, line = tmp_path / "store", arguments(tmp_path / "store", weights)
     out = lambda n: (tmp_path / f"out{n}", tmp_path / f"err{n}")
 
@@ -134,7 +134,7 @@ def test_killed_workers_lose_and_double_nothing(tmp_path, weights, whole):
     one.join()
     assert one.exitcode == 0, out(1)[1].read_text()
     assert contents(path) == contents(whole)
-    # Batches are the same, so that rows are too, whoever encoded them.
+    # Batches are equal, so rows do not depend on who encoded them.
     assert store.read_manifest(path)["captions"] == len(EVERY)
     assert not [file for file in os.listdir(path) if file.startswith(".") or file == "plan"]
 
@@ -152,13 +152,13 @@ def test_a_second_run_encodes_only_what_is_new(tmp_path, weights, whole, caplog)
     assert store.Store(path).read(["a new prompt"])["text_mask"].sum() == 7
 
 
-def test_damaged_and_lost_shards_are_encoded_again(tmp_path, weights, whole):
+def test_damaged_and_missing_shards_are_encoded_again(tmp_path, weights, whole):
     path = copy(whole, tmp_path / "store")
     lost, cut, changed = sorted(path.glob("shard-*"))[:3]
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:-3])
     contents_ = bytearray(changed.read_bytes())
-    contents_[-1 - 8 * 16] ^= 1  # The last value; the keys of 8 captions follow.
+    contents_[-1 - 8 * 16] ^= 1  # The last value, before the keys of 8 captions.
     changed.write_bytes(contents_)
     job = fill.open_job(config(path, weights))
     fill.run(job, WORK)
@@ -166,20 +166,20 @@ def test_damaged_and_lost_shards_are_encoded_again(tmp_path, weights, whole):
     assert changed.read_bytes() == contents_
     fill.run(job, WORK._replace(verify=True))
     assert contents(path).keys() == contents(whole).keys()
-    store.Store(path).read(sorted(EVERY))  # Every checksum is right.
+    store.Store(path).read(sorted(EVERY))  # Reading checks every checksum.
 
 
-def test_what_is_lost_while_a_store_grows_is_encoded_again(tmp_path, weights, whole, monkeypatch):
-    """A shard of before, which the plan of what is new took for granted, and one of that."""
+def test_shards_lost_while_a_store_grows_are_encoded_again(tmp_path, weights, whole, monkeypatch):
+    """One lost shard existed before the plan was made, the other was written by it."""
     path, write, written = copy(whole, tmp_path / "store"), fill.shards.write_shard, []
     old = sorted(path.glob("shard-*"))
     new = [f"new prompt {i}" for i in range(20)]
     job = fill.open_job(config(path, weights, prompts=(*new, *quickstart.get_config().prompts)))
 
-    def killed(*given):
+    def killed(*arguments):
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(write(*given))
+        written.append(write(*arguments))
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(fill.shards, "write_shard", killed)
@@ -191,12 +191,12 @@ def test_what_is_lost_while_a_store_grows_is_encoded_again(tmp_path, weights, wh
     assert contents(path).keys() > contents(whole).keys()
 
 
-def test_a_lost_shard_of_a_store_in_the_making_is_encoded_again(tmp_path, weights, whole):
+def test_a_shard_lost_from_an_unfinished_store_is_encoded_again(tmp_path, weights, whole):
     job = fill.open_job(config(tmp_path / "store", weights))
     lost = []
 
-    class Losing(engines.Share):
-        """After the work is done, and before it is listed, a shard goes, and all begins again."""
+    class Losing(engines.Worker):
+        """Lose a shard after the work is done and before it is listed, then stop."""
 
         def fill(self, items, path, write, **how):
             super().fill(items, path, write, **how)
@@ -213,11 +213,13 @@ def test_a_lost_shard_of_a_store_in_the_making_is_encoded_again(tmp_path, weight
     assert contents(tmp_path / "store") == contents(whole)
 
 
-def test_who_is_overtaken_on_a_whole_store_ends_with_it(tmp_path, weights, whole):
+def test_a_worker_whose_work_another_has_finished_ends_with_the_same_store(
+    tmp_path, weights, whole
+):
     job, over = fill.open_job(config(copy(whole, tmp_path / "store"), weights)), []
 
-    class Overtaken(engines.Share):
-        """Another does all of it meanwhile, and removes the plan."""
+    class Overtaken(engines.Worker):
+        """Let another worker finish everything first, and remove the plan."""
 
         def fill(self, items, path, write, **how):
             if not over:
@@ -248,9 +250,11 @@ def edited(tmp_path):
 
 def test_captions_that_are_edited_after_a_kill_are_encoded(edited, monkeypatch):
     folder, c = edited
-    (folder / "00001.txt").write_text((folder / "00000.txt").read_text())  # Encoded once.
+    (folder / "00001.txt").write_text(
+        (folder / "00000.txt").read_text()
+    )  # Equal captions are encoded once.
 
-    def killed(*given):
+    def killed(*arguments):
         raise InterruptedError
 
     with monkeypatch.context() as patched:
@@ -264,7 +268,7 @@ def test_captions_that_are_edited_after_a_kill_are_encoded(edited, monkeypatch):
     assert (opened.find(store.keys_of(texts, opened.identity)) >= 0).all()
 
 
-def test_embeddings_that_are_not_finite_end_the_command_with_the_caption(edited):
+def test_embeddings_that_are_not_finite_are_an_error_with_the_caption(edited):
     folder, c = edited
     job = fill.open_job(c)
     frozen = jax.tree.map(np.array, job.encoder.frozen)
@@ -282,7 +286,7 @@ def test_embeddings_that_are_not_finite_end_the_command_with_the_caption(edited)
         fill.run(job, WORK)
 
 
-def test_training_refuses_captions_that_are_not_stored_before_its_first_step(edited):
+def test_training_checks_before_its_first_step_that_captions_are_stored(edited):
     folder, c = edited
     fill.run(fill.open_job(c), WORK)
     s, mesh = imagen_settings.read_settings(c), sharding.make_mesh(1, -1, 1, jax.local_devices())
@@ -296,7 +300,7 @@ def test_training_refuses_captions_that_are_not_stored_before_its_first_step(edi
         open_batches()
 
 
-def test_captions_may_come_from_a_file(tmp_path, weights):
+def test_captions_can_be_read_from_a_file(tmp_path, weights):
     (tmp_path / "captions.txt").write_text("one\n\n two \none\n")
     job = fill.open_job(
         config(tmp_path / "store", weights, prompts=()), str(tmp_path / "captions.txt")
@@ -337,7 +341,7 @@ def test_a_store_holds_all_captions_of_a_picture(tmp_path, weights):
         ({"data__source": "folder", "data__path": "/no"}, FileNotFoundError, "no data at /no: ch"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_encoded(
+def test_invalid_settings_are_errors_before_anything_is_encoded(
     tmp_path, weights, changes, kind, message
 ):
     with pytest.raises(kind, match=message):
@@ -345,7 +349,7 @@ def test_what_cannot_be_is_said_before_anything_is_encoded(
     assert not (tmp_path / "store").exists()
 
 
-def test_a_store_of_another_encoder_is_refused(whole, weights, tmp_path):
+def test_a_store_of_another_encoder_is_an_error(whole, weights, tmp_path):
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
     with pytest.raises(
         ValueError, match=r"made with other settings \(weights: '\w+' stored, '\w+' request"
@@ -379,8 +383,8 @@ def test_workers_are_counted_from_0():
         engines.share(2, 2)
 
 
-def test_bfloat16_t5_is_within_1_percent_too(tmp_path, weights):
-    """The default type, and the default length rule of NeMo."""
+def test_stored_embeddings_of_a_bfloat16_t5_are_within_1_percent(tmp_path, weights):
+    """With the default dtype, and NeMo's default for read_tokens."""
     changes = {"text__dtype": "bfloat16", "text__read_tokens": 512}
     (tmp_path / "captions.txt").write_text("a red seven on gray paper\n")
     changed = config(tmp_path / "store", weights, prompts=(), **changes)

@@ -1,4 +1,4 @@
-"""A store of embeddings: what goes in comes out, and what is damaged or another's is refused."""
+"""A store of embeddings: written rows are read back; damage and other stores are errors."""
 
 import functools
 import hashlib
@@ -23,7 +23,7 @@ ROWS = [RNG.normal(size=(n, 128)).astype(np.float32) for n in TOKENS]
 
 @functools.cache
 def quantized():
-    """ROWS in one go."""
+    """Return all ROWS quantized."""
     q, scales = quantize.quantize(jnp.asarray(np.concatenate(ROWS)))
     split = lambda array: np.split(np.asarray(array), np.cumsum(TOKENS)[:-1])
     return split(q), split(scales)
@@ -35,11 +35,11 @@ def as_rows(numbers, format):
     if format == "int8":
         values, scales = (np.concatenate([of[i] for i in numbers]) for of in quantized())
     errors = np.tile(np.float32([0.005, 0.9999]), (len(values), 1))
-    return shards.Rows(np.array([len(a) for a in arrays]), values, scales, errors)
+    return shards.EmbeddingRows(np.array([len(a) for a in arrays]), values, scales, errors)
 
 
 def make(path, format="int8"):
-    """A finished store of two shards."""
+    """Write a finished store with two shards."""
     shards.start(path, IDENTITY, format)
     keys = store.keys_of(TEXTS, IDENTITY)
     halves = [[0, 1], [2, 3]]
@@ -48,14 +48,14 @@ def make(path, format="int8"):
     return path
 
 
-def test_bytes_are_rows_with_their_scales_and_the_index():
+def test_bytes_per_caption_include_rows_scales_and_index():
     assert store.bytes_per_caption(20, 1024, "int8") == 20 * (1024 + 2 * 16) + 72
     assert store.bytes_per_caption(20, 1024, "bfloat16") == 20 * 2048 + 72
     assert store.bytes_per_caption(20, 1024, "float32") == 20 * 4096 + 72
 
 
-def test_a_store_of_an_earlier_version_opens(tmp_path):
-    """Made at commit cc541fd: the digests of weights and tokenizer must still fit."""
+def test_a_store_of_an_earlier_version_can_be_read(tmp_path):
+    """Written at commit cc541fd: the digests of weights and tokenizer must still match."""
     weights = tiny_weights.t5_folder(tmp_path / "t5")
     text = Text("t5", str(weights), str(FIXTURES / "store"), 16, 8, 32, "float32", 0.1)
     texts = ["a dog\u2019s </s> café", "a dog", "a cat on a mat"]
@@ -68,21 +68,21 @@ def test_a_store_of_an_earlier_version_opens(tmp_path):
 
 @pytest.mark.parametrize(("format", "tolerance"), [("int8", 0.01), ("bfloat16", 3e-3),
                                                    ("float32", 0)])  # fmt: skip
-def test_texts_come_back_padded_with_0(tmp_path, format, tolerance):
+def test_stored_texts_are_read_back_padded_with_0(tmp_path, format, tolerance):
     encoder = store.encoder(store.Store(make(tmp_path, format)))
     order = [2, 0, 3, 3, 1]
     text, mask = embed(encoder, [TEXTS[i] for i in order])
     assert (text.shape, text.dtype) == ((5, 5, 128), jnp.float32)
     np.testing.assert_array_equal(mask, np.arange(5) < np.array(TOKENS)[order, None])
     for row, i in zip(np.asarray(text), order, strict=True):
-        kept = row[: TOKENS[i]]
-        error = np.linalg.norm(kept - ROWS[i], axis=1) / np.linalg.norm(ROWS[i], axis=1)
+        tokens = row[: TOKENS[i]]
+        error = np.linalg.norm(tokens - ROWS[i], axis=1) / np.linalg.norm(ROWS[i], axis=1)
         assert error.max() <= tolerance
         assert not row[TOKENS[i] :].any()
     assert (encoder.name, encoder.width, encoder.max_tokens) == ("t5", 128, 5)
 
 
-def test_rows_travel_as_they_are_stored(tmp_path):
+def test_batches_hold_rows_in_their_stored_format(tmp_path):
     batch = store.Store(make(tmp_path)).read(["a dog"])
     types = {name: (array.shape, array.dtype) for name, array in batch.items()}
     assert types == {
@@ -92,7 +92,7 @@ def test_rows_travel_as_they_are_stored(tmp_path):
     }
 
 
-def test_a_key_is_a_hash_of_the_text_and_of_what_makes_its_rows():
+def test_a_key_is_a_hash_of_the_text_and_the_encoders_identity():
     salt = hashlib.blake2b(json.dumps(IDENTITY, sort_keys=True).encode(), digest_size=32).digest()
     expected = hashlib.blake2b(b"a dog", key=salt, digest_size=16).digest()
     assert store.keys_of(["a dog"], IDENTITY).tolist() == [expected]
@@ -110,7 +110,7 @@ def test_the_manifest_states_size_and_error(tmp_path):
     np.testing.assert_allclose(errors, [0.005, 0.005, 0.9999])
 
 
-def test_a_text_in_two_shards_is_found_once(tmp_path):
+def test_a_text_in_two_shards_is_counted_once(tmp_path):
     make(tmp_path)
     keys = store.keys_of([TEXTS[0], "new"], IDENTITY)
     more = shards.write_shard(tmp_path, keys, as_rows([2, 3], "int8"))
@@ -120,7 +120,7 @@ def test_a_text_in_two_shards_is_found_once(tmp_path):
     assert opened.read([TEXTS[0], "new"])["text_mask"].sum(1).tolist() == [3, 2]
 
 
-def test_what_no_manifest_names_is_removed(tmp_path):
+def test_shards_that_the_manifest_does_not_name_are_removed(tmp_path):
     make(tmp_path)
     shards.write_shard(tmp_path, store.keys_of(["x"], IDENTITY), as_rows([0], "int8"))
     names = [shard["file"] for shard in store.read_manifest(tmp_path)["shards"]]
@@ -128,7 +128,7 @@ def test_what_no_manifest_names_is_removed(tmp_path):
     assert {file.name for file in tmp_path.glob("shard-*")} == set(names)
 
 
-def test_missing_captions_are_counted_with_the_command(tmp_path):
+def test_missing_captions_are_an_error_with_the_precache_command(tmp_path):
     opened = store.Store(make(tmp_path))
     with pytest.raises(
         ValueError, match=r"2 of 3 captions are not in the store .*such as 'a bird'"
@@ -142,7 +142,7 @@ def test_missing_captions_are_counted_with_the_command(tmp_path):
         opened.read([ROWS[0]])
 
 
-def test_no_store_and_half_a_store_name_the_command(tmp_path):
+def test_missing_and_unfinished_stores_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing does not exist: check the path"):
         store.Store(tmp_path / "nothing")
     shards.start(tmp_path, IDENTITY, "int8")
@@ -156,7 +156,7 @@ def first_shard(path):
     return path / store.read_manifest(path)["shards"][0]["file"]
 
 
-def test_a_shard_cut_off_or_lost_is_found_at_the_start(tmp_path):
+def test_a_truncated_or_missing_shard_is_an_error_at_opening(tmp_path):
     shard = first_shard(make(tmp_path))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
@@ -172,10 +172,10 @@ def test_a_shard_cut_off_or_lost_is_found_at_the_start(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["int8", "bfloat16"])
-def test_a_changed_byte_is_found_when_it_is_read(tmp_path, format):
+def test_a_changed_byte_is_an_error_when_it_is_read(tmp_path, format):
     shard = first_shard(make(tmp_path, format))
     contents = bytearray(shard.read_bytes())
-    contents[-33] ^= 1  # The end of the second text's values; 32 of keys follow.
+    contents[-33] ^= 1  # The end of the second text's values, before 32 bytes of keys.
     shard.write_bytes(contents)
     opened = store.Store(tmp_path)
     opened.read(TEXTS[:1])
@@ -186,7 +186,7 @@ def test_a_changed_byte_is_found_when_it_is_read(tmp_path, format):
     assert not shard.exists()
 
 
-def test_a_changed_index_is_found_at_the_start(tmp_path):
+def test_a_changed_index_is_an_error_at_opening(tmp_path):
     index = make(tmp_path) / store.INDEX
     contents = bytearray(index.read_bytes())
     contents[-1] ^= 1
@@ -195,7 +195,7 @@ def test_a_changed_index_is_found_at_the_start(tmp_path):
         store.Store(tmp_path)
 
 
-def test_a_store_of_another_identity_or_format_is_not_continued(tmp_path):
+def test_adding_to_a_store_with_another_identity_or_format_is_an_error(tmp_path):
     make(tmp_path)
     with pytest.raises(ValueError, match=r"other settings \(weights: '1a' stored, '9' requested\)"):
         shards.start(tmp_path, IDENTITY | {"weights": "9"}, "int8")
@@ -203,15 +203,18 @@ def test_a_store_of_another_identity_or_format_is_not_continued(tmp_path):
         shards.start(tmp_path, IDENTITY, "float32")
 
 
-def test_fingerprints_tell_weights_and_length_rules_apart():
-    """`hashed` has no weights, so some are put in its place."""
+def test_fingerprints_depend_on_weights_and_token_limits():
+    """`hashed` has no weights, so the test adds some."""
     encoder = hashed.encoder(32, 8)
     with_weights = lambda array: encoder._replace(frozen={"a": array})
     array = np.arange(1000.0).reshape(10, 100)
     same = store.fingerprint(with_weights(array))
     assert store.fingerprint(with_weights(array.copy())) == same
     for other in (array + 1, array.reshape(100, 10), array.astype(np.float32)):
-        found = store.fingerprint(with_weights(other))
-        assert found["weights"] != same["weights"] and found["tokenizer"] == same["tokenizer"]
+        fingerprint = store.fingerprint(with_weights(other))
+        assert (
+            fingerprint["weights"] != same["weights"]
+            and fingerprint["tokenizer"] == same["tokenizer"]
+        )
     longer = store.fingerprint(hashed.encoder(32, 9))
     assert longer["tokenizer"] != same["tokenizer"]

@@ -1,4 +1,4 @@
-"""BERT: transformers' numbers, padding, the packaged MiniLM and its neighbours, bad folders."""
+"""BERT against transformers, its padding, the packaged MiniLM, and bad folders."""
 
 import importlib
 import json
@@ -22,13 +22,13 @@ PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "fox", "##es", "on", "red"]
 
 @pytest.fixture(scope="module")
 def case():
-    """A random BERT of two layers, and what transformers 5 computes with it."""
+    """A random BERT of two layers, and the hidden states that transformers 5 computes."""
     return tiny_weights.case("bert")
 
 
 @pytest.fixture(scope="module")
 def folder(case, tmp_path_factory):
-    """The case as Hugging Face stores it, with a tokenizer of nine pieces."""
+    """A folder in Hugging Face's layout, with a tokenizer of nine pieces."""
     path = tmp_path_factory.mktemp("bert")
     safetensors.numpy.save_file(tiny_weights.state(case), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(tiny_weights.config(case)))
@@ -50,7 +50,7 @@ def encoder(folder):
 
 
 def test_hidden_states_equal_transformers(case):
-    """Every layer, with one text cut to six tokens and one to two, to 1e-5 of the largest value."""
+    """Every layer, to 1e-5 of the largest value; one text is cut to six tokens, one to two."""
     state = tiny_weights.state(case)
     model, table = bert.from_state(state, tiny_weights.config(case))
     params = torch_weights.to_params(bert.used(state), table, bert.abstract_params(model))
@@ -62,7 +62,7 @@ def test_hidden_states_equal_transformers(case):
         np.testing.assert_allclose(state, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-def test_a_text_becomes_cls_pieces_sep(encoder):
+def test_tokens_are_cls_then_the_word_pieces_then_sep(encoder):
     tokens = encoder.tokenize(["A foxes", "on " * 9, "Ü"])
     assert tokens["text_ids"].tolist() == [
         [2, 4, 5, 6, 3, 0, 0, 0],
@@ -73,8 +73,8 @@ def test_a_text_becomes_cls_pieces_sep(encoder):
     assert encoder.cut_off(["red foxes", "on " * 9, "red Ü"]) == ["", "on on on ", "Ü"]
 
 
-def test_padding_changes_nothing(folder, encoder):
-    """The state of a token depends on its text alone; padded positions are 0."""
+def test_hidden_states_do_not_depend_on_padding(folder, encoder):
+    """A token's state depends only on its text. Padded positions are 0."""
     short = bert.encoder(folder, width=24, max_tokens=5, dtype="float32")
     together, mask = embed(encoder, ["a fox", "red foxes on a red fox"])
     alone, _ = embed(short, ["a fox"])
@@ -83,8 +83,8 @@ def test_padding_changes_nothing(folder, encoder):
     assert not np.any(together[0][~mask[0]])
 
 
-def test_bfloat16_stays_close(folder, encoder):
-    """Products of bfloat16 (8 bits) in two layers: within 4 % of the largest state."""
+def test_bfloat16_states_are_within_4_percent_of_float32(folder, encoder):
+    """The tolerance is the rounding of two layers with 8 bits each."""
     rough, _ = embed(bert.encoder(folder, width=24, max_tokens=8), ["a fox on red"])
     exact, _ = embed(encoder, ["a fox on red"])
     assert rough.dtype == jnp.float32
@@ -98,7 +98,7 @@ def test_bfloat16_stays_close(folder, encoder):
         ({"max_tokens": 21}, "text.max_tokens is 21, but the BERT in"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(folder, change, message):
+def test_a_width_or_length_that_does_not_fit_the_model_is_an_error(folder, change, message):
     with pytest.raises(ValueError, match=message):
         bert.encoder(folder, **{"width": 24, "max_tokens": 8, **change})
 
@@ -114,7 +114,7 @@ def test_sizes_that_do_not_fit_are_refused(folder, change, message):
          "not a BERT encoder's: .* lack embeddings.word_embeddings.weight"),
     ],
 )  # fmt: skip
-def test_a_folder_that_is_not_berts_is_refused(folder, tmp_path, damage, message):
+def test_a_folder_without_a_valid_bert_is_an_error(folder, tmp_path, damage, message):
     copy = shutil.copytree(folder, tmp_path / "copy")
     damage(copy)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -126,8 +126,8 @@ def _edit(folder, **changes):
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_minilm_comes_from_its_package(folder, tmp_path, monkeypatch):
-    """No weights named: the package's archive is unpacked once; without it, how to install it."""
+def test_minilm_is_unpacked_once_from_its_package(folder, tmp_path, monkeypatch):
+    """Without text.weights, the package's archive is unpacked. A missing package is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = Text("minilm", width=24, max_tokens=8)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
@@ -141,8 +141,8 @@ def test_minilm_comes_from_its_package(folder, tmp_path, monkeypatch):
         for path in folder.iterdir():
             archive.write(path, path.name)
     importlib.invalidate_caches()
-    made, expected = registry.make_encoder(text), bert.encoder(folder, width=24, max_tokens=8)
-    np.testing.assert_array_equal(embed(made, ["a fox"])[0], embed(expected, ["a fox"])[0])
+    encoder, expected = registry.make_encoder(text), bert.encoder(folder, width=24, max_tokens=8)
+    np.testing.assert_array_equal(embed(encoder, ["a fox"])[0], embed(expected, ["a fox"])[0])
     assert sorted(p.name for p in bert.packaged().iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
@@ -154,15 +154,17 @@ NEIGHBOURS = {
 }  # fmt: skip
 
 
-def test_unknown_words_are_near_words_with_their_meaning():
-    """The real MiniLM: the mean state of each word is nearest to the word with its meaning."""
+def test_minilm_maps_words_near_words_of_similar_meaning():
+    """With the real MiniLM, the mean state of each word is nearest to its synonym."""
     try:
         encoder = bert.encoder("", width=384, max_tokens=16, dtype="float32")
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    known = sorted({*NEIGHBOURS.values(), "pizza", "house", "apple", "rocket", "fox", "teacher"})
-    states, mask = embed(encoder, [*NEIGHBOURS, *known])
+    candidates = sorted(
+        {*NEIGHBOURS.values(), "pizza", "house", "apple", "rocket", "fox", "teacher"}
+    )
+    states, mask = embed(encoder, [*NEIGHBOURS, *candidates])
     means = np.where(mask[..., None], states, 0).sum(1) / mask.sum(1)[:, None]
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     nearest = (means[: len(NEIGHBOURS)] @ means[len(NEIGHBOURS) :].T).argmax(1)
-    assert [known[i] for i in nearest] == list(NEIGHBOURS.values())
+    assert [candidates[i] for i in nearest] == list(NEIGHBOURS.values())

@@ -1,4 +1,4 @@
-"""CLIP: the reference's numbers for both towers, folders of both origins, bad ones."""
+"""CLIP: both towers against the references, folders of both origins, and bad folders."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ IMAGES = {"image_features", "clip_score"}
         ("open_clip", {*TEXT, *IMAGES, "last"}, 48832),
     ],
 )
-def test_the_references_numbers(name, outputs, parameters):
+def test_both_towers_match_the_saved_reference_outputs(name, outputs, parameters):
     errors = text_parity.verify(tiny_weights.case(name))
     assert outputs <= errors.keys()
     assert compare.within(errors, text_parity.TOLERANCE)
@@ -31,7 +31,7 @@ def test_the_references_numbers(name, outputs, parameters):
 
 
 def case_ids(case, tokenize):
-    """Texts of single letters whose ids are known."""
+    """Check the ids of texts of single letters, and return all ids."""
     ids = tokenize(["a c", "b " * 40])["text_ids"]
     assert ids[0, :4].tolist() == [38, 0, 2, 39]
     assert ids[1].tolist() == [38, *[1] * 14, 39]
@@ -42,7 +42,7 @@ def case_ids(case, tokenize):
     ("name", "layer", "pad"),
     [("clip", "last", 39), ("open_clip", "penultimate", 0), ("open_clip", "last", 0)],
 )
-def test_an_encoder_is_the_layer_that_it_is_told(tmp_path, name, layer, pad):
+def test_the_encoder_returns_the_configured_layer(tmp_path, name, layer, pad):
     folder = tiny_weights.clip_folder(tmp_path / name, name)
     encoder = clip.encoder(folder, width=24, max_tokens=16, layer=layer, dtype="float32")
     ids = case_ids(tiny_weights.case(name), encoder.tokenize)
@@ -56,7 +56,7 @@ def test_an_encoder_is_the_layer_that_it_is_told(tmp_path, name, layer, pad):
     assert mask.all()
 
 
-def test_the_last_layer_is_not_even_opened_for_the_penultimate(tmp_path):
+def test_the_penultimate_encoder_does_not_open_the_last_layers_weights(tmp_path):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
     names = {
         layer: clip.encoder(folder, width=24, max_tokens=16, layer=layer).frozen["params"].keys()
@@ -68,12 +68,12 @@ def test_the_last_layer_is_not_even_opened_for_the_penultimate(tmp_path):
     assert not any(name.startswith("layer_1") for name in names["penultimate"])
 
 
-def test_cosine_of_known_vectors():
+def test_cosine_matches_values_computed_by_hand():
     images, texts = jnp.array([[3.0, 4.0], [0.0, -2.0]]), jnp.array([[1.0, 0.0], [0.0, 5.0]])
     np.testing.assert_allclose(clip.cosine(images, texts), [[0.6, 0.8], [0, -1]], atol=1e-7)
 
 
-def test_bfloat16_is_near_float32(tmp_path):
+def test_bfloat16_clip_is_within_3_percent_of_float32(tmp_path):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     make = lambda dtype: clip.encoder(folder, width=24, max_tokens=16, dtype=dtype)
     exact, _ = embed(make("float32"), ["a c"])
@@ -91,13 +91,13 @@ def test_bfloat16_is_near_float32(tmp_path):
         ({"layer": "first"}, "layer is 'first': choose 'last' or 'penultimate'"),
     ],
 )
-def test_fields_that_do_not_fit_are_refused(tmp_path, fields, message):
+def test_a_width_length_or_layer_that_does_not_fit_is_an_error(tmp_path, fields, message):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     with pytest.raises(ValueError, match=message):
         clip.encoder(folder, **({"width": 24, "max_tokens": 16} | fields))
 
 
-def test_other_weights_are_refused(tmp_path):
+def test_weights_of_a_t5_and_a_missing_tokenizer_are_errors(tmp_path):
     with pytest.raises(
         ValueError, match=r"the model in .*t5: the weights are not CLIP's: their 13"
     ):
@@ -119,7 +119,7 @@ def test_other_weights_are_refused(tmp_path):
         ),
     ],
 )
-def test_a_config_of_another_model_is_refused(change, message):
+def test_a_config_with_unsupported_values_is_an_error(change, message):
     case = tiny_weights.case("clip")
     config = tiny_weights.config(case)
     config["text_config"] |= change
@@ -127,7 +127,7 @@ def test_a_config_of_another_model_is_refused(change, message):
         clip.text_tower(clip_weights.from_state(tiny_weights.state(case), config))
 
 
-def test_a_tower_that_is_not_there_is_named():
+def test_a_missing_image_tower_is_an_error_that_names_it():
     case = tiny_weights.case("clip")
     state = {n: a for n, a in tiny_weights.state(case).items() if not n.startswith("vis")}
     opened = clip_weights.from_state(state, tiny_weights.config(case))
@@ -135,7 +135,7 @@ def test_a_tower_that_is_not_there_is_named():
         clip.image_tower(opened)
 
 
-def test_an_array_too_many_is_named():
+def test_an_unexpected_array_is_an_error_that_names_it():
     case = tiny_weights.case("clip")
     state = tiny_weights.state(case) | {"text_model.adapter.weight": np.zeros(2)}
     opened = clip_weights.from_state(state, tiny_weights.config(case))
@@ -150,7 +150,7 @@ def test_an_array_too_many_is_named():
     ("name", "pickled"),
     [("clip", "pytorch_model.bin"), ("open_clip", "open_clip_pytorch_model.bin")],
 )
-def test_pickles_of_both_origins_are_the_same_clip(tmp_path, name, pickled):
+def test_pickled_weights_of_both_origins_equal_the_safetensors(tmp_path, name, pickled):
     folder = tiny_weights.clip_folder(tmp_path / name, name)
     expected = clip_weights.open_clip(folder)
     (folder / "model.safetensors").unlink()
@@ -160,7 +160,7 @@ def test_pickles_of_both_origins_are_the_same_clip(tmp_path, name, pickled):
     jax.tree.map(np.testing.assert_array_equal, opened.state, expected.state)
 
 
-def test_open_clip_without_its_own_config_needs_one(tmp_path):
+def test_open_clip_weights_without_a_config_are_an_error(tmp_path):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
     (folder / "open_clip_config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no file .*config.json"):

@@ -1,4 +1,4 @@
-"""python -m diffusion_jax.text: exit codes, messages, what convert writes."""
+"""The command diffusion_jax.text: exit codes, messages, and the files of convert."""
 
 import pathlib
 import shutil
@@ -24,7 +24,7 @@ def run(capsys):
     return run
 
 
-def test_other_arguments_exit_with_2(run):
+def test_unknown_arguments_print_the_usage_and_exit_with_2(run):
     for arguments in ((), ("convert",), ("prove", "x"), ("convert", "a", "b", "c")):
         code, _, err = run(*arguments)
         assert (code, err[:6]) == (2, "Usage:")
@@ -52,23 +52,23 @@ def test_a_pickle_becomes_safetensors_without_torch(tmp_path, name):
     assert (out / "config.json").read_text() == "{}"
 
 
-def test_only_a_t5_loses_its_decoder(tmp_path):
+def test_convert_drops_the_decoder_only_from_a_t5(tmp_path):
     names = (
         "encoder.block.0.layer.0.layer_norm.weight",
         "decoder.conv_in.weight",
         "lm_head.weight",
     )
     arrays = {name: np.full(2, i, np.float32) for i, name in enumerate(names)}
-    for folder, kept in (("t5", names), ("other", names[1:])):
+    for folder, saved_names in (("t5", names), ("other", names[1:])):
         (tmp_path / folder).mkdir()
         path = tmp_path / folder / "pytorch_model.bin"
-        torch_writer.save(path, {name: arrays[name] for name in kept})
+        torch_writer.save(path, {name: arrays[name] for name in saved_names})
         convert.convert(tmp_path / folder, tmp_path / f"{folder}_out")
     assert list(pretrained.open_weights(tmp_path / "t5_out")) == [names[0]]
     assert set(pretrained.open_weights(tmp_path / "other_out")) == set(names[1:])
 
 
-def test_a_folder_of_diffusers_is_refused(run, tmp_path):
+def test_convert_rejects_a_folder_of_diffusers(run, tmp_path):
     torch_writer.save(
         tmp_path / "diffusion_pytorch_model.bin", {"decoder.a": np.ones(1, np.float32)}
     )
@@ -78,7 +78,7 @@ def test_a_folder_of_diffusers_is_refused(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_converted_is_named(run, tmp_path):
+def test_convert_errors_name_missing_damaged_and_existing_files(run, tmp_path):
     code, _, err = run("convert", tmp_path, tmp_path / "out")
     assert (code, err) == (2, f"error: {tmp_path} holds no .bin files to convert\n")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

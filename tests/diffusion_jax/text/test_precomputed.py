@@ -1,4 +1,4 @@
-"""Stored embeddings: how they are padded and refused."""
+"""Stored embeddings: padding, and errors for wrong inputs."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from diffusion_jax.text import embed, precomputed
 ARRAY = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float16)
 
 
-def test_short_texts_are_padded_with_0_and_long_ones_cut():
+def test_short_embeddings_are_padded_with_0_and_long_ones_cut():
     encoder = precomputed.encoder(width=4, max_tokens=2)
     text, mask = embed(encoder, [ARRAY, ARRAY[:1], ARRAY[:0]])
     expected = np.zeros((3, 2, 4), np.float32)
@@ -17,7 +17,7 @@ def test_short_texts_are_padded_with_0_and_long_ones_cut():
     np.testing.assert_array_equal(mask, [[1, 1], [1, 0], [0, 0]])
 
 
-def test_captions_and_other_widths_are_refused():
+def test_captions_and_embeddings_of_another_width_are_errors():
     tokenize = precomputed.encoder(width=5, max_tokens=2).tokenize
     with pytest.raises(
         ValueError, match=r"the data hold the caption 'a red seven': set data\.text"

@@ -1,4 +1,4 @@
-"""T5: the reference's numbers, NeMo's way of encoding, bf16 that does not overflow, bad folders."""
+"""T5 against transformers, NeMo's order of padding and cutting, bfloat16, and bad folders."""
 
 import json
 
@@ -20,16 +20,16 @@ LONG = "A photo of a corgi riding a bike in Times Square. " * 2
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("t5_relu", 6640), ("t5_gated", 7304)])
-def test_the_references_numbers(name, parameters):
-    """Layers, masks with holes, a text of 200 tokens; t5_gated has other buckets than usual."""
+def test_all_layers_match_the_saved_reference_outputs(name, parameters):
+    """Including masks with holes and a text of 200 tokens. t5_gated has unusual buckets."""
     errors = text_parity.verify(tiny_weights.case(name))
     assert errors["parameters"] == parameters
     assert {"hidden_0", "hidden_1", "last_hidden_state", "long"} <= errors.keys()
     assert compare.within(errors, text_parity.TOLERANCE)
 
 
-def test_distances_and_their_buckets_of_the_paper():
-    """32 buckets: eight distances one by one, then eight ranges, the last from 128 * 2^-0.5."""
+def test_distance_buckets_match_the_paper():
+    """Per direction, eight single distances, then eight ranges; the last starts at 128 / 2^0.5."""
     buckets = t5.distance_buckets(601, 32, 128)
     expected = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -23: 11, -32: 12, -90: 14,
                 -91: 15, -600: 15, 1: 17, 7: 23, 16: 26, 600: 31}  # fmt: skip
@@ -46,40 +46,40 @@ def encoder(folder):
     return t5.encoder(folder, width=16, max_tokens=8, read_tokens=40, dtype="float32")
 
 
-def by_hand(folder, text, length, kept):
-    """Pads to `length`, encodes all of it, and cuts only then."""
+def by_hand(folder, text, length, max_tokens):
+    """Pad to `length`, encode everything, and only then cut to `max_tokens`."""
     state = pretrained.open_weights(folder)
     model, table = t5.from_state(state, tiny_weights.read_config(folder))
     params = torch_weights.to_params(t5.used(state), table, t5.abstract_params(model))
     tokens = t5.tokenize.t5(folder)([text], length)
     states = jax.jit(model.apply)(params, tokens["text_ids"], tokens["text_mask"])
-    mask = tokens["text_mask"][:, :kept]
-    return states[:, :kept] * mask[..., None], mask
+    mask = tokens["text_mask"][:, :max_tokens]
+    return states[:, :max_tokens] * mask[..., None], mask
 
 
 @pytest.mark.parametrize("text", ["", "a red seven", LONG])
-def test_a_text_is_padded_encoded_and_then_cut(folder, encoder, text):
+def test_a_text_is_cut_after_encoding(folder, encoder, text):
     actual, mask = embed(encoder, [text])
     expected, expected_mask = by_hand(folder, text, 40, 8)
     np.testing.assert_array_equal(mask, expected_mask)
-    # Only the order of sums may differ: a text that fits is encoded without its padding.
+    # Only the order of sums may differ, because short texts are encoded without padding.
     np.testing.assert_allclose(actual, expected, atol=2e-6 * float(jnp.abs(expected).max()))
     assert not np.asarray(actual)[~np.asarray(mask)].any()
 
 
-def test_what_is_cut_has_been_read(encoder):
+def test_tokens_after_the_cut_influence_the_embedding(encoder):
     (one, other), mask = embed(encoder, [LONG, LONG.replace("Square", "photo")])
     assert mask.all()
     assert float(jnp.abs(one - other).max()) > 1e-3
 
 
-def test_one_long_text_changes_no_other_of_its_batch(encoder):
+def test_a_long_text_does_not_change_other_texts_of_its_batch(encoder):
     alone, _ = embed(encoder, ["a red seven", ""])
     together, _ = embed(encoder, ["a red seven", LONG])
     np.testing.assert_allclose(alone[0], together[0], atol=1e-6 * float(jnp.abs(alone).max()))
 
 
-def test_512_tokens_are_read_unless_told_otherwise(folder):
+def test_512_tokens_are_read_by_default(folder):
     tokens = t5.encoder(folder, width=16, max_tokens=128).tokenize(["x " * 600])
     assert tokens["text_ids"].shape == (1, 512)
     assert tokens["text_ids"][0, -1] == 1
@@ -87,13 +87,13 @@ def test_512_tokens_are_read_unless_told_otherwise(folder):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Embeddings of about 1e6, to which a layer adds about 3e3."""
+    """A T5 with embeddings of about 1e6, to which a layer adds about 3e3."""
     path = tmp_path_factory.mktemp("weights") / "large"
     return tiny_weights.t5_folder(path, stream=4e6, update=3e3)
 
 
-def what_the_layer_adds(folder, dtype):
-    """To the normalised output; with the largest value of the residual stream."""
+def layer_update(folder, dtype):
+    """Return a layer's change of the normalized output, and the residual stream's largest value."""
     state = pretrained.open_weights(folder)
     model, table = t5.from_state(state, tiny_weights.read_config(folder), dtype)
     params = torch_weights.to_params(t5.used(state), table, t5.abstract_params(model))
@@ -107,17 +107,17 @@ def what_the_layer_adds(folder, dtype):
     return out - embeddings / rms * scale, float(jnp.abs(embeddings).max())
 
 
-def test_bfloat16_keeps_what_a_layer_adds_to_a_large_stream(large):
-    """float16 ends at 65,504; steps of bf16 are 8,192 at 1e6, so that such a sum loses 3e3."""
-    exact, largest = what_the_layer_adds(large, jnp.float32)
-    rounded, _ = what_the_layer_adds(large, jnp.bfloat16)
+def test_bfloat16_keeps_small_updates_of_a_large_residual_stream(large):
+    """Near 1e6, bfloat16 numbers are 8,192 apart, so a sum in bfloat16 would lose 3e3."""
+    exact, largest = layer_update(large, jnp.float32)
+    rounded, _ = layer_update(large, jnp.bfloat16)
     assert largest > 1e6
     assert float(jnp.abs(exact).max()) > 1e-3
     error = float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact))
     assert error < 0.05
 
 
-def test_bfloat16_is_near_float32_at_a_stream_of_1e15(tmp_path):
+def test_bfloat16_is_within_2_percent_of_float32_at_a_stream_of_1e15(tmp_path):
     folder = tiny_weights.t5_folder(tmp_path / "t5", stream=1e15, update=1e15)
     make = lambda dtype: t5.encoder(folder, width=16, max_tokens=6, read_tokens=6, dtype=dtype)
     exact, _ = embed(make("float32"), ["a photo of a bike"])
@@ -128,7 +128,7 @@ def test_bfloat16_is_near_float32_at_a_stream_of_1e15(tmp_path):
     assert 1e-4 < error < 0.02
 
 
-def test_sharded_over_eight_devices_it_is_the_same(folder, encoder):
+def test_an_encoder_sharded_over_eight_devices_gives_equal_embeddings(folder, encoder):
     mesh = sharding.make_mesh(1, 8, 1)
     frozen = sharding.place_all(encoder.frozen, mesh, RULES)
     table = frozen["params"]["token_embedding"]
@@ -142,14 +142,14 @@ def test_sharded_over_eight_devices_it_is_the_same(folder, encoder):
     assert int(mask.sum()) == 4 * (8 + 5)
 
 
-def test_weights_are_opened_and_not_read(encoder):
+def test_opening_an_encoder_does_not_read_its_weights(encoder):
     leaves = jax.tree.leaves(encoder.frozen)
     assert all(isinstance(leaf, Stored) for leaf in leaves)
-    assert len(leaves) == 11  # Neither the decoder nor the second name of the embedding.
+    assert len(leaves) == 11  # Without the decoder and the duplicate of the embedding.
 
 
 def spoilt(path, **config):
-    """A folder whose config.json says otherwise."""
+    """Write a T5 folder, with these changes in config.json."""
     folder = tiny_weights.t5_folder(path)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
@@ -163,7 +163,7 @@ def spoilt(path, **config):
         ({"read_tokens": 4}, "text.read_tokens is 4: it must be at least text.max_tokens, which"),
     ],
 )
-def test_fields_that_do_not_fit_are_refused(folder, fields, message):
+def test_a_width_or_length_that_does_not_fit_is_an_error(folder, fields, message):
     with pytest.raises(ValueError, match=message):
         t5.encoder(folder, **({"width": 16, "max_tokens": 8} | fields))
 
@@ -179,19 +179,19 @@ def test_fields_that_do_not_fit_are_refused(folder, fields, message):
         ),
     ],
 )
-def test_a_config_of_another_model_is_refused(tmp_path, config, message):
+def test_a_config_with_unsupported_values_is_an_error(tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         t5.encoder(spoilt(tmp_path / "t5", **config), width=16, max_tokens=8)
 
 
-def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_weights_is_an_error(tmp_path):
     folder = tiny_weights.t5_folder(tmp_path / "t5", vocab_size=7000)
     message = "the tokenizer in .* has 7500 tokens, but the weights have only 7000"
     with pytest.raises(ValueError, match=message):
         t5.encoder(folder, width=16, max_tokens=8)
 
 
-def test_other_weights_and_missing_files_are_refused(tmp_path):
+def test_weights_of_a_clip_and_missing_files_are_errors(tmp_path):
     folder = tiny_weights.t5_folder(tmp_path / "t5")
     (folder / "spiece.model").unlink()
     with pytest.raises(FileNotFoundError, match=r"neither spiece\.model nor tokenizer\.json"):

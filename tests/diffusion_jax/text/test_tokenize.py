@@ -1,4 +1,4 @@
-"""Tokens: the ids that sentencepiece, open_clip and transformers give."""
+"""Tokenizers against sentencepiece, open_clip and transformers."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from diffusion_jax.text import tokenize
 from tests.diffusion_jax.text.tiny_weights import FIXTURES, ROOT, spiece
 
 SHARED = ROOT.parent / "shared" / "tokenizers"
-# By open_clip 3.3's own SimpleTokenizer, of the fixture's 2,000 merges.
+# Ids from open_clip 3.3's SimpleTokenizer with the fixture's 2,000 merges.
 OPEN_CLIP = json.loads((FIXTURES / "open_clip_ids.json").read_text())
 CORGI = "A photo of a corgi riding a bike in Times Square."
 CORGI_IDS = [71, 1202, 13, 3, 9, 4301, 122, 23, 7494, 3, 9, 3724, 16, 5324, 7120, 5, 1]
@@ -40,7 +40,7 @@ def ids(tokenizer, text, length=64):
     return tokens["text_ids"][0][tokens["text_mask"][0]].tolist()
 
 
-def test_t5s_reference_caption(t5):
+def test_t5_ids_of_the_reference_caption(t5):
     assert ids(t5, CORGI) == CORGI_IDS
     assert t5.vocab_size == 7500
 
@@ -52,11 +52,11 @@ def test_t5_pads_with_0_and_masks(t5):
     assert (tokens["text_ids"].dtype, tokens["text_mask"].dtype) == (np.int32, bool)
 
 
-def test_a_long_text_keeps_its_beginning_and_an_end(t5):
+def test_a_long_text_is_cut_and_ends_with_the_end_token(t5):
     assert ids(t5, CORGI, length=6) == [*CORGI_IDS[:5], 1]
 
 
-def test_the_end_that_a_text_loses_is_shown(t5, clip_folder):
+def test_cut_off_returns_the_end_of_the_text_that_is_cut(t5, clip_folder):
     assert t5.cut_off([CORGI, "a photo"], 6) == ["corgi riding a bike in Times Square.", ""]
     assert t5.cut_off([CORGI], 17) == [""]
     clip = tokenize.clip(clip_folder, open_clip=True)
@@ -64,17 +64,17 @@ def test_the_end_that_a_text_loses_is_shown(t5, clip_folder):
 
 
 def test_t5_normalises_characters_and_spaces(t5):
-    """By the model's own map: circled and full-width letters, ligatures, runs of white space."""
+    """The model's table maps circled and full-width letters, ligatures and white space."""
     assert ids(t5, "  two   spaces ①\n new") == ids(t5, "two spaces 1 new")
     assert ids(t5, "\uff34imes \ufb01ne") == ids(t5, "Times fine")
 
 
-def test_control_tokens_in_a_caption_are_its_letters(t5):
+def test_control_tokens_written_in_a_caption_are_plain_text(t5):
     assert not {0, 1} & set(ids(t5, "<pad> x </s> y")[:-1])
 
 
-def test_t5_gives_sentencepieces_ids(t5):
-    """Of odd texts, also of control tokens next to what they could merge with."""
+def test_t5_ids_match_sentencepiece(t5):
+    """For unusual texts, including control tokens next to characters they could merge with."""
     reference = sentencepiece.SentencePieceProcessor(model_proto=spiece())
     texts = [*OPEN_CLIP, "<unk></s></s>>", "=></s> <pad", "<extra_id_0> </s>x", "word " * 700]
     for text in texts:
@@ -82,7 +82,7 @@ def test_t5_gives_sentencepieces_ids(t5):
 
 
 @pytest.mark.parametrize("text", OPEN_CLIP)
-def test_open_clip_mends_texts_as_its_own_tokenizer(clip_folder, text):
+def test_open_clip_text_cleaning_matches_its_own_tokenizer(clip_folder, text):
     """Curly quotes, wrong decodings, entities, controls, white space, Greek capitals."""
     begin, *body, end = ids(tokenize.clip(clip_folder, open_clip=True), text, 200)
     assert (begin, body, end) == (2512, OPEN_CLIP[text], 2513)
@@ -98,23 +98,23 @@ def test_open_clip_cleans_a_long_caption_in_linear_time(clip_folder, monkeypatch
     assert ids(clip, "a &" + 500 * "amp;" + " b") == ids(clip, "a & b")
     lengths.clear()
     ids(clip, "a &" + 5000 * "amp;")
-    assert 0 < sum(lengths) < 3e6  # In one piece, 5000 passes over 10,000 characters on average.
+    assert 0 < sum(lengths) < 3e6  # One pass per level would read 5000 x 10,000 characters.
 
 
-def test_control_tokens_in_a_caption_are_transformers_in_openais_clip_alone(clip_folder):
+def test_only_openai_clip_parses_control_tokens_in_captions(clip_folder):
     text = "a <|endoftext|> b"
     assert ids(tokenize.clip(clip_folder), text) == [2512, 320, 2513, 321, 2513]
     assert ids(tokenize.clip(clip_folder, open_clip=True), text).count(2513) == 1
 
 
-def test_clips_reference_caption(clip_folder):
-    """With 2,000 of 48,894 merges a text begins with 2512 and ends with 2513."""
+def test_clip_ids_of_the_reference_caption(clip_folder):
+    """With 2,000 of 48,894 merges, the begin token is 2512 and the end token is 2513."""
     caption = [320, 1125, 539, 320, 2368]
     assert ids(tokenize.clip(clip_folder), "a photo of a cat") == [2512, *caption, 2513]
     assert ids(tokenize.clip(clip_folder), " A  Photo OF\na cat ") == [2512, *caption, 2513]
 
 
-def test_open_clip_pads_with_0_and_others_with_the_end(clip_folder):
+def test_open_clip_pads_with_0_and_openai_clip_with_the_end_token(clip_folder):
     for open_clip, pad in ((True, 0), (False, 2513)):
         tokens = tokenize.clip(clip_folder, open_clip=open_clip)(["a cat"], 6)
         assert tokens["text_ids"].tolist() == [[2512, 320, 2368, 2513, pad, pad]]
@@ -124,7 +124,7 @@ def test_open_clip_pads_with_0_and_others_with_the_end(clip_folder):
 def test_an_exclamation_mark_is_token_0_in_folders_of_stable_diffusion_2(
     clip_folder, tmp_path, text
 ):
-    """transformers splits texts at the token of the padding, and does not clean them."""
+    """transformers splits texts at the padding token, and does not clean them."""
     vocab, merges = tokenize._read_open_ai(clip_folder / "bpe_simple_vocab_16e6.txt.gz")
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     lines = ["#version: 0.2", *(f"{a} {b}" for a, b in merges)]
@@ -145,13 +145,13 @@ def test_an_exclamation_mark_is_token_0_in_folders_of_stable_diffusion_2(
     assert mended == ids(tokenize.clip(clip_folder, open_clip=True), text)
 
 
-def test_open_clip_resolves_entities(clip_folder):
+def test_open_clip_decodes_html_entities(clip_folder):
     as_open_clip = tokenize.clip(clip_folder, open_clip=True)
     assert ids(as_open_clip, "a &amp;amp; b") == ids(as_open_clip, "a & b")
     assert ids(tokenize.clip(clip_folder), "a &amp; b") != ids(tokenize.clip(clip_folder), "a & b")
 
 
-def test_vocab_and_merges_are_the_same_tokenizer(clip_folder, tmp_path):
+def test_vocab_json_and_merges_txt_give_the_same_ids_as_the_gz_file(clip_folder, tmp_path):
     lines = (clip_folder / "bpe_simple_vocab_16e6.txt.gz").read_bytes()
     merges = gzip.decompress(lines).decode().split("\n")[1:]
     vocab = tokenize.clip(clip_folder)._tokenizer.get_vocab()
@@ -161,13 +161,13 @@ def test_vocab_and_merges_are_the_same_tokenizer(clip_folder, tmp_path):
     assert ids(tokenize.clip(tmp_path), text) == ids(tokenize.clip(clip_folder), text)
 
 
-def test_tokenizer_json_is_the_same_tokenizer(t5, clip_folder, tmp_path):
+def test_tokenizer_json_gives_the_same_ids(t5, clip_folder, tmp_path):
     clip = tokenize.clip(clip_folder)
     clip._tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert ids(tokenize.clip(tmp_path), "a photo") == ids(clip, "a photo")
 
 
-def test_threads_do_not_disturb_each_other(t5):
+def test_threads_can_share_a_tokenizer(t5):
     results = []
 
     def work(length):
@@ -183,12 +183,12 @@ def test_threads_do_not_disturb_each_other(t5):
 
 
 @pytest.mark.parametrize("make", [tokenize.t5, tokenize.clip])
-def test_a_folder_without_a_tokenizer_is_named(make, tmp_path):
+def test_a_folder_without_a_tokenizer_is_an_error(make, tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path} holds n.*copy.*into it"):
         make(tmp_path)
 
 
-def test_damaged_files_and_other_tokenizers_are_refused(tmp_path, clip_folder):
+def test_damaged_and_foreign_tokenizer_files_are_errors(tmp_path, clip_folder):
     (tmp_path / "spiece.model").write_bytes(b"\x0a\xff\xff")
     with pytest.raises(ValueError, match=r"spiece\.model is damaged or not a sentencepiece model"):
         tokenize.t5(tmp_path)
@@ -201,14 +201,14 @@ def test_damaged_files_and_other_tokenizers_are_refused(tmp_path, clip_folder):
         tokenize.t5(tmp_path)
 
 
-def test_embeddings_in_place_of_captions_are_refused(t5):
+def test_embeddings_in_place_of_captions_are_an_error(t5):
     message = r"the data hold ndarray of shape \(3, 8\): set data.text to the field"
     with pytest.raises(ValueError, match=message):
         t5([np.zeros((3, 8))], 8)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the whole tokenizer files")
-def test_the_whole_files_give_the_references_ids():
+def test_the_complete_tokenizer_files_give_the_reference_ids():
     assert ids(tokenize.t5(SHARED), CORGI) == CORGI_IDS
     clip = tokenize.clip(SHARED, open_clip=True)
     text = "Tom &amp;amp; Jerry's   café №5 — 日本 😀"

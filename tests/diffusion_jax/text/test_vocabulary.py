@@ -1,4 +1,4 @@
-"""The words of a run's captions: which are new, what resembles them, and where they are kept."""
+"""The vocabulary of a run's captions: unknown words, similar words, and its file."""
 
 import json
 import pathlib
@@ -24,14 +24,14 @@ def _without_minilm(monkeypatch):
     monkeypatch.setattr(meaning, "available", lambda: False)
 
 
-def test_words_that_are_in_no_caption_come_with_similar_words():
+def test_unknown_words_are_reported_with_similar_words():
     words = vocabulary.of(CAPTIONS)
     assert words.unknown("a foox, NOTO style, zebra") == {"foox": ["fox"], "zebra": []}
     assert words.unknown("Cat, face!") == {}
     assert words.unknown("The cat and an ox") == {"ox": ["fox"]}  # Function words are not reported.
 
 
-def test_typing_errors_come_before_phrases_of_similar_meaning(monkeypatch):
+def test_words_of_similar_spelling_come_before_phrases_of_similar_meaning(monkeypatch):
     words = vocabulary.of(CAPTIONS)
     # "cat" and "face" are not offered alone, because captions say "cat face".
     phrases = {"fox", "cat face", "a", "noto", "style", "on", "gray", "blue", "background"}
@@ -53,7 +53,7 @@ def test_typing_errors_come_before_phrases_of_similar_meaning(monkeypatch):
 
 
 @pytest.mark.skipif(not meaning.available(), reason="needs the extra [words]")
-def test_minilm_finds_the_emoji_models_words_by_meaning(monkeypatch):
+def test_minilm_finds_emoji_words_of_similar_meaning(monkeypatch):
     monkeypatch.undo()
     words = vocabulary.read(pathlib.Path(__file__).parents[3] / "models" / "emoji32")
     expected = {
@@ -66,7 +66,7 @@ def test_minilm_finds_the_emoji_models_words_by_meaning(monkeypatch):
     assert all(len(similar) <= 3 for similar in new.values())
 
 
-def test_examples_are_one_caption_for_each_beginning():
+def test_examples_hold_one_caption_per_first_word():
     words = vocabulary.of(CAPTIONS)
     assert words.num_captions == 3
     assert words.examples == (
@@ -75,12 +75,12 @@ def test_examples_are_one_caption_for_each_beginning():
     )
     assert vocabulary.of(reversed(CAPTIONS)).examples == words.examples
     many = vocabulary.of(f"{n:04} things, of a kind" for n in range(2_500))
-    assert len(many.examples) == 834  # Every third one, of which at most 1,000 are kept.
+    assert len(many.examples) == 834  # Every third caption, so that at most 1,000 are stored.
     assert many.examples[1] == "0003 things, of a kind"
     assert vocabulary.of(["a" * 201]).examples == ()
 
 
-def test_a_warning_is_one_line_that_depends_on_the_encoder():
+def test_the_warning_about_unknown_words_is_one_line_per_encoder():
     words, texts = vocabulary.of(CAPTIONS), ["a foox", "a blue zebra", "a foox"]
     of_captions = "none of the 3 training captions contains 'foox' (similar: fox), 'zebra'"
     assert vocabulary.warning(words, texts, "t5") == of_captions
@@ -91,7 +91,7 @@ def test_a_warning_is_one_line_that_depends_on_the_encoder():
     assert vocabulary.warning(None, texts, "hashed") == ""
 
 
-def test_a_warning_says_if_the_vocabulary_has_the_frequent_words_only(monkeypatch):
+def test_the_warning_says_if_only_frequent_words_are_stored(monkeypatch):
     monkeypatch.setattr(vocabulary, "_WORDS", 5)
     words = vocabulary.of(CAPTIONS)
     assert words.words == {"a", "noto", "style", "on", "background"}
@@ -100,7 +100,7 @@ def test_a_warning_says_if_the_vocabulary_has_the_frequent_words_only(monkeypatc
     )
 
 
-def test_a_workdir_keeps_the_vocabulary(tmp_path):
+def test_the_vocabulary_is_stored_in_the_workdir(tmp_path):
     assert vocabulary.read(tmp_path) is None
     words = vocabulary.of(["один кот", *CAPTIONS])
     vocabulary.write(tmp_path, words)
@@ -112,14 +112,14 @@ def test_a_workdir_keeps_the_vocabulary(tmp_path):
 @pytest.mark.parametrize(
     "content", ["[]", "{", '{"captions": 1, "words": "a", "examples": []}', '{"captions": 1}']
 )
-def test_a_damaged_vocabulary_is_refused_with_its_path(tmp_path, content):
+def test_a_damaged_vocabulary_is_an_error_with_its_path(tmp_path, content):
     (tmp_path / vocabulary.FILE).write_text(content)
     with pytest.raises(ValueError, match=r"vocabulary\.json is not a vocabulary .*delete the file"):
         vocabulary.read(tmp_path)
 
 
 class Texts(pictures.Pictures):
-    """Pictures of which only the texts are read."""
+    """Pictures that only support reading texts."""
 
     def __init__(self, texts):
         self._texts, self.rows = texts, []
@@ -136,41 +136,41 @@ class Texts(pictures.Pictures):
 
 
 def inputs(texts, **changes):
-    """Inputs of a run on pictures with these texts, and the rows that are read of them."""
+    """Return a run's inputs with these texts, and a list that records which rows are read."""
     data = Texts(texts)
     batches = types.SimpleNamespace(pictures=data)
-    return loop.Inputs(None, batches, **{"open_prompts": print} | changes), data.rows
+    return loop.RunInputs(None, batches, **{"open_prompts": print} | changes), data.rows
 
 
-def test_training_keeps_the_words_of_an_even_sample_of_captions(tmp_path, monkeypatch):
+def test_training_stores_the_words_of_evenly_spaced_captions(tmp_path, monkeypatch):
     monkeypatch.setattr(train_command, "_CAPTIONS", 5)
     monkeypatch.setattr(train_command, "_CHUNK", 2)
-    given, rows = inputs([f"word{n}" if n % 4 else np.zeros(3) for n in range(9)])
-    train_command.keep_vocabulary(tmp_path, given)
+    run_inputs, rows = inputs([f"word{n}" if n % 4 else np.zeros(3) for n in range(9)])
+    train_command.keep_vocabulary(tmp_path, run_inputs)
     assert sorted(rows) == [0, 2, 4, 6, 8]
-    kept = vocabulary.read(tmp_path)
-    assert kept and kept.words == {"word2", "word6"} and kept.num_captions == 2
+    stored = vocabulary.read(tmp_path)
+    assert stored and stored.words == {"word2", "word6"} and stored.num_captions == 2
     before = len(rows)
-    train_command.keep_vocabulary(tmp_path, given)  # A run that continues reads nothing.
+    train_command.keep_vocabulary(tmp_path, run_inputs)  # A resumed run reads nothing.
     assert len(rows) == before
 
 
-def test_all_captions_of_a_picture_count(tmp_path):
+def test_the_vocabulary_includes_all_captions_of_a_picture(tmp_path):
     train_command.keep_vocabulary(
         tmp_path, inputs([Captions(("one", "two"), (0.9, 0.1)), "three"])[0]
     )
-    kept = vocabulary.read(tmp_path)
-    assert kept and kept.words == {"one", "two", "three"} and kept.num_captions == 3
+    stored = vocabulary.read(tmp_path)
+    assert stored and stored.words == {"one", "two", "three"} and stored.num_captions == 3
 
 
 @pytest.mark.parametrize("changes", [{"start": print}, {"open_prompts": None}])
-def test_a_run_that_starts_from_weights_or_draws_no_prompts_has_none(tmp_path, changes):
+def test_finetuning_and_runs_without_prompts_store_no_vocabulary(tmp_path, changes):
     train_command.keep_vocabulary(tmp_path, inputs(["a fox"], **changes)[0])
     assert vocabulary.read(tmp_path) is None
 
 
-def test_slow_storage_ends_the_reading_after_a_chunk_of_the_whole_range(tmp_path, monkeypatch):
+def test_slow_storage_limits_the_vocabulary_to_one_chunk_of_captions(tmp_path, monkeypatch):
     monkeypatch.setattr(train_command, "_SECONDS", -1)
-    given, rows = inputs([f"word{n}" for n in range(1000)])
-    train_command.keep_vocabulary(tmp_path, given)
+    run_inputs, rows = inputs([f"word{n}" for n in range(1000)])
+    train_command.keep_vocabulary(tmp_path, run_inputs)
     assert rows == list(range(0, 1000, 4))

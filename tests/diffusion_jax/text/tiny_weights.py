@@ -1,4 +1,4 @@
-"""Tiny pretrained encoders as folders, made from the fixtures as Hugging Face and OpenCLIP do."""
+"""Folders of tiny pretrained encoders, in the layouts of Hugging Face and OpenCLIP."""
 
 import json
 import lzma
@@ -10,18 +10,18 @@ import safetensors.numpy
 
 ROOT = pathlib.Path(__file__).parents[3]
 FIXTURES = ROOT / "tests" / "fixtures"
-PIECES = 7500  # The first ones of the real spiece.model.
+PIECES = 7500  # The first pieces of the real spiece.model.
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def case(name):
-    """A fixture's arrays."""
+    """Return the arrays of a fixture."""
     with np.load(FIXTURES / f"text_{name}.npz") as arrays:
         return dict(arrays)
 
 
 def state(case):
-    """The weights of a case, float32, under their names."""
+    """Return the float32 weights of a case, by name."""
     return {n[2:]: a.astype(np.float32) for n, a in case.items() if n.startswith("w/")}
 
 
@@ -30,9 +30,9 @@ def config(case):
 
 
 def t5_folder(path, *, width=16, vocab_size=PIECES + 4, stream=1.0, update=1.0):
-    """A random one-layer T5 with a tokenizer, whose file has a decoder too, as whole T5s do.
+    """Write a random one-layer T5 with a decoder and a tokenizer, and return its folder.
 
-    `stream` and `update` scale what the residual stream begins with, and what a layer adds to it.
+    `stream` scales the embeddings, and `update` what the layer adds to them.
     """
     rng = np.random.default_rng(0)
     draw = lambda *shape: (rng.normal(size=shape) / shape[-1] ** 0.5).astype(np.float32)
@@ -61,7 +61,7 @@ def read_config(folder):
 
 
 def write(path, arrays, config):
-    """model.safetensors and config.json."""
+    """Write model.safetensors and config.json."""
     path.mkdir(exist_ok=True)
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     safetensors.numpy.save_file(arrays, path / "model.safetensors")
@@ -69,7 +69,7 @@ def write(path, arrays, config):
 
 
 def write_bfloat16(path, arrays):
-    """A safetensors file by hand, since the library's numpy side does not know bf16 everywhere."""
+    """Write a safetensors file by hand: some versions of the library lack bfloat16 in numpy."""
     header, data = {}, b""
     for name, array in arrays.items():
         raw = np.asarray(array, jnp.bfloat16).tobytes()
@@ -85,10 +85,10 @@ def spiece():
 
 
 def clip_folder(path, name):
-    """The CLIP of a fixture, with a tokenizer to which only single letters are words."""
-    found = case(name)
-    meta = config(found)
-    write(path, state(found), meta.get("config", meta))
+    """Write the CLIP of a fixture, with a tokenizer that knows single letters only."""
+    arrays = case(name)
+    meta = config(arrays)
+    write(path, state(arrays), meta.get("config", meta))
     if name == "open_clip":
         (path / "config.json").rename(path / "open_clip_config.json")
     tokens = [*(f"{letter}</w>" for letter in LETTERS), *(f"-{i}" for i in range(12))]

@@ -71,7 +71,7 @@ def train(folder, workdir, sizes=(1, 1, 1), **changes):
     run = test_loop.RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
     with open_batches(folder, run) as batches:
-        inputs = loop.Inputs(TASK, batches)
+        inputs = loop.RunInputs(TASK, batches)
         mesh = sharding.make_mesh(*sizes)
         state = loop.train(inputs, run, test_loop.OPTIMIZER, mesh, workdir, {})
     return jax.device_get(state)
@@ -90,7 +90,7 @@ def test_7_steps_of_two_shapes_are_3_and_then_4_bit_for_bit_and_replay(
 
     run = test_loop.RUN._replace(log_every=1)
     with open_batches(folder, run) as batches:
-        inputs = loop.Inputs(TASK, batches)
+        inputs = loop.RunInputs(TASK, batches)
         mesh = sharding.make_mesh(1, 1, 1)
         replayed = replay.replay(inputs, run, test_loop.OPTIMIZER, mesh, tmp_path / "whole", 6)
     assert [line.differ for line in replayed.compared] == [{}] * 6
@@ -115,7 +115,7 @@ def test_the_rehearsal_traces_each_shape(folder, tmp_path):
 
     run = test_loop.RUN
     with open_batches(folder, run) as batches:
-        inputs = loop.Inputs(TASK._replace(loss=loss), batches)
+        inputs = loop.RunInputs(TASK._replace(loss=loss), batches)
         mesh = sharding.make_mesh(1, 1, 1)
         report = rehearse.rehearse(inputs, run, test_loop.OPTIMIZER, mesh, tmp_path / "new")
     assert set(shapes) == set(SHAPES)

@@ -402,6 +402,24 @@ def test_a_damaged_checkpoint_of_earlier_code_is_one_line(tmp_path, harm):
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
+@pytest.mark.parametrize("call", ["steps", "_clear_deleted", "read_back"])
+def test_a_bucket_that_denies_access_during_a_save_is_one_line(tmp_path, monkeypatch, call):
+    """`steps` lists the folder before the save; the other two read and delete after it."""
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
+
+    def denied(*_, **__):
+        raise PermissionError("s3://bkt: the token has expired\nrequest 7")
+
+    owner = {"steps": restore, "_clear_deleted": checkpointer, "read_back": checksums}[call]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, denied)
+        said = r"could not be written: s3://bkt: the token has expired \(have the credentials "
+        with pytest.raises(checkpoint.NotSaved, match=said):
+            checkpointer.save(10, random_state(10), Position())
+            checkpointer.wait()
+    checkpointer.close()
+
+
 def save_until_killed(directory, started):
     """Sends the step that it goes on from; saves each step's state whose every number is the step.
 

@@ -67,7 +67,7 @@ def train(
     )
     mesh = sharding.make_mesh(*sizes)
     with batches:
-        inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, start)
+        inputs = loop.RunInputs(task, batches, EXAMPLES, evaluation, start)
         steps = trace.Trace(workdir / trace.FOLDER, traced)
         state = loop.train(inputs, run, settings, mesh, workdir, {"a": (1, 2)}, steps)
     return jax.device_get(state)

@@ -65,7 +65,7 @@ def train(
         pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
     )
     with batches:
-        inputs = loop.Inputs(toy.task(), batches, start=start)
+        inputs = loop.RunInputs(toy.task(), batches, start=start)
         optimizer = OPTIMIZER._replace(
             accumulate=accumulate, micro_batch=micro_batch, max_skipped=max_skipped
         )
@@ -157,14 +157,14 @@ def test_the_first_module_is_named_also_inside_remat_and_in_the_gradient(bad, mo
 
 
 def test_the_first_failure_is_found_once_and_only_if_it_is_new():
-    lookout = not_finite.Lookout(step=9, skipped=2, lag=1, most=100)
+    lookout = not_finite.SkippedSteps(step=9, skipped=2, lag=1, most=100)
     counts = [2, 2, 3, 4, 4]
     found = [
         lookout.failed(step, {"x": jnp.array(step)}, {"skipped": jnp.array(count)}, step == 4)
         for step, count in enumerate(counts)
     ]
     assert found == [None, None, None, (2, {"x": jnp.array(2)}), None]
-    late = not_finite.Lookout(step=0, skipped=0, lag=2, most=100)
+    late = not_finite.SkippedSteps(step=0, skipped=0, lag=2, most=100)
     assert late.failed(7, {}, {"skipped": jnp.array(1)}, last=False) is None
     assert late.failed(8, {}, {"skipped": jnp.array(1)}, last=True) == (7, {})
 
@@ -181,7 +181,7 @@ def test_the_first_failure_is_found_once_and_only_if_it_is_new():
     ],
 )
 def test_a_run_ends_after_so_many_skipped_steps_in_a_row(first, most, skipped, ends):
-    lookout, counts = not_finite.Lookout(first, 0, 0, most), np.cumsum(skipped).tolist()
+    lookout, counts = not_finite.SkippedSteps(first, 0, 0, most), np.cumsum(skipped).tolist()
     run = lambda: [
         lookout.failed(step, {}, {"skipped": jnp.array(count)}, last=False)
         for step, count in enumerate(counts, first + 1)

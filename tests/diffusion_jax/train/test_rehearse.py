@@ -44,7 +44,7 @@ def told(
     mesh = sharding.make_mesh(*sizes)
     with batches:
         before = batches.get_state()
-        inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, records=records)
+        inputs = loop.RunInputs(task, batches, EXAMPLES, evaluation, records=records)
         text = rehearse(
             inputs, run, settings, mesh, workdir, device_memory=device_memory,
             ignore_memory=ignore_memory,

@@ -33,7 +33,7 @@ def opened(pictures=None):
 
 def replayed(workdir, step, pictures=None):
     with opened(pictures) as batches:
-        inputs, mesh = loop.Inputs(TASK, batches), sharding.make_mesh(*MESH)
+        inputs, mesh = loop.RunInputs(TASK, batches), sharding.make_mesh(*MESH)
         return replay.replay(inputs, RUN, OPTIMIZER, mesh, workdir, step)
 
 
@@ -44,7 +44,9 @@ def workdir(tmp_path_factory):
     for steps in (7, 9):
         with opened() as batches:
             run = RUN._replace(steps=steps)
-            loop.train(loop.Inputs(TASK, batches), run, OPTIMIZER, mesh, folder, {"steps": steps})
+            loop.train(
+                loop.RunInputs(TASK, batches), run, OPTIMIZER, mesh, folder, {"steps": steps}
+            )
     return folder
 
 

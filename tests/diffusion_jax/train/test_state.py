@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.devices import sharding
 from diffusion_jax.nn import ops
-from diffusion_jax.train import optimizer
-from diffusion_jax.train import state as state_module
-from diffusion_jax.train.state import constant_decay, init_state, make_train_step, warmup_decay
+from diffusion_jax.train import moving_average, optimizer
+from diffusion_jax.train.moving_average import constant_decay, warmup_decay
+from diffusion_jax.train.state import init_state, make_train_step
 from tests.diffusion_jax import training_noise
 
 KEY = jax.random.key(7)
@@ -194,7 +194,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(accumulate):
 def test_an_average_does_not_shrink_in_float32():
     """Of 20,000 weights near 1, against float64; the factors 0.9999 and 1e-4 would lose 0.01 %."""
     weights = np.random.default_rng(0).normal(1, 0.1, (20_000, 50)).astype(np.float32)
-    step = lambda ema, w: (state_module._average({"w": ema}, {"w": w}, 0.9999)["w"], ())
+    step = lambda ema, w: (moving_average.update_exponential({"w": ema}, {"w": w}, 0.9999)["w"], ())
     ema, _ = jax.lax.scan(step, jnp.ones(50), weights)
     exact = np.ones(50)
     for w in weights:

@@ -387,7 +387,7 @@ def test_a_model_that_fails_does_not_end_the_queue(site, slow, monkeypatch):
 
 
 def test_looks_of_a_second_batch_belong_to_its_pictures():
-    job = jobs.Job([])
+    job = jobs.DrawingJob([])
     look = jobs._Looks(job, [4, 5, 6])
     two, seen = np.zeros((2, 2, 2, 3), np.uint8), []
     for level in (9.0, 1.0, 9.0):  # The last batch is filled up, and cut off when it is drawn.
@@ -402,7 +402,7 @@ def test_looks_of_a_second_batch_belong_to_its_pictures():
 
 def test_looks_of_a_cascades_stages_belong_to_their_pictures():
     """Four small ones at once, each enlarged two by two; a level may rise within a batch."""
-    job = jobs.Job([])
+    job = jobs.DrawingJob([])
     look, seen = jobs._Looks(job, [4, 5, 6, 7, 8]), []
     small, large = np.zeros((4, 2, 2, 3), np.uint8), np.zeros((2, 600, 600, 3), np.uint8)
     for images in (small, large, large, small, large):

@@ -1,4 +1,4 @@
-"""LoRA: the product of two factors is added to frozen kernels, and nothing else is trained."""
+"""LoRA: only two factors per kernel are trained, and their product is added to it."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ KEY = jax.random.key(0)
 
 
 def weights(key=KEY):
-    """A linear layer, a convolution and a layer that no target names, without a zero."""
+    """Return nonzero weights: a linear layer, a convolution, and a layer that is not adapted."""
     shapes = {
         "mid_attn": {"q": {"kernel": (6, 4), "bias": (4,)}},
         "conv1": {"kernel": (3, 3, 2, 5), "bias": (5,)},
@@ -31,7 +31,7 @@ def weights(key=KEY):
 
 
 def of_sums(params, frozen, batch, *_):
-    """A loss and images whose gradient by each kernel is known: sums of products with the batch."""
+    """A loss with known gradients: the sum of products of kernels with the batch."""
     p = params["params"]
     total = (p["mid_attn"]["q"]["kernel"] * batch["a"]).sum()
     total += (p["conv1"]["kernel"] * batch["b"]).sum() + (p["other"]["kernel"] ** 2).sum()
@@ -50,7 +50,7 @@ TASK = Task(
 
 
 def factors(task, key=KEY):
-    """The parameters of an adapted task, with random numbers also where they start at 0."""
+    """Return random parameters of an adapted task, also for those that start at 0."""
     shapes = jax.eval_shape(task.init, key)
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
@@ -58,7 +58,7 @@ def factors(task, key=KEY):
     return jax.tree.unflatten(tree, arrays)
 
 
-def test_step_0_is_the_model_that_is_adapted():
+def test_an_adapted_model_starts_equal_to_the_base_model():
     task = lora.adapt(TASK, weights(), S)
     params = task.init(KEY)
     pairs = lora.flat(params)
@@ -66,7 +66,7 @@ def test_step_0_is_the_model_that_is_adapted():
         "mid_attn/q": (6, 2), "conv1": (3, 3, 2, 2),
     }  # fmt: skip
     assert all(float(jnp.abs(pair["up"]).max()) == 0 for pair in pairs.values())
-    for pair in pairs.values():  # U(-1, 1) / sqrt(fan_in), as torch and peft start a layer.
+    for pair in pairs.values():  # U(-1, 1) / sqrt(fan_in), as in torch and peft.
         limit = np.prod(pair["down"].shape[:-1]) ** -0.5
         assert 0.5 * limit < float(jnp.abs(pair["down"]).max()) <= limit
     expected = of_sums(weights(), TASK.frozen, BATCH)
@@ -78,14 +78,14 @@ def test_step_0_is_the_model_that_is_adapted():
         assert float(value) == float(expected)
 
 
-def test_kernels_are_moved_by_the_product_times_alpha_by_rank():
+def test_merge_adds_alpha_over_rank_times_the_product_of_the_factors():
     task, base = lora.adapt(TASK, weights(), S), weights()
     params = factors(task)
     merged = lora.merge(base, params, S)["params"]
     down, up = (np.asarray(x, np.float64) for x in params["lora"]["mid_attn"]["q"].values())
     kernel = np.asarray(base["params"]["mid_attn"]["q"]["kernel"], np.float64)
-    wanted = kernel + 1.5 * down @ up
-    np.testing.assert_allclose(merged["mid_attn"]["q"]["kernel"], wanted, rtol=1e-5, atol=1e-6)
+    expected = kernel + 1.5 * down @ up
+    np.testing.assert_allclose(merged["mid_attn"]["q"]["kernel"], expected, rtol=1e-5, atol=1e-6)
     for path in (("other", "kernel"), ("conv1", "bias"), ("mid_attn", "q")):
         a, b = merged, base["params"]
         for name in path:
@@ -94,8 +94,8 @@ def test_kernels_are_moved_by_the_product_times_alpha_by_rank():
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_convolution_gets_one_of_few_channels_before_a_1x1():
-    """kohya's and peft's form, and the same numbers."""
+def test_a_convolution_is_adapted_by_a_narrow_one_and_a_1x1_convolution():
+    """The form of kohya and peft gives the same result as the merged kernel."""
     task, base = lora.adapt(TASK, weights(), S), weights()
     params = factors(task)
     conv = lambda x, w: jax.lax.conv_general_dilated(
@@ -108,19 +108,19 @@ def test_a_convolution_gets_one_of_few_channels_before_a_1x1():
     np.testing.assert_allclose(conv(x, merged), apart, rtol=2e-5, atol=2e-5)
 
 
-def test_gradients_are_those_of_the_kernel_through_the_other_factor():
+def test_gradients_of_the_factors_match_the_chain_rule():
     task = lora.adapt(TASK, weights(), S)
     params = factors(task)
     grads = jax.grad(lambda p: task.loss(p, task.frozen, BATCH, KEY)[0])(params)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     pair, of_kernel = params["lora"]["mid_attn"]["q"], 2.0 * BATCH["a"]
-    wanted = {"down": 1.5 * of_kernel @ pair["up"].T, "up": 1.5 * pair["down"].T @ of_kernel}
-    for name, value in wanted.items():
+    expected = {"down": 1.5 * of_kernel @ pair["up"].T, "up": 1.5 * pair["down"].T @ of_kernel}
+    for name, value in expected.items():
         np.testing.assert_allclose(grads["lora"]["mid_attn"]["q"][name], value, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, -1.0])
-def test_the_scale_of_drawing_is_linear_and_leaves_the_loss_alone(scale):
+def test_lora_scale_is_linear_in_samples_and_does_not_change_the_loss(scale):
     params = factors(lora.adapt(TASK, weights(), S))
     at = lambda scale: lora.adapt(TASK, weights(), S._replace(scale=scale))
     drawn = {k: float(at(k).sample(params, at(k).frozen, BATCH, KEY, None)) for k in (0, 1, scale)}
@@ -130,19 +130,21 @@ def test_the_scale_of_drawing_is_linear_and_leaves_the_loss_alone(scale):
     assert losses[0] == losses[1] != drawn[0]
 
 
-def test_what_a_weighting_learns_is_trained_along():
+def test_parameters_of_a_learned_weighting_are_trained_with_lora():
     learning = TASK._replace(init=lambda key: {**weights(key), objective.LEARNED: {"kernel": KEY}})
     params = lora.adapt(learning, weights(), S).init(KEY)
     assert params.keys() == {"lora", objective.LEARNED}
 
 
-def test_the_state_of_a_run_holds_factors_alone_and_has_its_places():
+def test_the_train_state_of_lora_holds_only_factors_and_is_sharded():
     task = lora.adapt(TASK, weights(), S)
     tx = optimizer.make_optimizer(Optimizer(lr=1.0), 10)
     state = jax.eval_shape(lambda key: init_state(task.init(key), tx, (0.9,)), KEY)
     sizes = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(state)}
     count = 2 * (6 + 4) + 2 * (18 + 5)
-    assert sum(sizes.values()) == 4 * count + 5  # Parameters, average, two moments; five scalars.
+    assert (
+        sum(sizes.values()) == 4 * count + 5
+    )  # Parameters, average, two moments, and five scalars.
     mesh = sharding.make_mesh(1, 1, 1)
     placed = sharding.shardings((state, task.frozen["base"]), mesh, task.rules)
     assert len(jax.tree.leaves(placed)) == len(sizes) + 5
@@ -159,14 +161,14 @@ def test_the_state_of_a_run_holds_factors_alone_and_has_its_places():
         ),
     ],
 )
-def test_what_cannot_be_adapted_is_said(change, message):
+def test_invalid_lora_targets_are_errors(change, message):
     with pytest.raises(ValueError, match=message):
         lora.adapt(TASK, weights(), S._replace(**change))
     with pytest.raises(ValueError, match="this network has no layers that LoRA can adapt"):
         lora.layers({"params": {"a": {"unit_kernel": np.zeros((2, 2))}}}, S)
 
 
-def test_a_place_of_adapted_weights_for_a_run_that_adapts_none_is_an_error():
+def test_unet_weights_without_lora_or_finetuning_is_an_error():
     finetune.check_wanted("s3://bkt/base", S)
     finetune.check_wanted(None, Lora())
     with pytest.raises(ValueError, match=r"--unet_weights=s3://bkt/base .* remove --unet_weights"):

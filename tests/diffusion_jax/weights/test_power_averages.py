@@ -1,4 +1,4 @@
-"""Averages by power functions: the paper's numbers, brute force, and the files of a run."""
+"""Power-function averages against the paper and brute force, and the snapshots of a run."""
 
 import json
 import shutil
@@ -22,27 +22,33 @@ POWERS = test_loop.OPTIMIZER._replace(ema_widths=WIDTHS, snapshot_every=2)
 
 
 def profile(width, steps):
-    """What each step counts: shares of (k / steps)^(gamma + 1), which sum to 1."""
+    """Return the coefficient of each step: increments of (k / steps)^(gamma + 1)."""
     ends = (np.arange(steps + 1) / steps) ** (power_averages.exponent(width) + 1)
     return np.diff(ends)
 
 
-def test_exponents_are_those_of_the_paper():
+def test_exponents_match_the_paper():
     np.testing.assert_allclose(
         [power_averages.exponent(w) for w in WIDTHS], [16.97, 6.94], atol=5e-3
     )
-    for width in (0.01, 0.05, 0.1, 0.2, 0.28):  # By the moments of the profile itself.
+    for width in (
+        0.01,
+        0.05,
+        0.1,
+        0.2,
+        0.28,
+    ):  # The width is the standard deviation of the profile.
         times, counts = np.arange(1, 200_001) / 200_000, profile(width, 200_000)
         mean = counts @ times
         assert np.sqrt(counts @ (times - mean) ** 2) == pytest.approx(width, rel=1e-4)
 
 
-def test_inner_products_are_integrals_of_the_profiles():
+def test_combination_matches_least_squares_over_the_profiles():
     steps, widths = [3000, 4000, 4000], [0.05, 0.1, 0.2]
     counts, distance = power_averages.combination(steps, widths, 4000, 0.12)
     each = [np.pad(profile(w, s), (0, 4000 - s)) for s, w in zip(steps, widths, strict=True)]
-    # The paper's closed form is of continuous profiles: a sum over 4,000 steps is close. The last
-    # count is what is left of 1.
+    # The paper's closed form integrates profiles; a sum over 4,000 steps is close. The last
+    # coefficient makes the sum 1.
     first = np.stack([one - each[2] for one in each[:2]], 1)
     expected, *_ = np.linalg.lstsq(first, profile(0.12, 4000) - each[2], rcond=None)
     np.testing.assert_allclose(counts, [*expected, 1 - expected.sum()], atol=2e-4)
@@ -51,7 +57,7 @@ def test_inner_products_are_integrals_of_the_profiles():
     assert distance == pytest.approx(expected, rel=1e-2)
 
 
-def test_of_few_snapshots_a_width_is_still_a_mean_of_weights():
+def test_coefficients_sum_to_1_with_few_snapshots():
     for steps, widths in (([100], [0.05]), ([50, 50, 100, 100], [0.05, 0.1] * 2)):
         counts, distance = power_averages.combination(steps, widths, 100, 0.2)
         assert counts.sum() == pytest.approx(1, abs=1e-12) and distance > 0.1
@@ -60,26 +66,26 @@ def test_of_few_snapshots_a_width_is_still_a_mean_of_weights():
 
 
 @pytest.mark.parametrize(
-    ("text", "kept", "name"),
+    ("text", "stored", "name"),
     [
         ("0.10", (), "power-0.1"), ("power-0.1", (), "power-0.1"), ("0.1", ("0.1",), "0.1"),
         ("0.9999", (), "0.9999"), ("0.5", (), "0.5"), ("raw", (), "raw"), ("ema", (), "ema"),
         ("0", (), "0"), ("nan", (), "nan"), ("power-2", (), "power-2"),
-        ("0.28", (), "power-0.28"), ("0.281", (), "0.281"),  # As in optimizer.ema_widths.
+        ("0.28", (), "power-0.28"), ("0.281", (), "0.281"),  # The same as in optimizer.ema_widths.
     ],
 )  # fmt: skip
-def test_a_small_number_is_a_width_unless_it_is_a_decay_that_is_kept(text, kept, name):
-    assert power_averages.canonical(text, kept) == name
+def test_canonical_reads_a_small_number_as_a_width_unless_it_is_a_stored_decay(text, stored, name):
+    assert power_averages.canonical(text, stored) == name
 
 
-def test_decays_come_after_widths_and_the_largest_last():
+def test_order_sorts_widths_before_decays_with_the_largest_last():
     names = ["0.9999", "power-0.1", "0.99", "power-0.05"]
     assert sorted(names, key=power_averages.order) == ["power-0.05", "power-0.1", "0.99", "0.9999"]
 
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
-    """(parameters [steps, 6] at every step, the last state, the folder of checkpoints)."""
+    """Return the parameters at every step [steps, 6], the last state and the checkpoint folder."""
     params, frozen, batches = test_state.line_problem()
     tx, folder = test_state.make_tx(lr=0.02), tmp_path_factory.mktemp("walk")
 
@@ -109,14 +115,14 @@ def error(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-def test_a_width_above_those_of_the_config_is_refused(walked):
+def test_a_width_above_the_configured_ones_is_an_error(walked):
     message = r"no average '0\.281' .*\['power-0\.05', 'power-0\.1', 'a width up to 0\.28'\]"
     with pytest.raises(ValueError, match=message):
         restore.items_of(epath.Path(walked[2].parent / restore.SNAPSHOTS / "480"), "0.281")
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_training_keeps_is_the_mean_of_all_steps_the_skipped_ones_too(walked, width):
+def test_stored_averages_match_the_weighted_mean_of_all_steps(walked, width):
     every, state, _ = walked
     assert (
         error(flat(state.ema[power_averages.power_name(width)]), profile(width, STEPS) @ every)
@@ -127,18 +133,18 @@ def test_what_training_keeps_is_the_mean_of_all_steps_the_skipped_ones_too(walke
 @pytest.mark.parametrize(
     ("width", "step"), [(0.04, STEPS), (0.05, 240), (0.08, STEPS), (0.12, 240), (0.15, STEPS)]
 )
-def test_any_width_is_made_of_snapshots_to_a_thousandth(walked, width, step):
+def test_any_width_is_reconstructed_from_snapshots_within_1e_3(walked, width, step):
     every, state, folder = walked
     shapes = jax.eval_shape(lambda: state.params)
-    made, at = restore.load_params_and_step(folder, shapes, str(width), step)
-    assert at == step and jax.tree.leaves(made)[0].dtype == jnp.float32
+    params, at = restore.load_params_and_step(folder, shapes, str(width), step)
+    assert at == step and jax.tree.leaves(params)[0].dtype == jnp.float32
     expected = profile(width, step) @ every[:step]
-    assert error(flat(made), expected) < 1e-3
+    assert error(flat(params), expected) < 1e-3
     others = [error(profile(w, step) @ every[:step], expected) for w in (width * 0.8, width / 0.8)]
-    assert min(others) > 2e-3  # Or any average would do.
+    assert min(others) > 2e-3  # Other widths are clearly different.
 
 
-def test_snapshots_of_a_mesh_make_the_same(walked, tmp_path):
+def test_snapshots_of_a_sharded_state_give_the_same_averages(walked, tmp_path):
     _, state, folder = walked
     mesh = sharding.make_mesh(1, 4, 2)
     rules = [(r"", sharding.P())]
@@ -154,15 +160,15 @@ def test_snapshots_of_a_mesh_make_the_same(walked, tmp_path):
     assert len(jax.tree.leaves(make(tmp_path))[0].sharding.device_set) == 8
 
 
-def test_a_damaged_snapshot_is_passed_over(walked, tmp_path, caplog):
+def test_a_damaged_snapshot_is_skipped_with_a_warning(walked, tmp_path, caplog):
     every, state, folder = walked
     shutil.copytree(folder.parent / restore.SNAPSHOTS, tmp_path / restore.SNAPSHOTS)
     item = tmp_path / restore.SNAPSHOTS / "320" / "ema_power-0.05"
     victim = max((p for p in item.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-1] + b"!")
     shapes = jax.eval_shape(lambda: state.params)
-    made = restore.load_params(tmp_path / runs.CHECKPOINTS, shapes, "0.07", STEPS)
-    assert error(flat(made), profile(0.07, STEPS) @ every) < 1e-3
+    params = restore.load_params(tmp_path / runs.CHECKPOINTS, shapes, "0.07", STEPS)
+    assert error(flat(params), profile(0.07, STEPS) @ every) < 1e-3
     assert "skipping the damaged snapshot" in caplog.text
 
 
@@ -174,14 +180,14 @@ def arrays(workdir, step, name="ema_power-0.05"):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_run_that_was_killed_writes_the_same_snapshots_again(tmp_path):
+def test_a_resumed_run_writes_the_same_snapshots(tmp_path):
     train = lambda name, **changes: test_loop.train(
         tmp_path / name, test_loop.sometimes_nan(test_loop.TASK), settings=POWERS, **changes
     )
     whole = train("whole", save_every=3, keep_last=9)
     train("parts", steps=5, save_every=3, keep_last=9)
     checkpoints, snapshots = (tmp_path / "parts" / n for n in (runs.CHECKPOINTS, restore.SNAPSHOTS))
-    shutil.rmtree(checkpoints / "5")  # As if it had been killed before it was written.
+    shutil.rmtree(checkpoints / "5")  # Like a run that was killed before writing it.
     (snapshots / "9.orbax-checkpoint-tmp").mkdir()
     assert restore.steps(snapshots) == [2, 4, 5]
     jax.tree.map(np.testing.assert_array_equal, train("parts", save_every=3, keep_last=9), whole)
@@ -192,26 +198,26 @@ def test_a_run_that_was_killed_writes_the_same_snapshots_again(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, *pair)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3)  # float16.
     jax.tree.map(close, arrays(tmp_path / "parts", 7), whole.ema["power-0.05"])
-    # At a step between two snapshots the checkpoint's own averages stand in for one.
+    # Between two snapshots, the averages in the checkpoint are used.
     assert [at for at, *_ in restore.traces(restore.absolute(checkpoints), 3)] == [2, 2, 3, 3]
 
 
-def test_disk_counts_snapshots_in_their_type():
+def test_disk_counts_snapshots_at_two_bytes_per_parameter():
     params = {"a": jnp.zeros((10, 10))}
     state = init_state(params, test_state.make_tx(), (0.9,), WIDTHS)
     settings = test_loop.OPTIMIZER._replace(ema_widths=WIDTHS)
     run = test_loop.RUN._replace(steps=100, keep_last=3)
-    kept = memory.disk(run, settings, state)
-    # Every 4 steps of 100; 100 numbers of two widths in two bytes.
-    assert (kept.snapshots, kept.snapshot, kept.checkpoints) == (25, 400, 3)
-    assert kept.checkpoint == 4 * (6 * 100 + 5)
-    assert kept.total == 3 * kept.checkpoint + 25 * 400
+    usage = memory.disk(run, settings, state)
+    # Every 4 of 100 steps; 100 parameters, two widths, two bytes each.
+    assert (usage.snapshots, usage.snapshot, usage.checkpoints) == (25, 400, 3)
+    assert usage.checkpoint == 4 * (6 * 100 + 5)
+    assert usage.total == 3 * usage.checkpoint + 25 * 400
     none = memory.disk(run, test_loop.OPTIMIZER, state)
-    assert (none.snapshots, none.total) == (0, 3 * kept.checkpoint)
+    assert (none.snapshots, none.total) == (0, 3 * usage.checkpoint)
 
 
 @pytest.mark.slow
-def test_widths_are_a_swept_axis_of_a_run_and_weights_of_a_folder(tmp_path):
+def test_widths_can_be_swept_drawn_and_written_to_a_folder(tmp_path):
     work, made = tmp_path / "run", tmp_path / "made"
     small = (
         "--config.steps=12", "--config.batch_size=8", "--config.unet.embed_dim=32",

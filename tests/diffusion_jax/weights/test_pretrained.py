@@ -1,4 +1,4 @@
-"""Weights in files: exact in every type, read in parts, never twice in memory, errors that help."""
+"""Files of weights: exact in every dtype, read in parts, never twice in memory; errors."""
 
 import json
 import tracemalloc
@@ -17,14 +17,14 @@ from tests.diffusion_jax.text import tiny_weights
 from tests.diffusion_jax.weights import torch_writer
 
 
-def test_arrays_are_those_that_the_library_wrote(tmp_path):
+def test_arrays_written_by_safetensors_are_read_exactly(tmp_path):
     rng = np.random.default_rng(0)
     arrays = {
         "float32": rng.normal(size=(3, 5)).astype(np.float32),
         "float16": rng.normal(size=(7,)).astype(np.float16),
         "int64": rng.integers(-9, 9, (2, 1, 2)),
         "scalar": np.array(2.5, np.float32),
-        "uint8": np.arange(3, dtype=np.uint8),  # What follows is not aligned.
+        "uint8": np.arange(3, dtype=np.uint8),  # The next array is not aligned.
         "float64": rng.normal(size=(2, 2)),
     }
     safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors", {"format": "pt"})
@@ -44,7 +44,7 @@ def test_bfloat16_is_read_exactly(tmp_path):
 
 
 class Recorded(np.ndarray):
-    """Stands for a file, and knows the sizes of what was read of it."""
+    """An array in place of a file. `read` holds the size of each part that was read."""
 
     read: ClassVar[list[int]] = []
 
@@ -54,7 +54,7 @@ class Recorded(np.ndarray):
         return part
 
 
-def test_each_device_reads_its_part_alone():
+def test_each_device_reads_only_its_own_part():
     array = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
     file = array.T.view(Recorded)
     mesh = sharding.make_mesh(1, 8, 1)
@@ -66,7 +66,7 @@ def test_each_device_reads_its_part_alone():
     np.testing.assert_array_equal(placed, array.T.astype(jnp.bfloat16))
 
 
-def test_a_model_is_never_in_memory_twice(tmp_path):
+def test_loading_a_model_never_holds_it_in_memory_twice(tmp_path):
     shape, count = (1024, 512), 8  # 2 MB each.
     one = {f"w{i}": np.full(shape, i, np.float32) for i in range(count)}
     tiny_weights.write(tmp_path / "model", one, {})
@@ -80,12 +80,12 @@ def test_a_model_is_never_in_memory_twice(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert float(placed["w3"][5, 7]) == 3
-    assert opened < 2**20  # Nothing was read.
+    assert opened < 2**20  # Opening reads nothing.
     assert peak < (count + 1) * 2 * 2**20 + 2**20
 
 
 def sharded(folder):
-    """Two shards and their index."""
+    """Write two shards and their index."""
     folder.mkdir()
     where = {}
     for i, name in enumerate(("a", "b")):
@@ -96,7 +96,7 @@ def sharded(folder):
     return folder
 
 
-def test_shards_are_one_model(tmp_path):
+def test_shards_are_opened_as_one_model(tmp_path):
     mapped = pretrained.open_weights(sharded(tmp_path / "model"))
     assert {name: array.tolist() for name, array in mapped.items()} == {"a": [0] * 3, "b": [1] * 3}
 
@@ -134,7 +134,7 @@ def spoil(folder, what):
         ("nothing", "holds no weights: it needs model.safetensors or pytorch_model.bin"),
     ],
 )
-def test_what_is_missing_or_damaged_is_named(tmp_path, what, message):
+def test_missing_or_damaged_shards_are_errors_that_name_them(tmp_path, what, message):
     folder = sharded(tmp_path / "model")
     spoil(folder, what)
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
@@ -149,7 +149,7 @@ ARRAYS = {
 
 
 def saved(path, arrays):
-    """One file of either kind."""
+    """Write a .bin or .safetensors file."""
     if path.suffix == ".bin":
         torch_writer.save(path, arrays)
     else:
@@ -157,7 +157,7 @@ def saved(path, arrays):
 
 
 def saved_whole(folder, name, shards=1):
-    """Saves a model as save_pretrained does, in shards where they are more than one."""
+    """Save a model like save_pretrained, as one file or as shards with an index."""
     folder.mkdir(exist_ok=True)
     if shards == 1:
         return saved(folder / name, ARRAYS)
@@ -176,7 +176,7 @@ def saved_whole(folder, name, shards=1):
     "name", ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin",
              "model.safetensors", "pytorch_model.bin"]
 )  # fmt: skip
-def test_every_way_of_save_pretrained_opens(tmp_path, name, variant, shards):
+def test_every_layout_of_save_pretrained_can_be_opened(tmp_path, name, variant, shards):
     saved_whole(tmp_path, name.replace(".", f"{variant}.", 1), shards)
     mapped = pretrained.open_weights(tmp_path)
     assert mapped.keys() == ARRAYS.keys()
@@ -185,7 +185,7 @@ def test_every_way_of_save_pretrained_opens(tmp_path, name, variant, shards):
         np.testing.assert_array_equal(mapped[key], array)
 
 
-def test_a_name_without_variant_and_safetensors_come_first(tmp_path):
+def test_files_without_variant_and_safetensors_are_preferred(tmp_path):
     saved_whole(tmp_path, "diffusion_pytorch_model.fp16.bin")
     saved_whole(tmp_path, "diffusion_pytorch_model.non_ema.safetensors", 3)
     with pytest.raises(ValueError, match="holds only the variants fp16, non_ema: remove the files"):
@@ -210,7 +210,7 @@ def test_a_name_without_variant_and_safetensors_come_first(tmp_path):
         ("config.json", b'{"quantization_config": {"quant_method": "torchao"}}', "by torchao"),
     ],
 )
-def test_what_is_saved_in_another_way_is_named(tmp_path, name, content, message):
+def test_unsupported_files_of_weights_are_errors(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         pretrained.open_weights(tmp_path)
@@ -224,14 +224,14 @@ def test_float8_is_read_exactly(tmp_path):
     assert pretrained.open_weights(tmp_path)["w"].astype(np.float32).tolist() == [0.5, -448]
 
 
-def test_a_folder_that_is_not_there_is_named():
+def test_a_missing_folder_of_weights_is_an_error():
     with pytest.raises(FileNotFoundError, match="no folder /nowhere/t5: choose a folder with"):
         pretrained.locate("/nowhere/t5")
     with pytest.raises(ValueError, match=r"text\.weights is empty: set it to a folder"):
         pretrained.locate("")
 
 
-def test_a_name_is_downloaded_and_a_failure_says_what_to_do(monkeypatch, tmp_path):
+def test_a_hugging_face_name_is_downloaded_and_a_failure_is_an_error(monkeypatch, tmp_path):
     import huggingface_hub
 
     asked = []
@@ -250,7 +250,7 @@ def test_a_name_is_downloaded_and_a_failure_says_what_to_do(monkeypatch, tmp_pat
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert pretrained.locate("google-t5/t5-small") == tmp_path / "t5-small"
-    assert pretrained.locate("t5-11b") == tmp_path / "t5-11b"  # Of pickles alone.
+    assert pretrained.locate("t5-11b") == tmp_path / "t5-11b"  # A repository with pickles only.
     with pytest.raises(
         FileNotFoundError, match=r"'owner/nothing' is not a local folder.*no network"
     ):
@@ -259,7 +259,7 @@ def test_a_name_is_downloaded_and_a_failure_says_what_to_do(monkeypatch, tmp_pat
     assert asked == asked_of
 
 
-def test_stored_arrays_are_leaves_with_shapes():
+def test_a_stored_array_is_a_pytree_leaf_with_shape_and_dtype():
     stored = Stored(np.zeros((2, 3)), jnp.bfloat16)
     assert jax.tree.leaves({"a": stored}) == [stored]
     assert (stored.shape, stored.size, stored.dtype) == ((2, 3), 6, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""torch's and NeMo's files without torch: every kind of array, and nothing that they say is done.
+"""Reading torch's and NeMo's files without torch, and without executing pickled code.
 
 The fixture was written by torch 2.13: a Lightning checkpoint with settings of unknown classes, an
 optimizer, and an object whose unpickling would run `touch unpickled`.
@@ -36,7 +36,7 @@ def check_arrays(state):
     grid = np.arange(24, dtype=np.float32).reshape(4, 6)
     expected = {
         "a": grid,
-        "b": grid.T[1:3],  # Of the same memory, in other strides.
+        "b": grid.T[1:3],  # A view of the same memory with other strides.
         "half": np.array([0.5, -2], np.float16),
         "bf16": np.array([1.5, -3]),
         "scalar": np.array(7),
@@ -49,13 +49,13 @@ def check_arrays(state):
     assert str(state[PREFIX + "bf16"].dtype) == "bfloat16"
 
 
-def test_a_checkpoints_arrays_are_read_and_nothing_in_it_is_run(tmp_path, monkeypatch):
+def test_a_checkpoint_is_read_without_executing_its_pickle(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_arrays(torch_files.read_state_dict(FIXTURE))
     assert b"touch unpickled" in FIXTURE.read_bytes() and not list(tmp_path.iterdir())
 
 
-def test_a_file_of_torch_before_1_6_is_read_as_safely(tmp_path, monkeypatch):
+def test_a_file_of_torch_before_1_6_is_read_without_executing_its_pickle(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_arrays(torch_files.read_state_dict(LEGACY))
     assert b"touch unpickled" in LEGACY.read_bytes() and not list(tmp_path.iterdir())
@@ -65,7 +65,7 @@ def test_a_file_of_torch_before_1_6_is_read_as_safely(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_a_nemo_file_gives_its_weights_and_its_config(tmp_path, mode):
+def test_weights_and_config_are_read_from_a_nemo_file(tmp_path, mode):
     members = {"./model_config.yaml": b"unet: {embed_dim: 8}", "./model_weights.ckpt": b""}
     members["./model_weights.ckpt"] = FIXTURE.read_bytes()
     path = nemo(tmp_path / "m.nemo", members, mode)
@@ -73,19 +73,24 @@ def test_a_nemo_file_gives_its_weights_and_its_config(tmp_path, mode):
     assert torch_files.read_nemo_config(path) == {"unet": {"embed_dim": 8}}
 
 
-def test_safetensors_npz_and_renamed_files_are_read_too(tmp_path):
+def test_safetensors_npz_and_files_with_wrong_suffixes_are_read(tmp_path):
     arrays = {"a": np.arange(3.0)}
     np.savez(tmp_path / "a.npz", **arrays)
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
     torch_writer.save(tmp_path / "c.safetensors", {"a": np.arange(3.0, dtype=np.float32)})
     (tmp_path / "b.ckpt").write_bytes((tmp_path / "a.safetensors").read_bytes())
-    for name in ("a.npz", "a.safetensors", "b.ckpt", "c.safetensors"):  # Two are renamed.
+    for name in (
+        "a.npz",
+        "a.safetensors",
+        "b.ckpt",
+        "c.safetensors",
+    ):  # The last two have wrong suffixes.
         read = torch_files.read_state_dict(tmp_path / name)
         np.testing.assert_array_equal(read["a"], arrays["a"])
 
 
 def rewritten(path, change):
-    """The fixture with its pickle changed."""
+    """Write the fixture with its pickle changed by `change`."""
     with zipfile.ZipFile(FIXTURE) as old, zipfile.ZipFile(path, "w") as new:
         for name in old.namelist():
             content = old.read(name)
@@ -93,14 +98,14 @@ def rewritten(path, change):
     return path
 
 
-def test_an_array_beyond_its_storage_is_an_error(tmp_path):
-    # The shape (4, 6), pickled as two small numbers and "make a pair", becomes (4, 200).
+def test_an_array_larger_than_its_storage_is_an_error(tmp_path):
+    # Replace the shape (4, 6), pickled as two numbers and an opcode for pairs, by (4, 200).
     path = rewritten(tmp_path / "a.ckpt", lambda p: p.replace(b"K\x04K\x06\x86", b"K\x04K\xc8\x86"))
     with pytest.raises(ValueError, match=r"shape \(4, 200\) does not fit in its storage 0"):
         torch_files.read_state_dict(path)
 
 
-def test_arrays_are_mapped_and_a_changed_byte_is_found(tmp_path):
+def test_arrays_are_memory_mapped_and_a_changed_byte_is_an_error(tmp_path):
     array = np.arange(4096, dtype=np.float32)
     torch_writer.save(tmp_path / "a.bin", {"a": array})
     mapped = torch_files.map_state_dict(tmp_path / "a.bin")["a"]
@@ -143,14 +148,15 @@ def zipped(name):
         ("a.pt", zipped("model.txt"), "a.pt: it is a zip archive of model.txt: unpack it"),
         ("a.pt", zipped("a/data.pkl")[:-30], "a.pt: the file is cut off: download it again"),
     ],
+    ids=lambda value: "" if isinstance(value, bytes) else value,  # Archives hold the time.
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_files_that_are_not_checkpoints_are_errors_that_name_them(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)):
         torch_files.read_state_dict(tmp_path / name)
 
 
-def test_a_split_model_and_a_file_without_arrays_say_so(tmp_path):
+def test_split_empty_and_missing_models_are_errors(tmp_path):
     parts = {f"mp_rank_0{i}/model_weights.ckpt": b"" for i in (0, 1)}
     with pytest.raises(ValueError, match=r"2 files named model_weights\.ckpt, not one"):
         torch_files.read_state_dict(nemo(tmp_path / "m.nemo", parts))

@@ -1,4 +1,4 @@
-"""Names and layouts of torch: each key once, nothing lost, and errors that name the strays."""
+"""Tables from torch's names and layouts to ours: exact conversion both ways, and errors."""
 
 import re
 
@@ -67,7 +67,7 @@ def state_dict(dtype=np.float32):
         (CONV_TRANSPOSE, "iohw", "hwio"),
     ],
 )
-def test_layouts_move_axes_and_back(layout, torch_axes, jax_axes):
+def test_layouts_convert_axes_in_both_directions(layout, torch_axes, jax_axes):
     sizes = dict(c=5, i=2, o=3, h=4, w=6)
     weight = np.random.default_rng(0).normal(size=[sizes.get(a, 1) for a in torch_axes])
     letters = torch_axes.replace("1", "")
@@ -76,8 +76,8 @@ def test_layouts_move_axes_and_back(layout, torch_axes, jax_axes):
     np.testing.assert_array_equal(layout.to_torch(expected), weight)
 
 
-def test_a_table_is_made_of_rules_for_names_and_layouts():
-    """The first rule that matches a whole path holds; other arrays' names are given whole."""
+def test_a_table_is_built_from_rules_for_names_and_layouts():
+    """The first rule that matches a component of the path renames it."""
     params = {"params": ABSTRACT["params"] | {"table": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}
     rules = [("dense", "block.0"), ("pointwise", "block.1"), ("(norm|dense)", r"block.2"),
              ("table", "embedding")]  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_table_is_made_of_rules_for_names_and_layouts():
     assert torch_weights.rename("normal", rules) == "normal"
 
 
-def test_weights_go_to_params_and_back_bit_for_bit():
+def test_converting_weights_to_params_and_back_is_exact():
     state = state_dict()
     params = torch_weights.to_params(state, TABLE, ABSTRACT)
     assert jax.tree.structure(params) == jax.tree.structure(ABSTRACT)
@@ -101,7 +101,7 @@ def test_weights_go_to_params_and_back_bit_for_bit():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
-def test_arrays_with_nan_are_named(dtype):
+def test_arrays_with_nan_are_an_error_that_names_one(dtype):
     state = state_dict(dtype)
     for name in ("block.1.bias", "block.2.bias"):
         state[name][1] = np.nan
@@ -111,7 +111,7 @@ def test_arrays_with_nan_are_named(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
-def test_params_are_float32_whatever_was_saved(dtype):
+def test_params_are_float32_for_every_saved_dtype(dtype):
     state = state_dict(dtype)
     params = torch_weights.to_params(state, TABLE, ABSTRACT)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
@@ -120,7 +120,7 @@ def test_params_are_float32_whatever_was_saved(dtype):
     )
 
 
-def test_keys_that_are_missing_or_left_over_are_named():
+def test_missing_and_unexpected_keys_are_an_error_that_names_them():
     state = state_dict()
     state["extra"] = state.pop("block.1.bias")
     message = "missing keys (1): block.1.bias; keys left over (1): extra"
@@ -145,7 +145,7 @@ def test_keys_that_are_missing_or_left_over_are_named():
         ("block.1.weight", (4, 2), (4, 2, 1)),
     ],
 )
-def test_arrays_of_another_shape_are_named(name, shape, expected):
+def test_an_array_of_another_shape_is_an_error_that_names_it(name, shape, expected):
     state = state_dict() | {name: np.zeros(shape, np.float32)}
     message = (
         f"1 arrays have shapes that differ from the model's: {name} {shape} where the model has "
@@ -172,7 +172,7 @@ def test_a_table_that_does_not_fit_the_model_is_an_error(table, message):
 ABSTRACT_ZEROS = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), ABSTRACT)
 
 
-def test_files_are_read(tmp_path):
+def test_npz_and_safetensors_files_are_read(tmp_path):
     state = state_dict()
     np.savez(tmp_path / "w.npz", **state)
     safetensors.numpy.save_file(state, tmp_path / "w.safetensors")
@@ -183,7 +183,7 @@ def test_files_are_read(tmp_path):
             np.testing.assert_array_equal(arrays[name], state[name], strict=True)
 
 
-def test_files_that_cannot_be_read_say_why(tmp_path):
+def test_missing_damaged_and_pickled_files_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file .*missing\.npz"):
         torch_weights.read(tmp_path / "missing.npz")
     with pytest.raises(ValueError, match=r"it must be an \.npz or \.safetensors file"):

@@ -1,4 +1,4 @@
-"""Files as torch.save writes them, byte by byte, without torch, which can read them."""
+"""Write files in torch.save's format without torch."""
 
 import struct
 import zipfile
@@ -8,7 +8,7 @@ _STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "B
 
 
 def save(path, arrays):
-    """A state dict: a zip of a pickle and of the arrays' bytes."""
+    """Save a state dict: a zip with a pickle and the bytes of the arrays."""
     parts = [_text(name) + _tensor(array, str(i)) for i, (name, array) in enumerate(arrays.items())]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}(" + b"".join(parts) + b"u.")
@@ -19,7 +19,7 @@ def save(path, arrays):
 
 
 def _tensor(array, key):
-    """_rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks), called."""
+    """Pickle _rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks)."""
     strides = [stride // array.itemsize for stride in array.strides]
     kind = b"ctorch\n" + _STORAGES[str(array.dtype)].encode() + b"\n"
     where = _tuple([_text("storage"), kind, _text(key), _text("cpu"), _int(array.size)]) + b"Q"

@@ -1,4 +1,4 @@
-"""The model of memory: programs whose peak is countable by hand, and XLA's own analysis."""
+"""The memory model, against programs counted by hand and XLA's memory analysis."""
 
 import flax.linen as nn
 import jax
@@ -15,7 +15,7 @@ from imagen_jax.layers import ResBlock
 from launch.planner import compiling, estimate, tasks, traffic
 
 SAMPLES = 1009
-ROW = 4 * 16  # Bytes of a sample's row of 16 numbers.
+ROW = 4 * 16  # Bytes of one sample: 16 numbers.
 
 
 def peak(function, *shapes, batch, parts=(), results=()):
@@ -31,7 +31,7 @@ def test_a_chain_of_products_holds_two_arrays_at_a_time():
     assert peak(chain, (SAMPLES, 16), (16, 16), batch=5) == 2 * 5 * ROW
 
 
-def test_elementwise_work_is_free_unless_a_product_needs_it_or_it_is_dear_and_used_twice():
+def test_elementwise_results_take_memory_only_for_products_or_if_reused():
     cheap = lambda x, w: ((2 * x + 1) ** 2 - x).sum()
     needed = lambda x, w: ((2 * x + 1) @ w).sum()
 
@@ -40,19 +40,19 @@ def test_elementwise_work_is_free_unless_a_product_needs_it_or_it_is_dear_and_us
         return (e * e[::-1]).sum() + e.max()
 
     shapes = (SAMPLES, 16), (16, 16)
-    assert peak(cheap, *shapes, batch=1) <= 8  # The sum alone.
+    assert peak(cheap, *shapes, batch=1) <= 8  # Only the sum.
     assert peak(needed, *shapes, batch=1) == 2 * ROW
     assert peak(dear, *shapes, batch=1) == pytest.approx(ROW, abs=8)
 
 
-def test_what_is_kept_in_parts_is_collected_where_it_is_used():
+def test_sharded_parameters_are_gathered_where_they_are_used():
     product = lambda x, w: (x @ w).sum()
     shapes, whole = ((SAMPLES, 16), (16, 16)), 4 * 16 * 16
     assert peak(product, *shapes, batch=1) == ROW
     assert peak(product, *shapes, batch=1, parts=(1,)) == ROW + whole
 
 
-def test_what_is_split_takes_its_share_until_a_product_sums_over_it():
+def test_tensor_parallel_activations_take_their_share_until_they_are_summed():
     def layers(x, first, second):
         return x @ first @ second
 
@@ -61,18 +61,18 @@ def test_what_is_split_takes_its_share_until_a_product_sums_over_it():
     gradient = jax.make_jaxpr(lambda *a: jax.vjp(layers, *a)[1](a[0]))(*arguments)
     program = traced_memory.flatten(gradient.jaxpr)
     _, first, second = program.inputs
-    found, summed = traced_memory.split(program, {first, second})
+    sharded, summed = traced_memory.split(program, {first, second})
     name = {v: equation.name for equation in program.equations for v in equation.outputs}
-    # x @ first, the gradient of that, and those of both kernels are; the gradient of x is a sum.
-    assert sorted(name[v] for v in found - {first, second}).count("dot_general") == 4
+    # Sharded are x @ first, its gradient, and those of both kernels. The gradient of x is a sum.
+    assert sorted(name[v] for v in sharded - {first, second}).count("dot_general") == 4
     assert [traced_memory.size(program, v) for v in summed] == [SAMPLES * ROW]
     alive = lambda ways: traced_memory.lifetimes(
-        program, SAMPLES, set(), {}, dict.fromkeys(found, ways)
+        program, SAMPLES, set(), {}, dict.fromkeys(sharded, ways)
     )
     assert traced_memory.peak(alive(1), 5) - traced_memory.peak(alive(4), 5) >= 3 * 5 * ROW
 
 
-def test_results_stay_to_the_end_with_the_bytes_that_are_given():
+def test_results_occupy_the_given_bytes_until_the_end():
     two = lambda x, w: (x.T @ x, x.T @ (x @ w))
     both = 2 * 4 * 16 * 16
     assert peak(two, (SAMPLES, 16), (16, 16), batch=1, results=(128, 128)) < both + 256
@@ -88,13 +88,13 @@ def tiny(kind):
         c.unet.update(image_size=32, embed_dim=32, channel_mult=(1, 2), num_res_blocks=(1, 2))
         c.unet.update(attention_levels=(1,), head_dim=32, dtype="float32")
         c.super_resolution.factor = 4
-    c.unet.attention_impl = "xla"  # What keeps all scores.
+    c.unet.attention_impl = "xla"  # This implementation stores all scores.
     c.batch_size = 64 if kind == "blocks" else 16
     return c
 
 
 class Blocks(nn.Module):
-    """Of a UNet what compiles in seconds."""
+    """A part of a UNet that compiles in seconds."""
 
     @nn.compact
     def __call__(self, x):
@@ -106,7 +106,7 @@ class Blocks(nn.Module):
 
 
 def blocks(c):
-    """The model of a config, with these blocks in the place of its UNet."""
+    """Return the model of a config, with these blocks in place of its UNet."""
     model, net = tasks.read(c.to_dict()), Blocks()
     image = np.zeros((1, 32, 32, 3), np.uint8)
 
@@ -116,11 +116,11 @@ def blocks(c):
         return ((net.apply(params, x + noise) - x) ** 2).mean(), {}
 
     init = lambda key: net.init(key, jnp.float32(image))
-    made = model.task._replace(init=init, loss=loss)
+    task = model.task._replace(init=init, loss=loss)
     tx = optimizer.make_optimizer(model.optimizer, model.run.steps)
-    create = lambda key: init_state(made.init(key), tx, model.optimizer.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, model.optimizer.ema_decays)
     state = jax.eval_shape(create, memory.abstract_key())
-    return model._replace(task=made, example={"image": image}, state=state)
+    return model._replace(task=task, example={"image": image}, state=state)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def blocks(c):
     ],
 )
 @pytest.mark.slow
-def test_bytes_and_traffic_are_those_of_the_compiled_step(kind, sizes):
+def test_estimated_bytes_and_communication_match_the_compiled_step(kind, sizes):
     c = tiny(kind)
     c.mesh.update(dict(zip(sharding.AXES, sizes, strict=True)))
     model = blocks(c) if kind == "blocks" else tasks.read(c.to_dict())
@@ -141,16 +141,16 @@ def test_bytes_and_traffic_are_those_of_the_compiled_step(kind, sizes):
     need = estimate.bytes_per_device(traced, mesh)
     compiled = compiling.lower_step(model, sharding.make_mesh(*sizes)).compile()
     actual = compiled.memory_analysis()
-    # The state, the batch and a key: to the byte, but for the step's and the key's own few.
+    # The state and the batch match exactly, except for a few bytes of the step and the key.
     assert need.total - need.temporary == pytest.approx(actual.argument_size_in_bytes, abs=64)
     total = actual.argument_size_in_bytes + actual.temp_size_in_bytes
     assert need.total == pytest.approx(total, rel=0.1)
 
     sent = traffic.bytes_by_kind(traffic.of_hlo(compiled.as_text()))
     model_sent = traffic.bytes_by_kind(estimate.collectives(traced, mesh))
-    # XLA's CPU backend has no reduce-scatter: it sums everything everywhere, which costs twice.
+    # XLA's CPU backend replaces reduce-scatter by all-reduce, which costs twice as much.
     summed = model_sent.get("all-reduce", 0) + 2 * model_sent.get("reduce-scatter", 0)
-    # Kernels that tensor does not split: their gradients are, and are gathered then.
+    # Gradients of kernels that are not tensor-parallel are sharded and then gathered.
     assert summed == pytest.approx(sent["all-reduce"], rel=0.02 if sizes[2] == 1 else 0.06)
     if sizes[2] == 1:
         assert model_sent["all-gather"] == pytest.approx(sent["all-gather"], rel=0.05)

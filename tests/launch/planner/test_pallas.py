@@ -1,4 +1,4 @@
-"""Attention's kernels compiled for accelerators that are not here, where their compilers are."""
+"""Attention kernels compiled for accelerators without the hardware."""
 
 import importlib.util
 import json
@@ -47,18 +47,18 @@ def run(*command):
     "sizes", [("256", "333", "64", "masked"), ("4096", "4096", "128", "unmasked")]
 )
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_splash_compiles_for_tpus_forwards_and_backwards(kind, sizes):
+def test_splash_attention_and_its_gradient_compile_for_tpus(kind, sizes):
     ended = run("-m", "launch.planner.pallas", kind, *sizes)
     assert ended.returncode == 0, ended.stderr
     forward, backward = json.loads(ended.stdout.splitlines()[-1])
-    # A step is at least its products: 256 x 384 scores over 128 lanes, twice and five times, or
+    # The lower bound are the products: 256 x 384 scores over 128 lanes, twice and five times, or
     # 512 x 4,096.
     assert 500 < forward < backward < 30_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["auto", "cudnn"])
-def test_attention_is_cudnns_when_it_is_compiled_for_an_h100(implementation):
+def test_attention_compiled_for_an_h100_uses_cudnn(implementation):
     if missing := gpu.missing(accelerators.parse("h100:1")):
         pytest.skip(missing)
     if not gpu.has_cudnn():
@@ -68,7 +68,7 @@ def test_attention_is_cudnns_when_it_is_compiled_for_an_h100(implementation):
     assert "fmhaSoftmaxBackward" in ended.stdout
 
 
-def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options(monkeypatch):
+def test_compilation_is_repeated_without_triton_if_it_finds_no_tile_sizes(monkeypatch):
     class Compiled:
         as_text = staticmethod(lambda: "ENTRY")
         memory_analysis = staticmethod(lambda: SimpleNamespace(temp_size_in_bytes=7))
@@ -85,8 +85,8 @@ def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options
     tried: list = []
     lowered: Any = Lowered()
     monkeypatch.setattr(compiling, "cached", lambda name, parts, make: make())
-    found = compiling.compile_for(lowered, "h100", fallback=gpu.FALLBACK)
-    assert (found.temporary, found.products) == (7, 1)
+    compiled = compiling.compile_for(lowered, "h100", fallback=gpu.FALLBACK)
+    assert (compiled.temporary, compiled.products) == (7, 1)
     assert tried == [{}, {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}]
     with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
         compiling.compile_for(lowered, "h100")
@@ -101,7 +101,7 @@ def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options
         (("jax_plugins.xla_cuda12",), "nvidia-cuda-nvcc-cu12"),
     ],
 )
-def test_packages_missing_for_a_gpu_are_named(installed, lacking, monkeypatch):
+def test_packages_missing_for_gpu_plans_are_named(installed, lacking, monkeypatch):
     monkeypatch.setattr(gpu, "_installed", lambda module: module in installed)
     message = f"this machine lacks {lacking} (extra plan-gpu)"
     assert gpu.missing(accelerators.parse("h100:8")) == message

@@ -1,4 +1,4 @@
-"""Cycles and audits of programs as compilers print them, and a step as the sum of its blocks."""
+"""Cycles and audits read from compiled programs, and a step as the sum of its blocks."""
 
 import importlib.util
 import subprocess
@@ -25,8 +25,8 @@ from launch.planner import (
 )
 from tests.imagen_jax import commands
 
-# A fusion with a convolution, a copy, a loop over a reduction, a gather that is waited for at once,
-# one behind which a fusion hides, and a Pallas kernel whose metadata breaks the line.
+# A fusion with a convolution, a copy, a loop over a reduction, a gather without overlap,
+# one that overlaps with a fusion, and a Pallas kernel whose metadata contains a line break.
 TEXT = """HloModule jit_step, is_scheduled=true
 
 %fused.1 (p: bf16[2,8], q: f32[8,8]) -> bf16[2,8] {
@@ -59,7 +59,7 @@ ENTRY %main (a: bf16[2,8]) -> bf16[2,8] {
 """  # noqa: E501
 
 
-def test_cycles_are_those_of_each_instruction_times_its_runs():
+def test_cycles_are_multiplied_by_the_number_of_runs():
     rows = [*cycles.costs(TEXT, lambda kernel: 7.0)]
     assert [(row.cycles, row.kind, row.layer) for row in rows] == [
         (1000, "matrix unit", "down_1_res"),
@@ -70,8 +70,8 @@ def test_cycles_are_those_of_each_instruction_times_its_runs():
     ]
 
 
-def test_a_product_with_a_sum_of_gradients_beside_it_is_arithmetic():
-    """As a v5e's compiler fuses them."""
+def test_a_product_fused_with_an_all_reduce_counts_as_matrix_unit():
+    """The compiler for v5e fuses them like this."""
     beside = "  %sum = f32[8]{0} all-reduce(%q), replica_groups=[1,4]<=[4]\n  ROOT %c ="
     rows = cycles.costs(TEXT.replace("  ROOT %c =", beside), lambda kernel: 7.0)
     assert next(rows)[:2] == (1000, "matrix unit")
@@ -88,7 +88,7 @@ LIBTPUS = """
 ENTRY"""
 
 
-def test_a_loop_turns_as_often_as_its_condition_says_where_nothing_else_does():
+def test_a_loops_trip_count_is_read_from_its_condition_if_necessary():
     text = TEXT.replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
     rows = lambda text: [*cycles.costs(text, lambda kernel: 7.0)]
     assert rows(text.replace("\nENTRY", LIBTPUS)) == rows(TEXT)
@@ -112,7 +112,7 @@ for turns in (3, 6):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_six_turns_cost_twice_as_much_as_three_on_a_tpu():
+def test_on_a_tpu_six_iterations_cost_twice_as_much_as_three():
     three, six = last_two_numbers(_LOOP)
     assert six == 2 * three > 0
 
@@ -132,7 +132,7 @@ for size in (0, 32):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_micro_batches_are_a_loop_in_the_program_for_a_tpu_as_in_its_runs():
+def test_micro_batches_are_compiled_as_a_loop_for_a_tpu():
     whole, micro = last_two_numbers(_MICRO)
     assert micro == whole + 1
 
@@ -157,45 +157,45 @@ print(sent.size, traffic.seconds_by_link([sent], target)["network"])
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_a_sum_over_two_slices_is_sent_over_the_network_once():
+def test_a_sum_over_two_slices_is_counted_once_as_network_traffic():
     size, seconds = last_two_numbers(_SLICES)
     assert size == 128 * 128 * 4
-    # Half of it twice, at the 25 Gbit/s of a v5e chip.
+    # Half of it is sent twice, at the 25 Gbit/s of a v5e chip.
     assert seconds == pytest.approx(128 * 128 * 4 / 3.125e9)
 
 
 def last_two_numbers(script):
-    """That a script prints, run by itself since it prepares its process for compilers."""
+    """Run a script in its own process, and return the last two numbers it prints."""
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return [float(word) for word in ended.stdout.split()[-2:]]
 
 
-def test_an_audit_names_what_computes_nothing():
-    found = audit.audit(compiling.Program(TEXT, 0, 0.0, products=2))
-    assert (found.products, found.products_written) == (3, 2)
-    assert found.float32_products == ["jit(step)/jvp(UNet)/emb/dot"]
-    assert found.gathers == {"f32": 4 * 4 * 4, "bf16": 4 * 4 * 2}
-    assert (found.collectives, found.exposed) == (3, {"s1": 1, "out": 1})
-    assert (found.copies, found.copied_bytes) == (1, 2 * 8 * 2)
-    lines = audit.lines(audit.added([(2, found), (1, found)]))
+def test_an_audit_counts_copies_extra_products_and_exposed_collectives():
+    report = audit.audit(compiling.CompiledProgram(TEXT, 0, 0.0, products=2))
+    assert (report.products, report.products_written) == (3, 2)
+    assert report.float32_products == ["jit(step)/jvp(UNet)/emb/dot"]
+    assert report.gathers == {"f32": 4 * 4 * 4, "bf16": 4 * 4 * 2}
+    assert (report.collectives, report.exposed) == (3, {"s1": 1, "out": 1})
+    assert (report.copies, report.copied_bytes) == (1, 2 * 8 * 2)
+    lines = audit.lines(audit.added([(2, report), (1, report)]))
     assert lines[0].startswith("9 convolutions and matrix products, compiled from 6: 3 more")
     assert "3 copies and transpositions" in lines[1]
     assert lines[-1] == "6 of 9 collectives do not overlap with computation: s1, out"
 
 
-def test_tiles_are_filled_up_along_the_axes_that_lie_together():
+def test_arrays_are_padded_to_tiles_along_their_minor_axes():
     (array,) = hlo.arrays("bf16[16,8,1024,64]{3,2,1,0:T(8,128)(2,1)}")
     assert array.padded_bytes == 2 * array.bytes == 2 * 16 * 8 * 1024 * 128
-    (array,) = hlo.arrays("f32[3,200]{0,1:T(8,128)}")  # 3 in the lanes.
+    (array,) = hlo.arrays("f32[3,200]{0,1:T(8,128)}")  # The axis of size 3 is along the lanes.
     assert array.padded_bytes == 4 * 128 * 200
 
 
 def test_the_grid_of_a_kernel_is_read_from_its_operands():
     (instruction,) = [i for i, _ in hlo.read(TEXT).run() if cycles.is_kernel(i)]
-    # 2 x 8 rows and heads, 2 blocks of queries, 3 of keys.
-    assert pallas.grid_of(instruction) == pallas.Grid(
+    # 2 x 8 rows and heads, 2 blocks of queries, and 3 blocks of keys.
+    assert pallas.grid_of(instruction) == pallas.KernelGrid(
         1024, 1152, 64, 2 * 8 * 2 * 3, backward=False, masked=False
     )
 
@@ -203,7 +203,7 @@ def test_the_grid_of_a_kernel_is_read_from_its_operands():
 @pytest.mark.parametrize(
     "config", [quickstart, emoji64_transformer, pytest.param(base64_500m, marks=pytest.mark.slow)]
 )
-def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
+def test_the_flops_of_a_models_blocks_sum_to_those_of_its_loss(config):
     model = tasks.read(config.get_config().to_dict())
     parts = blocks.record(model, 2)
     work = sum(len(block.names) * blocks.work(block) for block in parts)
@@ -218,13 +218,13 @@ def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
         assert sum(len(block.names) for block in parts) == 65
 
 
-def test_a_profile_adds_blocks_as_often_as_they_are_called():
-    empty = audit.audit(compiling.Program(TEXT, 0, 0.0, products=3))
-    one = blocks.Measured("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
+def test_a_profile_counts_each_block_as_often_as_it_is_called():
+    empty = audit.audit(compiling.CompiledProgram(TEXT, 0, 0.0, products=3))
+    one = blocks.CompilerEstimate("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
                           [cycles.Cost(3e6, "matrix unit", "", "conv")], 0, empty)  # fmt: skip
     update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, costliest=[])
     names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
-    block = blocks.Block("a", names, None, {}, ((), {}), True)  # pyright: ignore
+    block = blocks.NetworkBlock("a", names, None, {}, ((), {}), True)  # pyright: ignore
     profile = profiling.total([(block, one)], update, passes=2, kind="v5e")
     assert profile.cycles == {"matrix unit": 18e6, "norm": 6e6, "optimizer": 2e6}
     assert profile.layers == {"down_0_res": 16e6, "mid_res_0": 8e6, "update": 2e6}
@@ -237,7 +237,7 @@ def test_a_profile_adds_blocks_as_often_as_they_are_called():
     assert "Nothing was measured" in text["compiler's estimate"]
 
 
-def test_a_profile_takes_the_place_of_the_assumed_utilization():
+def test_a_plan_uses_the_utilization_of_a_profile():
     model = tasks.read(quickstart.get_config().to_dict())
     traced = estimate.trace(model)
     target = accelerators.parse("v5e:1x1")
@@ -245,13 +245,13 @@ def test_a_profile_takes_the_place_of_the_assumed_utilization():
     assert f["mfu"] == 0.5 and f["seconds"]["update"] == 0.25
 
 
-def test_a_gpu_is_described_as_xla_reads_it():
+def test_the_description_of_a_gpu_has_xlas_text_format():
     text = gpu.text(gpu.DEVICES["h100"])
     assert "shared_memory_per_block_optin: 232448" in text and "major: 9" in text
     assert text.count("{") == text.count("}") == 4
 
 
-def test_profiles_are_for_tpus():
+def test_profile_with_a_gpu_target_is_an_error():
     ended = commands.run(
         "launch.plan", "--config=configs/quickstart.py", "--target=h100:8", "--profile"
     )
@@ -260,7 +260,7 @@ def test_profiles_are_for_tpus():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_a_profile_is_printed_for_a_tpu_that_is_not_here():
+def test_a_profile_is_printed_for_a_tpu_without_the_hardware():
     ended = commands.run(
         "launch.plan", "--config=configs/quickstart.py", "--config.unet.embed_dim=32",
         "--target=v5e:1x1", "--fast", "--profile", "--config.batch_size=8",

@@ -8,12 +8,12 @@ import pytest
 from configs import sd2_mlperf
 from diffusion_jax.devices import sharding
 from diffusion_jax.metrics import clip_towers, extractors, frechet
-from diffusion_jax.metrics.clip_towers import Clip
+from diffusion_jax.metrics.clip_towers import ClipExtractors
 from diffusion_jax.metrics.features import Gaussian
 from diffusion_jax.task import Task
 from diffusion_jax.text import hashed
 from sd_jax.mlperf import benchmark, rules
-from sd_jax.mlperf.benchmark import Judge
+from sd_jax.mlperf.benchmark import EvaluationInputs
 from sd_jax.settings import read_settings
 from tests.diffusion_jax.metrics import toy
 from tests.sd_jax import tiny_benchmark
@@ -41,7 +41,9 @@ def judge():
     text = toy.extractor(prepare=lambda ids: ids, apply=lambda p, ids: jnp.ones((len(ids), 2)))
     real = Gaussian(np.array([90.0, 90, 90]), np.eye(3), 100)
     tokenize = lambda texts: np.zeros((len(texts), 1), np.int32)
-    return Judge(CAPTIONS, frechet.reference(real), inception, Clip(image, text, tokenize))
+    return EvaluationInputs(
+        CAPTIONS, frechet.reference(real), inception, ClipExtractors(image, text, tokenize)
+    )
 
 
 def scores(tmp_path, *, batch_size=4, devices=2, step=5, params=None, seed=3):
@@ -104,7 +106,9 @@ def asked(tmp_path, monkeypatch):
     folder = tiny_benchmark.write(tmp_path)
     made = toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
     monkeypatch.setattr(extractors, "load_inception", lambda path: made)
-    monkeypatch.setattr(clip_towers, "load", lambda path: Clip(made, made, lambda texts: texts))
+    monkeypatch.setattr(
+        clip_towers, "load", lambda path: ClipExtractors(made, made, lambda texts: texts)
+    )
     return read_settings(tiny_benchmark.get_config(folder).to_dict()).evaluation
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from sd_jax.unet import UNet
 from sd_jax.weights import checkpoints, formats, initial, ldm_config
-from sd_jax.weights.ldm_config import Facts
+from sd_jax.weights.ldm_config import LdmSettings
 from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import TEXT_WIDTH, unet_weights
 from tests.sd_jax.weights.test_checkpoints import text_state
@@ -129,7 +129,7 @@ def test_facts_go_out_and_back():
         UNet(),
         UNet(num_res_blocks=(2, 1), channel_mult=(2, 3), attention_levels=()),
     ):
-        facts = Facts(unet, "eps", 96, 0.3, text)
+        facts = LdmSettings(unet, "eps", 96, 0.3, text)
         assert ldm_config.read(json.loads(ldm_config.write(facts, 768))) == facts
 
 

@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: whole, with the right hash, continued after a kill."""
+"""Downloads from a local server: complete, with the right hash, and resumed after a kill."""
 
 import hashlib
 import http.server
@@ -17,7 +17,7 @@ TAG = '"v0"'
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Gives CONTENT under any name but /gone, ranges unless /whole, half of it once from /breaks.
+    """Serve the content at all paths but /gone. /whole has no ranges, /breaks stops halfway once.
 
     Like a server that does not know If-Range, it sends ranges of any version.
     """
@@ -73,7 +73,7 @@ def write_part(folder, name, content):
     (folder / f".{name}.version").write_text(TAG)
 
 
-def test_files_arrive_whole_and_are_not_asked_for_again(server, tmp_path):
+def test_files_are_downloaded_completely_and_only_once(server, tmp_path):
     urls = fetch.expand([f"{server.url}/part-{{0..2}}.bin"])
     sums = dict.fromkeys(("part-0.bin", "part-1.bin"), SHA512)
     for _ in range(2):
@@ -84,21 +84,21 @@ def test_files_arrive_whole_and_are_not_asked_for_again(server, tmp_path):
 
 
 @pytest.mark.parametrize("name, start", [("range.bin", 1000), ("whole.bin", 1000)])
-def test_a_killed_download_continues(server, tmp_path, name, start):
+def test_a_killed_download_is_resumed(server, tmp_path, name, start):
     write_part(tmp_path, name, CONTENT[:start])
     (path,) = fetch.fetch([f"{server.url}/{name}"], tmp_path, {name: SHA512})
     assert path.read_bytes() == CONTENT
     assert server.starts == [(f"/{name}", start)]
 
 
-def test_a_part_that_is_all_there_is_taken(server, tmp_path):
+def test_a_complete_part_is_used_without_downloading_again(server, tmp_path):
     write_part(tmp_path, "a", CONTENT)
     (path,) = fetch.fetch([f"{server.url}/a"], tmp_path, {"a": SHA512})
     assert path.read_bytes() == CONTENT
     assert server.starts == [("/a", len(CONTENT))]
 
 
-def test_a_part_longer_than_the_file_is_started_again(server, tmp_path):
+def test_a_part_longer_than_the_file_is_downloaded_again(server, tmp_path):
     storage.write_whole("memory://longer/b", CONTENT)
     for name in ("a", "b"):
         write_part(tmp_path, name, b"x" * (len(CONTENT) + 1))
@@ -108,7 +108,7 @@ def test_a_part_longer_than_the_file_is_started_again(server, tmp_path):
     assert server.starts == [("/a", len(CONTENT) + 1), ("/a", 0)]
 
 
-def test_a_connection_that_breaks_is_taken_up_again(server, tmp_path, monkeypatch):
+def test_a_broken_connection_is_resumed(server, tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     (path,) = fetch.fetch([f"{server.url}/breaks"], tmp_path, {"breaks": SHA512})
     assert path.read_bytes() == CONTENT
@@ -143,7 +143,7 @@ def test_a_file_that_changes_during_its_download_is_downloaded_again(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_range_that_starts_elsewhere_is_not_appended(server, tmp_path):
+def test_a_range_with_the_wrong_start_is_not_appended(server, tmp_path):
     server.shift = 5
     write_part(tmp_path, "a", CONTENT[:1000])
     (path,) = fetch.fetch([f"{server.url}/a"], tmp_path)
@@ -151,14 +151,14 @@ def test_a_range_that_starts_elsewhere_is_not_appended(server, tmp_path):
     assert server.starts == [("/a", 1000), ("/a", 0)]
 
 
-def test_a_part_of_another_version_in_a_bucket_is_downloaded_again(tmp_path):
+def test_a_part_of_an_older_version_in_a_bucket_is_downloaded_again(tmp_path):
     storage.write_whole("memory://changed/a", CONTENT)
     write_part(tmp_path, "a", CHANGED[:1000])
     (path,) = fetch.fetch(["memory://changed/a"], tmp_path)
     assert path.read_bytes() == CONTENT
 
 
-def test_a_wrong_hash_leaves_nothing(server, tmp_path):
+def test_a_file_with_a_wrong_hash_is_an_error_and_is_removed(server, tmp_path):
     sums = fetch.read_sums(f"{'0' * 40}  folder/a.bin\n{SHA512} *b.bin\n")
     assert sums == {"a.bin": "0" * 40, "b.bin": SHA512}
     sha1 = hashlib.sha1(CONTENT).hexdigest()
@@ -167,7 +167,7 @@ def test_a_wrong_hash_leaves_nothing(server, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_verify_reads_what_is_there(server, tmp_path):
+def test_verify_checks_the_hash_of_existing_files(server, tmp_path):
     urls = [f"{server.url}/b.bin"]
     (path,) = fetch.fetch(urls, tmp_path, {"b.bin": SHA512})
     path.write_bytes(CONTENT[:-1])
@@ -176,7 +176,7 @@ def test_verify_reads_what_is_there(server, tmp_path):
         fetch.fetch(urls, tmp_path, {"b.bin": SHA512}, verify=True)
 
 
-def test_what_cannot_be_fetched_is_said(server, tmp_path):
+def test_missing_files_invalid_urls_and_invalid_sums_are_errors(server, tmp_path):
     with pytest.raises(OSError, match=r"/gone: HTTP Error 404"):
         fetch.fetch([f"{server.url}/gone"], tmp_path, {})
     with pytest.raises(ValueError, match="not the URL of a file"):
@@ -194,7 +194,7 @@ def test_a_file_url_is_copied(tmp_path):
     assert path.read_bytes() == CONTENT
 
 
-def test_the_command(server, tmp_path, capsys):
+def test_the_fetch_command_downloads_and_checks_its_flags(server, tmp_path, capsys):
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
             prepare.main(["fetch", f"--out={tmp_path}/out", *arguments])
@@ -202,11 +202,11 @@ def test_the_command(server, tmp_path, capsys):
 
     (tmp_path / "sums").write_text(f"{SHA512}  b\n")
     urls = [f"--url={server.url}/{{a,b}}", f"--sums={tmp_path}/sums"]
-    code, said = run(*urls, "--dry_run")
+    code, printed = run(*urls, "--dry_run")
     assert code == 0 and not (tmp_path / "out").exists()
-    assert f"/a, hash unknown\nwould fetch {server.url}/b, hash {SHA512}\n" in said.out
+    assert f"/a, hash unknown\nwould fetch {server.url}/b, hash {SHA512}\n" in printed.out
     assert run(*urls)[0] == 0
     assert (tmp_path / "out" / "b").read_bytes() == CONTENT
     assert run(f"--url={server.url}/c", f"--hash={'0' * 64}")[0] == 2
-    code, said = run(*urls, "--hash=0")
-    assert code == 2 and "--hash is for one file, but --url names 2" in said.err
+    code, printed = run(*urls, "--hash=0")
+    assert code == 2 and "--hash is for one file, but --url names 2" in printed.err

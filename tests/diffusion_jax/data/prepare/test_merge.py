@@ -1,4 +1,4 @@
-"""NeMo's precached tars joined with their images."""
+"""Merging NeMo's tars of embeddings with the tars of images."""
 
 import io
 import json
@@ -23,14 +23,14 @@ def as_nemo(array, protocol=4):
 
 @pytest.fixture
 def tars(tmp_path):
-    """Two tars of images, whose keys repeat, and one of embeddings, in another order."""
+    """Two tars of images with equal keys, and a tar of embeddings in another order."""
     for name in ("images", "embeddings"):
         (tmp_path / name).mkdir()
     for shard in range(2):
         records = [{"__key__": b"%04d" % i, "jpg": b"%d%d" % (shard, i), "txt": b"t"}
                    for i in range(3)]  # fmt: skip
         tar_files.write(tmp_path / f"images/{shard:05}.tar", records)
-    stored = [(1, 2), (0, 0), (0, 1), (1, 0), (1, 1)]  # Not that of (0, 2).
+    stored = [(1, 2), (0, 0), (0, 1), (1, 0), (1, 1)]  # (0, 2) has no embedding.
     records = [{"__key__": b"%05d.tar/%04d" % place,
                 "pickle": as_nemo(np.full((2, 4), 10 * place[0] + place[1], np.float16))}
                for place in stored]  # fmt: skip
@@ -49,21 +49,23 @@ def test_each_image_gets_its_own_embedding(tars):
     assert merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out") == {}
 
 
-def test_a_damaged_header_hides_one_file_and_repeated_keys_are_left_out(tars):
+def test_merge_skips_records_with_damaged_headers_and_repeated_keys(tars):
     image = tars / "images/00000.tar"
     whole = bytearray(image.read_bytes())
     whole[3 * 1024 + 5] ^= 1  # The header of 0001.txt.
     image.write_bytes(whole)
-    end = 6 * 1024  # Of the members of three records.
+    end = 6 * 1024  # The members of three records end here.
     second = tars / "images/00001.tar"
-    second.write_bytes(second.read_bytes()[: end // 3] + second.read_bytes())  # 0000 twice.
+    second.write_bytes(
+        second.read_bytes()[: end // 3] + second.read_bytes()
+    )  # Now 0000 occurs twice.
     counts = merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
     assert counts == {"merged": 4, "no_embedding": 1, "duplicate_key": 1}
     assert WebDataset(tars / "out/00000.tar", "npy").read([1])[0].image == b"01"
 
 
-def test_files_of_a_record_need_not_be_adjacent(tars):
-    """As in a tar of all images, then all texts; hidden files (macOS's) are no records."""
+def test_merge_joins_files_of_a_record_that_are_not_adjacent(tars):
+    """For example, a tar of all images, then all texts. Hidden files of macOS are ignored."""
     with tarfile.open(tars / "00000.tar", "w") as opened:
         for name in ("._0000.jpg", "0000.jpg", "0001.jpg", "0000.txt", "0001.txt"):
             (member := tarfile.TarInfo(name)).size = len(name)
@@ -86,7 +88,7 @@ def test_temporary_files_of_a_killed_merge_are_removed(tars):
     assert sorted(path.name for path in (tars / "out").iterdir()) == ["00000.tar", "00001.tar"]
 
 
-def test_many_records_need_no_open_file_each(tars):
+def test_merge_of_many_records_does_not_run_out_of_open_files(tars):
     count = len(os.listdir("/proc/self/fd")) + 200
     records = [{"__key__": b"%05d" % i, "jpg": b"x"} for i in range(count)]
     tar_files.write(tars / "many.tar", records)
@@ -101,14 +103,14 @@ def test_many_records_need_no_open_file_each(tars):
     assert counts == {"merged": count}
 
 
-def test_embeddings_that_fit_nothing_are_named(tars):
+def test_embeddings_that_match_no_image_are_an_error_that_names_some(tars):
     tar_files.write(tars / "other.tar", [{"__key__": b"x/9999", "npy": b""}])
     with pytest.raises(ValueError, match=r"no embedding in .* the first embeddings are x/9999"):
         merge.merge(str(tars / "images"), str(tars / "other.tar"), tars / "out")
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_arrays_in_pickles_are_read(protocol):
+def test_arrays_are_read_from_pickles_of_every_protocol(protocol):
     array = np.arange(6, dtype=np.float16).reshape(2, 3)
     np.testing.assert_array_equal(merge.read_pickle(as_nemo(array, protocol)), array, strict=True)
     several = pickle.dumps({"a": {"x": array}, "b": array * 2}, protocol)
@@ -117,7 +119,7 @@ def test_arrays_in_pickles_are_read(protocol):
         merge.read_pickle(several)
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+def test_a_pickle_that_would_execute_code_is_an_error(tmp_path):
     class Harm:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "harm"),))
@@ -131,7 +133,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
         merge.read_pickle(b"\x80\x04 no pickle")
 
 
-def test_arrays_of_other_formats_are_joined_as_they_are(tars):
+def test_merge_copies_embeddings_in_npy_format_unchanged(tars):
     array = io.BytesIO()
     np.save(array, np.eye(2, 4))
     records = [{"__key__": b"0001", "t5.npy": array.getvalue()}]
@@ -141,7 +143,7 @@ def test_arrays_of_other_formats_are_joined_as_they_are(tars):
     np.testing.assert_array_equal(WebDataset(tars / "out", "t5.npy").texts([0])[0], np.eye(2, 4))
 
 
-def test_names_need_not_be_utf_8_and_long_suffixes_are_refused(tars):
+def test_merge_accepts_names_that_are_not_utf_8_and_rejects_long_suffixes(tars):
     name = b"caf\xe9".decode(errors="surrogateescape")
     for tar, suffix in (("images/0.tar", "jpg"), ("e.tar", "\xe9.npy")):
         with tarfile.open(tars / tar, "w") as opened:
@@ -155,7 +157,7 @@ def test_names_need_not_be_utf_8_and_long_suffixes_are_refused(tars):
         merge.merge(str(tars / "images/0.tar"), str(tars / "e.tar"), tars / "out")
 
 
-def test_two_merges_do_not_write_into_one_folder(tars):
+def test_a_second_merge_into_the_same_folder_is_an_error(tars):
     (tars / "out").mkdir()
     other = {"pid": os.getppid(), "started": folder_lock._started(os.getppid()),
              "machine": folder_lock._machine()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The commands that prepare data sets, and what they print."""
+"""The commands that prepare data sets, and their output."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.imagen_jax import commands
 
 
 def run(*arguments):
-    """The exit code."""
+    """Run a command and return its exit code."""
     with pytest.raises(SystemExit) as ended:
         prepare.main([str(argument) for argument in arguments])
     return ended.value.code
@@ -24,7 +24,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Twelve digits; one damaged, one larger, one with an empty caption, one without any."""
+    """Twelve digits: one damaged, one larger, one with an empty caption, one without a caption."""
     path = digits.write_examples(tmp_path_factory.mktemp("data") / "set", 12, size=16)
     (path / "00003.png").write_bytes((path / "00003.png").read_bytes()[:60])
     Image.fromarray(np.zeros((40, 80, 3), np.uint8)).save(path / "00004.png")
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_report_counts_sizes_texts_and_what_is_broken(folder):
+def test_validate_counts_sizes_texts_and_broken_images(folder):
     report = validate(Folder(folder, uncaptioned="drop"))
     assert (report["records"], report["read"], report["usable"]) == (11, 11, 10)
     assert report["left_out"] == {"no_caption": 1}
@@ -49,7 +49,7 @@ def test_the_report_counts_sizes_texts_and_what_is_broken(folder):
     assert validate(Folder(folder, uncaptioned="drop"), num=4)["read"] == 4
 
 
-def test_a_picture_that_is_there_twice_is_counted(tmp_path):
+def test_validate_counts_duplicate_pictures_and_texts(tmp_path):
     path = digits.write_examples(tmp_path / "set", 4, size=16)
     (path / "00002.png").write_bytes((path / "00001.png").read_bytes())
     for name in ("00000", "00003"):
@@ -58,7 +58,7 @@ def test_a_picture_that_is_there_twice_is_counted(tmp_path):
     assert (report["duplicates"], report["different_texts"]) == (1, 3)
 
 
-def test_different_embeddings_are_counted(tmp_path):
+def test_validate_counts_different_embeddings(tmp_path):
     path = digits.write_examples(tmp_path / "set", 3, size=16)
     for i, value in enumerate((1, 2, 1)):
         np.save(path / f"{i:05}.npy", np.full((2, 4), value, np.float16))
@@ -66,7 +66,7 @@ def test_different_embeddings_are_counted(tmp_path):
 
 
 def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
-    others = tmp_path / "report" / "parts" / "a"  # A folder of the user's own.
+    others = tmp_path / "report" / "parts" / "a"  # A file of the user.
     others.parent.mkdir(parents=True)
     others.touch()
     arguments = ("validate", "--source=folder", f"--path={folder}", f"--out={tmp_path}/report")
@@ -77,7 +77,7 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
     assert report["left_out_first"] == {"no_caption": ["00006.png"]}
     assert json.loads((tmp_path / "report/report.json").read_text()) == report
     with Image.open(tmp_path / "report/samples.png") as sheet:
-        assert sheet.width == 4 + 8 * 132  # Ten usable pictures: eight in a row.
+        assert sheet.width == 4 + 8 * 132  # The ten usable pictures are shown eight per row.
     assert run(*arguments, "--max_broken=0.05") == 1
     assert "error: 1 of 11 records are unusable" in capsys.readouterr().err
     assert others.exists()
@@ -89,7 +89,7 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
 def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
     source = ("--source=folder", f"--path={folder}")
     assert run("reshard", *source, f"--out={tmp_path}/tars", "--num=5") == 0
-    # What is cut off within is found by decoding only.
+    # Truncated images are only found by decoding.
     assert json.loads(capsys.readouterr().out) == {"no_caption": 1, "written": 11}
     assert run("index", f"--path={tmp_path}/tars") == 0
     counts = json.loads(capsys.readouterr().out)
@@ -97,25 +97,25 @@ def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
     assert len(list((tmp_path / "tars").glob("*.tar.index.npz"))) == 3
 
 
-def test_the_command_says_what_is_there_already(folder, tmp_path):
-    """As a process: a command alone decides whose lines users see."""
+def test_reshard_logs_how_many_shards_are_already_done(folder, tmp_path):
+    """Run as a process, because the command configures which log lines are shown."""
     arguments = ("reshard", "--source=folder", f"--path={folder}", f"--out={tmp_path}", "--num=5")
-    for there in (0, 3):
+    for done in (0, 3):
         ended = commands.run("diffusion_jax.data.prepare", *arguments, devices=1)
-        assert ended.code == 0 and f"{there} of 3 shards are done" in ended.err, ended.err
+        assert ended.code == 0 and f"{done} of 3 shards are done" in ended.err, ended.err
 
 
 def test_merge_prints_its_counts(tmp_path, capsys):
     (tmp_path / "e").mkdir()
     tar_files.write(tmp_path / "i.tar", [{"__key__": b"1", "jpg": b"x"}])
-    array = np.lib.format.magic(1, 0)  # Not looked into.
+    array = np.lib.format.magic(1, 0)  # The content is not read.
     tar_files.write(tmp_path / "e/e.tar", [{"__key__": b"i/1", "npy": array}])
     arguments = (f"--images={tmp_path}/i.tar", f"--embeddings={tmp_path}/e", f"--out={tmp_path}/o")
     assert run("merge", *arguments) == 0
     assert json.loads(capsys.readouterr().out) == {"merged": 1}
 
 
-def test_download_prints_the_call_and_passes_other_arguments_on(capsys):
+def test_download_dry_run_prints_the_img2dataset_call_with_extra_arguments(capsys):
     arguments = ("download", "--urls=laion", "--out=shards", "--size=256", "--dry_run",
                  "--save_additional_columns=[similarity]")  # fmt: skip
     assert run(*arguments) == 0
@@ -125,7 +125,7 @@ def test_download_prints_the_call_and_passes_other_arguments_on(capsys):
     assert call.endswith("'--save_additional_columns=[similarity]'\n")
 
 
-def test_download_runs_img2dataset_or_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+def test_download_runs_img2dataset_or_prints_how_to_install_it(tmp_path, monkeypatch, capsys):
     arguments = ("download", f"--urls={tmp_path}", f"--out={tmp_path}/o")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run(*arguments) == 2
@@ -139,7 +139,7 @@ def test_download_runs_img2dataset_or_says_how_to_get_it(tmp_path, monkeypatch, 
     assert "there is no such file or folder" in capsys.readouterr().err
 
 
-def test_bad_input_is_one_message(tmp_path, capsys):
+def test_invalid_arguments_are_one_line_errors_with_exit_code_2(tmp_path, capsys):
     assert run("index", f"--path={tmp_path}/gone") == 2
     assert capsys.readouterr().err.startswith(f"error: no data at {tmp_path}/gone: check")
     source = "diffusion_jax.examples.digits"

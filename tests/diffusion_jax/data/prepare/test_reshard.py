@@ -1,4 +1,4 @@
-"""Sources written again: nothing lost, nothing doubled, also when killed between."""
+"""Resharding: no record is lost or duplicated, also after a kill."""
 
 import io
 
@@ -17,7 +17,7 @@ READERS = {"webdataset": WebDataset, "arrayrecord": ArrayRecords}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Ten pictures; that of 3 is no image, that of 7 has no text."""
+    """Ten pictures: the image of 3 is broken, and 7 has no text."""
     path = digits.write_examples(tmp_path_factory.mktemp("data"), 10, size=8)
     (path / "00003.png").write_bytes(b"GIF89a")
     (path / "00007.txt").unlink()
@@ -43,20 +43,22 @@ def test_shards_hold_the_usable_records_in_order(folder, tmp_path, format):
     ]
     assert contents(READERS[format](tmp_path)) == expected
     suffix = {"webdataset": "tar", "arrayrecord": "array_record"}[format]
-    assert len(list(tmp_path.glob(f"*.{suffix}"))) == 3  # 4, 4 and 1 of nine with texts.
+    assert (
+        len(list(tmp_path.glob(f"*.{suffix}"))) == 3
+    )  # Nine records with texts, in shards of 4, 4 and 1.
 
 
-def test_parts_and_restarts_give_the_same_files(folder, tmp_path):
+def test_parallel_processes_and_restarts_write_the_same_files(folder, tmp_path):
     write(folder, tmp_path / "once")
     for process in (1, 0):
         write(folder, tmp_path / "parts", process=process, processes=2)
     tars = {path.name: path.read_bytes() for path in (tmp_path / "once").glob("*.tar")}
     assert {p.name: p.read_bytes() for p in (tmp_path / "parts").glob("*.tar")} == tars
-    (tmp_path / "once/000001.tar").unlink()  # As if killed before it.
-    kept = (tmp_path / "once/000000.tar").stat().st_mtime_ns
+    (tmp_path / "once/000001.tar").unlink()  # As after a kill.
+    modified = (tmp_path / "once/000000.tar").stat().st_mtime_ns
     assert write(folder, tmp_path / "once")["written"] == 4
     assert {p.name: p.read_bytes() for p in (tmp_path / "once").glob("*.tar")} == tars
-    assert (tmp_path / "once/000000.tar").stat().st_mtime_ns == kept
+    assert (tmp_path / "once/000000.tar").stat().st_mtime_ns == modified
 
 
 def test_a_failing_shard_leaves_no_file(folder, tmp_path, monkeypatch):
@@ -69,7 +71,7 @@ def test_a_failing_shard_leaves_no_file(folder, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [reshard.MANIFEST]
 
 
-def test_embeddings_stay_embeddings(tmp_path):
+def test_reshard_keeps_embeddings(tmp_path):
     path = digits.write_examples(tmp_path / "a", 3, size=8)
     for i, text in enumerate(sorted(path.glob("*.txt"))):
         np.save(text.with_suffix(".npy"), np.full((2, 4), i, np.float16))
@@ -78,7 +80,7 @@ def test_embeddings_stay_embeddings(tmp_path):
     np.testing.assert_array_equal(texts, np.arange(3)[:, None, None] * np.ones((3, 2, 4)))
 
 
-def test_other_shards_in_the_folder_are_refused(folder, tmp_path):
+def test_reshard_with_other_or_invalid_settings_is_an_error(folder, tmp_path):
     write(folder, tmp_path)
     with pytest.raises(
         ValueError, match=r"started with other settings \(num: 4 stored, 5 requested\)"
@@ -92,7 +94,7 @@ def test_other_shards_in_the_folder_are_refused(folder, tmp_path):
         write(folder, tmp_path, num=0)
 
 
-def test_kinds_of_images_are_told_by_their_first_bytes():
+def test_image_kind_recognizes_formats_by_their_first_bytes():
     assert reshard.image_kind(b"\xff\xd8\xff\xe0") == "jpg"
     assert reshard.image_kind(b"RIFF1234WEBPVP8") == "webp"
     assert reshard.image_kind(b"RIFF1234WAVE") is None
@@ -102,7 +104,7 @@ def test_kinds_of_images_are_told_by_their_first_bytes():
     assert reshard.image_kind(bitmap.getvalue()) == "bmp"
 
 
-def test_shrunken_images_are_padded_to_squares_or_keep_their_shape(tmp_path):
+def test_resized_images_are_padded_to_squares_or_keep_their_aspect_ratio(tmp_path):
     (tmp_path / "set").mkdir()
     for name, size in {"tall": (200, 400), "small": (30, 20)}.items():
         Image.new("RGBA", size, (255, 0, 0, 255)).save(tmp_path / f"set/{name}.png")
@@ -113,17 +115,17 @@ def test_shrunken_images_are_padded_to_squares_or_keep_their_shape(tmp_path):
         tars = WebDataset(tmp_path / out).read([0, 1])
         return {one.text: np.asarray(Image.open(io.BytesIO(one.image))) for one in tars}
 
-    kept, padded = images("kept", False), images("padded", True)
-    assert kept["tall"].shape == (128, 64, 3) and kept["small"].shape == (20, 30, 3)
+    unpadded, padded = images("kept", False), images("padded", True)
+    assert unpadded["tall"].shape == (128, 64, 3) and unpadded["small"].shape == (20, 30, 3)
     assert padded["tall"].shape == (64, 64, 3) and padded["small"].shape == (30, 30, 3)
     red, white = [255, 0, 0], [255, 255, 255]
-    assert (kept["tall"] == red).all() and (padded["tall"][:, 16:48] == red).all()
+    assert (unpadded["tall"] == red).all() and (padded["tall"][:, 16:48] == red).all()
     assert (padded["tall"][:, :16] == white).all() and (padded["tall"][:, 48:] == white).all()
     with pytest.raises(ValueError, match="other settings"):
         images("kept", True)
 
 
-def test_a_broken_image_is_counted_when_it_is_shrunk(folder, tmp_path):
+def test_broken_images_are_counted_while_resizing(folder, tmp_path):
     counts = write(folder, tmp_path, size=4)
     assert counts == {"written": 8, "broken_image": 1, "no_caption": 1}
     with pytest.raises(ValueError, match="pad is set, but size is 0: set size to"):

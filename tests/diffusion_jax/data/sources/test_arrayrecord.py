@@ -1,4 +1,4 @@
-"""ArrayRecord files as lists of records."""
+"""The ArrayRecord source."""
 
 import io
 
@@ -15,7 +15,7 @@ def write(path, *records):
     return path
 
 
-def test_records_of_several_files_come_in_the_order_asked_for(tmp_path):
+def test_records_of_several_files_are_read_in_the_requested_order(tmp_path):
     for shard in range(3):
         write(
             tmp_path / f"s-{shard}.array_record",
@@ -30,7 +30,7 @@ def test_records_of_several_files_come_in_the_order_asked_for(tmp_path):
     assert len(ArrayRecords(f"{tmp_path}/s-{{0,2}}.array_record")) == 4
 
 
-def test_other_names_and_embeddings(tmp_path):
+def test_image_caption_and_embedding_features_can_have_other_names(tmp_path):
     array = io.BytesIO()
     np.save(array, np.eye(2, 3, dtype=np.float16))
     features = {"image": b"x", "caption": b"words", "t5.npy": array.getvalue(), "__key__": b"a/7"}
@@ -46,7 +46,7 @@ def test_other_names_and_embeddings(tmp_path):
         ArrayRecords(path)
 
 
-def test_damaged_records_are_told_apart(tmp_path):
+def test_a_damaged_record_does_not_affect_others(tmp_path):
     good = [{"jpg": b"a", "txt": b"one"}, {"jpg": b"b" * 4000, "txt": b"two"}, {"jpg": b"c"}]
     path = write(tmp_path / "a.array_record", *good)
     contents = bytearray(path.read_bytes())
@@ -58,7 +58,7 @@ def test_damaged_records_are_told_apart(tmp_path):
     assert reasons == ["broken_record", "two", "no_caption"]
 
 
-def test_what_cannot_be_read_is_refused(tmp_path):
+def test_missing_remote_damaged_and_empty_files_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
         ArrayRecords(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no \.array_record files in"):
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         ArrayRecords(tmp_path)
 
 
-def test_a_file_is_whole_or_absent(tmp_path):
+def test_a_failed_write_leaves_no_file(tmp_path):
     def fail():
         yield {"jpg": b"x"}
         raise KeyError
@@ -83,7 +83,7 @@ def test_a_file_is_whole_or_absent(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_writer_left_is_no_file(tmp_path):
+def test_temporary_files_of_a_killed_writer_are_ignored(tmp_path):
     write(tmp_path / "a.array_record", {"jpg": b"x", "txt": b"t"})
     (tmp_path / ".b.array_record.0123.tmp").write_bytes(b"half")
     assert len(ArrayRecords(tmp_path)) == 1
@@ -91,13 +91,13 @@ def test_what_a_killed_writer_left_is_no_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def example():
-    """TensorFlow's message class, which TFDS carries."""
+    """TensorFlow's protobuf class tf.train.Example, which TFDS contains."""
     from tensorflow_datasets.proto import tf_example_pb2
 
     return tf_example_pb2.Example
 
 
-def test_what_is_written_protobuf_reads(example):
+def test_protobuf_can_decode_encoded_features(example):
     features = {"jpg": bytes(range(256)) * 3, "txt": "Grüße".encode(), "empty": b""}
     message = example.FromString(arrayrecord.encode(features))
     read = {name: feature.bytes_list.value for name, feature in message.features.feature.items()}
@@ -107,7 +107,7 @@ def test_what_is_written_protobuf_reads(example):
     assert arrayrecord.decode(arrayrecord.encode(features)) == {k: [v] for k, v in features.items()}
 
 
-def test_what_protobuf_writes_is_read_numbers_passed_over(example):
+def test_decode_reads_bytes_features_of_protobuf_and_skips_numbers(example):
     message = example()
     feature = message.features.feature
     feature["image"].bytes_list.value.append(b"\xff\xd8" + bytes(300))
@@ -122,6 +122,6 @@ def test_what_protobuf_writes_is_read_numbers_passed_over(example):
 
 
 @pytest.mark.parametrize("damaged", [b"\xff" * 20, b"\x0a\x7f", b"\x0b", b"\x0a"])
-def test_what_is_no_example_is_refused(damaged):
+def test_decoding_damaged_bytes_is_an_error(damaged):
     with pytest.raises(ValueError, match=r"not a tf.train.Example"):
         arrayrecord.decode(damaged)

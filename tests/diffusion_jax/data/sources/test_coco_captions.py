@@ -1,6 +1,6 @@
-"""TFDS's own coco_captions, prepared by its own code in its default form: TFRecord.
+"""The data set coco_captions of TFDS, prepared by TFDS in its default format, TFRecord.
 
-TensorFlow writes it, in a process of its own; nothing here that reads it loads TensorFlow.
+TensorFlow writes it in a separate process. Reading it does not import TensorFlow.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ NAME = "tfds:coco_captions@val::captions/text"
 
 @pytest.fixture(scope="module")
 def coco(tmp_path_factory):
-    """The folder of the version, among the data that TFDS finds by name."""
+    """The folder of the data set's version, which TFDS also finds by name."""
     root = tmp_path_factory.mktemp("coco")
     program = "tests.diffusion_jax.data.sources.write_coco_captions"
     call = [sys.executable, "-m", program, str(root / "downloads"), str(root / "tfds")]
@@ -35,7 +35,7 @@ def coco(tmp_path_factory):
     file_utils.clear_registered_data_dirs()
 
 
-def test_it_is_read_at_random_by_its_name(coco):
+def test_coco_captions_are_read_by_name_at_random_positions(coco):
     assert len(list(coco.glob("*.tfrecord-*"))) == 4
     records = Tfds("coco_captions@val", "captions/text")
     several = records.texts(range(len(records)))
@@ -45,14 +45,16 @@ def test_it_is_read_at_random_by_its_name(coco):
     assert [record.text for record in records.read([5, 2])] == [several[5], several[2]]
 
 
-def test_its_captions_are_prompts_of_an_evaluation(coco):
-    wanted = [f"number {i}, caption 0" for i in range(52, 60)]
-    assert sorted(prompts.read(NAME)) == wanted
-    assert prompts.read(NAME, 3) == prompts.read(NAME, 3) and set(prompts.read(NAME, 3)) < {*wanted}
+def test_coco_captions_can_be_prompts(coco):
+    captions = [f"number {i}, caption 0" for i in range(52, 60)]
+    assert sorted(prompts.read(NAME)) == captions
+    assert prompts.read(NAME, 3) == prompts.read(NAME, 3) and set(prompts.read(NAME, 3)) < {
+        *captions
+    }
 
 
-def test_its_pictures_are_the_reference_of_one(coco):
-    source = images.Decoded(images.open_files(NAME))
+def test_coco_pictures_can_be_reference_images_of_metrics(coco):
+    source = images.DecodedFiles(images.open_files(NAME))
     pixels, status = source.read(np.arange(len(source)))
     assert status.tolist() == [0] * 8
     for image, text in zip(pixels, prompts.read(NAME), strict=True):
@@ -62,7 +64,7 @@ def test_its_pictures_are_the_reference_of_one(coco):
             np.testing.assert_array_equal(image, np.asarray(original))
 
 
-def test_the_training_command_takes_it(coco, tmp_path):
+def test_train_accepts_coco_captions(coco, tmp_path):
     ended = commands.run(
         "train", *TINY, f"--workdir={tmp_path}/run", "--config.steps=4", "--config.save_every=4",
         "--config.data.source=tfds", f"--config.data.path={coco}@train",

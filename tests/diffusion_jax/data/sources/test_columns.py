@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face and TFDS, as their own packages write them."""
+"""Data sets in the formats of Hugging Face and TFDS."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import pytest
 
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.sources import arrayrecord, arrow
-from diffusion_jax.data.sources.arrow import Arrow, Rows
+from diffusion_jax.data.sources.arrow import Arrow, TableRecords
 from diffusion_jax.data.sources.tfds import Tfds
 from diffusion_jax.data.transforms import Unusable
 
@@ -23,7 +23,7 @@ def write_arrow(path, images, texts):
         out.write_table(table)
 
 
-def test_arrow_files_of_save_to_disk(tmp_path):
+def test_arrow_files_of_save_to_disk_are_read(tmp_path):
     (tmp_path / "outside.jpg").write_bytes(b"third")
     write_arrow(tmp_path / "data-00000-of-00002.arrow",
                 [{"bytes": b"first", "path": None}, {"bytes": b"second", "path": "x.jpg"}],
@@ -42,15 +42,15 @@ def test_arrow_files_of_save_to_disk(tmp_path):
         Arrow(tmp_path, "caption")
 
 
-def test_a_table_without_rows_or_images_is_refused():
+def test_a_table_without_rows_or_an_image_column_is_an_error():
     table = pyarrow.table({"text": ["a"]})
     with pytest.raises(ValueError, match=r"t has no image column, but only the columns text: "):
-        Rows(table, "t", "text")
+        TableRecords(table, "t", "text")
     with pytest.raises(ValueError, match=r"t has no rows: choose another data set or split"):
-        Rows(table[:0], "t", "text")
+        TableRecords(table[:0], "t", "text")
 
 
-def test_a_folder_of_splits_names_them(tmp_path):
+def test_a_folder_with_splits_is_an_error_that_lists_them(tmp_path):
     for split in ("test", "train"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "state.json").touch()
@@ -62,7 +62,7 @@ def test_a_folder_of_splits_names_them(tmp_path):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """What TFDS writes for FeaturesDict(image, caption, captions of texts) and three examples."""
+    """Files in TFDS's format: FeaturesDict(image, caption, captions/text), three examples."""
     folder = tmp_path_factory.mktemp("tiny") / "1.0.0"
     folder.mkdir()
     name = "tensorflow_datasets.core.features."
@@ -88,7 +88,7 @@ def prepared(tmp_path_factory):
     return folder
 
 
-def test_tfds_without_tensorflow(prepared):
+def test_tfds_array_records_and_splits_are_read_without_tensorflow(prepared):
     records = Tfds(f"{prepared}@train")
     assert [(r.image, r.text) for r in records.read([2, 0])] == [
         (b"image 2", "number 2"), (b"image 0", "number 0")]  # fmt: skip
@@ -96,7 +96,7 @@ def test_tfds_without_tensorflow(prepared):
     assert [record.text for record in nested.read([0, 1])] == ["c1", "c2"]
 
 
-def test_all_captions_of_an_example_are_read(prepared, tmp_path):
+def test_all_captions_of_a_tfds_example_are_read_with_weights(prepared, tmp_path):
     shutil.copytree(prepared, folder := tmp_path / "1.0.0")
     example = arrayrecord._Example()
     feature = example.features.feature
@@ -112,12 +112,12 @@ def test_all_captions_of_an_example_are_read(prepared, tmp_path):
     assert several == Captions(("two", "three", "one"), (1 / 6, 1 / 6, 2 / 3))
 
 
-def test_lists_and_several_columns_are_captions(tmp_path):
+def test_list_columns_and_several_columns_give_several_captions(tmp_path):
     image = [{"bytes": b"x", "path": None}] * 3
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     columns = {"text": [["a", "b"], [], None], "long": ["c", None, "d"]}
     table = pyarrow.table({"image": pyarrow.array(image, kind), **columns})
-    texts = Rows(table, "t", "text*2,long").texts([0, 1, 2])
+    texts = TableRecords(table, "t", "text*2,long").texts([0, 1, 2])
     assert texts[0] == Captions(("a", "b", "c"), (1 / 3, 1 / 3, 1 / 3)) and texts[2] == "d"
     assert isinstance(texts[1], Unusable) and texts[1].reason == "no_caption"
 
@@ -129,7 +129,7 @@ def write_messages(path, messages):
     writer.close()
 
 
-def test_mistakes_about_tfds_are_named(prepared):
+def test_invalid_tfds_names_features_and_splits_are_errors(prepared):
     with pytest.raises(ValueError, match="write NAME@SPLIT, such as coco@train"):
         Tfds("coco")
     with pytest.raises(ValueError, match=r"no feature 'text': it has .*\. Set data\.text"):
@@ -140,7 +140,7 @@ def test_mistakes_about_tfds_are_named(prepared):
 
 @pytest.fixture(scope="module")
 def tf_records(prepared, tmp_path_factory):
-    """The same examples as TFDS writes them by default, in two files of TFRecord frames."""
+    """Examples in TFDS's default format: two TFRecord files."""
     folder = tmp_path_factory.mktemp("records") / "1.0.0"
     shutil.copytree(prepared, folder)
     (folder / "tiny-train.array_record-00000-of-00001").unlink()
@@ -156,8 +156,8 @@ def tf_records(prepared, tmp_path_factory):
     return folder
 
 
-def test_tf_records_are_read_at_random_without_tensorflow(tf_records):
-    loaded = "tensorflow" in sys.modules  # By other tests, maybe.
+def test_tf_records_are_read_at_random_positions_without_tensorflow(tf_records):
+    loaded = "tensorflow" in sys.modules  # Other tests may have imported it.
     records = Tfds(f"{tf_records}@train")
     assert [(r.image, r.text) for r in records.read([4, 0, 2])] == [
         (b"image 4" * 5, "number 4"), (b"image 0", "number 0"), (b"image 2" * 3, "number 2")
@@ -167,7 +167,7 @@ def test_tf_records_are_read_at_random_without_tensorflow(tf_records):
     assert ("tensorflow" in sys.modules) == loaded
 
 
-def test_tf_records_that_end_too_early_are_refused(tf_records, tmp_path):
+def test_truncated_tf_records_and_unsupported_formats_are_errors(tf_records, tmp_path):
     shutil.copytree(tf_records, tmp_path / "1.0.0")
     file = tmp_path / "1.0.0/tiny-train.tfrecord-00001-of-00002"
     file.write_bytes(file.read_bytes()[:-1])
@@ -183,10 +183,13 @@ def test_tf_records_that_end_too_early_are_refused(tf_records, tmp_path):
         Tfds(f"{tmp_path}/1.0.0@train")
 
 
-def test_damaged_arrow_files_are_named_and_do_not_end_the_process(tmp_path):
+def test_damaged_arrow_files_are_errors_and_do_not_crash_the_process(tmp_path):
     path = tmp_path / "data.arrow"
     write_arrow(path, [{"bytes": b"x" * 20, "path": None}] * 9, ["a cat"] * 9)
-    whole, offsets = path.read_bytes(), struct.pack("<3i", 0, 5, 10)  # The captions' first ends.
+    whole, offsets = (
+        path.read_bytes(),
+        struct.pack("<3i", 0, 5, 10),
+    )  # The first offsets of the captions.
     assert whole.count(offsets) == 1
     for damaged in (whole[:-300], whole.replace(offsets, struct.pack("<3i", 0, 2**30, 10)), b"x"):
         path.write_bytes(damaged)
@@ -194,7 +197,7 @@ def test_damaged_arrow_files_are_named_and_do_not_end_the_process(tmp_path):
             Arrow(tmp_path)
 
 
-def test_damaged_parquet_files_are_named(tmp_path):
+def test_damaged_parquet_files_are_errors(tmp_path):
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"image": [b"x"], "caption": ["a"]}), path)
     for damaged in (path.read_bytes()[:-20], b"PAR1" * 9):

@@ -1,4 +1,4 @@
-"""Folders of images with texts, and what is said when they are not that."""
+"""The folder source: images with texts, and its errors."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ def folder(tmp_path):
     return digits.write_examples(tmp_path / "images", 6, size=8)
 
 
-def test_records_come_in_the_order_of_their_names_from_all_subfolders(tmp_path):
+def test_images_of_all_subfolders_are_read_in_order_of_their_names(tmp_path):
     for name in ("b/2.PNG", "a/9.jpeg", "a/10.webp", "c.d.jpg", ".hidden.jpg", "note.md"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -31,14 +31,14 @@ def test_records_come_in_the_order_of_their_names_from_all_subfolders(tmp_path):
     assert records.read([3])[0][:3] == (b"c.d.jpg", "text of c.d.jpg", "c.d.jpg")
 
 
-def test_embeddings_are_read_where_the_suffix_says_so(folder):
+def test_text_files_with_the_suffix_npy_are_read_as_embeddings(folder):
     for image in folder.glob("*.png"):
         np.save(image.with_suffix(".t5.npy"), np.full((3, 4), int(image.stem), np.float16))
     text = Folder(folder, text="t5.npy").read([5])[0].text
     np.testing.assert_array_equal(text, np.full((3, 4), 5, np.float32), strict=True)
 
 
-def test_a_missing_path_comes_with_the_command_that_makes_one(tmp_path):
+def test_the_error_for_a_missing_path_suggests_a_command_for_examples(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no data at .*/nowhere: check the path") as error:
         Folder(tmp_path / "nowhere")
     command = str(error.value).split("diffusion_jax.data.digits ")[1].split()
@@ -46,7 +46,7 @@ def test_a_missing_path_comes_with_the_command_that_makes_one(tmp_path):
     assert len(Folder(tmp_path / "nowhere")) == 100
 
 
-def test_a_folder_without_images_says_what_it_holds(tmp_path):
+def test_the_error_for_a_folder_without_images_lists_its_suffixes(tmp_path):
     with pytest.raises(ValueError, match=r"no images in .* and found no files at all"):
         Folder(tmp_path)
     (tmp_path / "a.tar").touch()
@@ -54,7 +54,7 @@ def test_a_folder_without_images_says_what_it_holds(tmp_path):
         Folder(tmp_path)
 
 
-def test_images_without_captions_are_counted_and_named(folder):
+def test_images_without_captions_are_an_error_that_names_some(folder):
     for i in range(4):
         (folder / f"0000{i}.txt").unlink()
     message = (
@@ -73,10 +73,10 @@ def test_images_without_captions_can_be_dropped(folder):
     assert (len(records), records.read([4])[0].name) == (5, "00005.png")
     assert records.left_out() == {"no_caption": 1}
     with pytest.raises(ValueError, match=r"6 of 6 images have no text .*=npy"):
-        Folder(folder, text="npy", uncaptioned="drop")  # Nothing would be left.
+        Folder(folder, text="npy", uncaptioned="drop")  # All images would be dropped.
 
 
-def test_unknown_choices_are_refused(folder):
+def test_invalid_uncaptioned_and_text_settings_are_errors(folder):
     with pytest.raises(ValueError, match="uncaptioned is 'ignore': it must be 'error' or 'drop'"):
         Folder(folder, uncaptioned="ignore")
     with pytest.raises(ValueError, match=r"files with suffix 'pickle' are pickles.*docs/data\.md"):
@@ -91,7 +91,7 @@ def test_unknown_choices_are_refused(folder):
         Folder(folder, text="doc")
 
 
-def test_suffix_is_what_follows_the_first_dot():
+def test_suffix_of_returns_everything_after_the_first_dot():
     assert suffix_of("a.b/0001.T5.npy") == "t5.npy"
     assert suffix_of("a.b/0001") == ""
 
@@ -116,11 +116,11 @@ def test_linked_folders_and_files_are_followed_once(tmp_path):
     assert [(r.name, r.text) for r in records.read(range(len(records)))] == [
         ("0_linked/deep/1.png", "elsewhere/deep/1.png"), ("3.png", "one/3.png"),
         ("sub/2.png", "data/sub/2.png")]  # fmt: skip
-    # The loops and the second link to one folder, and the two broken links.
+    # Three loops, a second link to the same folder, and two broken links.
     assert records.left_out() == {"link": 6}
 
 
-def test_every_file_is_used_or_left_out_for_a_reason(tmp_path):
+def test_every_file_of_a_folder_is_used_or_skipped_for_a_reason(tmp_path):
     names = {
         "pictures": ["1.JPG", "2.tiff", "3.avif", "4.a.gif"],
         "texts": ["1.txt", "2.txt"],
@@ -132,7 +132,7 @@ def test_every_file_is_used_or_left_out_for_a_reason(tmp_path):
     for name in itertools.chain(*names.values()):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    os.mkfifo(tmp_path / "pipe.png")  # Reading it would never end.
+    os.mkfifo(tmp_path / "pipe.png")  # Reading a pipe would block.
     rows = dict.fromkeys(Folder(tmp_path, uncaptioned="drop").inventory().rows())
     assert list(rows) == [
         ("files", "2 pictures, 2 texts, 3 companions"),
@@ -144,7 +144,7 @@ def test_every_file_is_used_or_left_out_for_a_reason(tmp_path):
     ]
 
 
-def test_files_that_this_user_cannot_read_are_damaged(folder, monkeypatch):
+def test_files_without_read_permission_are_skipped_as_unreadable(folder, monkeypatch):
     read = pathlib.Path.read_bytes
 
     def refuse(path):
@@ -172,7 +172,7 @@ def test_files_that_this_user_cannot_read_are_damaged(folder, monkeypatch):
     assert Folder(folder).left_out() == {"unreadable": 1}
 
 
-def test_a_text_may_have_the_whole_name_of_its_image(tmp_path):
+def test_a_text_file_can_be_named_after_the_complete_image_name(tmp_path):
     for name in ("1.jpg", "2.png", "2.jpg"):
         (tmp_path / name).touch()
         (tmp_path / f"{name}.txt").write_text(f"text of {name}")
@@ -183,7 +183,7 @@ def test_a_text_may_have_the_whole_name_of_its_image(tmp_path):
     assert guess.guess(str(tmp_path)).text == "txt"
 
 
-def test_the_package_that_reads_a_format_is_named(tmp_path):
+def test_the_error_for_heic_images_names_the_package_to_install(tmp_path):
     (tmp_path / "1.HEIC").touch()
     with pytest.raises(
         ValueError, match=r"found heic; check the path, or install pillow-heif, whi"
@@ -191,7 +191,7 @@ def test_the_package_that_reads_a_format_is_named(tmp_path):
         Folder(tmp_path)
 
 
-def test_names_that_are_not_utf8_are_read_and_printed(tmp_path, capsys):
+def test_file_names_that_are_not_utf8_can_be_read_and_printed(tmp_path, capsys):
     root = os.fsencode(tmp_path)
     for name in (b"caf\xe9.png", b"caf\xe9.txt", b"\xe9t\xe9.svg"):
         with open(os.path.join(root, name), "wb") as file:

@@ -1,4 +1,4 @@
-"""Data sets that the package `datasets` itself writes: save_to_disk, and the Hub's parquet."""
+"""Data sets written by the package `datasets`: save_to_disk, and parquet as on the Hub."""
 
 import io
 
@@ -14,7 +14,7 @@ NUM = 7
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """What `datasets` makes of parquet, in a folder of these tests."""
+    """Let `datasets` use a temporary cache."""
     import datasets
 
     with pytest.MonkeyPatch.context() as patch:
@@ -23,13 +23,13 @@ def cache(tmp_path_factory):
 
 
 def pixels(number):
-    """A picture of one colour, which no codec without losses changes."""
+    """Return a picture of one colour."""
     return np.full((6, 8, 3), (number, 2 * number, 90), np.uint8)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A DatasetDict as save_to_disk writes it, and a clone of it as it lies on the Hub."""
+    """A DatasetDict written by save_to_disk, and the same data in the layout of the Hub."""
     import datasets
 
     folder = tmp_path_factory.mktemp("written")
@@ -53,7 +53,7 @@ def written(tmp_path_factory):
 
 
 def read(source, path, text="text"):
-    """(number of the picture, caption) of every record, in their order."""
+    """Return (number of the picture, caption) for every record, in order."""
     records = sources.open_records(Data(source, str(path), text))
     rows = []
     for record in records.read(range(len(records))):
@@ -80,11 +80,11 @@ TEST = [(i, f"number {i}") for i in (50, 51)]
         ("huggingface", "clone/data/train-0000{0,1}-of-00002.parquet", TRAIN),
     ],
 )
-def test_every_form_gives_its_pictures_with_their_captions(written, source, path, rows):
+def test_every_layout_is_read_with_pictures_and_captions(written, source, path, rows):
     assert read(source, written / path) == rows
 
 
-def test_captions_of_a_data_set_are_prompts(written):
+def test_captions_of_a_hugging_face_data_set_can_be_prompts(written):
     assert prompts.read(f"huggingface:{written}/clone@test::text") == ["number 50", "number 51"]
     drawn = prompts.read(f"arrow:{written}/saved@train::text", 3)
     assert len(drawn) == 3 and set(drawn) < {text for _, text in TRAIN}
@@ -112,19 +112,19 @@ def test_captions_of_a_data_set_are_prompts(written):
         ("arrow", "clone", "text", r"no \.arrow files in .* with the source 'huggingface'"),
     ],
 )
-def test_mistakes_are_named(written, source, path, text, message):
+def test_invalid_paths_splits_and_columns_are_errors(written, source, path, text, message):
     with pytest.raises(ValueError, match=message):
         sources.open_records(Data(source, str(written / path), text))
 
 
-def test_parquet_that_lacks_its_images_is_refused_before_the_run(tmp_path):
+def test_parquet_with_paths_of_missing_images_is_an_error(tmp_path):
     import datasets
 
     Image.fromarray(pixels(1)).save(tmp_path / "a.png")
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     columns = {"text": ["a"], "image": [f"{tmp_path}/a.png"]}
     rows = datasets.Dataset.from_dict(columns, features=features)
-    rows.to_parquet(tmp_path / "paths.parquet")  # Which puts no image into the file.
+    rows.to_parquet(tmp_path / "paths.parquet")  # The file holds the path, not the image.
     assert read("huggingface", tmp_path / "paths.parquet") == [(1, "a")]
     (tmp_path / "a.png").unlink()
     with pytest.raises(
@@ -133,6 +133,6 @@ def test_parquet_that_lacks_its_images_is_refused_before_the_run(tmp_path):
         sources.open_records(Data("huggingface", f"{tmp_path}/paths.parquet", "text"))
 
 
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
+def test_a_missing_local_folder_is_not_searched_on_the_hub(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere: check the path"):
         sources.open_records(Data("huggingface", f"{tmp_path}/nowhere@train", "text"))

@@ -1,4 +1,4 @@
-"""Captions in tables of several kinds, and in json beside the images."""
+"""Captions in tables (csv, tsv, jsonl, parquet, COCO), and in JSON files beside the images."""
 
 import json
 
@@ -21,7 +21,7 @@ def texts(folder):
     return {record.name: record.text for record in folder.read(range(len(folder)))}
 
 
-def test_jsonl_names_files_beside_itself(tmp_path):
+def test_jsonl_rows_name_images_relative_to_the_table(tmp_path):
     images(tmp_path, "train/a.png", "train/b/c.jpg", "train/d.jpg")
     rows = [
         {"file_name": "a.png", "text": " one "},
@@ -39,7 +39,7 @@ def test_jsonl_names_files_beside_itself(tmp_path):
     assert folder.left_out() == {"no_caption": 1, "row_without_image": 1}
 
 
-def test_img2datasets_folders_and_parquet(tmp_path):
+def test_the_layout_of_img2dataset_is_read(tmp_path):
     images(tmp_path, "00000/000000000.jpg", "00000/000000002.jpg", "00001/000010000.webp")
     for shard, keys in (("00000", range(3)), ("00001", [10000])):
         columns = {
@@ -61,20 +61,20 @@ def test_img2datasets_folders_and_parquet(tmp_path):
         Folder(tmp_path, text="parquet:text")
 
 
-def test_json_beside_an_image(tmp_path):
+def test_captions_are_read_from_json_files_beside_images(tmp_path):
     images(tmp_path, "a.jpg", "b.jpg", "c.jpg")
     (tmp_path / "a.json").write_text('{"caption": "one "}')
     (tmp_path / "b.json").write_text('{"caption": null}')
     (tmp_path / "c.json").write_text('{"caption"')
-    found = list(texts(Folder(tmp_path, text="json:caption")).values())
-    assert found[0] == "one"
-    assert [text.reason for text in found[1:] if isinstance(text, Unusable)] == [
+    captions = list(texts(Folder(tmp_path, text="json:caption")).values())
+    assert captions[0] == "one"
+    assert [text.reason for text in captions[1:] if isinstance(text, Unusable)] == [
         "no_caption",
         "broken_text",
     ]
 
 
-def test_tables_that_say_nothing_are_named(tmp_path):
+def test_missing_tables_and_columns_and_damaged_lines_are_errors(tmp_path):
     images(tmp_path, "a.jpg")
     with pytest.raises(ValueError, match=r"no \.jsonl files in .*, but data\.text=jsonl:"):
         Folder(tmp_path, text="jsonl:text")
@@ -104,14 +104,14 @@ def test_csv_and_tsv_are_read_like_jsonl(tmp_path, encoding):
         assert texts(folder) == {"a.png": 'é, "one"\nand more', "b.png": "two"}
 
 
-def test_a_caption_that_is_not_utf8_is_named_with_its_file_line_and_byte(tmp_path):
+def test_a_caption_that_is_not_utf8_is_reported_with_file_line_and_byte(tmp_path):
     images(tmp_path, "a.png", "b.png")
     (text, good) = table(tmp_path, "m.csv", b"file_name,text\na.png,caf\xe9\nb.png,x").texts([0, 1])
     expected = f"broken_text: {tmp_path}/m.csv, line 2: the text is not UTF-8 text (byte 0xe9)"
     assert (str(text), good) == (expected, "x")
 
 
-def test_names_in_other_forms_find_their_images(tmp_path):
+def test_names_in_tables_match_images_despite_case_slashes_and_unicode_form(tmp_path):
     images(tmp_path, "d/A.PNG", "d/e/b.png", "caf\u00e9.png", "c.png")
     content = "file_name,text\nd\\e\\b.png,b\nD/a.png,a\ncafe\u0301.png,accent\n./c.png,dot\n"
     expected = {"d/A.PNG": "a", "d/e/b.png": "b", "caf\u00e9.png": "accent", "c.png": "dot"}
@@ -121,18 +121,18 @@ def test_names_in_other_forms_find_their_images(tmp_path):
     assert texts(table(tmp_path, "m.jsonl", lines)) == {"d/e/b.png": "b.png", "c.png": "c.png"}
 
 
-def test_a_row_in_another_form_describes_no_image_that_other_rows_describe(tmp_path):
+def test_an_inexact_name_does_not_match_an_image_that_another_row_names(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nA.png,gone\nB.PNG,x\nB.png,y\n")
     assert texts(folder) == {"a.png": "one"}
     assert folder.left_out()["row_without_image"] == 3
 
 
-def test_images_may_be_in_another_folder_if_no_row_finds_its_image_beside_the_table(tmp_path):
+def test_images_are_searched_in_other_folders_if_none_is_beside_the_table(tmp_path):
     images(tmp_path, "Images/a.png", "Images/b.png")
     folder = table(tmp_path, "m.csv", "image,text\na.png,one\nb.png,two\nc.png,three\n")
     assert texts(folder) == {"Images/a.png": "one", "Images/b.png": "two"}
-    # Here, the table is beside its images: the row of b.png is not about another folder's b.png.
+    # Now an image is beside the table, so the row of b.png does not match one in another folder.
     images(tmp_path, "a.png")
     folder = table(tmp_path, "m.csv", "image,text\na.png,one\nb.png,two\n")
     assert texts(folder) == {"a.png": "one"}
@@ -140,13 +140,13 @@ def test_images_may_be_in_another_folder_if_no_row_finds_its_image_beside_the_ta
     assert folder.inventory().first["row_without_image"] == [f"{tmp_path}/m.csv, line 3: b.png"]
 
 
-def test_rows_may_name_their_images_in_different_columns(tmp_path):
+def test_rows_can_name_their_images_in_different_columns(tmp_path):
     images(tmp_path, "a.png", "b.png", "c.png")
     rows = [{"image": "a.png", "file_name": "b.png"}, {"file_name": "c.png"}, {"image": "b.png"}]
     rows = [{**row, "text": f"{n}"} for n, row in enumerate(rows)]
     folder = table(tmp_path, "m.jsonl", "\n".join(map(json.dumps, rows[1:])))
     assert texts(folder) == {"b.png": "2", "c.png": "1"}
-    # A row with both keeps the column of the rows before it.
+    # If a row has both columns, the column of the previous rows is used.
     folder = table(tmp_path, "m.jsonl", "\n".join(map(json.dumps, rows[2:] + rows[:2])))
     assert texts(folder) == {"b.png": "2", "a.png": "0", "c.png": "1"}
 
@@ -158,7 +158,7 @@ def test_rows_may_name_their_images_in_different_columns(tmp_path):
         ("a.png", "several pictures have its name: x/a.png, y/a.png"),
     ],
 )
-def test_paths_that_name_no_picture_are_shown_instead_of_the_columns(tmp_path, name, reason):
+def test_the_error_shows_a_path_if_no_row_names_an_image(tmp_path, name, reason):
     images(tmp_path, "a b.png", "x/a.png", "y/a.png")
     with pytest.raises(ValueError) as error:
         table(tmp_path, "m.csv", f"file_name,text\n{name},one\nz.png,two\n")
@@ -186,20 +186,20 @@ GOOD = '{"file_name": "a.png", "text": "x"}'
         ('["a.png"]', 'is ["a.png"], not an object: write an object for each image on a line'),
     ],
 )
-def test_a_first_row_of_jsonl_that_names_no_image_is_named(tmp_path, content, message):
+def test_a_first_jsonl_row_without_an_image_name_is_an_error(tmp_path, content, message):
     images(tmp_path, "a.png")
     with pytest.raises(ValueError) as error:
         table(tmp_path, "m.jsonl", content)
     path = tmp_path / "m.jsonl"
     assert str(error.value) == f"{path}, line 1 {message.format(path)}"
-    # A table of other things is left out.
+    # A table without a column of image names is skipped.
     path.write_text('"hello"\n')
     (tmp_path / "good.jsonl").write_text(GOOD)
     folder = Folder(tmp_path, text="jsonl:text")
     assert folder.left_out() == {"table_without_file_name": 1}
 
 
-def test_an_empty_cell_of_csv_is_an_empty_text_like_that_of_an_empty_file(tmp_path):
+def test_an_empty_csv_cell_is_an_empty_caption(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,\nb.png,two\n")
     (tmp_path / "a.txt").write_text("")
@@ -208,7 +208,7 @@ def test_an_empty_cell_of_csv_is_an_empty_text_like_that_of_an_empty_file(tmp_pa
     assert folder.left_out() == {}
 
 
-def test_several_rows_of_an_image_are_several_captions(tmp_path):
+def test_several_rows_for_one_image_give_several_captions(tmp_path):
     images(tmp_path, "a.png", "b.png")
     folder = table(tmp_path, "m.csv", "file_name,text\na.png,one\nb.png,three\na.png,two\n")
     assert texts(folder) == {"a.png": Captions(("one", "two"), (0.5, 0.5)), "b.png": "three"}
@@ -217,7 +217,7 @@ def test_several_rows_of_an_image_are_several_captions(tmp_path):
         Folder(tmp_path, text="csv:text")
 
 
-def test_cocos_captions_are_read_with_the_images_in_any_folder(tmp_path):
+def test_coco_captions_are_read_with_images_in_any_folder(tmp_path):
     images(tmp_path, "train2014/x_7.jpg", "train2014/x_9.jpg")
     notes = [{"id": i, "image_id": 7 + 2 * (i // 5), "caption": f"caption {i}"} for i in range(10)]
     listed = [{"id": n, "file_name": f"x_{n}.jpg"} for n in (7, 9)]
@@ -230,8 +230,8 @@ def test_cocos_captions_are_read_with_the_images_in_any_folder(tmp_path):
         json.dumps({"images": listed, "annotations": boxes})
     )
     (tmp_path / "annotations/list.json").write_text("[]")
-    found = texts(Folder(tmp_path, text="coco:caption"))
-    assert found["train2014/x_9.jpg"].texts == tuple(f"caption {i}" for i in range(5, 10))
+    captions = texts(Folder(tmp_path, text="coco:caption"))
+    assert captions["train2014/x_9.jpg"].texts == tuple(f"caption {i}" for i in range(5, 10))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,9 @@ def test_cocos_captions_are_read_with_the_images_in_any_folder(tmp_path):
         ("m.csv", "file_name,title\na.png,one\n", "a 'text'; the columns are file_name, title"),
     ],
 )
-def test_a_malformed_row_is_one_line_with_file_row_and_value(tmp_path, name, content, message):
+def test_a_malformed_row_is_a_one_line_error_with_file_row_and_value(
+    tmp_path, name, content, message
+):
     images(tmp_path, "a.png")
     with pytest.raises(ValueError, match=message) as error:
         table(tmp_path, name, content)

@@ -1,4 +1,4 @@
-"""Tars as lists of records: what is found, what is kept, and what is damaged."""
+"""The WebDataset source: records in tars, their index, and damaged tars."""
 
 import functools
 import http.server
@@ -25,7 +25,7 @@ from diffusion_jax.examples.digits import rendering as digits
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Keeps indices of unwritable folders out of the user's own cache."""
+    """Use a temporary cache instead of the user's own."""
     monkeypatch.setattr(tars, "cache_folders", lambda: [tmp_path / "cache"])
     return tmp_path / "cache"
 
@@ -45,7 +45,7 @@ def records_of(records):
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_members_of_one_stem_are_a_record(tmp_path, format):
+def test_members_with_the_same_stem_form_a_record(tmp_path, format):
     long = "x" * (120 if format != tarfile.USTAR_FORMAT else 80)
     tar = write_tar(
         tmp_path / "a.tar",
@@ -67,7 +67,7 @@ def test_members_of_one_stem_are_a_record(tmp_path, format):
     ]
 
 
-def test_embeddings_are_members_too(tmp_path):
+def test_embeddings_are_read_from_npz_members(tmp_path):
     arrays = io.BytesIO()
     np.savez(arrays, **{"embeddings_t5_xxl/encodings": np.eye(3, 5, dtype=np.float16)})
     members = {"1.jpg": b"", "1.txt": b"caption", "1.npz": arrays.getvalue()}
@@ -76,7 +76,7 @@ def test_embeddings_are_members_too(tmp_path):
     assert WebDataset(tar).read([0])[0].text == "caption"
 
 
-def test_one_tar_a_folder_and_a_pattern_give_the_same_records(tmp_path):
+def test_a_tar_a_folder_and_a_brace_pattern_can_be_opened(tmp_path):
     for i in range(3):
         write_tar(tmp_path / f"s/shard-{i:02}.tar", {f"{i}.jpg": b"%d" % i, f"{i}.txt": b"t"})
     whole = [(b"0", "t"), (b"1", "t"), (b"2", "t")]
@@ -92,7 +92,7 @@ def test_braces_expand_as_in_a_shell():
     assert tars.expand("{a,b}/{0..1}") == ["a/0", "a/1", "b/0", "b/1"]
 
 
-def test_the_index_is_kept_and_used_until_the_tar_changes(tmp_path, monkeypatch):
+def test_the_index_of_a_tar_is_reused_until_the_tar_changes(tmp_path, monkeypatch):
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": b"old", "1.txt": b"t"})
     assert records_of(WebDataset(tar)) == [(b"old", "t")]
     scans = []
@@ -101,13 +101,13 @@ def test_the_index_is_kept_and_used_until_the_tar_changes(tmp_path, monkeypatch)
     assert records_of(WebDataset(tar)) == [(b"old", "t")]
     assert scans == []
 
-    write_tar(tar, {"1.txt": b"t", "1.jpg": b"new"})  # Other places, the same size.
+    write_tar(tar, {"1.txt": b"t", "1.jpg": b"new"})  # Other positions, but the same size.
     os.utime(tar, ns=(1, 1))
     assert records_of(WebDataset(tar)) == [(b"new", "t")]
     assert scans == [str(tar)]
 
 
-def test_a_damaged_index_is_made_anew(tmp_path):
+def test_a_damaged_index_or_listing_is_rebuilt(tmp_path):
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": b"x", "1.txt": b"t"})
     WebDataset(tar)
     index = tmp_path / "a.tar.index.npz"
@@ -120,7 +120,7 @@ def test_a_damaged_index_is_made_anew(tmp_path):
         assert len(index.read_bytes()) > 200 and listed.read_bytes() == whole
 
 
-def test_the_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, monkeypatch, cache):
+def test_the_index_of_a_read_only_folder_is_stored_in_the_cache(tmp_path, monkeypatch, cache):
     tar = write_tar(tmp_path / "s/a.tar", {"1.jpg": b"x", "1.txt": b"t"})
     write = storage.write_whole
 
@@ -135,24 +135,28 @@ def test_the_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, monkeypatch
     WebDataset(tar)
     assert os.listdir(tar.parent) == ["a.tar"]
     assert {path.suffix for path in cache.iterdir()} == {".npz", ".index"}
-    monkeypatch.setattr(tars, "scan", None)  # Must not be called again,
+    monkeypatch.setattr(tars, "scan", None)  # The index is not built again,
     assert records_of(WebDataset(tar)) == [(b"x", "t")]
-    next(cache.glob("*.index")).unlink()  # nor without the listing.
+    next(cache.glob("*.index")).unlink()  # not even without the listing.
     assert records_of(WebDataset(tar)) == [(b"x", "t")]
 
 
-def test_whole_records_of_a_truncated_tar_are_used_and_it_is_counted(tmp_path):
+def test_complete_records_of_a_truncated_tar_are_used(tmp_path):
     members = {f"{i}.{s}": b"x" * 600 for i in range(3) for s in ("txt", "jpg")}
     tar = write_tar(tmp_path / "a.tar", members)
-    tar.write_bytes(tar.read_bytes()[: 5 * 1536 + 700])  # In the last image: 512 + 600 + padding.
+    tar.write_bytes(
+        tar.read_bytes()[: 5 * 1536 + 700]
+    )  # Within the last image. A member takes 512 + 600 bytes and padding.
     records = WebDataset(tar)
     assert len(records) == 2
     lost = {"no_picture": 1, "truncated_tar": 1}
     assert records.left_out() == WebDataset(tar).left_out() == lost
-    assert os.listdir(tmp_path) == ["a.tar"]  # Reading it again may succeed.
+    assert os.listdir(tmp_path) == [
+        "a.tar"
+    ]  # No index is stored, because reading it again may succeed.
 
 
-def test_images_without_captions_are_named_or_dropped(tmp_path):
+def test_images_in_tars_without_captions_are_an_error_or_dropped(tmp_path):
     tar = write_tar(
         tmp_path / "a.tar", {"1.jpg": b"x", "1.pickle": b"", "2.jpg": b"y", "2.txt": b""}
     )
@@ -165,7 +169,7 @@ def test_images_without_captions_are_named_or_dropped(tmp_path):
         WebDataset(tar, text="pickle")
 
 
-def test_what_is_no_tar_says_so(tmp_path):
+def test_compressed_tars_and_tars_without_images_are_errors(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w:gz"):
         pass
     with pytest.raises(
@@ -182,7 +186,7 @@ def test_what_is_no_tar_says_so(tmp_path):
         WebDataset(tmp_path / "d")
 
 
-def test_missing_tars_come_with_the_command_that_makes_one(tmp_path):
+def test_the_error_for_missing_tars_suggests_a_command_for_examples(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"s/1.tar, .*s/2.tar, .*s/3.tar and 1 more"):
         WebDataset(f"{tmp_path}/s/{{1..4}}.tar")
     with pytest.raises(FileNotFoundError) as error:
@@ -204,32 +208,32 @@ def bucket(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["", "/s-{0..1}.tar", "/s-{0,1}.tar"])
-def test_tars_in_an_object_store_are_read_as_local_ones(tmp_path, bucket, path):
+def test_tars_in_an_object_store_are_read_like_local_ones(tmp_path, bucket, path):
     storage.write_whole(f"{bucket}/._s-0.tar", b"a fork of macOS")
     assert records_of(WebDataset(bucket + path)) == records_of(WebDataset(tmp_path / "local"))
 
 
-def test_a_store_is_asked_for_ranges_once_it_has_an_index(bucket, monkeypatch):
+def test_an_indexed_tar_in_a_store_is_read_by_byte_ranges(bucket, monkeypatch):
     WebDataset(bucket)
     indices = [f"memory:///bucket/s-{i}.tar.index.npz" for i in range(2)]
     assert set(indices) <= set(storage.walk(bucket, Inventory()))
     system = fsspec.filesystem("memory")
-    monkeypatch.setattr(tars, "scan", None)  # What reads a tar from its beginning.
-    asked = []
+    monkeypatch.setattr(tars, "scan", None)  # scan would read a whole tar.
+    sizes = []
     ranges = system.cat_ranges
 
     def record(paths, firsts, lasts, **kw):
-        asked.append(sum(lasts) - sum(firsts))
+        sizes.append(sum(lasts) - sum(firsts))
         return ranges(paths, firsts, lasts, **kw)
 
     monkeypatch.setattr(system, "cat_ranges", record)
     records = WebDataset(bucket)
     assert [record.text for record in records.read([3, 0])] == ["11 txt" * 9, "00 txt" * 9]
-    assert asked == [2 * (512 + 512 + 512 + 54)]  # Header, image, header, text.
+    assert sizes == [2 * (512 + 512 + 512 + 54)]  # Header, image, header, text.
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
-    """A web server of files that answers "Range: bytes=first-last", as stores do."""
+    """A web server for files that supports the header "Range: bytes=first-last"."""
 
     def log_message(self, *_):
         pass
@@ -247,7 +251,7 @@ class Ranges(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(path.read_bytes()[first : last + 1])
 
 
-def test_a_web_server_gives_ranges_too(tmp_path, bucket):
+def test_tars_on_a_web_server_are_read_by_byte_ranges(tmp_path, bucket):
     pytest.importorskip("aiohttp")
     handler = functools.partial(Ranges, directory=tmp_path / "local")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -261,14 +265,14 @@ def test_a_web_server_gives_ranges_too(tmp_path, bucket):
             thread.join()
 
 
-def test_distant_members_are_read_apart(tmp_path):
+def test_distant_members_of_a_record_are_read_separately(tmp_path):
     members = {"1.txt": b"one", "1.bin": bytes(webdataset._GAP), "1.jpg": b"first"}
     tar = write_tar(tmp_path / "a.tar", members)
     (record,) = WebDataset(tar).read([0])
     assert record[:3] == (b"first", "one", f"{tar}/1.jpg")
 
 
-def test_nemos_lists_of_tars_lie_beside_them(tmp_path, bucket):
+def test_nemos_wdinfo_pkl_lists_tars_beside_it(tmp_path, bucket):
     info = {"tar_files": ["s-1.tar", "s-0.tar"], "total_key_count": 4, "chunk_size": 2}
     listed = tmp_path / "local/wdinfo.pkl"
     listed.write_bytes(pickle.dumps(info))
@@ -283,7 +287,7 @@ def test_nemos_lists_of_tars_lie_beside_them(tmp_path, bucket):
         WebDataset(listed)
 
 
-def test_a_list_of_tars_that_would_run_code_is_refused(tmp_path):
+def test_a_wdinfo_pkl_that_would_execute_code_is_an_error(tmp_path):
     class Harm:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "harm"),))
@@ -294,7 +298,7 @@ def test_a_list_of_tars_that_would_run_code_is_refused(tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def test_captions_in_json_members(tmp_path):
+def test_captions_are_read_from_json_members(tmp_path):
     members = {"1.webp": b"x", "1.json": b'{"caption": "one", "width": 3}', "2.jpg": b"y",
                "2.json": b'{"caption": null}', "3.jpg": b"z", "3.json": b"{"}  # fmt: skip
     records = WebDataset(write_tar(tmp_path / "a.tar", members), text="json:caption")
@@ -303,7 +307,7 @@ def test_captions_in_json_members(tmp_path):
     assert [t.reason for t in texts if isinstance(t, Unusable)] == ["no_caption", "broken_text"]
 
 
-def test_tars_that_cannot_be_read_are_left_out_up_to_a_share(tmp_path):
+def test_unreadable_tars_are_skipped_up_to_max_broken(tmp_path):
     for i in range(4):
         write_tar(tmp_path / f"s/{i}.tar", {f"{i}.jpg": b"%d" % i, f"{i}.txt": b"t"})
     (tmp_path / "s/2.tar").write_bytes(b"no tar" * 999)
@@ -316,7 +320,7 @@ def test_tars_that_cannot_be_read_are_left_out_up_to_a_share(tmp_path):
     assert records.left_out() == {"broken_tar": 1}
 
 
-def test_damaged_embeddings_are_unusable_and_the_rest_is_read(tmp_path):
+def test_damaged_embeddings_in_tars_are_unusable_and_others_are_read(tmp_path):
     array = io.BytesIO()
     np.save(array, np.eye(2))
     members = {"1.jpg": b"", "1.npy": array.getvalue(), "2.jpg": b"", "2.npy": b"damaged"}
@@ -326,7 +330,7 @@ def test_damaged_embeddings_are_unusable_and_the_rest_is_read(tmp_path):
 
 
 def tar_of(path, num=20):
-    """A tar of records 0.jpg, 0.txt, 1.jpg, ..., as bytes, with the offsets of its headers."""
+    """Return the bytes of a tar with records 0.jpg, 0.txt, 1.jpg, ..., and its headers' offsets."""
     members = {f"{i}.{s}": b"%d %s" % (i, s.encode()) for i in range(num) for s in ("jpg", "txt")}
     whole = write_tar(path / "whole.tar", members, tarfile.USTAR_FORMAT).read_bytes()
     return bytearray(whole), range(0, num * 2048, 1024)
@@ -336,7 +340,7 @@ PAIRS = [(b"%d jpg" % i, f"{i} txt") for i in range(20)]
 
 
 @pytest.mark.parametrize("at", [5, 124, 130, 148, 156, 257, 345])
-def test_a_flipped_bit_in_a_header_hides_one_file_only(tmp_path, at):
+def test_a_flipped_bit_in_a_header_loses_only_one_file(tmp_path, at):
     whole, headers = tar_of(tmp_path)
     whole[headers[10] + at] ^= 1  # The header of 5.jpg.
     tar = tmp_path / "damaged" / "a.tar"
@@ -346,14 +350,14 @@ def test_a_flipped_bit_in_a_header_hides_one_file_only(tmp_path, at):
     assert records_of(records) == PAIRS[:5] + PAIRS[6:]
     assert records.left_out() == {"no_picture": 1, "broken_header": 1}
     assert records.inventory().first["broken_header"] == [f"{tar}/byte {headers[10]}"]
-    assert os.listdir(tar.parent) == ["a.tar"]  # Neither an index nor a listing is kept.
+    assert os.listdir(tar.parent) == ["a.tar"]  # Neither an index nor a listing is stored.
     with pytest.raises(
         ValueError, match=r"such as .*/byte 10240, hide 1 files or more, a larger sha"
     ):
         WebDataset(tar, max_broken=0.04)
 
 
-def test_damaged_headers_at_both_ends_and_lost_captions_are_counted(tmp_path):
+def test_damaged_headers_of_images_and_captions_are_counted(tmp_path):
     whole, headers = tar_of(tmp_path)
     for number in (0, 11, 39):  # 0.jpg, 5.txt and 19.txt.
         whole[headers[number] + 150] ^= 1
@@ -363,7 +367,7 @@ def test_damaged_headers_at_both_ends_and_lost_captions_are_counted(tmp_path):
     assert records.left_out() == {"no_picture": 1, "broken_record": 2, "broken_header": 3}
 
 
-def test_a_page_of_zeros_is_damage_and_its_files_are_counted(tmp_path):
+def test_a_block_of_zeros_within_a_tar_is_counted_as_damaged_headers(tmp_path):
     whole, headers = tar_of(tmp_path)
     whole[headers[10] : headers[18]] = bytes(8 * 1024)
     (tmp_path / "a.tar").write_bytes(whole)
@@ -372,22 +376,27 @@ def test_a_page_of_zeros_is_damage_and_its_files_are_counted(tmp_path):
     assert records.left_out() == {"broken_header": 8}
 
 
-def test_a_damaged_header_of_a_long_name_hides_the_file_with_this_name(tmp_path):
+def test_a_damaged_header_of_a_long_name_loses_only_its_file(tmp_path):
     for format in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
         members = {f"{'x' * 120}/{i}.{s}": b"%d %s" % (i, s.encode())
                    for i in range(20) for s in ("jpg", "txt")}  # fmt: skip
         whole = bytearray(write_tar(tmp_path / "a.tar", members, format).read_bytes())
-        whole[10 * 2048 + 3] ^= 1  # Two more blocks per file: the long name, and its header.
+        whole[10 * 2048 + 3] ^= (
+            1  # A file has two more blocks: its long name, and the header of the name.
+        )
         (tmp_path / "a.tar").write_bytes(whole)
         records = WebDataset(tmp_path / "a.tar", max_broken=0.1)
         assert records_of(records) == PAIRS[:5] + PAIRS[6:]
         assert records.left_out() == {"no_picture": 1, "broken_header": 1}
 
 
-def test_joined_tars_are_read_to_the_end(tmp_path):
+def test_concatenated_tars_are_read_to_the_end(tmp_path):
     whole, headers = tar_of(tmp_path)
     end = headers[-1] + 1024
-    marked, appended = bytes(whole) * 3, bytes(whole[:end]) * 2 + bytes(whole)  # cat, tar -A.
+    marked, appended = (
+        bytes(whole) * 3,
+        bytes(whole[:end]) * 2 + bytes(whole),
+    )  # Like cat and tar -A.
     for joined in (marked, appended):
         (tmp_path / "a.tar").write_bytes(joined)
         records = WebDataset(tmp_path / "a.tar")
@@ -395,11 +404,13 @@ def test_joined_tars_are_read_to_the_end(tmp_path):
         assert records.left_out() == {}
     (tmp_path / "a.tar").write_bytes(marked + b"no header")
     assert WebDataset(tmp_path / "a.tar", max_broken=0.1).left_out() == {"broken_header": 1}
-    (tmp_path / "a.tar").write_bytes(bytes(whole[: headers[10]]) + bytes(2**21))  # Preallocated.
+    (tmp_path / "a.tar").write_bytes(
+        bytes(whole[: headers[10]]) + bytes(2**21)
+    )  # Preallocated, but not fully written.
     assert WebDataset(tmp_path / "a.tar").left_out() == {"truncated_tar": 1}
 
 
-def test_files_of_records_with_one_key_are_never_mixed(tmp_path):
+def test_files_of_separate_records_with_equal_keys_are_not_combined(tmp_path):
     names = ["a.txt", "b.jpg", "b.txt", "a.jpg", "a.txt", "c.jpg", "c.txt", "c.jpg", "c.txt"]
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for number, name in enumerate(names):
@@ -408,10 +419,10 @@ def test_files_of_records_with_one_key_are_never_mixed(tmp_path):
             tar.addfile(info, io.BytesIO(b"%d" % number))
     records = WebDataset(tmp_path / "a.tar")
     assert records_of(records) == [(b"1", "2"), (b"5", "6"), (b"7", "8")]
-    assert records.left_out() == {"duplicate_key": 3}  # Which caption is that of a.jpg?
+    assert records.left_out() == {"duplicate_key": 3}  # The caption of a.jpg is ambiguous.
 
 
-def test_every_member_is_used_or_left_out_for_a_reason(tmp_path):
+def test_every_member_of_a_tar_is_used_or_skipped_for_a_reason(tmp_path):
     members = {
         "a/1.JPG": b"1", "a/1.txt": b"one", "a/1.json": b"{}", "a/1.cls": b"3",
         "a/2.gif": b"2", "a/2.txt": b"two", "a/2.png": b"second",
@@ -443,7 +454,7 @@ def test_every_member_is_used_or_left_out_for_a_reason(tmp_path):
     assert ("left out", f"3 hidden: {tar}/.DS_Store, {tar}/__MACOSX/1.jpg, ._a.tar") in of_folder
 
 
-def test_a_tar_is_read_once_if_links_lead_to_it_but_its_copies_are_read(tmp_path):
+def test_a_tar_with_several_links_is_read_once(tmp_path):
     folder, outside = tmp_path / "s", tmp_path / "outside.tar"
     tar = write_tar(folder / "b.tar", {"1.png": b"1", "1.txt": b"one"})
     write_tar(outside, {"2.png": b"2", "2.txt": b"two"})
@@ -458,7 +469,7 @@ def test_a_tar_is_read_once_if_links_lead_to_it_but_its_copies_are_read(tmp_path
     assert ("left out", "3 link: hard.tar, a.tar, y.tar") in opened.inventory().rows()
 
 
-def test_an_index_by_another_user_is_not_believed(tmp_path, monkeypatch):
+def test_an_index_written_by_another_user_is_not_used(tmp_path, monkeypatch):
     tar = write_tar(
         tmp_path / "s/a.tar", {"1.jpg": b"1", "1.txt": b"t", "2.jpg": b"2", "2.txt": b"u"}
     )
@@ -478,22 +489,22 @@ def test_an_index_by_another_user_is_not_believed(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", by_another)
-        patched.setattr(os, "geteuid", lambda: 1234)  # Neither root nor the other user.
+        patched.setattr(os, "geteuid", lambda: 1234)  # Neither root nor the owner.
         assert not tars.is_trusted(index, str(tar)) and not tars.is_trusted(listed, str(tar))
         assert tars.is_trusted(tar, str(tar))
     index.chmod(0o666)
-    listed.chmod(0o666)  # Now every user may have written them.
+    listed.chmod(0o666)  # Now every user could have written it.
     assert records_of(WebDataset(tar)) == [(b"1", "t"), (b"2", "u")]
     assert scans == [str(tar)]
 
 
-def test_the_cache_in_the_shared_temporary_folder_is_the_users_own(tmp_path, monkeypatch):
+def test_a_cache_in_the_temporary_folder_must_belong_to_the_user(tmp_path, monkeypatch):
     monkeypatch.undo()  # The fixture's cache.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     home, shared = tars.cache_folders()
     assert shared == tmp_path / f"diffusion_jax-{os.geteuid()}"
-    shared.symlink_to(tmp_path)  # By someone else.
+    shared.symlink_to(tmp_path)  # Like one created by someone else.
     assert tars.cache_folders() == [home]
     shared.unlink()
     shared.mkdir(0o700)

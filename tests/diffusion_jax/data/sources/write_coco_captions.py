@@ -1,8 +1,8 @@
-"""Prepares TFDS's own coco_captions by its own code, of a few pictures laid out as COCO's.
+"""Prepare TFDS's coco_captions with TFDS's code, from a few pictures in COCO's layout.
 
     python -m tests.diffusion_jax.data.sources.write_coco_captions DOWNLOADS DATA_DIR
 
-Picture i is of one grey, 4 i, and its captions are "number i, caption 0" to 4. 1 to 24 are the
+Picture i has the grey level 4 i, and its captions are "number i, caption 0" to 4. 1 to 24 are the
 split train, 50 restval, 51 test, 52 to 59 val.
 """
 
@@ -22,7 +22,7 @@ _PLACES = {
 
 
 def write_downloads(root: pathlib.Path) -> None:
-    """What TFDS would have downloaded and unpacked."""
+    """Write the files that TFDS would have downloaded and unpacked."""
     captioned = []
     annotations = root / "annotations/annotations"
     annotations.mkdir(parents=True)

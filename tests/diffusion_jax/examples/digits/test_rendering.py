@@ -1,4 +1,4 @@
-"""The coloured digits: which there are, which are held out, and how they look."""
+"""The coloured digits: their prompts, the held-out ones, and their pixels."""
 
 import sys
 
@@ -12,7 +12,7 @@ from diffusion_jax.examples.digits import rendering as digits
 
 def test_every_17th_of_290_prompts_is_held_out():
     held_out = digits.heldout_prompts()
-    # Pairs go red x 5 papers, green x 5, blue x 5, yellow x 5, white x 4, purple x 5: 29 a digit.
+    # Pairs: red x 5 papers, green x 5, blue x 5, yellow x 5, white x 4, purple x 5: 29 per digit.
     assert held_out[:3] == [
         "a red zero on black paper",
         "a yellow zero on gray paper",  # Pair 17.
@@ -22,12 +22,12 @@ def test_every_17th_of_290_prompts_is_held_out():
     assert not set(held_out) & set(digits.seen_prompts())
 
 
-def test_every_word_of_a_held_out_prompt_is_seen_in_others():
+def test_every_word_of_a_held_out_prompt_occurs_in_a_seen_prompt():
     words = {word for text in digits.seen_prompts() for word in text.split()}
     assert {word for text in digits.heldout_prompts() for word in text.split()} <= words
 
 
-def test_parse_undoes_caption_and_explains_other_texts():
+def test_parse_inverts_caption_and_rejects_other_texts():
     prompt = digits.Prompt(7, "red", "gray")
     assert digits.caption(prompt) == "a red seven on gray paper"
     assert digits.parse("a red seven on gray paper") == prompt
@@ -35,7 +35,7 @@ def test_parse_undoes_caption_and_explains_other_texts():
         digits.parse("a white one on white paper")
 
 
-def test_training_shows_each_seen_prompt_and_no_other():
+def test_training_pictures_show_exactly_the_seen_prompts():
     pictures = digits.Digits(8)
     images, captions = pictures.read(np.arange(len(pictures)))
     assert images.shape == (len(pictures), 8, 8, 3)
@@ -44,7 +44,9 @@ def test_training_shows_each_seen_prompt_and_no_other():
     seen_with = [
         sum(f" {word} " in text for text in digits.seen_prompts()) for word in digits.DIGITS
     ]
-    assert len(pictures) == np.dot(glyphs_of, seen_with)  # Each glyph in each pair, once.
+    assert len(pictures) == np.dot(
+        glyphs_of, seen_with
+    )  # Each glyph occurs once in each pair of colours.
 
 
 def test_the_split_is_70_to_30_within_each_digit():
@@ -55,7 +57,7 @@ def test_the_split_is_70_to_30_within_each_digit():
     assert not {g.tobytes() for g in train.images} & {g.tobytes() for g in test.images}
 
 
-def test_a_picture_depends_on_its_index_alone():
+def test_a_picture_depends_only_on_its_index():
     pictures = digits.Digits(16)
     images, captions = pictures.read(np.array([3, 5000, 34000]))
     image, caption = pictures.read(np.array([5000]))
@@ -63,14 +65,14 @@ def test_a_picture_depends_on_its_index_alone():
     assert caption == [captions[1]]
 
 
-def test_mix_0_is_paper_and_1_is_ink_and_half_is_the_middle():
+def test_render_interpolates_between_paper_and_ink():
     glyph = np.zeros((8, 8), np.float32)
     glyph[:, 4:] = 1
-    image = digits.render(glyph, "yellow", "black", 8)  # No enlargement: the mix is the glyph.
+    image = digits.render(glyph, "yellow", "black", 8)  # Without enlargement.
     np.testing.assert_array_equal(image[:, :4], np.full((8, 4, 3), 15))
     np.testing.assert_array_equal(image[:, 4:], np.broadcast_to((240, 200, 40), (8, 4, 3)))
     middle = digits.render(glyph / 2, "yellow", "black", 8)[0, 7]
-    np.testing.assert_array_equal(middle, (128, 108, 28))  # (15 + 240) / 2 and so on, rounded up.
+    np.testing.assert_array_equal(middle, (128, 108, 28))  # (15 + 240) / 2 etc., rounded up.
 
 
 def test_enlargement_is_bicubic_and_clipped():
@@ -81,7 +83,7 @@ def test_enlargement_is_bicubic_and_clipped():
         x = abs(x)
         return 1.5 * x**3 - 2.5 * x**2 + 1 if x < 1 else -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2
 
-    # Pixel 7 lies at 7.5 / 2 - 0.5 = 3.25 among the glyph's: neighbours 2, 3, 4 and 5.
+    # Pixel 7 is at 7.5 / 2 - 0.5 = 3.25 in the glyph, with neighbours 2, 3, 4 and 5.
     expected = sum(keys(3.25 - i) * glyph[0, i] for i in range(2, 6))
     np.testing.assert_allclose(mix[8, 7], np.clip(expected, 0, 1), atol=1e-6)
     expected = sum(keys(2.75 - i) * glyph[0, i] for i in range(1, 5))
@@ -89,12 +91,12 @@ def test_enlargement_is_bicubic_and_clipped():
     assert mix.min() == 0  # Bicubic overshoots beside an edge.
 
 
-def test_a_size_that_is_no_multiple_of_8_is_refused():
+def test_a_size_of_digits_that_is_not_a_multiple_of_8_is_an_error():
     with pytest.raises(ValueError, match="the size of digits is 20: it must be a multiple of 8"):
         digits.Digits(20)
 
 
-def test_the_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
+def test_the_digits_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
     digits.main([f"--out={tmp_path / 'examples'}", "--num=12", "--size=16"])
     assert "wrote 12 pictures" in capsys.readouterr().out
     records = Folder(tmp_path / "examples")
@@ -102,7 +104,7 @@ def test_the_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
     assert digits.parse(records.read([11])[0].text)
 
 
-def test_the_command_writes_a_tar_that_can_be_read(tmp_path):
+def test_the_digits_command_writes_a_tar_that_can_be_read(tmp_path):
     digits.main([f"--out={tmp_path}", "--num=5", "--size=16", "--format=webdataset"])
     records = WebDataset(tmp_path / "00000.tar")
     assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(
@@ -110,7 +112,7 @@ def test_the_command_writes_a_tar_that_can_be_read(tmp_path):
     )[1]
 
 
-def test_without_scikit_learn_an_error_names_the_package(monkeypatch):
+def test_a_missing_scikit_learn_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ValueError, match=r"the digits come with scikit-learn .*: pip install"):
         digits.load.__wrapped__("train")

@@ -1,4 +1,4 @@
-"""Entities in SVG files neither multiply in memory nor read other files."""
+"""Entities in SVG files can neither fill the memory nor read other files."""
 
 import pytest
 
@@ -7,7 +7,7 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"><text>&{};</
 
 
 def entities():
-    """Nine entities, each ten times as long as the one before: ten gigabytes."""
+    """Yield entities, each ten times as long as the previous one, up to ten gigabytes."""
     names = "abcdefghij"
     yield '<!ENTITY a "aaaaaaaaaa">'
     for name, before in zip(names[1:], names, strict=False):
@@ -21,7 +21,7 @@ def entities():
         ('<!ENTITY z SYSTEM "file:///etc/passwd">', "z", "unknown entity reference"),
     ],
 )
-def test_entities_are_refused(declared, used, message):
+def test_svg_files_with_harmful_entities_are_errors(declared, used, message):
     with pytest.raises(ValueError, match=message):
         text = f"<!DOCTYPE x [{declared}]>{SVG.format(used)}"
         resvg_py.svg_to_bytes(svg_string=text, width=8, height=8)

@@ -1,4 +1,4 @@
-"""A judge of one's own: its loss by hand, what it holds out, its files, and what it falls for."""
+"""A judge trained on the data: loss, held-out captions, files, and reaction to damaged pictures."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), 
 
 
 class Stripes(Pictures):
-    """Pictures of two colours, the upper and the lower half, with their names."""
+    """Pictures whose upper and lower halves have the colours that their captions name."""
 
     def __init__(self, number=640):
         self._names = [
@@ -48,9 +48,9 @@ def pair(rows):
 
 @pytest.fixture(scope="module")
 def untrained():
-    """A judge of random weights that knows 16 captions."""
+    """A judge with random weights and 16 candidate captions."""
     keys = jax.random.split(jax.random.key(0))
-    params = jax.jit(  # Operation by operation it takes seconds.
+    params = jax.jit(  # Without jit, this takes seconds.
         lambda: {
             "image": judge.IMAGE.init(keys[0], jnp.zeros((1, 32, 32, 3)))["params"],
             "text": judge.TEXT.init(keys[1], jnp.zeros((1, 8), jnp.uint32))["params"],
@@ -61,10 +61,10 @@ def untrained():
     return judge.of_params(params, 32, 8, pair(range(16)).captions, pairs, card)
 
 
-def test_the_loss_is_infonce_over_what_is_alike(monkeypatch):
+def test_the_loss_is_infonce_with_equal_captions_as_positives(monkeypatch):
     ids = jnp.array([[1, 2], [1, 2], [3, 0]], jnp.uint32)
     images = np.array([[1.0, 0], [0.6, 0.8], [0, 1]])
-    texts = np.array([[1.0, 0], [1, 0], [0, 2]])  # The last is made a unit vector.
+    texts = np.array([[1.0, 0], [1, 0], [0, 2]])  # The loss normalizes the last vector.
     apply = lambda rows: lambda variables, x: jnp.asarray(rows)
     monkeypatch.setattr(judge, "IMAGE", type("", (), {"apply": staticmethod(apply(images))}))
     monkeypatch.setattr(judge, "TEXT", type("", (), {"apply": staticmethod(apply(texts))}))
@@ -77,13 +77,13 @@ def test_the_loss_is_infonce_over_what_is_alike(monkeypatch):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_nearest_caption_counts_and_a_tie_does_not():
+def test_nearest_counts_the_closest_caption_but_not_a_tie():
     texts = np.array([[1.0, 0], [0, 1], [0, 1]])
     images = np.array([[0.9, 0.1], [0.1, 0.9], [0.9, 0.1]])
     assert judge.nearest(images, texts, np.array([0, 1, 2])).tolist() == [True, False, False]
 
 
-def test_the_split_is_of_captions_and_stays_when_pictures_are_added():
+def test_the_split_by_captions_does_not_change_when_pictures_are_added():
     small, large = train_judge.split(Stripes(640)), train_judge.split(Stripes(960))
     assert [len(part) for part in small[:3]] == [578, 30, 32]
     for part, more in zip(small[:3], large[:3], strict=True):
@@ -92,7 +92,7 @@ def test_the_split_is_of_captions_and_stays_when_pictures_are_added():
         train_judge.split(Stripes(32))
 
 
-def test_half_of_a_batch_are_groups_whose_captions_differ_in_one_word():
+def test_half_of_a_batch_consists_of_captions_that_differ_in_one_word():
     cats = ["a red cat", "a blue cat", "a cat"]
     assert train_judge.similar([*cats[:2], "a dog", cats[2]]) == [cats, ["a dog", "a cat"]]
     texts = [*cats, *(f"{i} {i} {i}" for i in range(93))]
@@ -105,7 +105,7 @@ def test_half_of_a_batch_are_groups_whose_captions_differ_in_one_word():
     assert np.bincount(next(batches), minlength=93).tolist().count(1) == 2 * 93 - 128
 
 
-def test_what_was_saved_is_read_back_and_damage_is_one_line(untrained, tmp_path):
+def test_a_saved_judge_is_read_back_and_a_damaged_file_is_an_error(untrained, tmp_path):
     judge.save(untrained, tmp_path / "judge")
     again = judge.load(tmp_path / "judge")
     assert (again.image.weights, again.candidates) == (
@@ -130,15 +130,15 @@ def test_what_was_saved_is_read_back_and_damage_is_one_line(untrained, tmp_path)
         judge.load(tmp_path)
 
 
-def test_captions_that_read_alike_are_one(untrained):
-    """A picture is not wrong because its caption is written in two ways, or over two lines."""
+def test_captions_that_differ_only_in_case_or_line_breaks_are_equal(untrained):
+    """Two spellings of the caption of a picture are both counted as right."""
     images, read = pair([20]).images, judge.reader(untrained)
     (own,) = [caption for caption in untrained.candidates if read(images, [caption])[1]]
     other = own.upper().replace(" ", "\n")
     assert judge.reader(untrained, [own, other])(images, [other])[1] == 1
 
 
-def test_a_scorer_takes_both_scores_and_its_card_says_what_of(untrained, tmp_path):
+def test_a_scorer_reports_both_scores_of_a_judge_and_their_card(untrained, tmp_path):
     judge.save(untrained, tmp_path)
     prompts = [*pair([0, 1]).captions, "red over red and new"]
     scorer = scorers.open_scorer("folder", 16, prompts, Evaluation(judge=str(tmp_path)))
@@ -151,7 +151,7 @@ def test_a_scorer_takes_both_scores_and_its_card_says_what_of(untrained, tmp_pat
     assert card["fd_judge_of_real"] < scores["fd_judge"]
 
 
-def test_real_pictures_are_of_the_same_prompts_where_there_are_any(untrained, tmp_path):
+def test_real_pictures_show_the_prompts_if_the_judge_has_them(untrained, tmp_path):
     own = untrained.test.captions[3]
     pairs = (untrained.reference, untrained.test)
     images, captions = judge.real_pictures(untrained, 16)(["never shown", own, "nor this"])
@@ -165,12 +165,12 @@ def test_real_pictures_are_of_the_same_prompts_where_there_are_any(untrained, tm
     judge.save(untrained, tmp_path)
     scorer = scorers.open_scorer("folder", 16, [own] * 3, Evaluation(judge=str(tmp_path)))
     sheet = scorer.real_sheet()
-    # Three in a row, each enlarged eight times.
+    # A row of three pictures, each enlarged eight times.
     enlarged = Image.fromarray(among[own]).resize((128, 128), Image.Resampling.LANCZOS)
     assert (sheet[4:132, 4:132] == np.asarray(enlarged)).all()
 
 
-def test_real_pictures_are_seen_at_the_size_of_drawn_ones():
+def test_real_pictures_are_reduced_to_the_size_of_drawn_ones():
     images = pair([1]).images
     assert judge.seen_at(images, 32) is images
     small = judge.seen_at(images, 16)
@@ -178,24 +178,29 @@ def test_real_pictures_are_seen_at_the_size_of_drawn_ones():
     np.testing.assert_allclose(small[0].astype(int), pillow, atol=1)
 
 
-def test_damages_are_what_they_say():
+def test_blurred_and_noisy_have_the_requested_strength():
     images = np.full((1, 32, 32, 3), 128, np.uint8)
     images[0, :, 16:] = 0
     soft = train_judge.blurred(images, 1 / 32)[0, 5, :, 0].astype(int)
-    assert soft[[2, 15, 16, 30]].tolist() == [128, 89, 38, 0]  # A step, by the normal's integral.
+    assert soft[[2, 15, 16, 30]].tolist() == [
+        128,
+        89,
+        38,
+        0,
+    ]  # A step, smoothed by the normal distribution.
     rough = train_judge.noisy(images, 0.1)[0, :, :16].astype(float)
     assert rough.std() == pytest.approx(25.5, rel=0.05) and rough.mean() == pytest.approx(
         128, abs=3
     )
 
 
-def test_another_style_is_matched_by_the_words_that_tell():
+def test_own_words_of_captions_ignore_the_words_that_all_captions_share():
     among = ["a fox, noto style", "a dog, noto style"]
     assert train_judge._own_words(["a fox, noto style"], among) == [("fox,",)]
 
 
-def test_another_style_is_searched_where_the_split_looks(untrained, monkeypatch):
-    """Of two data sets with the same captions in the same order, both take the same records."""
+def test_another_style_is_compared_on_the_records_that_the_split_uses(untrained, monkeypatch):
+    """If two data sets have equal captions in equal order, the same records are used."""
     monkeypatch.setattr(train_judge, "MAX_RECORDS", 8)
     monkeypatch.setattr(train_judge.sources, "open_pictures", lambda *_: Stripes())
     test = pair(np.arange(8) * 640 // 8)
@@ -205,7 +210,7 @@ def test_another_style_is_searched_where_the_split_looks(untrained, monkeypatch)
     assert captions == test.captions
 
 
-def test_unusable_pictures_of_another_style_take_no_caption(untrained, monkeypatch):
+def test_unusable_pictures_of_another_style_are_skipped_with_their_captions(untrained, monkeypatch):
     class Damaged(Stripes):
         def usable(self, indices):
             whole = indices[indices != 33]
@@ -219,7 +224,7 @@ def test_unusable_pictures_of_another_style_take_no_caption(untrained, monkeypat
 
 
 @pytest.mark.slow
-def test_a_trained_judge_falls_for_what_is_wrong(tmp_path, capsys):
+def test_a_trained_judge_scores_damaged_pictures_and_shuffled_captions_lower(tmp_path, capsys):
     """The real command on the digits: real pictures first, damaged ones far below."""
     arguments = (
         "train_judge",
@@ -236,11 +241,11 @@ def test_a_trained_judge_falls_for_what_is_wrong(tmp_path, capsys):
     scores = judge.load(tmp_path).card["scores"]
     right, far = ({name: row[k] for name, row in scores.items()} for k in ("r1_judge", "fd_judge"))
     assert right["real"] > 0.9 and right["captions shuffled"] < 0.2
-    # Glyphs of 8x8 pixels are blurred already: half a pixel more is told, but by little.
+    # Glyphs of 8x8 pixels are blurred already, so half a pixel more changes little.
     assert right["blurred by 1/16"] < right["real"] and far["blurred by 1/16"] > far["real"]
 
 
-def test_a_set_has_a_name_of_one_line():
+def test_a_data_source_is_named_in_one_string():
     assert sources.named("folder:photos::jsonl:text")[:3] == ("folder", "photos", "jsonl:text")
     digits = "diffusion_jax.examples.digits"
     assert sources.named(digits)[:3] == (digits, "", "txt")
