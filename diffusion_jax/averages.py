@@ -33,7 +33,7 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.logs import progress
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train.checkpoint import Checkpointer
-from diffusion_jax.weights import finetune, power_averages, restore
+from diffusion_jax.weights import finetune, new_run, power_averages, restore
 
 _TABLE = (0.02, 0.03, 0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25)
 flags.disclaim_key_flags()  # The flags are defined below, only if this module runs as a command.
@@ -94,17 +94,12 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
     """Create a run at `out` with the config and vocabulary of `workdir`, but no checkpoint yet.
 
     In the new config, ema_decays and ema_widths are empty. This context manager yields the folder
-    for the checkpoints, and holds the lock of `out`. Raises ValueError if `out` already holds
-    checkpoints.
+    for the checkpoints, and works as `new_run.writing` does.
     """
-    config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
-    words = vocabulary.read(workdir)
-    if restore.steps(folder):
-        raise ValueError(f"--out={out} holds checkpoints already: name a new folder")
+    config, words = runs.load(workdir), vocabulary.read(workdir)
     config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
     base = files.path(workdir) / finetune.BASE
-    with runs.writing(out):
-        runs.claim(out, config)
+    with new_run.writing(out, config) as folder:
         if (
             base.is_file() and jax.process_index() == 0
         ):  # A LoRA run: copy the fingerprint of the weights that the LoRA adapts.

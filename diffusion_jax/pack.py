@@ -55,14 +55,15 @@ def pack(
     shapes = restore.shapes(root / str(step), items(step)[0])
     params = restore.load_params(root, shapes, which, step)
     with averages.weights_alone(workdir, out) as folder:
-        place = folder / str(step)
-        packed.write(place / packed.FILE, jax.device_get(params))
-        checksums.write(place)
-        # Orbax needs this file if the folder is later copied to a bucket.
-        files.write_whole(place / checksums.COMMIT, "")
         if words:
             vocabulary.write(out, words)
-    return place / packed.FILE
+        folder.mkdir(exist_ok=True)
+        with files.whole(folder / str(step)) as place:
+            packed.write(place / packed.FILE, jax.device_get(params))
+            checksums.write(place)
+            # Orbax needs this file if the folder is later copied to a bucket.
+            files.write_whole(place / checksums.COMMIT, "")
+    return folder / str(step) / packed.FILE
 
 
 if __name__ == "__main__":

@@ -26,11 +26,13 @@ CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
 # Fields that a continued run may change: they do not affect what is learned, or only from then on.
-_FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
-         "step_timeout", "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
-         "optimizer.snapshot_every", "optimizer.restart", "optimizer.ema_warmup", "sampler.",
-         "evaluation.", "heldout.", "data.threads", "data.path", "data.max_broken", "text.store",
-         "unet.attention_impl", "unet.remat")  # fmt: skip
+FREE = (
+    "steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "step_timeout",
+    "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
+    "optimizer.snapshot_every", "optimizer.restart", "optimizer.ema_warmup", "sampler.",
+    "evaluation.", "heldout.", "data.threads", "data.path", "data.max_broken", "text.store",
+    "unet.attention_impl", "unet.remat",
+)  # fmt: skip
 
 
 def claim(
@@ -52,12 +54,13 @@ def claim(
     unread = ("text.weights",) if data.embedded or text.get("store") else ()
     # The base weights of a LoRA may have moved. base.json holds their fingerprint.
     moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()
-    free = ("version", *_FREE, *unread, *moved)
+    free = ("version", *FREE, *unread, *moved)
     different = path.exists() and settings_record.differences(load(workdir), config, free)
     if different:
         raise ValueError(
             f"{workdir} was made with another config ({different}): "
-            "choose another --workdir, or use the config of this workdir"
+            "choose another --workdir, or use the config of this workdir. To keep the state of "
+            f"this run, choose another --workdir with --continue_from={workdir}"
         )
     if write and path.exists():
         begun = untrusted.parse_json(path.read_text()).get("version", 0)

@@ -9,7 +9,8 @@ Any value of the config can be changed on the command line: --config.optimizer.l
 The workdir receives metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
 not finite, not_finite.json reports where the first such number came from. Running the same command
-again continues exactly from the last checkpoint. On SIGTERM, SIGHUP or Ctrl-C, training saves a
+again continues exactly from the last checkpoint. To change settings such as the batch size midway,
+choose a new --workdir and --continue_from=RUN. On SIGTERM, SIGHUP or Ctrl-C, training saves a
 checkpoint and exits with code 143, 129 or 130. A second Ctrl-C ends it at once.
 """
 

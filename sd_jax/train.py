@@ -15,7 +15,8 @@ model, set for example --config.mesh.fsdp=8 --config.mesh.replica=4.
 The workdir receives metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), images of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. If a loss or gradient is
 not finite, not_finite.json reports where the first such number came from. Running the same command
-again continues exactly from the last checkpoint. On SIGTERM, SIGHUP or Ctrl-C, training saves a
+again continues exactly from the last checkpoint. To change settings such as the batch size midway,
+choose a new --workdir and --continue_from=RUN. On SIGTERM, SIGHUP or Ctrl-C, training saves a
 checkpoint and exits with code 143, 129 or 130. A second Ctrl-C ends it at once.
 """
 

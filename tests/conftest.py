@@ -1,8 +1,8 @@
-"""Every test sees eight CPU devices; compiled programs are kept between runs.
+"""Every test sees eight CPU devices. Compiled programs are cached between runs.
 
-Several processes (pytest -n) share the tests by file or by the mark xdist_group, so that each
-program is compiled once, and begin with what takes longest (longest.txt), so that what starts last
-is short.
+With pytest -n, tests are distributed by file or by the mark xdist_group, so that each
+program is compiled once. The longest files (longest.txt) start first, so that those starting last
+are short.
 """
 
 import gc
@@ -19,17 +19,19 @@ from tests.imagen_jax import commands
 ROOT = pathlib.Path(__file__).parent.parent
 
 os.environ["XLA_FLAGS"] = f"{commands.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
-os.environ["JAX_PLATFORMS"] = "cpu"  # Of commands, too: a plugin looks for its devices otherwise.
-os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"  # As events.py says, for tests that import TensorFlow.
+os.environ["JAX_PLATFORMS"] = (
+    "cpu"  # Also for commands. Otherwise, plugins search for their devices.
+)
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"  # For tests that import TensorFlow; see events.py.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-@pytest.fixture(scope="module")  # While it is open no other loop of asyncio runs in its thread.
+@pytest.fixture(scope="module")  # While it is open, its thread cannot run another asyncio loop.
 def browser():
-    """A Chromium of the machine's, driven by Playwright."""
+    """The machine's Chromium, controlled by Playwright."""
     driver = pytest.importorskip("playwright.sync_api")
     chromium = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
@@ -46,11 +48,13 @@ def browser():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    return (os.cpu_count() or 1) + 1  # Those with processes of their own mostly wait for them.
+    return (os.cpu_count() or 1) + 1  # Tests with subprocesses mostly wait for them.
 
 
 def pytest_configure(config):
-    config.option.loadscopereorder = False  # Xdist would begin with the groups of most tests.
+    config.option.loadscopereorder = (
+        False  # Otherwise, xdist starts with the groups with the most tests.
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # Before xdist reads the marks.
@@ -67,7 +71,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Spare the collector of garbage what was imported: tracing makes it run often."""
+    """Exclude imported objects from garbage collection, which tracing triggers often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
@@ -81,7 +85,7 @@ def _served():
 
 @pytest.fixture(scope="module")
 def stores(_served):
-    """The way to emulators of S3 and of Google's storage, in a module's environment."""
+    """Set environment variables that lead to the emulators of S3 and Google's storage."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _served.items():
             patch.setenv(name, value)

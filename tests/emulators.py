@@ -1,10 +1,10 @@
-"""S3 by moto and Google's storage by gcp-storage-emulator, in a process of their own.
+"""Emulators of S3 (moto) and Google's storage (gcp-storage-emulator), in a separate process.
 
-    python tests/emulators.py      prints their two addresses, and serves until it is ended
+   python tests/emulators.py      prints both addresses, and serves until it is killed
 
-The former asks for no credentials before `locked`; of the latter the bucket "locked" opens for
-nobody. It lacks two things of Google's that whoever writes with conditions relies on, and has them
-here: the generation of what is read, and ifGenerationMatch.
+S3 requires no credentials except within `locked`. The bucket "locked" of Google's storage denies
+all access. The emulator lacks two features that conditional writes need, which this file adds:
+the generation of objects that are read, and ifGenerationMatch.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ BUCKET = "bkt"
 
 @contextlib.contextmanager
 def locked(s3: str) -> Iterator[dict[str, str]]:
-    """S3 asks for credentials meanwhile; yields the keys of a user who may read and not write."""
+    """Let S3 require credentials; yield the keys of a user who can read but not write."""
     import boto3
 
     iam = boto3.client(
@@ -51,7 +51,7 @@ def locked(s3: str) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """Serves both, each with an empty bucket; yields the environment that leads there."""
+    """Serve both, each with an empty bucket; yield the environment variables that select them."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, __file__], text=True, **pipes) as server:
         assert server.stdout

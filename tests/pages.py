@@ -1,4 +1,4 @@
-"""The page's commands, running, and what people do with the page."""
+"""Start the web page's commands, and use the page like a person."""
 
 import contextlib
 import re
@@ -9,24 +9,24 @@ import urllib.request
 from tests.imagen_jax import commands
 
 PROMPT = "a red seven on gray paper"
-PATIENCE = 60_000  # Milliseconds, for what compiles.
+PATIENCE = 60_000  # Milliseconds; enough for compilation.
 
 
 @contextlib.contextmanager
 def served(name, *workdirs, folder):
-    """The address of `python -m NAME`, which runs as long as this is open."""
+    """Run `python -m NAME` for the duration of the block, and yield its address."""
     folder.mkdir(exist_ok=True)
     outputs = folder / "out", folder / "err"
     flags = [f"--workdir={workdir}" for workdir in workdirs]
-    found, process = None, commands.start(name, *flags, "--port=0", devices=1, outputs=outputs)
+    match, process = None, commands.start(name, *flags, "--port=0", devices=1, outputs=outputs)
     try:
         deadline = time.monotonic() + 300
-        while not found and process.is_alive() and time.monotonic() < deadline:
+        while not match and process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.1)
-            said = outputs[0].read_text() if outputs[0].exists() else ""
-            found = re.search(r"open (http://\S+)\n", said)
-        assert found, outputs[1].read_text()
-        yield found[1]
+            printed = outputs[0].read_text() if outputs[0].exists() else ""
+            match = re.search(r"open (http://\S+)\n", printed)
+        assert match, outputs[1].read_text()
+        yield match[1]
     finally:
         process.terminate()
         process.join()
@@ -34,7 +34,7 @@ def served(name, *workdirs, folder):
 
 @contextlib.contextmanager
 def opened(browser, address, **size):
-    """The page in a tab of its own, which asks nobody else for anything and makes no mistakes."""
+    """Open the page in a new tab. Fails if it requests other hosts or logs an error."""
     errors = []
     context = browser.new_context(viewport={"width": 1200, "height": 800} | size)
     context.set_default_timeout(PATIENCE)
@@ -43,14 +43,14 @@ def opened(browser, address, **size):
     page.on("request", lambda request: errors.append(request.url) if not (
         request.url.startswith((address, "data:"))) else None)  # fmt: skip
     page.goto(address)
-    page.locator("#field-steps").wait_for(state="attached")  # A cascade's is hidden.
+    page.locator("#field-steps").wait_for(state="attached")  # Hidden for a cascade.
     yield page
     context.close()
     assert errors == []
 
 
 def draw(page, prompt=PROMPT, count=2, **fields):
-    """Fills the form and presses Draw."""
+    """Fill in the form and press Draw."""
     page.fill("#prompts", prompt)
     page.fill("#count", str(count))
     for name, value in fields.items():
@@ -59,19 +59,19 @@ def draw(page, prompt=PROMPT, count=2, **fields):
 
 
 def drawn(page):
-    """The bytes of the pictures, once all are there."""
+    """Wait until all pictures are drawn, and return their bytes."""
     page.locator("#status").filter(has_text=re.compile(r"^\d+ pictures?$")).wait_for()
     return files(page, "#pictures img")
 
 
 def files(page, selector):
-    """The bytes of the images there."""
+    """Return the bytes of all images that the selector matches."""
     sources = page.locator(selector).evaluate_all("images => images.map(i => i.src)")
     return [urllib.request.urlopen(source).read() for source in sources]
 
 
 def of_command(page, out, *more):
-    """The pictures that the command of an open picture draws, by their names.
+    """Run the command shown for an open picture, and return the pictures it draws, by name.
 
     The command reads the files that the page offers, such as image.png, from the folder `out`.
     """

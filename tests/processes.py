@@ -1,6 +1,6 @@
-"""Several processes of one command, joined through a port of this machine.
+"""Several processes of one command, which JAX joins through a local port.
 
-Every wait is bounded: a hang is a failure that prints what each process said.
+Every wait has a time limit. A hang is a failure that prints the output of all processes.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ import jax
 from diffusion_jax.logs import run_log
 from tests.imagen_jax import commands
 
-PATIENCE = 240  # Seconds, of a machine that has other work.
+PATIENCE = 240  # Seconds, on a busy machine.
 
 
 def run_all(count, function, *arguments, devices):
-    """Runs function(number, *arguments) in `count` processes that JAX joins; their exit codes."""
+    """Run function(number, *arguments) in `count` joined processes, and return their exit codes."""
     where = {"coordinator_address": f"127.0.0.1:{free_port()}", "num_processes": count}
     processes = [
         commands.fork(_joined, {**where, "process_id": i}, function, *arguments, devices=devices)
@@ -34,12 +34,12 @@ def run_all(count, function, *arguments, devices):
 def _joined(who, function, *arguments):
     jax.distributed.initialize(**who)
     function(who["process_id"], *arguments)
-    # All leave together: who ends while another still receives would cut it off.
+    # All leave together, because ending early would break another's connection.
     jax.distributed.shutdown()
 
 
 class Group:
-    """The processes of one command; PROCESS in its arguments is the number of each."""
+    """The processes of one command. PROCESS in its arguments is replaced by each one's number."""
 
     def __init__(self, folder, count, name, *arguments, only=None, devices=1):
         port = free_port()
@@ -57,25 +57,25 @@ class Group:
         ]  # fmt: skip
 
     def end(self, of=None):
-        """Exit codes, once all (or the first few) have ended."""
+        """Wait until all (or the first few) have ended, and return their exit codes."""
         deadline = time.monotonic() + PATIENCE
         for process in self.processes[:of]:
             process.join(max(0, deadline - time.monotonic()))
         hung = [process for process in self.processes[:of] if process.is_alive()]
         for process in self.processes if hung else ():
             process.kill()
-        assert not hung, self.said()
+        assert not hung, self.printed()
         return [process.exitcode for process in self.processes[:of]]
 
-    def said(self):
-        said = (path.read_text() for pair in self.outputs for path in pair if path.exists())
-        return "\n".join(said)
+    def printed(self):
+        texts = (path.read_text() for pair in self.outputs for path in pair if path.exists())
+        return "\n".join(texts)
 
     def wait_for(self, condition):
-        """Wait until `condition` holds for the processes' output."""
+        """Wait until `condition` is true for the processes' output."""
         deadline = time.monotonic() + PATIENCE
-        while not condition(self.said()):
-            assert time.monotonic() < deadline, self.said()
+        while not condition(self.printed()):
+            assert time.monotonic() < deadline, self.printed()
             time.sleep(0.01)
 
     def wait_for_step(self, workdir, step):
@@ -83,13 +83,13 @@ class Group:
         while time.monotonic() < deadline:
             if last_step(workdir) >= step:
                 return
-            assert all(process.is_alive() for process in self.processes), self.said()
+            assert all(process.is_alive() for process in self.processes), self.printed()
             time.sleep(0.01)
-        raise AssertionError(self.said())
+        raise AssertionError(self.printed())
 
 
 def free_port():
-    """A port below those that Linux hands out, so that no other connection gets it meanwhile."""
+    """Return a free port below Linux's automatic range, which no other connection will get."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_768)
         with contextlib.suppress(OSError), socket.socket() as free:
@@ -98,7 +98,7 @@ def free_port():
 
 
 def last_step(workdir):
-    """Of the metrics; 0 before the first."""
+    """Return the last step in the metrics, or 0."""
     path = workdir / run_log.METRICS
     lines = run_log.read_metrics(path) if path.exists() else []
     return lines[-1]["step"] if lines else 0

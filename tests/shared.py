@@ -1,4 +1,4 @@
-"""Folders that one worker of pytest -n fills and all of them use."""
+"""Folders that one worker of pytest -n fills and all workers use."""
 
 import os
 import pathlib
@@ -12,14 +12,14 @@ import pytest
 def folder(
     factory: pytest.TempPathFactory, name: str, fill: Callable[[pathlib.Path], None]
 ) -> pathlib.Path:
-    """The session's folder NAME; the first that asks for it fills it, and the others wait."""
+    """Return the session's folder NAME. The first worker that requests it fills it; others wait."""
     root = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # Each worker has a folder of its own in the session's.
+        root = root.parent  # Each worker has its own folder within the session's.
     path, filled = root / name, root / f"{name}.filled"
     with filelock.FileLock(root / f"{name}.lock"):
         if not filled.exists():
-            shutil.rmtree(path, ignore_errors=True)  # Of one that failed.
+            shutil.rmtree(path, ignore_errors=True)  # Left by a failed worker.
             path.mkdir()
             fill(path)
             filled.touch()

@@ -1,4 +1,4 @@
-"""Things are added in one place each, as docs/design.md says: a throw-away one of each kind."""
+"""An example of each kind of thing can be added in one place, as docs/design.md says."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ CAPTIONS = ["a red seven", "a blue three"]
 
 
 def toy(x, time, text, scale):
-    """In a UNet's place: each of its inputs counts, and its one parameter."""
+    """A network in place of a UNet, which depends on all inputs and on one parameter."""
     shift = 0.1 * jnp.sin(time) + text.mean((1, 2))
     return jnp.tanh(scale * x + shift[:, None, None, None])
 
@@ -37,7 +37,7 @@ class Toy(UNet):
 
 
 class SDToy(sd_unet.UNet):
-    """The same of latents."""
+    """A network of latents that compiles in milliseconds."""
 
     @nn.compact
     def __call__(self, x, time, text):
@@ -51,7 +51,7 @@ def with_toy(s, kind):
 
 
 def imagen_model(**changes):
-    """(task, what it draws from) of a tiny model; sampler__name="x" changes config.sampler.name."""
+    """Return (task, batch) of a tiny model. sampler__name="x" sets config.sampler.name."""
     c = quickstart.get_config()
     c.unet.update(
         image_size=8, embed_dim=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(),
@@ -67,7 +67,7 @@ def imagen_model(**changes):
 
 
 def sd_model(**changes):
-    """The same of Stable Diffusion."""
+    """Return (task, batch) of a tiny Stable Diffusion."""
     s, encoder = with_toy(tiny.settings(**changes), SDToy), hashed.encoder(24, 6)
     batch = sampling.prompts(encoder, CAPTIONS, "ugly")
     return sd.make_task(s, encoder, jax.tree.map(jnp.asarray, tiny.vae_params())), batch
@@ -77,7 +77,7 @@ MODELS = {"imagen": imagen_model, "sd": sd_model}
 
 
 def train_and_sample(task, batch):
-    """A training step's loss, gradient's norm, images after it, and samples by noise level."""
+    """Return loss and gradient norm of a training step, images, and counts by noise level."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
     params = tiny.random_params(task)
 
@@ -99,16 +99,16 @@ def train_and_sample(task, batch):
 
 
 @pytest.mark.parametrize("system", MODELS)
-def test_a_sampler_is_a_function_and_a_line(system, monkeypatch):
+def test_a_sampler_a_guidance_and_a_threshold_are_added_in_one_place_each(system, monkeypatch):
     calls = []
 
     def last_guess(denoise, x, sigmas, draws, *, steps, share=0.0):
-        """Straight to what D makes of the first level; `steps` is the config's."""
+        """A sampler that returns D at the first level."""
         calls.append((len(sigmas), steps, share))
         return denoise(x, jnp.full(len(x), sigmas[0])) + sigmas[-1] * draws(0)
 
     def halved(guide, model, *, by=2.0):
-        """Guidance of a part of its scale."""
+        """Divide the guidance scale."""
         combine = lambda d, x, sigma, scale: guide.combine(d, x, sigma, scale / by)
         scales.append(by)
         return guide._replace(combine=combine)
@@ -132,15 +132,15 @@ LEVELS = jnp.array([9.0, 3.0, 1.0])
 
 
 def three_levels(*, middle=3.0, low=0.1):
-    """Noise of three levels in training; nothing is said of sampling."""
+    """A noise with three levels in training, and no grid of its own."""
     levels = jnp.array([9.0, middle, low])
     pick = lambda key, batch: jax.random.choice(key, levels, (batch,))
     return noise.Noise(pick, precond.log_snr)
 
 
 @pytest.mark.parametrize("grid", ["", "exponential", "three_levels"])
-def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(monkeypatch, grid):
-    """It samples on the grid of the config, which may be another throw-away one."""
+def test_a_noise_and_a_grid_are_added_in_one_place_each(monkeypatch, grid):
+    """Sampling uses the grid of the config."""
     monkeypatch.setitem(grids.GRIDS, "three_levels", lambda noise, s, *_: (LEVELS, None))
     monkeypatch.setitem(noise.NOISES, "three_levels", three_levels)
     model = imagen_model(
@@ -149,11 +149,11 @@ def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(mon
     )  # fmt: skip
     loss, norm, images, counts = train_and_sample(*model)
     assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()
-    # The five ranges of sigma that losses are reported by: 1, 3 and 9 lie in the last three.
+    # Losses are reported in five ranges of sigma; 1, 3 and 9 are in the last three.
     assert counts[:2].sum() == 0 and counts[2:].sum() == 2
 
 
-def test_stable_diffusion_too_reads_its_noise_from_the_table(monkeypatch):
+def test_stable_diffusion_uses_a_replaced_noise(monkeypatch):
     monkeypatch.setitem(noise.NOISES, "scaled_linear", three_levels)
     sizes = {"sampler__sigma_min": 1.0, "sampler__sigma_max": 9.0}
     task, batch = sd_model(sampler__name="ddim", sampler__steps=3, **sizes)

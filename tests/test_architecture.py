@@ -21,7 +21,7 @@ FORBIDDEN = {
     "configs": {"diffusion_jax", "imagen_jax", "sd_jax", "launch", "benchmarks", "tests"},
     "launch": {"benchmarks", "tests"},
 }
-# The folders of diffusion_jax that each folder may import; "" stands for the files beside them,
+# The folders of diffusion_jax that each folder may import. "" stands for files outside folders,
 # whose own imports test_no_file_imports_itself_through_others follows one by one.
 ALLOWED = {
     "config": set(),
@@ -141,7 +141,7 @@ def folder(file):
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_imports_point_one_way(package):
+def test_packages_do_not_import_packages_above_them(package):
     for file in FILES:
         for line, module in imports(file, anywhere=True):
             top = module.split(".")[0]
@@ -150,7 +150,7 @@ def test_imports_point_one_way(package):
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_folders_import_what_they_may(name):
+def test_folders_import_only_allowed_folders(name):
     for file in FILES:
         if folder(file) == name:
             for other in imported(file, anywhere=True):
@@ -161,12 +161,12 @@ def test_folders_import_what_they_may(name):
                 assert allowed, f"{file} imports {other}"
 
 
-def test_every_folder_has_its_arrows():
+def test_every_folder_has_an_entry_of_allowed_imports():
     assert {folder(file) for file in FILES} - {None, ""} == set(ALLOWED)
 
 
 @pytest.mark.parametrize("name", ["diffusion", "nn"])
-def test_the_maths_imports_jax_and_numpy_only(name):
+def test_diffusion_and_nn_import_only_jax_numpy_and_the_standard_library(name):
     libraries = {"ast", "collections", "contextlib", "difflib", "functools", "importlib", "inspect"}
     libraries |= {"math", "typing", "zlib"}
     libraries |= {"numpy", "jax", "jaxtyping"}
@@ -204,7 +204,7 @@ def test_no_folders_of_diffusion_jax_import_each_other():
 
 
 @pytest.mark.parametrize("file", CONTRACT, ids=str)
-def test_the_contract_loads_alone(file):
+def test_the_task_interface_does_not_import_heavy_folders(file):
     for path in reached(file):
         heavy = set(path.parts) & set(HEAVY)
         encoder = path.parts[:2] == ("diffusion_jax", "text") and str(path) not in TEXT
@@ -231,7 +231,7 @@ print(*sys.modules)
 """
 
 
-def test_the_reading_list_is_what_a_loss_and_a_sample_of_the_quick_start_load():
+def test_the_reading_list_names_the_files_that_loss_and_sample_load():
     command = [sys.executable, "-c", TRACE]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     modules = [name for name in output.split() if name.split(".")[0] in PACKAGES]
@@ -243,7 +243,7 @@ def test_the_reading_list_is_what_a_loss_and_a_sample_of_the_quick_start_load():
     assert sorted(listed) == sorted(loaded)
 
 
-def test_the_tree_has_every_folder_and_every_module_beside_them():
+def test_the_tree_in_design_md_lists_every_folder_and_top_level_module():
     page = (ROOT / "docs/design.md").read_text()
     tree = page.partition("\n## The tree\n")[2].partition("\n```\n\n")[0]
     parts = set(re.findall(r"[\w.]+(?:/|\.py)", tree))
@@ -255,7 +255,7 @@ def test_the_tree_has_every_folder_and_every_module_beside_them():
 
 
 @pytest.mark.parametrize("file", CONTRACT, ids=str)
-def test_importing_the_contract_loads_what_its_imports_say(file):
+def test_importing_the_task_interface_loads_exactly_its_imports(file):
     """A subprocess imports the file: `reached` sees all that is loaded at run time."""
     module = ".".join(file.with_suffix("").parts)
     code = f"import sys, {module}; print(*sys.modules)"
@@ -269,14 +269,14 @@ def test_importing_the_contract_loads_what_its_imports_say(file):
 
 
 @pytest.mark.parametrize("package", ["imagen_jax", "sd_jax"])
-def test_a_package_is_light_and_loads_runs_when_asked(package):
+def test_importing_a_package_loads_no_other_file_until_load_is_called(package):
     file = pathlib.Path(package, "__init__.py")
     assert not reached(file)
     assert callable(importlib.import_module(package).load)
 
 
 @pytest.mark.parametrize("file", ["imagen_jax/train.py", "sd_jax/train.py"])
-def test_training_loads_metrics_and_judges_only_for_an_evaluation(file):
+def test_importing_train_does_not_load_metrics_or_judges(file):
     loaded = reached(pathlib.Path(file))
     assert pathlib.Path("diffusion_jax/train/loop.py") in loaded
     unused = {"evaluate", "examples", "judges", "metrics"}

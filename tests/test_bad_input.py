@@ -1,4 +1,4 @@
-"""What a user may get wrong, through the real commands: one line that names it, and exit code 2."""
+"""Users' mistakes, through the real commands: a one-line error and exit code 2."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from PIL import Image
 from tests.imagen_jax import commands
 
 ROOT = pathlib.Path(__file__).parent
-# What `python -m` runs, with the flags that it cannot do without; D is the folder of `files`.
+# Arguments of `python -m`, with required flags. D is the folder of `files`.
 COMMANDS = {
     "train": "imagen_jax.train --config=configs/quickstart.py --workdir=D/new",
     "sd_train": "sd_jax.train --config=configs/sd_quickstart.py --workdir=D/new",
@@ -250,7 +250,7 @@ ROWS = [line.split(" | ") for line in TABLE.strip().splitlines()]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Runs that draw, and things that are not what they are taken for."""
+    """A folder with runs that can draw, and with files that are invalid."""
     folder = tmp_path_factory.mktemp("bad")
     for name, packed in (("imagen", "imagen_cc541fd"), ("sd", "sd_cc541fd")):
         with tarfile.open(ROOT / f"fixtures/earlier_runs/{packed}.tar.xz") as tar:
@@ -296,23 +296,23 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("line", "message"), ROWS, ids=[line for line, _ in ROWS])
-def test_bad_input_is_one_line_and_exit_code_2(files, line, message):
+def test_bad_input_is_a_one_line_error_with_exit_code_2(files, line, message):
     name, _, rest = line.partition(" ")
     module, *first = COMMANDS[name].replace("D/", f"{files}/").split()
-    given = rest.replace("D/", f"{files}/").split()
-    replaced = {argument.partition("=")[0] for argument in given}
-    kept = [argument for argument in first if argument.partition("=")[0] not in replaced]
-    ended = commands.run(module, *kept, *given, devices=1)
+    own = rest.replace("D/", f"{files}/").split()
+    replaced = {argument.partition("=")[0] for argument in own}
+    defaults = [argument for argument in first if argument.partition("=")[0] not in replaced]
+    ended = commands.run(module, *defaults, *own, devices=1)
     assert ended.code == 2 and "Traceback" not in ended.err, ended.err
     assert message.replace("D/", f"{files}/") in ended.err, ended.err
-    usage, _, said = ended.err.partition(" error: ")  # argparse's, as long as there are flags.
-    said = said if usage.startswith("usage: ") else ended.err
-    assert said.count("\n") <= 6, ended.err
+    usage, _, message_lines = ended.err.partition(" error: ")  # argparse's usage can be long.
+    message_lines = message_lines if usage.startswith("usage: ") else ended.err
+    assert message_lines.count("\n") <= 6, ended.err
     assert not (files / "new").exists() and not (files / "out").exists()
 
 
 @pytest.mark.slow
-def test_a_platform_that_is_not_here_is_one_line(tmp_path):
+def test_a_missing_platform_is_a_one_line_error(tmp_path):
     command = [sys.executable, "-m", *COMMANDS["train"].replace("D/", f"{tmp_path}/").split()]
     ended = subprocess.run(
         command, cwd=ROOT.parent, env=os.environ | {"JAX_PLATFORMS": "cuda"}, text=True,
@@ -325,7 +325,7 @@ def test_a_platform_that_is_not_here_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "lost"), [("a red seven 🎉", "🎉"), ("red " * 500, "red"), ("a red seven", "")]
 )
-def test_words_that_are_not_read_are_counted_and_drawn_without(files, tmp_path, prompt, lost):
+def test_words_beyond_the_token_limit_are_ignored_with_a_warning(files, tmp_path, prompt, lost):
     ended = commands.run(
         "sample", f"--workdir={files}/imagen", f"--prompt={prompt}", f"--out={tmp_path}/out",
         "--rehearse", devices=1,

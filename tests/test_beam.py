@@ -1,4 +1,4 @@
-"""Real commands on Apache Beam's direct runner with two workers: the files of one process.
+"""Commands on Apache Beam's direct runner with two workers write the same files as one process.
 
 Skipped without the extra [beam].
 """
@@ -22,7 +22,7 @@ BEAM = (
     "--engine=beam",
     "--beam_options=--direct_num_workers=2 --direct_running_mode=multi_processing",
 )
-PATIENCE = 300  # Seconds, of a machine that has other work.
+PATIENCE = 300  # Seconds, on a busy machine.
 CONFIG = """
 from tests.sd_jax import tiny
 
@@ -33,7 +33,7 @@ def get_config():
 
 @pytest.fixture
 def start(tmp_path):
-    """start(module, *arguments) -> the running command, the first of a process group."""
+    """start(module, *arguments) -> a running command in its own process group."""
     pytest.importorskip("apache_beam")
     path = os.pathsep.join(map(str, (ROOT / "tests/slow_writers", ROOT)))
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
@@ -79,24 +79,24 @@ def wait_for(folder, pattern, number, process):
 
 
 def workers(pid):
-    """The processes of Beam's workers below one, those that others started last."""
-    found = []
+    """Return the ids of all child processes (Beam's workers), grandchildren last."""
+    numbers = []
     with contextlib.suppress(FileNotFoundError):  # A child has ended meanwhile.
         for listed in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
             for child in map(int, listed.read_text().split()):
                 line = pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
-                found += workers(child) or [child] * (b"sdk_worker_main" in line)
-    return found
+                numbers += workers(child) or [child] * (b"sdk_worker_main" in line)
+    return numbers
 
 
 def contents(folder):
-    """All files but those that a killed writer left unfinished, which nobody takes for more."""
+    """Return the content of all files, without temporary files of killed writers."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".tmp")
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def killed_and_not(start, tmp_path, line, out, shards, number):
-    """Runs a command on Beam: killed whole, and again with one of its workers killed."""
+    """Run a command on Beam: first kill all of it, then run it again and kill one worker."""
     begun = start(*line, *BEAM)
     wait_for(out, shards, 1, begun)
     kill_all(begun)
@@ -110,7 +110,7 @@ def killed_and_not(start, tmp_path, line, out, shards, number):
 
 
 @pytest.mark.slow
-def test_moments_are_the_same_though_the_command_and_a_worker_are_killed(start, tmp_path):
+def test_beam_writes_the_same_moments_after_kills(start, tmp_path):
     digits.write_examples(tmp_path / "data", 60, size=tiny.SIZE)
     vae = tiny.write_vae(tmp_path / "vae.safetensors")
     (tmp_path / "config.py").write_text(CONFIG.format(vae=str(vae), data=str(tmp_path / "data")))
@@ -122,7 +122,7 @@ def test_moments_are_the_same_though_the_command_and_a_worker_are_killed(start, 
 
 
 @pytest.mark.slow
-def test_statistics_are_the_same_though_the_command_and_a_worker_are_killed(start, tmp_path):
+def test_beam_writes_the_same_statistics_after_kills(start, tmp_path):
     digits.write_examples(tmp_path / "data", 60, size=16)
     clip = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
     line = ["diffusion_jax.metrics", "stats", f"--images={tmp_path}/data", f"--clip={clip}"]
@@ -135,11 +135,11 @@ def test_statistics_are_the_same_though_the_command_and_a_worker_are_killed(star
 
 
 @pytest.mark.slow
-def test_laions_tables_are_the_same(start, tmp_path):
+def test_beam_writes_the_same_laion_tables(start, tmp_path):
     for number in range(4):
         test_prepare.metadata(tmp_path / "in" / f"{number}.parquet", 500 + number)
     line = "sd_jax.prepare", "laion", f"--metadata={tmp_path}/in"
-    said = [end(start(*line, f"--out={tmp_path}/{name}", *more), tmp_path).replace(name, "OUT")
+    printed = [end(start(*line, f"--out={tmp_path}/{name}", *more), tmp_path).replace(name, "OUT")
             for name, more in (("alone", ()), ("beam", BEAM))]  # fmt: skip
-    assert said[0] == said[1] and "of 2,006 rows, those whose LICENSE is not" in said[0]
+    assert printed[0] == printed[1] and "of 2,006 rows, those whose LICENSE is not" in printed[0]
     assert contents(tmp_path / "beam") == contents(tmp_path / "alone")

@@ -1,6 +1,6 @@
-"""Runs in buckets, through the real commands, against the two stores' emulators.
+"""Runs in buckets, through the real commands, against emulators of both stores.
 
-Each is killed as it saves, and ends with the bits of a run in a folder that nobody disturbed.
+Each is killed while saving, and ends with the same weights as an undisturbed run in a folder.
 """
 
 import csv
@@ -111,10 +111,12 @@ def trained(bucket):
     return workdir
 
 
-def test_killed_in_its_saves_a_run_in_a_bucket_ends_with_the_bits_of_another(trained, undisturbed):
+def test_a_run_in_a_bucket_killed_while_saving_ends_with_the_same_weights(trained, undisturbed):
     assert_alike(trained, undisturbed)
     assert list(trained.glob("writer-*.json")) == []
-    assert not (commands.ROOT / str(trained).split("/")[0]).exists()  # No folder "s3:".
+    assert not (
+        commands.ROOT / str(trained).split("/")[0]
+    ).exists()  # No local folder "s3:" was created.
 
 
 def test_credentials_that_expire_end_a_run_with_one_line_and_exit_code_1(stores):
@@ -132,14 +134,18 @@ def test_credentials_that_expire_end_a_run_with_one_line_and_exit_code_1(stores)
     assert "have the credentials expired?" in line or "check that the credentials" in line
 
 
-def test_it_is_drawn_into_a_bucket_from_prompts_in_one(trained, undisturbed, bucket, tmp_path):
+def test_sample_reads_prompts_from_a_bucket_and_draws_into_one(
+    trained, undisturbed, bucket, tmp_path
+):
     prompts = files.path(f"{bucket}/prompts.txt")
     files.write_whole(prompts, "a red 3\na blue 7\n")
     (tmp_path / "prompts.txt").write_bytes(prompts.read_bytes())
     out = files.path(f"{bucket}/drawn")
     run("imagen_jax.sample", f"--workdir={trained}", f"--prompts={prompts}", f"--out={out}")
-    here = f"--prompts={tmp_path / 'prompts.txt'}"
-    run("imagen_jax.sample", f"--workdir={undisturbed}", here, f"--out={tmp_path / 'drawn'}")
+    prompts_flag = f"--prompts={tmp_path / 'prompts.txt'}"
+    run(
+        "imagen_jax.sample", f"--workdir={undisturbed}", prompts_flag, f"--out={tmp_path / 'drawn'}"
+    )
     local = {path.name: path.read_bytes() for path in (tmp_path / "drawn").glob("*.png")}
     assert local == {path.name: path.read_bytes() for path in out.glob("*.png")}
     assert len(local) == 3
@@ -147,7 +153,7 @@ def test_it_is_drawn_into_a_bucket_from_prompts_in_one(trained, undisturbed, buc
     assert [json.loads(line)["text"] for line in lines] == ["a red 3", "a blue 7"]
 
 
-def test_it_is_scored_and_its_held_out_loss_measured(trained, undisturbed):
+def test_scores_and_held_out_losses_of_a_run_in_a_bucket_match_a_local_run(trained, undisturbed):
     scores = ("--guidance=1", "--num_seen=1", "--num_heldout=1")
     for workdir in (trained, undisturbed):
         run("imagen_jax.evaluate", f"--workdir={workdir}", *scores)
@@ -163,8 +169,8 @@ def test_it_is_scored_and_its_held_out_loss_measured(trained, undisturbed):
     assert losses[0] == losses[1] and json.loads(losses[0].splitlines()[0])["step"] == STEPS
 
 
-def test_weights_go_from_bucket_to_bucket(bucket, tmp_path):
-    """NeMo's names out and in, factors over weights in a bucket, and what is passed on."""
+def test_weights_are_converted_exported_and_adapted_in_buckets(bucket, tmp_path):
+    """Export to NeMo's names, convert back, and train LoRA factors on weights in a bucket."""
     tiny = [*SMALL, "--config.unet.patch=1", "--config.steps=1", "--config.optimizer.ema_widths=()",
             "--config.optimizer.schedule=constant", "--config.heldout.every=0"]  # fmt: skip
     run("imagen_jax.train", *tiny, f"--workdir={bucket}/tiny")
@@ -194,19 +200,19 @@ def together(workdir, *more):
         )
         for number in (0, 1)
     ]  # fmt: skip
-    said = [process.communicate(timeout=PATIENCE)[1] for process in group]
-    return [process.returncode for process in group], "\n".join(said)
+    errors = [process.communicate(timeout=PATIENCE)[1] for process in group]
+    return [process.returncode for process in group], "\n".join(errors)
 
 
-def test_one_of_two_processes_killed_in_each_part_of_its_life_they_end_alike(bucket, tmp_path):
+def test_two_processes_in_a_bucket_survive_a_kill_in_every_phase(bucket, tmp_path):
     which = int(bucket.startswith("s3"))
     workdir, other = files.path(f"{bucket}/two"), tmp_path
     for phase in ("start", "compile", "step", "save", "evaluation"):
-        codes, said = together(workdir, f"--kill={phase}", f"--killed={which}")
-        assert codes[which] == -9 and codes[1 - which] not in (0, 2, 143), said
+        codes, errors = together(workdir, f"--kill={phase}", f"--killed={which}")
+        assert codes[which] == -9 and codes[1 - which] not in (0, 2, 143), errors
     for folder in (workdir, other):
-        codes, said = together(folder)
-        assert codes == [0, 0], said
+        codes, errors = together(folder)
+        assert codes == [0, 0], errors
     shapes = jax.eval_shape(toy.init, jax.random.key(0))
     for name in ("raw", "0.1", "0.08"):
         mine, theirs = (

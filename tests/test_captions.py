@@ -1,6 +1,6 @@
-"""The same pictures and captions in every form that people have them: one order of training.
+"""The same pictures and captions in every supported format give the same training batches.
 
-Through each system's own settings and batches, as its training command opens them.
+Batches are opened like in each system's training command.
 """
 
 import functools
@@ -27,7 +27,7 @@ NUM = 12
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory):
-    """A folder with the pictures in every form, made by whoever makes that form."""
+    """A folder with the pictures in every format, each written by its own tool."""
     import datasets
 
     root = tmp_path_factory.mktemp("forms")
@@ -56,7 +56,7 @@ def forms(tmp_path_factory):
 
 
 def _write_huggingface(root: pathlib.Path, images: list[bytes], captions: list[str]) -> None:
-    """A DatasetDict as save_to_disk writes it, and as it lies in a clone from the Hub."""
+    """Write a DatasetDict with save_to_disk, and in the layout of a clone from the Hub."""
     import datasets
 
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
@@ -69,7 +69,7 @@ def _write_huggingface(root: pathlib.Path, images: list[bytes], captions: list[s
 
 
 def imagen_batches(data, mesh):
-    """What imagen_jax.train reads of a config's data group."""
+    """Return the batches of imagen_jax.train for this data group."""
     from configs import quickstart
 
     c = quickstart.get_config()
@@ -82,14 +82,14 @@ def imagen_batches(data, mesh):
 
 
 def sd_batches(data, mesh):
-    """What sd_jax.train reads of a config's data group."""
+    """Return the batches of sd_jax.train for this data group."""
     s = tiny.settings(**{f"data__{name}": value for name, value in data.items()})
     return sd_jax.train.open_batches(s, toy.ENCODER, None, mesh)
 
 
 @functools.cache
 def first_batches(open_batches, source, path, text):
-    """Two batches of eight: the second goes on into the second epoch."""
+    """Return two batches of eight, of which the second extends into the second epoch."""
     data = {"source": source, "path": path, "text": text}
     with open_batches(data, sharding.make_mesh(1, 1, 1)) as batches:
         return [next(batches), next(batches)]
@@ -109,10 +109,10 @@ def first_batches(open_batches, source, path, text):
         ("huggingface", "clone/data/test-00000-of-00001.parquet", "text"),
     ],
 )
-def test_every_form_trains_on_the_same_batches(forms, open_batches, source, path, text):
-    wanted = first_batches(open_batches, "folder", str(forms / "folder"), "txt")
+def test_every_data_format_gives_the_same_training_batches(forms, open_batches, source, path, text):
+    expected = first_batches(open_batches, "folder", str(forms / "folder"), "txt")
     batches = first_batches(open_batches, source, str(forms / path), text)
-    for batch, other in zip(batches, wanted, strict=True):
+    for batch, other in zip(batches, expected, strict=True):
         assert batch.keys() == other.keys() and len(batch) > 1
         for name in batch:
             np.testing.assert_array_equal(batch[name], other[name])

@@ -16,14 +16,14 @@ TEXTS = [path for path in FILES if path.suffix in {".py", ".md", ".jinja", ".tom
 
 
 def headings(page):
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return GitHub's anchors for the headings of a page."""
     code_blocks = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", code_blocks.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_of_a_page_lead_to_files_and_headings(page):
+def test_links_of_a_page_lead_to_existing_files_and_headings(page):
     links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text())
     broken = []
     for file, anchor in links:
@@ -33,7 +33,7 @@ def test_links_of_a_page_lead_to_files_and_headings(page):
     assert broken == []
 
 
-def test_documents_that_texts_and_messages_name_exist():
+def test_documents_named_in_code_and_configs_exist():
     missing = []
     for path in TEXTS:
         for name in re.findall(r"(?<![\w./])docs/[\w/]+\.md", path.read_text()):

@@ -1,4 +1,4 @@
-"""A disk that fills up is one line that says which file, and a code at which one starts again."""
+"""A full disk is a one-line error that names the file, with an exit code that allows a restart."""
 
 import re
 import tarfile
@@ -18,7 +18,7 @@ TRAIN = ("train", *TINY, "--config.save_every=1000000", "--config.steps=1000000"
 
 @pytest.fixture
 def ended(tmp_path):
-    """A command that runs on a disk of so many KiB, and once more when there is room."""
+    """Return a function that runs a command on a disk of some KiB, and again with more space."""
     if not rounds.can_mount():
         pytest.skip("a small disk takes root to mount")
 
@@ -37,32 +37,36 @@ def ended(tmp_path):
     return run
 
 
-def test_of_the_metrics(ended):
+def test_a_disk_too_full_for_metrics_is_a_one_line_error(ended):
     line = ended(64, *TRAIN, "--workdir=DISK/run", again=("--config.steps=2",))
-    said = r"error: \[Errno 28\] No space left on device: '(DISK/run/metrics.jsonl|tensorboard)': "
-    assert re.fullmatch(said + "make room, and run the same command again", line), line
+    expected = (
+        r"error: \[Errno 28\] No space left on device: '(DISK/run/metrics.jsonl|tensorboard)': "
+    )
+    assert re.fullmatch(expected + "make room, and run the same command again", line), line
 
 
 @pytest.mark.parametrize("size", [40, 400, 1500])
-def test_of_a_checkpoint(ended, size):
+def test_a_disk_too_full_for_a_checkpoint_is_a_one_line_error(ended, size):
     few = ("--config.steps=4", "--config.save_every=2")
     line = ended(size, *TRAIN, *few, "--workdir=DISK/run")
     assert line.startswith("error: a checkpoint under DISK/run/checkpoints could not be written: ")
     assert line.endswith(" (is the disk full?). There is no complete checkpoint.")
 
 
-def test_of_a_store_of_texts(ended, tmp_path):
+def test_a_disk_too_full_for_a_store_of_texts_is_a_one_line_error(ended, tmp_path):
     weights = tiny_weights.t5_folder(tmp_path / "t5", width=64)
     flags = text_flags(weights, tmp_path / "disk" / "store")
     line = ended(16, "diffusion_jax.precache", *flags)
-    said = r"error: \[Errno 28\] No space left on device: 'DISK/store/[^']+': make room, and run "
-    assert re.fullmatch(said + "the same command again", line), line
+    expected = (
+        r"error: \[Errno 28\] No space left on device: 'DISK/store/[^']+': make room, and run "
+    )
+    assert re.fullmatch(expected + "the same command again", line), line
 
 
-def test_of_pictures(ended, tmp_path):
+def test_a_disk_too_full_for_pictures_is_a_one_line_error(ended, tmp_path):
     with tarfile.open(ROOT / "fixtures/earlier_runs/imagen_cc541fd.tar.xz") as tar:
         tar.extractall(tmp_path, filter="data")
     run = ("sample", f"--workdir={tmp_path}/imagen_cc541fd", "--prompt=a red seven")
     line = ended(8, *run, "--num_images=8", "--out=DISK/out")
-    said = r"error: \[Errno 28\] No space left on device: 'DISK/out/[^']+': make room, and run "
-    assert re.fullmatch(said + "the same command again", line), line
+    expected = r"error: \[Errno 28\] No space left on device: 'DISK/out/[^']+': make room, and run "
+    assert re.fullmatch(expected + "the same command again", line), line

@@ -1,4 +1,4 @@
-"""What an installed project puts beside other people's packages, and that it works there."""
+"""The installed package: its files, requirements, and that it works outside the checkout."""
 
 import importlib
 import os
@@ -28,14 +28,14 @@ def python(*arguments, code=0, **options):
     return ended.stdout
 
 
-def test_requirements_are_the_dependencies_and_the_extra_for_training():
+def test_requirements_txt_lists_the_dependencies_and_the_extra_train():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     required = [line.partition(" #")[0] for line in lines if line and not line.startswith("#")]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert required == project["dependencies"] + project["optional-dependencies"]["train"]
 
 
-def test_drawing_and_the_start_of_training_need_the_dependencies_only():
+def test_importing_drawing_and_training_needs_only_the_core_dependencies():
     """Importing a package fails if sys.modules maps it to None."""
     train = "array_record clu datasets grain jinja2 matplotlib pyarrow sklearn starlette"
     absent = [*train.split(), "tensorboard", "tensorflow", "tensorflow_datasets", "uvicorn"]
@@ -49,7 +49,7 @@ def test_drawing_and_the_start_of_training_need_the_dependencies_only():
     )
 
 
-def test_the_newest_release_in_the_changelog_is_the_version():
+def test_the_newest_release_in_the_changelog_matches_the_version():
     releases = re.findall(r"^## (\d\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert releases[0] == diffusion_jax.__version__
 
@@ -57,7 +57,7 @@ def test_the_newest_release_in_the_changelog_is_the_version():
 @pytest.mark.parametrize(
     ("package", "remedy"), [("grain", "-r requirements.txt"), ("uvicorn", '"imagen-sd-jax[web]"')]
 )
-def test_a_missing_package_is_one_line_that_says_how_to_install_it(
+def test_a_missing_package_is_a_one_line_error_with_the_pip_command(
     package, remedy, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, package, None)
@@ -68,15 +68,15 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(
     assert package in error and error.endswith(f": run pip install {remedy}\n")
 
 
-def test_a_missing_module_of_this_project_is_a_bug():
+def test_a_missing_module_of_this_project_is_not_reported_as_bad_input():
     with pytest.raises(ModuleNotFoundError, match="absent"), cli.bad_input():
         importlib.import_module("diffusion_jax.absent")
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_wheel_holds_the_packages_alone_and_they_work_outside_the_checkout(tmp_path):
-    source = tmp_path / "source"  # Building leaves files in the folder that is built.
+def test_a_wheel_holds_only_the_packages_and_works_outside_the_checkout(tmp_path):
+    source = tmp_path / "source"  # Building leaves files in the source folder.
     for name in (*PACKAGES, *OTHERS):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:

@@ -1,4 +1,4 @@
-"""The lists that make the suite fast name what is there: an old one would slow it in silence."""
+"""Lists that make the suite fast only name existing files; otherwise they would have no effect."""
 
 import importlib.util
 import pathlib
@@ -11,11 +11,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", ["longest.txt", "quick.txt"])
-def test_the_lists_of_tests_name_files_and_folders(name):
+def test_longest_txt_and_quick_txt_name_existing_files(name):
     paths = (ROOT / "tests" / name).read_text().split()
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", commands.SLOW_IMPORTS)
-def test_what_is_imported_before_commands_start_can_be_imported(name):
+def test_modules_preloaded_for_commands_exist(name):
     assert importlib.util.find_spec(name) is not None

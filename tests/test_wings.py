@@ -1,4 +1,4 @@
-"""The wings: digits, emoji, judges, MLPerf and compiler estimates, which the core never imports."""
+"""The core does not import the wings: digits, emoji, judges, MLPerf and compiler estimates."""
 
 import ast
 import pathlib
@@ -15,8 +15,8 @@ WINGS = (
     "launch/planner",
     "benchmarks",
 )
-# The only files outside a wing that import one: commands, and the scorer that a judge's folder asks
-# for. The core is everything else.
+# The only files outside a wing that import one: commands, and the scorer that loads a judge's
+# folder. Everything else is the core.
 IMPORTERS = {
     "diffusion_jax/data/digits.py",
     "diffusion_jax/data/prepare/__main__.py",
@@ -39,7 +39,7 @@ def wing_of(file):
 
 
 def outside():
-    """The files outside all wings; configs are values, which may name a wing."""
+    """Return the files outside all wings, without configs, which may name a wing."""
     return [file for file in FILES if wing_of(file) is None and file.parts[0] != "configs"]
 
 
@@ -49,18 +49,18 @@ def imports_a_wing(file):
 
 
 def names_a_wing(file):
-    """Whether a string of the file is the name of a module in a wing, or of a function there."""
+    """Return whether a string in the file names a module or function of a wing."""
     nodes = ast.walk(ast.parse((ROOT / file).read_text()))
     strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
     modules = {text.partition(":")[0] for text in strings if isinstance(text, str)}
     return any(wing_of(file_of(module)) for module in modules)
 
 
-def test_the_core_imports_no_wing():
+def test_only_the_listed_files_of_the_core_import_a_wing():
     assert {str(file) for file in outside() if imports_a_wing(file)} == IMPORTERS
 
 
-def test_the_core_names_no_wing_in_a_string():
+def test_the_core_does_not_name_a_wing_in_a_string():
     assert [file for file in outside() if names_a_wing(file)] == [HISTORY]
 
 

@@ -1,4 +1,4 @@
-"""Workdirs of runs at step 0, written without training, with random numbers in every parameter."""
+"""Write workdirs of runs at step 0 without training, with random parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from diffusion_jax.weights import finetune, pretrained
 
 
 class Start:
-    """The position at the start of any data."""
+    """A data iterator at its start."""
 
     def get_state(self):
         return b'{"samples": 0}'
@@ -21,16 +21,16 @@ class Start:
 
 
 def random_params(init, seed=0):
-    """Random numbers in every parameter that `init` makes: its zeros would hide bugs."""
+    """Return random numbers for all parameters of `init`, because zeros would hide bugs."""
     rng, shapes = np.random.default_rng(seed), jax.eval_shape(init, jax.random.key(0))
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32)
     return jax.tree.map(draw, shapes)
 
 
 def write(workdir, config, read_settings, init, seed=0, base=None):
-    """A run of this config whose parameters, which are returned, are also its averages.
+    """Write a run of this config, and return its parameters, which are also its averages.
 
-    `base` are the weights that a LoRA adapts.
+    `base` holds the weights that a LoRA adapts.
     """
     s, params = read_settings(config.to_dict()), random_params(init, seed)
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)

@@ -1,4 +1,4 @@
-"""Runs as evaluation leaves them, written without a model."""
+"""Write evaluated runs without a model."""
 
 import json
 
@@ -13,7 +13,7 @@ POINTS = ((4.0, 15.5, 0.31), (1.0, 20.0, 0.25), (2.0, 12.0, 0.29))
 
 
 def write_run(path, checkpoints=(2,)):
-    """A run with three points of a sweep, green pictures of one, white real ones, and two steps."""
+    """Write a run of two steps with a sweep of three points, and with drawn and real pictures."""
     lines = [{"step": s, "loss": 1.0 / s, "images_per_second": 100.0} for s in (1, 2)]
     path.mkdir(exist_ok=True)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -36,7 +36,7 @@ def write_run(path, checkpoints=(2,)):
 
 
 def write_digits(path, **card):
-    """A run with a sweep of two points as the quick start's."""
+    """Write a run with a sweep of two points like that of the quick start."""
     folder = path / "evaluation" / "step_2"
     folder.mkdir(parents=True)
     row = {"checkpoint": "2", "ema": "ema", "features_share_of_time": "0.02"}

@@ -105,13 +105,15 @@ def named(path: Path, hidden: Path = "") -> Iterator[None]:
     """Make OSErrors in this context name the file `path`.
 
     An error that already names another file does not change, unless that file is the temporary
-    file `hidden`.
+    file `hidden`, or is in the temporary folder `hidden`.
     """
     try:
         yield
     except OSError as error:
-        if error.filename in (None, str(hidden)):
+        if error.filename is None:
             error.filename = str(path)
+        elif hidden and isinstance(error.filename, str):
+            error.filename = error.filename.replace(str(hidden), str(path))
         raise
 
 

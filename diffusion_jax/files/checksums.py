@@ -79,6 +79,13 @@ def damage(
     return next((f"{name}: it has no checksum" for name in filter(is_wanted, unlisted)), None)
 
 
+def fingerprint(folder: files.Path) -> str:
+    """Return the SHA-256 of a folder's lists of checksums, or "" if it has none."""
+    listed, _ = _lists(files.path(folder))
+    text = json.dumps(listed, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest() if listed else ""
+
+
 def exist(folder: files.Path) -> bool:
     """Return whether a folder has a subfolder for lists of checksums, which may be empty."""
     return (files.path(folder) / FOLDER).exists()

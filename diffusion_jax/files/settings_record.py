@@ -49,15 +49,28 @@ def differences(
 ) -> str:
     """Return a text that lists the fields that differ, with both values, or "" if none differs.
 
+    The arguments are those of `changed_fields`.
+    """
+    return "; ".join(
+        f"{name}: {stored!r} stored, {requested!r} requested"
+        for name, (stored, requested) in changed_fields(before, now, free).items()
+    )
+
+
+def changed_fields(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that differ: name -> (value before, value now).
+
     A field in a group has a dotted name, such as "optimizer.lr". Fields whose names begin with a
-    prefix in `free` are ignored.
+    prefix in `free` are ignored. A field that one side lacks has the value None there.
     """
     one, other = flat(before), flat(now)
-    return "; ".join(
-        f"{name}: {one.get(name)!r} stored, {other.get(name)!r} requested"
+    return {
+        name: (one.get(name), other.get(name))
         for name in sorted(one.keys() | other.keys())
         if one.get(name) != other.get(name) and not name.startswith(free)
-    )
+    }
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -202,8 +202,33 @@ def write_manifest(
     """
     entry = manifest_entry(config, seed, step, autotuning)
     if jax.process_index() == 0:
-        text = json.dumps({"runs": [*read_manifest(workdir), entry]}, indent=1)
-        files.write_whole(files.path(workdir) / MANIFEST, text)
+        _write_runs(workdir, [*read_manifest(workdir), entry], read_lineage(workdir))
+
+
+def begin_from(workdir: str | os.PathLike[str], run: str, step: int, fingerprint: str) -> None:
+    """Write the lineage of a new workdir that continues the checkpoint of `step` of another run.
+
+    The workdir also gets the metrics of `run` and its entries in the manifest, up to `step`, so
+    that one curve shows both runs. `fingerprint` is the hash of the checkpoint's checksums.
+    """
+    if jax.process_index():
+        return
+    metrics, folder = files.path(run) / METRICS, files.path(workdir)
+    lines = read_sound_metrics(metrics) if metrics.exists() else []
+    text = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+    files.write_whole(folder / METRICS, text)
+    entries = [entry for entry in read_manifest(run) if entry["first_step"] < step]
+    lineage = {"run": run, "step": step, "fingerprint": fingerprint}
+    earlier = read_lineage(run)
+    _write_runs(workdir, entries, lineage | ({"continued_from": earlier} if earlier else {}))
+
+
+def _write_runs(
+    workdir: str | os.PathLike[str], entries: Sequence[Any], lineage: Mapping[str, Any] | None
+) -> None:
+    content = {"continued_from": lineage} if lineage else {}
+    text = json.dumps(content | {"runs": entries}, indent=1)
+    files.write_whole(files.path(workdir) / MANIFEST, text)
 
 
 def manifest_entry(
@@ -238,14 +263,27 @@ def read_manifest(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     If the file is damaged, log a warning and return [].
     """
+    return _read_manifest(workdir)["runs"]
+
+
+def read_lineage(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return what a workdir continues, as {"run", "step", "fingerprint"}, or None for nothing.
+
+    If the other run continued a run as well, the key "continued_from" holds that lineage.
+    """
+    return _read_manifest(workdir).get("continued_from")
+
+
+def _read_manifest(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     path = files.path(workdir) / MANIFEST
     if not path.exists():
-        return []
+        return {"runs": []}
     try:
-        return list(untrusted.parse_json(path.read_bytes())["runs"])
+        content = untrusted.parse_json(path.read_bytes())
+        return {**content, "runs": list(content["runs"])}
     except (ValueError, TypeError, KeyError) as error:
         logging.warning("%s is damaged (%r): ignoring its entries", path, error)
-        return []
+        return {"runs": []}
 
 
 def version(package: str) -> str | None:

@@ -1,5 +1,6 @@
 """Define the start command, which writes training configs for a set of pictures."""
 
+import contextlib
 import math
 import pathlib
 import shlex
@@ -194,11 +195,13 @@ def _write(
         if stage.suffix == "" and stage.max_epochs == math.inf:
             rows.append(("expect", expected.described(num_images)))
     last = measured[-1].opened
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for config, content in texts.items():
-        files.write_new(config, content)
     size, sheet = _size(last.settings), path.with_suffix(".png")
-    sheets.write_png(sheet, _sheet(last.settings, size))
+    picture = _sheet(last.settings, size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as written_last:  # After an error, no file remains.
+        for config, content in texts.items():
+            written_last.enter_context(files.whole(config)).write_text(content)
+        sheets.write_png(sheet, picture)
     memory = hardware.limit(jax.local_devices()[0]) / 1e9
     print(progress.block([
         ("device", f"{device}, {memory:.1f} GB each"),

@@ -48,17 +48,19 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
     arrays = {n: array for path in pickles for n, array in torch_files.map_state_dict(path).items()}
     if _T5 in arrays:
         arrays = {n: array for n, array in arrays.items() if not n.startswith(_LEFT_OUT)}
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
-    for i, part in enumerate(_parts(arrays.items())):
-        name = f"model-{i + 1:05}.safetensors"
-        files.write_whole(out / name, safetensors.numpy.save(part))
-        weight_map |= dict.fromkeys(part, name)
-    index = {"metadata": {}, "weight_map": weight_map}
-    files.write_whole(out / pretrained.INDEX, json.dumps(index))
-    for path in (path for pattern in _COPIED for path in folder.glob(pattern)):
-        if not path.name.endswith(".index.json"):
-            shutil.copy(path, out / path.name)
+    with files.whole(out) as temporary:
+        temporary.mkdir()
+        for i, part in enumerate(_parts(arrays.items())):
+            name = f"model-{i + 1:05}.safetensors"
+            files.write_whole(temporary / name, safetensors.numpy.save(part))
+            weight_map |= dict.fromkeys(part, name)
+        index = {"metadata": {}, "weight_map": weight_map}
+        files.write_whole(temporary / pretrained.INDEX, json.dumps(index))
+        for path in (path for pattern in _COPIED for path in folder.glob(pattern)):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, temporary / path.name)
 
 
 def _parts(arrays: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:

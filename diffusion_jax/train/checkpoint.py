@@ -337,9 +337,34 @@ def restore_state(
     folder = root / str(max(restore.steps(root)) if step is None else step)
     restore.check_averages(folder, list(abstract_state.ema))
     items = restore.load_items(folder, _items(abstract_state))
-    data_iterator.set_state(_BytesHandler().restore(folder / "data"))
+    data_iterator.set_state(position(folder))
     ema = {name: items[restore.EMA + name] for name in abstract_state.ema}
     return TrainState(params=items["params"], ema=ema, **items["optimizer"])
+
+
+def restore_changed(folder: epath.Path, abstract_state: TrainState) -> TrainState:
+    """Return the state in the folder of a step, for a run with other averages.
+
+    Averages that are not stored start at the parameters. Arrays may be stored in another dtype. For
+    `abstract_state` and the errors, see `restore_state`.
+    """
+    stored = set(restore.stored(folder)) & abstract_state.ema.keys()
+    ema = {name: abstract_state.ema[name] for name in stored}
+    items = restore.load_items(folder, _items(abstract_state._replace(ema=ema)))
+    params, names = items["params"], {name: restore.EMA + name for name in abstract_state.ema}
+    copy = lambda: jax.tree.map(jnp.copy, params)
+    ema = {name: items[item] if item in items else copy() for name, item in names.items()}
+    return TrainState(params=params, ema=ema, **items["optimizer"])
+
+
+def check_changed(folder: epath.Path, abstract_state: TrainState) -> None:
+    """Raise ValueError if `restore_changed` cannot read the folder of a step."""
+    restore.check_items(folder, _items(abstract_state._replace(ema={})))
+
+
+def position(folder: epath.Path) -> bytes:
+    """Return the data position in the folder of a step, for `DataIterator.set_state`."""
+    return _BytesHandler().restore(folder / "data")
 
 
 def powers(state: TrainState) -> dict[str, Params]:

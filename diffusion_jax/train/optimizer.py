@@ -223,6 +223,12 @@ def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
     return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
 
 
+def at_step(opt_state: optax.OptState, step: int) -> optax.OptState:
+    """Return `opt_state`, a state of `adamw`, with its learning rate schedule at step `step`."""
+    states: Any = opt_state
+    return (*states[:-1], states[-1]._replace(updates=jnp.int32(step)))
+
+
 def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
     """Return the tree `new` if `finite` is True, and the tree `old` otherwise.
 

@@ -28,7 +28,7 @@ from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.files import folder_lock, sheets
 from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
-from diffusion_jax.train import checkpoint, loop, memory
+from diffusion_jax.train import checkpoint, continuing, loop, memory
 from diffusion_jax.train.moving_average import warmup_decay
 from diffusion_jax.train.optimizer import make_optimizer, make_schedule
 from diffusion_jax.train.state import TrainState, init_state
@@ -43,6 +43,7 @@ _SECONDS = 5.0  # After this time, it reads no further pictures.
 def rehearse(
     inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     alone: bool = True, device_memory: float | None = None, ignore_memory: bool = False,
+    source: continuing.Source | None = None,
 ) -> str:  # fmt: skip
     """Trace everything that a run will compute, and return a report on the run.
 
@@ -58,6 +59,7 @@ def rehearse(
         device_memory: Memory of one device in bytes. None: the memory of this machine's devices.
         ignore_memory: Whether to warn, instead of failing, if a step needs more memory than a
             device has.
+        source: The checkpoint of another run that this run continues from, if any.
 
     Raises ValueError if the run would fail. All errors while tracing get a note that names the
     traced part.
@@ -104,7 +106,7 @@ def rehearse(
         ("drawing", drawn),
         *at_once,
         ("visible", _visible(run, settings, len(inputs.batches.pictures))),
-        *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone),
+        *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone, source),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
@@ -288,7 +290,7 @@ def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
 
 def _workdir(
     workdir: pathlib.Path, run: Run, settings: Optimizer, usage: memory.Disk, state: TrainState,
-    alone: bool,
+    alone: bool, source: continuing.Source | None,
 ) -> ReportLines:  # fmt: skip
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 
@@ -311,6 +313,9 @@ def _workdir(
     if usage.total + usage.checkpoint - written > free:
         logging.warning("the disk may fill up: %s", disk)
     step, begin = 0, "a new run"
+    if source:
+        step, begin = source.step, f"continues {source.name}"
+        _jump(files.path(source.run), run, settings, step)
     if steps:
         folder = workdir / runs.CHECKPOINTS
         step = restore.newest_sound(folder) if alone else steps[-1]
@@ -338,6 +343,6 @@ def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
     lines = run_log.read_sound_metrics(path) if path.exists() else []
     speeds = [line["images_per_second"] for line in lines if line.get("images_per_second")]
     if not speeds:
-        return f"{run.steps:,} steps; their speed is measured during training"
+        return f"{run.steps - step:,} steps; their speed is measured during training"
     left = datetime.timedelta(seconds=round((run.steps - step) * run.batch_size / speeds[-1]))
     return f"{run.steps - step:,} steps at {speeds[-1]:.3g} images/s, as last measured: {left}"

@@ -103,15 +103,23 @@ def replay(
         ValueError: The step is out of range, or the checkpoint was trained on other data.
         restore.Damaged: All checkpoints before the step are damaged.
     """
-    if not 1 <= step <= run.steps:
+    lineage = run_log.read_lineage(workdir)
+    before = lineage["step"] if lineage else 0  # The last step of the run that this one continues.
+    if not before < step <= run.steps:
         raise ValueError(
-            f"--step={step}: {workdir} has the steps 1 to {run.steps}, so choose one of these"
+            f"--step={step}: {workdir} has the steps {before + 1} to {run.steps}, so choose one "
+            "of these"
         )
     # The line that covers the step is a mean over a window of steps: replay all of them.
     logged = windows(workdir)
     covering = [window for window in logged if window.first < step <= window.last]
     begin, end = covering[0][:2] if covering else (step - 1, step)
     checkpoint = _nearest(workdir / runs.CHECKPOINTS, begin)
+    if checkpoint is None and lineage:
+        raise ValueError(
+            f"{workdir} continues {lineage['run']}@{before} and keeps no checkpoint up to step "
+            f"{begin}: choose a later --step"
+        )
 
     # Rebuild the state and the position in the data.
     task, batches = inputs.task, inputs.batches

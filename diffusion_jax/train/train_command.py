@@ -25,7 +25,7 @@ from diffusion_jax.devices import distributed, sharding, stop_signals
 from diffusion_jax.files import settings_record
 from diffusion_jax.logs import weights_and_biases
 from diffusion_jax.text import vocabulary
-from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train import continuing, loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.out_of_memory import OutOfMemory
@@ -65,6 +65,10 @@ def command(
     workdir_flag = flags.DEFINE_string(
         "workdir", None, "The folder of this run; created if needed.", required=True
     )
+    continue_from = flags.DEFINE_string(
+        "continue_from", "", "Start a new workdir with the state of another run, as RUN or "
+        "RUN@STEP, and with other settings, such as another batch size or learning rate."
+    )  # fmt: skip
     alone = flags.DEFINE_bool("rehearse", False, "Describe the run and exit without training.")
     device_memory = flags.DEFINE_float(
         "device_memory", None, "Device memory in bytes for --rehearse; default: this machine's."
@@ -90,6 +94,7 @@ def command(
                 trace = Trace(workdir / FOLDER, parse(profiled.value))
                 values = config.value.to_dict()
                 weights_and_biases.check(values["log"]["wandb"])
+                source = continuing.find(workdir, continue_from.value, values)
                 s, unread = watched(read(values), _WATCHED)
                 trained = "unet" if hasattr(s, "unet") else "vae"
                 optimizer.check_dtype(trained, getattr(s, trained))
@@ -111,8 +116,10 @@ def command(
                 finetune.check_base(workdir, inputs.base)
                 report = rehearse(
                     inputs, s.run, settings, mesh, workdir, alone.value, device_memory.value,
-                    ignore_memory.value,
+                    ignore_memory.value, source,
                 )  # fmt: skip
+                if source:
+                    report += "\n" + continuing.prepare(source, inputs, s.run, settings, mesh)
                 _print_report(
                     report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
                 )
@@ -124,6 +131,8 @@ def command(
                 runs.claim(workdir, values)
                 finetune.keep_base(workdir, inputs.base)
                 keep_vocabulary(workdir, inputs)
+                if source:
+                    continuing.begin(source, inputs, s.run, settings, mesh, workdir, values)
 
             # Train. Known failures become one-line messages. A failure that may not occur at the
             # next start, such as a lost disk or expired credentials of a bucket, exits with code 1,

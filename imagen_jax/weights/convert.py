@@ -17,13 +17,12 @@ from diffusion_jax.devices import tuning
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import TrainState, init_state
-from diffusion_jax.weights import restore, torch_files, torch_weights
+from diffusion_jax.weights import new_run, restore, torch_files, torch_weights
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import initial, nemo
 
 FORMATS = (".safetensors", ".npz")
-_UNFINISHED = "unfinished"  # This file exists until everything is written and verified.
 
 
 def to_workdir(
@@ -41,11 +40,6 @@ def to_workdir(
     """
     source, workdir = files.path(source), files.path(workdir)
     s = read_settings(config.to_dict())
-    # If a conversion was killed before it was verified, the same command starts it again.
-    folder, unfinished = workdir / runs.CHECKPOINTS, workdir / _UNFINISHED
-    steps = restore.steps(folder)
-    if steps and not (unfinished.exists() and steps == [0]):
-        raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
     if s.lora.rank:
         raise ValueError(
             f"lora.rank is {s.lora.rank}, but only full weights can be converted: set it to 0, and "
@@ -65,17 +59,14 @@ def to_workdir(
         state = _first_state(params, average, s)
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
     tuning.release_freed_memory()  # Reading leaves freed memory as large as the weights.
-    with runs.writing(workdir):
-        files.write_whole(unfinished, "")
-        runs.claim(workdir, config.to_dict())
-        files.remove_tree(folder)
+    # A conversion that ends before it is verified remains unfinished.
+    with new_run.writing(workdir, config.to_dict(), "--to") as folder:
         checkpoints = checkpoint.Checkpointer(folder, keep_last=1)
         checkpoints.save(0, state, _Start(), config.to_dict())
         checkpoints.close()
         del state, checkpoints  # The check needs their memory.
         tuning.release_freed_memory()
         check_written(workdir, s, weights)
-        unfinished.unlink()
 
 
 def _first_state(params: Params, average: Params, s: Settings) -> TrainState:

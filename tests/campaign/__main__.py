@@ -3,10 +3,10 @@
     python -m tests.campaign --rounds=100 --seed=0
 
 Each round takes one command (training in one and in two processes, a store of texts, moments, a
-sweep, a download, a conversion, a judge) and one fault: SIGKILL, SIGTERM or SIGSTOP at a random
-moment, a full disk (a small tmpfs, where one can be mounted), files that are damaged or gone, no
-more memory (a limit of the address space, and a cgroup where one can be made), a clock set back,
-two starts one second apart, or the takeover of a frozen run by another host. Then the same
+sweep, a download, a conversion, a packed model, a judge) and one fault: SIGKILL, SIGTERM or SIGSTOP
+at a random moment, a full disk (a small tmpfs, where one can be mounted), files that are damaged or
+gone, no more memory (a limit of the address space, and a cgroup where one can be made), a clock set
+back, two starts one second apart, or the takeover of a frozen run by another host. Then the same
 command runs again until it is done, and all that matters of what it wrote is compared byte for byte
 with that of an undisturbed one. A line a round, and a table at the end; the exit code is 1 if
 anything differs. --record=FILE keeps each round's outcome: the rounds in it are not run again, so
@@ -60,7 +60,7 @@ def campaign(
                 continue
             if time.monotonic() > end:
                 break
-            if name == "a sweep" and not trained.exists():
+            if name in ("a sweep", "a packed model") and not trained.exists():
                 rounds.train_once(every["training"], folder / "trained", trained)
             if name not in undisturbed:
                 undisturbed[name] = rounds.undisturbed(every[name], folder / f"undisturbed {name}")

@@ -123,7 +123,7 @@ class Job:
         """The exit codes."""
         return [process.exitcode for process in self.processes]
 
-    def said(self) -> str:
+    def printed(self) -> str:
         """All that they have written."""
         return "".join(path.read_text(errors="replace") for pair in self.outputs for path in pair)
 
@@ -153,7 +153,7 @@ def undisturbed(subject: Subject, out: pathlib.Path) -> tuple[Result, float, int
     _begin(subject, out)
     started = time.monotonic()
     job = Job(subject, out)
-    assert job.end() and not any(job.codes()), (job.codes(), job.said()[-3000:])
+    assert job.end() and not any(job.codes()), (job.codes(), job.printed()[-3000:])
     seconds = time.monotonic() - started
     return _result(subject, out), seconds, _size(out)
 
@@ -162,7 +162,7 @@ def train_once(subject: Subject, out: pathlib.Path, target: pathlib.Path) -> Non
     """A trained run at `target`, for what reads one."""
     _begin(subject, out)
     job = Job(subject, out)
-    assert job.end() and not any(job.codes()), (job.codes(), job.said()[-3000:])
+    assert job.end() and not any(job.codes()), (job.codes(), job.printed()[-3000:])
     (out / "run").rename(target)
 
 
@@ -183,7 +183,7 @@ def run(
             job = Job(subject, out, subject.verify if fault in subject.harms else ())
             ended = job.end()
             job.kill()
-            codes, said = [*codes, *job.codes()], said + job.said()
+            codes, said = [*codes, *job.codes()], said + job.printed()
             if ended and not any(job.codes()):
                 break
             if attempt == 0:
@@ -211,7 +211,7 @@ def _disturb(subject, fault, seconds, out, rng, grow):
         ended = job.end()
         job.kill()
         grow()
-        return ended and any(job.codes()), job.codes(), job.said(), nothing
+        return ended and any(job.codes()), job.codes(), job.printed(), nothing
     # What harms files needs some that are there.
     moment = rng.uniform(0.5 if fault in subject.harms else 0.1, 1.0) * seconds
     hit = not job.end(PATIENCE if fault.endswith(FINISHED) else moment)
@@ -231,9 +231,9 @@ def _disturb(subject, fault, seconds, out, rng, grow):
         job.end(60)
     job.kill()
     if fault not in subject.harms:
-        return hit, job.codes(), job.said(), nothing
+        return hit, job.codes(), job.printed(), nothing
     harmed = subject.harms[fault](out, rng)
-    return harmed is not None, job.codes(), job.said(), harmed[1] if harmed else nothing
+    return harmed is not None, job.codes(), job.printed(), harmed[1] if harmed else nothing
 
 
 def _accompany(subject, fault, seconds, out, rng):
@@ -256,7 +256,7 @@ def _accompany(subject, fault, seconds, out, rng):
         job.end()
         job.kill()
     codes = [code for job in jobs for code in job.codes()]
-    return len(jobs) == 1 or any(codes), codes, "".join(job.said() for job in jobs)
+    return len(jobs) == 1 or any(codes), codes, "".join(job.printed() for job in jobs)
 
 
 def _size(folder: pathlib.Path) -> int:

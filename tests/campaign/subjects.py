@@ -125,6 +125,10 @@ def every(inputs: pathlib.Path):
                              f"--to={out}/run"),
                 lambda out: arrays(out / "run"),
             ),
+            "a packed model": Subject(
+                lambda out: ("diffusion_jax.pack", f"--workdir={trained}", f"--out={out}/small"),
+                lambda out: contents(out / "small", f"{runs.CHECKPOINTS}/{STEPS}/*.safetensors"),
+            ),
         }, trained  # fmt: skip
 
 

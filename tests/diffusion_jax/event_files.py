@@ -1,4 +1,4 @@
-"""What event files say, as TensorBoard itself reads them."""
+"""Read event files with TensorBoard."""
 
 import pathlib
 from typing import Any
@@ -9,18 +9,18 @@ from tensorboard.util import tensor_util
 
 
 def tags(folder: pathlib.Path) -> set[str]:
-    """The names of everything in a folder of event files."""
+    """Return the tags of all data in a folder of event files."""
     return set(_read(folder).Tags()["tensors"])
 
 
 def points(folder: pathlib.Path, tag: str) -> list[tuple[int, Any]]:
-    """(step, value) of each point; an image's value is [width, height, PNG, PNG, ...]."""
+    """Return (step, value) for each point. Images have the value [width, height, PNG, PNG, ...]."""
     values = _read(folder).Tensors(tag)
     return [(value.step, tensor_util.make_ndarray(value.tensor_proto).tolist()) for value in values]
 
 
 def hparams(folder: pathlib.Path) -> dict[str, Any]:
-    """The config of a run."""
+    """Return the config of a run."""
     raw = _read(folder).PluginTagToContent("hparams")["_hparams_/session_start_info"]
     content = plugin_data_pb2.HParamsPluginData.FromString(raw).session_start_info.hparams
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in content.items()}

@@ -1,4 +1,4 @@
-"""The lists of commands, which `python -m imagen_jax` and `python -m sd_jax` print."""
+"""The lists of commands printed by `python -m imagen_jax` and `python -m sd_jax`."""
 
 import sys
 
@@ -14,17 +14,21 @@ def test_every_command_is_listed_with_a_sentence(capsys, monkeypatch):
     for name in ("evaluate", "sample", "start", "train", "web", "weights"):
         assert f"\n  imagen_jax.{name} " in listed
     assert "\n  diffusion_jax.data.prepare  " in listed and "sd_jax" not in listed
-    found = commands.find("imagen_jax") | commands.find("sd_jax") | commands.find("diffusion_jax")
-    assert len(found) > 25
+    all_commands = (
+        commands.find("imagen_jax") | commands.find("sd_jax") | commands.find("diffusion_jax")
+    )
+    assert len(all_commands) > 25
     assert [
-        name for name, line in found.items() if not line.endswith(".") and ":" not in line
+        name for name, line in all_commands.items() if not line.endswith(".") and ":" not in line
     ] == []
 
 
 @pytest.mark.parametrize(
     ("word", "suggested"), [("smaple", "sd_jax.sample"), ("zzz", "sd_jax.COMMAND")]
 )
-def test_an_unknown_command_names_the_one_to_write(word, suggested, capsys, monkeypatch):
+def test_an_unknown_command_is_an_error_that_suggests_a_similar_one(
+    word, suggested, capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", ["sd_jax", word])
     with pytest.raises(SystemExit) as ended:
         commands.main("sd_jax")

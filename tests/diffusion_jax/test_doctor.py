@@ -1,4 +1,4 @@
-"""The bug report: what it holds."""
+"""The report of diffusion_jax.doctor."""
 
 import json
 
@@ -10,7 +10,7 @@ from diffusion_jax import doctor
 from tests.imagen_jax import commands
 
 
-def test_the_command_prints_what_is_here():
+def test_doctor_reports_versions_devices_environment_and_checks():
     ended = commands.run("diffusion_jax.doctor", "--json", devices=2, before=commands.check_little)
     assert ended.code == 0, ended.err
     report = json.loads(ended.out)
@@ -18,7 +18,7 @@ def test_the_command_prints_what_is_here():
     assert report["versions"]["flax"] == flax.__version__
     assert [device["kind"] for device in report["devices"]] == ["cpu", "cpu"]
     assert "host_platform_device_count=2" in report["environment"]["XLA_FLAGS"]
-    assert report["set_here"] == {}  # Neither libtpu nor a GPU's plugin is installed.
+    assert report["set_here"] == {}  # Without libtpu and GPU plugins, nothing is set.
     assert {row["verdict"] for row in report["checks"]} == {"right"}
     rates = report["rates"]
     assert rates["peak"] is None and np.isfinite(rates["matmul"]) and rates["conv"] > 1e-4

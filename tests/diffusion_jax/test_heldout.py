@@ -1,4 +1,4 @@
-"""The held-out loss: re-derived image by image, the same for any batch and mesh, in the metrics."""
+"""The held-out loss: computed again image by image, for several batches and meshes, and logged."""
 
 import json
 
@@ -40,7 +40,7 @@ def alone():
     return score(sharding.make_mesh(1, 1, 1), 36)
 
 
-def test_it_is_the_mean_over_records_and_levels_each_with_its_own_fixed_noise(alone):
+def test_the_held_out_loss_is_the_mean_over_records_and_levels_with_fixed_noise(alone):
     held, _ = records()
     assert held is not None and held.batch["image"].shape == (12, 8, 8, 3)
     params, means = toy.init(jax.random.key(3)), []
@@ -58,23 +58,23 @@ def test_it_is_the_mean_over_records_and_levels_each_with_its_own_fixed_noise(al
     assert len(alone) == 2 * (1 + 3)
 
 
-def test_levels_are_the_middles_of_equal_shares_of_trainings():
+def test_held_out_levels_are_quantiles_of_the_training_noise():
     levels = TASK.measure.levels(3)
-    # The quantiles 1/6, 1/2 and 5/6 of a lognormal; of 65,536 draws, to a few thousandths.
+    # The quantiles 1/6, 1/2 and 5/6 of a lognormal. With 65,536 draws, their error is below 0.01.
     np.testing.assert_allclose(
         np.log(levels), -1.2 + 1.2 * np.array([-0.9674, 0, 0.9674]), atol=0.02
     )
 
 
 @pytest.mark.parametrize(("sizes", "batch_size"), [((1, 1, 1), 8), ((1, 8, 1), 16), ((2, 2, 1), 8)])
-def test_neither_batch_nor_mesh_changes_it(alone, sizes, batch_size):
+def test_the_held_out_loss_does_not_depend_on_batch_size_or_mesh(alone, sizes, batch_size):
     other = score(sharding.make_mesh(*sizes), batch_size)
     assert other.keys() == alone.keys()
-    # Float32 sums of another order in the network: 6 digits of each image, 7 of their mean.
+    # Float32 sums in another order: 6 digits agree for each image, and 7 for their mean.
     np.testing.assert_allclose([*other.values()], [*alone.values()], rtol=1e-6)
 
 
-def test_training_writes_it_for_parameters_and_averages_every_few_steps(tmp_path):
+def test_training_logs_the_held_out_loss_of_parameters_and_averages(tmp_path):
     held, batches = records(every=3)
     optimizer = Optimizer(lr=1e-3, warmup=0, ema_decays=(0.5,))
     with batches:
@@ -83,7 +83,7 @@ def test_training_writes_it_for_parameters_and_averages_every_few_steps(tmp_path
     lines = [
         row for row in run_log.read_metrics(tmp_path / "metrics.jsonl") if "heldout/raw/loss" in row
     ]
-    assert [row["step"] for row in lines] == [3, 4]  # Each third, and the last.
+    assert [row["step"] for row in lines] == [3, 4]  # Every third step, and the last.
     assert lines[0]["heldout/raw/loss"] != lines[1]["heldout/raw/loss"]
     frozen = jax.device_get(TASK.frozen)
     fresh = heldout.make_scorer(TASK, frozen, sharding.make_mesh(), held, 8)(state.ema["0.5"])
@@ -91,7 +91,7 @@ def test_training_writes_it_for_parameters_and_averages_every_few_steps(tmp_path
     assert (tmp_path / "tensorboard").is_dir()
 
 
-def test_it_must_have_something_that_was_held_out():
+def test_a_held_out_loss_without_held_out_records_is_an_error():
     data = Data("diffusion_jax.examples.digits", threads=0)
     pictures, mesh = digits.Digits(toy.SIZE), sharding.make_mesh()
     with pipeline.training_batches(pictures, toy.ENCODER.tokenize, RUN, data, mesh) as batches:
@@ -104,7 +104,7 @@ def test_it_must_have_something_that_was_held_out():
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_command_prints_what_training_wrote_on_any_number_of_devices(tmp_path):
+def test_the_heldout_command_prints_the_losses_that_training_logged(tmp_path):
     work = f"--workdir={tmp_path / 'run'}"
     ended = commands.run(
         "train", "--config=configs/quickstart.py", work, "--config.steps=4",

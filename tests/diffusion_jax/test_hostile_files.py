@@ -1,4 +1,4 @@
-"""Files that were made to hurt cost bounded memory and one line, run nothing and write nowhere."""
+"""Malicious files: bounded memory, a one-line error, no code executed, nothing written."""
 
 import gzip
 import io
@@ -36,7 +36,7 @@ MEGABYTE = 2**20
 
 @pytest.fixture
 def bounded():
-    """bounded(megabytes, exception, function, *arguments): the error's text, one short line."""
+    """bounded(megabytes, exception, function, *arguments) -> the text of the short error."""
 
     def call(megabytes, exception, function, *arguments):
         tracemalloc.start()
@@ -54,7 +54,7 @@ def bounded():
 
 
 class Harm:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -70,7 +70,7 @@ def png(size=8):
 
 
 def giant_png(width, height):
-    """The header of a PNG, and no pixels."""
+    """Return the header of a PNG without pixels."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     end = struct.pack(">I", zlib.crc32(chunk))
     head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(chunk) - 4) + chunk + end
@@ -78,7 +78,7 @@ def giant_png(width, height):
 
 
 def write_tar(path, members):
-    """Members by name: bytes, or a type of tarfile's that points at /etc/passwd."""
+    """Write a tar of (name, content): bytes, or a type of link to /etc/passwd."""
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
         for name, content in members:
             info = tarfile.TarInfo(name)
@@ -91,7 +91,7 @@ def write_tar(path, members):
 
 
 def sparse(path, size):
-    """A tar of one file that says it has `size` bytes, all of them a hole."""
+    """Write a tar with a sparse file that claims `size` bytes."""
     header = bytearray(tarfile.TarInfo("a.png").tobuf(tarfile.GNU_FORMAT))
     header[156:157] = tarfile.GNUTYPE_SPARSE
     header[386:410] = b"%011o\0%011o\0" % (size, 0)
@@ -101,7 +101,7 @@ def sparse(path, size):
     path.write_bytes(bytes(header) + bytes(1024))
 
 
-def test_links_devices_and_names_that_lead_out_of_a_tar_are_never_followed(tmp_path):
+def test_links_devices_and_paths_out_of_a_tar_are_never_followed(tmp_path):
     folder = tmp_path / "tars"
     folder.mkdir()
     kinds = {
@@ -122,7 +122,7 @@ def test_links_devices_and_names_that_lead_out_of_a_tar_are_never_followed(tmp_p
     assert not new and not os.path.exists("/etc/absolute.png")
 
 
-def test_a_sparse_giant_is_left_out(tmp_path):
+def test_a_giant_sparse_file_in_a_tar_is_skipped(tmp_path):
     sparse(tmp_path / "a.tar", 8 * 2**30 - 1)
     tracemalloc.start()
     index = tars.scan(str(tmp_path / "a.tar"))
@@ -132,7 +132,7 @@ def test_a_sparse_giant_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("size", [-512, -1024, -(10**9)])
-def test_a_negative_size_of_a_member_does_not_lead_back(tmp_path, size):
+def test_a_member_with_a_negative_size_is_skipped(tmp_path, size):
     header = bytearray(tarfile.TarInfo("a.png").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = size.to_bytes(12, "big", signed=True)
     header[148:156] = b" " * 8
@@ -163,17 +163,17 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_an_archive_that_unpacks_to_far_more_than_it_is_is_refused(
+def test_an_archive_that_unpacks_to_far_more_than_its_size_is_an_error(
     bounded, tmp_path, monkeypatch, reader
 ):
     monkeypatch.setattr(untrusted, "_SMALL", MEGABYTE)
     np.savez_compressed(tmp_path / "a.npz", encodings=np.zeros(16 * MEGABYTE, np.uint8))
-    said = bounded(2, ValueError, READERS[reader], tmp_path / "a.npz")
-    assert "bytes unpack to 16,777,344, but a file of its size may unpack to" in said
+    message = bounded(2, ValueError, READERS[reader], tmp_path / "a.npz")
+    assert "bytes unpack to 16,777,344, but a file of its size may unpack to" in message
 
 
 @pytest.mark.parametrize("shape", ["(10**15,)", "(2**62,)", "(-1,)", "(1000000, 1000000)"])
-def test_an_array_that_says_it_is_larger_than_its_file_is_refused(bounded, shape):
+def test_an_array_that_claims_to_be_larger_than_its_file_is_an_error(bounded, shape):
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {eval(shape)}, }}".encode()
     contents = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header + b"\n" + bytes(9)
     assert "cannot read the embeddings" in bounded(5, ValueError, embeddings.read, contents, "npy")
@@ -195,7 +195,9 @@ def test_an_array_that_says_it_is_larger_than_its_file_is_refused(bounded, shape
         [],
     ],
 )  # fmt: skip
-def test_a_lying_header_of_safetensors_is_refused(bounded, tmp_path, reader, entry):
+def test_a_safetensors_header_that_does_not_match_its_file_is_an_error(
+    bounded, tmp_path, reader, entry
+):
     header = json.dumps({"w": entry}).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
@@ -205,20 +207,20 @@ def test_a_lying_header_of_safetensors_is_refused(bounded, tmp_path, reader, ent
 @pytest.mark.parametrize("reader", [safetensors_files.map_safetensors, torch_weights.read])
 @pytest.mark.parametrize("header", [b"", b"[" * 200000, b'{"a":' * 200000, b"\xff" * 9])
 @pytest.mark.parametrize("length", [None, 2**62, 2**64 - 1])
-def test_a_header_of_safetensors_that_is_none_is_refused(bounded, tmp_path, reader, header, length):
+def test_an_invalid_safetensors_header_is_an_error(bounded, tmp_path, reader, header, length):
     path = tmp_path / "a.safetensors"
-    said = len(header) if length is None else length
-    path.write_bytes(struct.pack("<Q", said) + header)
+    claimed = len(header) if length is None else length
+    path.write_bytes(struct.pack("<Q", claimed) + header)
     assert str(path) in bounded(60, ValueError, reader, path)
 
 
 @pytest.mark.parametrize("size", [(100000, 100000), (2**31 - 1, 1), (20000, 20000)])
-def test_an_image_of_too_many_pixels_is_refused_by_its_header(bounded, tmp_path, size):
+def test_an_image_with_too_many_pixels_is_rejected_by_its_header(bounded, tmp_path, size):
     (tmp_path / "a.png").write_bytes(giant_png(*size))
     bounded(2, transforms.Unusable, transforms.crop, giant_png(*size), (8, 8))
     if size[0] * size[1] > 2**31:
-        said = bounded(2, ValueError, untrusted.open_image, tmp_path / "a.png")
-        assert "decompression bomb" in said.lower()
+        message = bounded(2, ValueError, untrusted.open_image, tmp_path / "a.png")
+        assert "decompression bomb" in message.lower()
 
 
 @pytest.mark.parametrize("format", ["EPS", "SPIDER"])
@@ -231,14 +233,14 @@ def test_decoders_that_run_programs_or_accept_any_file_are_switched_off(bounded,
     bounded(2, OSError, untrusted.open_image, file.getvalue())
 
 
-def test_uploads_are_of_the_formats_of_web_pages(bounded):
+def test_uploads_in_other_than_web_formats_are_errors(bounded):
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "TIFF")
     assert untrusted.open_image(file.getvalue()).format == "TIFF"
     bounded(2, OSError, untrusted.open_image, file.getvalue(), untrusted.WEB_FORMATS)
 
 
-def test_json_that_is_nested_without_end_is_one_line(bounded, tmp_path):
+def test_deeply_nested_json_is_a_one_line_error(bounded, tmp_path):
     deep = "[" * 200000
     text = records.read_text(deep.encode(), "json:caption")
     assert isinstance(text, transforms.Unusable) and "nested too deeply" in str(text)
@@ -249,7 +251,7 @@ def test_json_that_is_nested_without_end_is_one_line(bounded, tmp_path):
 
 
 def read_yaml(path, megabytes, answer):
-    """Write the message of the error, of a process that can map so much more memory."""
+    """Read a file with this much additional memory, and write the error message to `answer`."""
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * MEGABYTE,) * 2)
     try:
@@ -259,8 +261,8 @@ def read_yaml(path, megabytes, answer):
 
 
 @pytest.mark.parametrize("deep", [True, False])
-def test_yaml_that_doubles_itself_or_is_nested_without_end_is_one_line(tmp_path, deep):
-    """In a process of limited memory: tracing allocations walks the stack, which is deep here."""
+def test_deeply_nested_and_exponentially_growing_yaml_are_one_line_errors(tmp_path, deep):
+    """In a process with limited memory, because tracing allocations is slow with a deep stack."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     for i in range(1, 30):
         lines.append(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]")
@@ -290,7 +292,7 @@ PICKLES = {
     "NeMo's embeddings": ("a.pickle", lambda p, b: p.write_bytes(b),
                           lambda path: merge.read_pickle(path.read_bytes())),
 }  # fmt: skip
-LONG = b"\x80\x04\x8e" + struct.pack("<Q", 2**40)  # Bytes that never come.
+LONG = b"\x80\x04\x8e" + struct.pack("<Q", 2**40)  # Claims 2^40 bytes.
 SHAPE = (
     b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nJ" + struct.pack("<i", 2**30)
     + b"J" + struct.pack("<i", 2**30) + b"\x86C\x01b\x87R."
@@ -299,13 +301,17 @@ SHAPE = (
 
 @pytest.mark.parametrize("name", PICKLES)
 @pytest.mark.parametrize("content", ["code", "length", "string", "number", "array", "depth"])
-def test_a_pickle_runs_nothing_and_takes_no_memory(bounded, tmp_path, name, content):
+def test_a_harmful_pickle_neither_executes_code_nor_fills_the_memory(
+    bounded, tmp_path, name, content
+):
     file, write, read = PICKLES[name]
     contents = {
         "code": pickle.dumps({"state_dict": Harm(tmp_path / "harm"), "tar_files": []}, protocol=2),
         "length": LONG,
         "string": b"\x80\x04B" + struct.pack("<I", 2**27) + b".",
-        "number": b"\x80\x02]r" + struct.pack("<I", 2**23) + b".",  # Of an object in a table.
+        "number": b"\x80\x02]r"
+        + struct.pack("<I", 2**23)
+        + b".",  # The number of an object in pickle's memo.
         "array": SHAPE,
         "depth": b"\x80\x02" + b"]" * 100000 + b"a" * 99999 + b".",
     }
@@ -314,7 +320,7 @@ def test_a_pickle_runs_nothing_and_takes_no_memory(bounded, tmp_path, name, cont
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_pickle_of_too_many_operations_is_refused(bounded, tmp_path, monkeypatch):
+def test_a_pickle_with_too_many_operations_is_an_error(bounded, tmp_path, monkeypatch):
     torch_writer.save(tmp_path / "a.ckpt", {"w": np.zeros((4, 4), np.float32)})
     assert torch_files.read_state_dict(tmp_path / "a.ckpt")["w"].shape == (4, 4)
     monkeypatch.setattr(untrusted, "_OPERATIONS", 10)
@@ -322,7 +328,7 @@ def test_a_pickle_of_too_many_operations_is_refused(bounded, tmp_path, monkeypat
     assert "the pickle has more than 10 operations or objects" in message
 
 
-def test_a_compressed_array_in_a_checkpoint_is_bounded(bounded, tmp_path, monkeypatch):
+def test_a_compressed_array_in_a_checkpoint_unpacks_up_to_a_limit(bounded, tmp_path, monkeypatch):
     torch_writer.save(tmp_path / "a.ckpt", {"w": np.zeros(16 * MEGABYTE // 4, np.float32)})
     with (
         zipfile.ZipFile(tmp_path / "a.ckpt") as old,
@@ -347,7 +353,7 @@ def test_a_gzipped_nemo_file_unpacks_up_to_a_limit(bounded, tmp_path, monkeypatc
     assert message.endswith("1,048,576 bytes, the limit for a file of its size")
 
 
-def test_a_name_in_a_gzipped_nemo_file_is_bounded_too(bounded, tmp_path, monkeypatch):
+def test_a_long_name_in_a_gzipped_nemo_file_unpacks_up_to_a_limit(bounded, tmp_path, monkeypatch):
     monkeypatch.setattr(untrusted, "_SMALL", MEGABYTE)
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 16 * MEGABYTE
@@ -356,7 +362,7 @@ def test_a_name_in_a_gzipped_nemo_file_is_bounded_too(bounded, tmp_path, monkeyp
     assert "it unpacks to more than 1,048,576 bytes" in message
 
 
-def test_a_tensor_that_sees_beyond_its_storage_is_refused(bounded, tmp_path):
+def test_a_tensor_larger_than_its_storage_is_an_error(bounded, tmp_path):
     torch_writer.save(tmp_path / "a.ckpt", {"w": np.zeros((4, 4), np.float32)})
     with zipfile.ZipFile(tmp_path / "a.ckpt") as archive:
         pickled = archive.read("archive/data.pkl")
@@ -364,20 +370,20 @@ def test_a_tensor_that_sees_beyond_its_storage_is_refused(bounded, tmp_path):
     with zipfile.ZipFile(tmp_path / "b.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", pickled.replace(shape, b"J\xff\xff\xff\x7f"))
         archive.writestr("archive/data/0", bytes(64))
-    said = bounded(5, ValueError, torch_files.read_state_dict, tmp_path / "b.ckpt")
-    assert "does not fit in its storage" in said
+    message = bounded(5, ValueError, torch_files.read_state_dict, tmp_path / "b.ckpt")
+    assert "does not fit in its storage" in message
 
 
-def test_names_and_captions_cannot_rule_the_terminal(capsys):
+def test_control_characters_are_escaped_in_messages(capsys):
     evil = "a \x1b[2J\x1b]0;title\x07 cat\x9b31m\r\x00"
     with pytest.raises(SystemExit), cli.bad_input():
         raise ValueError(evil)
-    said = r"error: a \x1b[2J\x1b]0;title\x07 cat\x9b31m\x0d\x00"
-    assert capsys.readouterr().err == f"{said}\n"
+    expected = r"error: a \x1b[2J\x1b]0;title\x07 cat\x9b31m\x0d\x00"
+    assert capsys.readouterr().err == f"{expected}\n"
     assert untrusted.printable("two\nlines\tof ümlaut 🙂") == "two\nlines\tof ümlaut 🙂"
 
 
-def test_prompts_are_text_and_no_html_in_a_page(tmp_path):
+def test_names_are_escaped_in_the_html_page(tmp_path):
     evil = "<script>alert(1)</script>"
     folder = tmp_path / evil.replace("/", "")
     row = {"guidance": "1.0", "checkpoint": "1", "ema": evil, "fid": "3.0", "clip_score": "0.2"}
@@ -391,7 +397,7 @@ def test_prompts_are_text_and_no_html_in_a_page(tmp_path):
 
 
 @pytest.mark.parametrize("pack", [np.savez, np.savez_compressed])
-def test_honest_arrays_are_read_as_numpy_reads_them(pack):
+def test_valid_arrays_are_read_like_in_numpy(pack):
     arrays = {
         "plain": np.arange(6, dtype=np.float32).reshape(2, 3),
         "fortran": np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),

@@ -1,4 +1,4 @@
-"""The loss and the sampler that all systems share, with a network that shows what it was given."""
+"""The loss and the sampler that all systems share, with a network that returns its inputs."""
 
 import types
 
@@ -23,7 +23,7 @@ def show(params, x, time, text, score):
 
 
 def a_task(drop_prob=0.0, network=show):
-    """A model of 4x4 pixels whose network also reads a number per image, its "score"."""
+    """Return a Task for 4x4 pixels, whose network also reads a number per image, its "score"."""
     score = lambda batch: {"score": batch["score"]}
     text = lambda frozen, batch: {"text": batch["text"], **score(batch)}
     dropped = lambda frozen, condition: {
@@ -55,17 +55,17 @@ def a_batch(size):
     }
 
 
-def test_texts_are_dropped_as_often_as_the_config_says():
+def test_texts_are_dropped_with_the_configured_probability():
     seen = []
     network = lambda params, x, time, text, score: seen.append(text) or x
     for drop_prob in (0.1, 0.0):
         a_task(drop_prob, network).loss({}, {}, a_batch(1000), training_noise.keys_of(1000))
     dropped = [1 - np.asarray(text).any((1, 2)).mean() for text in seen]
-    assert abs(dropped[0] - 0.1) < 4 * (0.1 * 0.9 / 1000) ** 0.5  # Four standard deviations.
+    assert abs(dropped[0] - 0.1) < 4 * (0.1 * 0.9 / 1000) ** 0.5  # Four standard errors.
     assert dropped[1] == 0
 
 
-def test_the_noise_of_an_image_depends_on_its_own_key_alone():
+def test_the_noise_of_an_image_depends_only_on_its_key():
     seen = []
     network = lambda params, x, time, text, score: seen.append((x, time, text)) or x
     batch, keys = a_batch(6), training_noise.keys_of(6)
@@ -76,7 +76,7 @@ def test_the_noise_of_an_image_depends_on_its_own_key_alone():
     assert len(np.unique(seen[0][1])) == 6
 
 
-def test_a_further_input_of_the_network_reaches_training_measurement_and_sampling():
+def test_an_extra_network_input_is_used_in_training_measuring_and_sampling():
     task, batch, keys = a_task(), a_batch(4), training_noise.keys_of(4)
     level = np.asarray(batch["text"].mean((1, 2)) + batch["score"])
     loss, _ = task.loss({}, {}, batch, keys)
@@ -90,14 +90,16 @@ def test_a_further_input_of_the_network_reaches_training_measurement_and_samplin
     np.testing.assert_allclose(guided[:, 0, 0, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_losses_are_summed_and_counted_within_ranges_of_sigma():
-    sigma = jnp.array([0.01, 0.1, 0.11, 0.5, 2.0, 3.5, 80.0])  # An edge belongs to what is below.
+def test_losses_are_summed_and_counted_by_ranges_of_sigma():
+    sigma = jnp.array(
+        [0.01, 0.1, 0.11, 0.5, 2.0, 3.5, 80.0]
+    )  # An edge belongs to the range below it.
     loss = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
     metrics = model.loss_by_noise_level(loss, sigma)
     np.testing.assert_array_equal(metrics["level_loss"], [3, 4, 8, 16, 96])
     np.testing.assert_array_equal(metrics["level_count"], [2, 1, 1, 1, 2])
 
 
-def test_a_loss_that_is_not_finite_stays_within_its_range():
+def test_a_loss_that_is_not_finite_affects_only_its_range_of_sigma():
     metrics = model.loss_by_noise_level(jnp.array([jnp.nan, 2.0]), jnp.array([0.2, 5.0]))
     np.testing.assert_array_equal(metrics["level_loss"], [0, np.nan, 0, 0, 2])

@@ -1,4 +1,4 @@
-"""Every config field has a meaning, on docs/settings.md and in --help."""
+"""Every config field is described in docs/settings.md and in --help."""
 
 import pathlib
 import re
@@ -24,19 +24,19 @@ def kinds():
     return list(dict.fromkeys([settings.Run, *groups]))
 
 
-def test_the_page_of_all_settings_is_what_the_code_generates():
+def test_settings_md_matches_the_generated_page():
     """After a change, run: python -m diffusion_jax.reference > docs/settings.md"""
     assert (ROOT / "docs/settings.md").read_text() == reference.page()
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_every_field_has_a_meaning_in_whole_sentences(kind):
+def test_every_config_field_is_described_in_whole_sentences(kind):
     for field in fields(kind):
         assert re.fullmatch(r"[A-Z0-9].*\.", field.meaning), f"{kind.__name__}.{field.name}"
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_group_says_which_files_read_it(kind):
+def test_every_config_group_names_the_files_that_read_it(kind):
     if hasattr(kind, "_fields"):  # A network reads its own fields.
         files = re.findall(r"\w+/[\w/]+\.py", kind.__doc__.partition("Read by ")[2])
         assert files and all((ROOT / file).is_file() for file in files)
@@ -51,18 +51,18 @@ def test_a_group_says_which_files_read_it(kind):
         (settings.Run, "system", systems.KNOWN),
     ],
 )
-def test_a_field_whose_names_are_in_a_table_elsewhere_has_them_in_its_meaning(group, field, names):
+def test_the_description_of_a_field_lists_the_names_of_its_table(group, field, names):
     for name in names:
         assert re.search(rf"\b{name}\b", sentences(group)[field]), name
 
 
-def test_a_network_has_the_fields_and_meanings_of_the_class_that_it_extends():
+def test_a_network_inherits_the_field_descriptions_of_its_base_class():
     (image_size,) = (field for field in fields(MagnitudeUNet) if field.name == "image_size")
     assert image_size.values == "a whole number from 1 to 16384"
     assert image_size.meaning.startswith("Side of the square training images, in pixels.")
 
 
-def test_help_lists_the_fields_of_the_commands_system_or_of_its_config():
+def test_help_lists_the_fields_of_the_commands_system_or_config():
     lr = "--config.optimizer.lr: The learning rate at the end of the warm-up. (a number above 0)"
     magnitude = reference.in_help("imagen_jax", {"unet": "magnitude"}).splitlines()
     assert lr in magnitude and not any(".null_token:" in line for line in magnitude)

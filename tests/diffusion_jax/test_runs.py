@@ -1,4 +1,4 @@
-"""A workdir keeps its config, and later code reads it."""
+"""The config in a workdir: written once, and read by later versions."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ def stored(workdir):
     return json.loads((workdir / "config.json").read_text())
 
 
-def test_a_config_comes_back_from_its_workdir_whole(tmp_path):
+def test_a_config_is_read_back_from_its_workdir(tmp_path):
     runs.claim(tmp_path / "a" / "run", config())
     loaded = runs.load(tmp_path / "a" / "run")
     assert loaded["sampler"]["guidance_high"] == float("inf")
@@ -40,14 +40,14 @@ def test_a_config_comes_back_from_its_workdir_whole(tmp_path):
     )
 
 
-def test_the_config_may_claim_its_own_workdir_again(tmp_path):
+def test_the_same_config_can_claim_its_workdir_again(tmp_path):
     runs.claim(tmp_path, config())
     before = (tmp_path / "config.json").read_text()
-    runs.claim(tmp_path, config())  # Tuples there are lists, which differ from tuples.
+    runs.claim(tmp_path, config())  # The file holds lists in place of tuples.
     assert (tmp_path / "config.json").read_text() == before
 
 
-def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
+def test_another_config_is_an_error_that_names_the_differences(tmp_path):
     runs.claim(tmp_path, config())
     before = (tmp_path / "config.json").read_text()
     other = config(unet__cond_dim=32, data__source="folder", unet__dropout=0.5, steps=20)
@@ -57,7 +57,8 @@ def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
         f"{tmp_path} was made with another config (data.source: "
         "'diffusion_jax.examples.digits' stored, 'folder' requested; "
         "unet.cond_dim: 64 stored, 32 requested; unet.dropout: 0.0 stored, 0.5 requested): "
-        "choose another --workdir, or use the config of this workdir"
+        "choose another --workdir, or use the config of this workdir. To keep the state of this "
+        f"run, choose another --workdir with --continue_from={tmp_path}"
     )
     assert (tmp_path / "config.json").read_text() == before
 
@@ -72,22 +73,22 @@ def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
         ("data__threads", 4),
     ],
 )
-def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, field, value):
+def test_fields_that_do_not_affect_training_can_change(tmp_path, field, value):
     runs.claim(tmp_path, config())
     runs.claim(tmp_path, config(**{field: value}))
     complete = systems.complete(config(**{field: value}))
     assert stored(tmp_path) == json.loads(json.dumps({"version": versions.VERSION, **complete}))
 
 
-def test_a_run_of_an_earlier_version_continues_with_a_warning_about_its_noise(tmp_path, caplog):
+def test_a_run_of_an_earlier_version_continues_with_a_warning_about_noise(tmp_path, caplog):
     write(tmp_path, systems.complete(config()), version=versions.IMAGE_KEYS - 1)
-    for warned in (1, 1):  # The second start finds the present version.
+    for warned in (1, 1):  # At the second start, the stored version is current.
         runs.claim(tmp_path, config())
         assert caplog.text.count("the noise of each image comes from its own key") == warned
 
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
-def test_a_workdir_may_be_in_two_kinds_of_store(kind):
+def test_a_workdir_with_another_url_scheme_is_an_error(kind):
     with pytest.raises(
         ValueError, match=r"https://bucket/run cannot be written to: use a folder on disk, or gs://"
     ):
@@ -100,7 +101,7 @@ def test_only_the_first_process_writes_the_config(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_a_config_is_no_workdir(tmp_path):
+def test_loading_a_folder_without_a_config_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         runs.load(tmp_path)
     assert str(error.value) == (
@@ -109,7 +110,7 @@ def test_a_folder_without_a_config_is_no_workdir(tmp_path):
     )
 
 
-def test_fields_that_came_later_have_their_defaults_and_are_named_in_one_line(tmp_path, caplog):
+def test_fields_missing_in_an_old_config_get_defaults_and_are_logged(tmp_path, caplog):
     old = systems.complete(config())
     del old["step_timeout"], old["unet"]["kind"], old["evaluation"]
     write(tmp_path, old)
@@ -125,22 +126,22 @@ def test_fields_that_came_later_have_their_defaults_and_are_named_in_one_line(tm
 
 
 @pytest.mark.parametrize("module", [quickstart, sd_quickstart, sd_quickstart_vae])
-def test_a_config_without_a_version_says_its_system_by_its_groups(tmp_path, module):
+def test_the_system_of_a_config_without_a_version_follows_from_its_groups(tmp_path, module):
     c = module.get_config().to_dict()
     system = c.pop("system")
     write(tmp_path, c)
     assert runs.load(tmp_path)["system"] == system
-    runs.claim(tmp_path, module.get_config().to_dict())  # Yesterday's run goes on today.
+    runs.claim(tmp_path, module.get_config().to_dict())  # An old run can be continued.
     assert stored(tmp_path)["system"] == system
 
 
-def test_a_later_version_is_an_error(tmp_path):
+def test_a_config_of_a_later_version_is_an_error(tmp_path):
     write(tmp_path, config(), version=versions.VERSION + 1)
     with pytest.raises(ValueError, match=r"config has version \d+, but this code reads up to"):
         runs.load(tmp_path)
 
 
-def test_a_field_that_no_version_had_is_an_error_also_in_a_workdir(tmp_path):
+def test_an_unknown_field_in_a_stored_config_is_an_error(tmp_path):
     write(tmp_path, config() | {"sampelr": {}})
     with pytest.raises(ValueError, match=r"config\.json: unknown config field sampelr: did you"):
         runs.load(tmp_path)
@@ -148,7 +149,7 @@ def test_a_field_that_no_version_had_is_an_error_also_in_a_workdir(tmp_path):
 
 @pytest.fixture
 def changes(monkeypatch):
-    """Version 2 renamed two fields and removed two, of which one decided what weights mean."""
+    """Let version 2 rename two fields and remove two, one of which changes the model."""
     monkeypatch.setattr(versions, "VERSION", 2)
     monkeypatch.setattr(
         versions,
@@ -170,7 +171,7 @@ def old_config(gain):
     return c | {"timeout": 60, "version": 1}
 
 
-def test_renamed_and_removed_fields_go_through_the_table(tmp_path, changes):
+def test_renamed_and_removed_fields_of_old_configs_are_converted(tmp_path, changes):
     write(tmp_path, old_config(gain=1.0))
     loaded = runs.load(tmp_path)
     assert (loaded["unet"]["num_res_blocks"], loaded["step_timeout"]) == (1, 60)
@@ -178,14 +179,14 @@ def test_renamed_and_removed_fields_go_through_the_table(tmp_path, changes):
     assert stored(tmp_path)["version"] == 2
 
 
-def test_a_removed_field_that_decided_what_the_weights_mean_is_an_error(tmp_path, changes):
+def test_a_removed_field_that_changed_the_model_is_an_error(tmp_path, changes):
     write(tmp_path, old_config(gain=2.0))
     with pytest.raises(ValueError, match=r"unet\.gain is 2\.0, which this code no longer supports"):
         runs.load(tmp_path)
 
 
-def test_precomputed_embeddings_were_t5s(tmp_path):
-    """A run of version 1 goes on, and may name where its encoder is, which only new texts need."""
+def test_the_encoder_precomputed_of_version_1_is_read_as_t5(tmp_path):
+    """The run can be continued, with or without the path of T5's weights."""
     now = config(text__encoder="t5", data__source="folder", data__path="a", data__text="npy")
     old = {**now, "text": {**now["text"], "encoder": "precomputed"}, "version": 1}
     write(tmp_path, old)
@@ -202,7 +203,7 @@ def test_precomputed_embeddings_were_t5s(tmp_path):
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_the_digits_have_moved_out_of_the_table_of_sources(tmp_path, version):
+def test_the_source_digits_of_old_configs_is_read_under_its_new_name(tmp_path, version):
     now = config(data__mixture=[(1, "diffusion_jax.examples.digits", "digits", "txt")])
     mixture = [(1, "digits", "digits", "txt")]
     old = {**now, "data": {**now["data"], "source": "digits", "mixture": mixture}}
@@ -210,17 +211,17 @@ def test_the_digits_have_moved_out_of_the_table_of_sources(tmp_path, version):
     loaded = runs.load(tmp_path)["data"]
     assert loaded["source"] == "diffusion_jax.examples.digits"
     assert loaded["mixture"] == [[1, "diffusion_jax.examples.digits", "digits", "txt"]]
-    runs.claim(tmp_path, now)  # The run goes on.
+    runs.claim(tmp_path, now)  # The run can be continued.
     assert stored(tmp_path)["data"] == loaded
 
 
-def test_the_table_is_for_earlier_versions_alone(tmp_path, changes):
+def test_conversions_of_old_fields_do_not_apply_to_the_current_version(tmp_path, changes):
     write(tmp_path, old_config(gain=1.0), version=2)
     with pytest.raises(ValueError, match=r"unknown config field timeout"):
         runs.load(tmp_path)
 
 
-def test_a_run_of_another_system_is_one_line(tmp_path):
+def test_loading_a_run_of_another_system_is_a_one_line_error(tmp_path):
     runs.claim(tmp_path, config())
     with pytest.raises(ValueError) as error:
         runs.load(tmp_path, "sd_jax")
@@ -229,7 +230,7 @@ def test_a_run_of_another_system_is_one_line(tmp_path):
     )
 
 
-def test_a_prediction_of_an_earlier_version_is_read_under_its_present_name(tmp_path):
+def test_the_field_precond_of_old_configs_is_read_as_predicts(tmp_path):
     earlier = systems.complete(config())
     earlier["diffusion"] = {"precond": "flow"}
     write(tmp_path, earlier, version=4)

@@ -1,4 +1,4 @@
-"""Stable Diffusion's samplers: numbers of LDM, MLPerf, NeMo and diffusers, reproduced.
+"""Stable Diffusion's samplers against saved numbers of LDM, MLPerf, NeMo and diffusers.
 
 `sd_samplers.npz` holds whole trajectories' ends, recorded with the closed-form network `toy` in
 place of a UNet, as a predictor of eps and of v. Everything here goes through D(x, sigma).
@@ -23,7 +23,7 @@ PRECONDS = {"eps": precond.epsilon, "v": precond.velocity}
 
 
 def images(z):
-    """[..., C, H, W] to [..., H, W, C]."""
+    """Transpose [..., C, H, W] to [..., H, W, C]."""
     return jnp.moveaxis(jnp.asarray(z), -3, -1)
 
 
@@ -42,7 +42,7 @@ def denoiser(predicts, scale):
 
 
 def run(predicts, scale, times, sampler, draws=lambda i: 0.0):
-    """As LDM starts and ends: from N(0, 1) at the first time, to alpha * x at the last."""
+    """Start and end like LDM: from N(0, 1) at the first time, with alpha * x at the last."""
     sigmas = noise.sigma_at(TABLE, jnp.asarray(times, jnp.float32))
     x = images(CASES["xT"]) * jnp.sqrt(1 + sigmas[0] ** 2)
     sample = jax.jit(lambda x: sampler(denoiser(predicts, scale), x, sigmas, draws))
@@ -51,12 +51,12 @@ def run(predicts, scale, times, sampler, draws=lambda i: 0.0):
 
 def close(actual, name):
     expected = images(CASES[name])
-    # Measured: 2.6e-6 of the largest value after 500 steps, 1.2e-6 after up to 50.
+    # The error is 2.6e-6 of the largest value after 500 steps, and 1.2e-6 after up to 50.
     np.testing.assert_allclose(actual, expected, atol=5e-6 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", [name for name in INFO if "_ddim_" in name])
-def test_ddim(name):
+def test_ddim_matches_the_references(name):
     predicts, scale, eta, times = INFO[name]
     draws = (lambda i: images(CASES["eta1_noise"])[i]) if eta else lambda i: 0.0
     sampler = functools.partial(onestep.ddim, eta=eta)
@@ -64,15 +64,15 @@ def test_ddim(name):
 
 
 @pytest.mark.parametrize("name", [name for name in INFO if "_plms_" in name])
-def test_plms(name):
-    """Of v models a reference that takes eps from v; LDM's own code takes v for eps."""
+def test_plms_matches_the_references(name):
+    """For v models, the reference computes eps from v; LDM's code uses v as eps."""
     predicts, scale, _, times = INFO[name]
-    assert times[1] == times[2]  # The first step is taken twice.
+    assert times[1] == times[2]  # PLMS repeats its first step.
     close(run(predicts, scale, [times[0], *times[2:], 0], multistep.plms), name)
 
 
 @pytest.mark.parametrize("name", [name for name in INFO if "_dpm_" in name])
-def test_dpmpp_2m_at_times_between_steps(name):
+def test_dpmpp_2m_at_fractional_times_matches_the_references(name):
     predicts, scale, _, times = INFO[name]
     sampler = functools.partial(multistep.dpmpp_2m, steps=len(times))
     ours = grids.even_times(len(times))
@@ -80,14 +80,14 @@ def test_dpmpp_2m_at_times_between_steps(name):
     close(run(predicts, scale, ours, sampler), name)
 
 
-def test_diffusers_pndm_is_plms_and_its_ddim_ours():
+def test_plms_and_ddim_match_diffusers_pndm_and_ddim():
     times = grids.leading_times(50)
     close(run("eps", 2.5, times, multistep.plms), "diffusers_pndm_eps_50_cfg")
     close(run("eps", 2.5, times, onestep.ddim), "diffusers_ddim_eps_50_cfg")
     close(run("v", 2.5, times, onestep.ddim), "diffusers_ddim_v_50_cfg")
 
 
-def test_the_table_is_the_references():
+def test_the_noise_table_matches_the_references():
     abar = np.exp(2 * np.float64(TABLE))
-    # abar ends at 0.0047: float32 has its logarithm, -5.4, within 2.4e-7.
+    # abar ends at 0.0047, whose logarithm, -5.4, float32 holds within 2.4e-7.
     np.testing.assert_allclose(abar, CASES["alphas_cumprod"], rtol=3e-7)

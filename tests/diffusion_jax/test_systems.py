@@ -1,4 +1,4 @@
-"""Configs name their system; what a file omits has the defaults of that system's code."""
+"""Configs name their system, whose defaults complete them."""
 
 import sys
 
@@ -25,7 +25,7 @@ def get_config(steps="10"):
 
 
 def parse(monkeypatch, *arguments):
-    """The config of a command line, as the commands take it."""
+    """Parse a command line like the commands, and return its config."""
     values = flags.FlagValues()
     monkeypatch.setattr(sys, "argv", ["command", *arguments])
     holder = cli.define_config(flag_values=values)
@@ -40,7 +40,7 @@ def file(tmp_path):
     return path
 
 
-def test_a_short_file_makes_a_whole_config_that_the_command_line_changes(monkeypatch, file):
+def test_a_short_config_file_is_completed_and_changed_by_the_command_line(monkeypatch, file):
     c = parse(
         monkeypatch, f"--config={file}:20", "--config.data.max_aspect=1.5",
         "--config.unet.channel_mult=(1, 2)", "--config.sample_every=0", "--config.sampler.eta=1",
@@ -66,14 +66,14 @@ def test_a_short_file_makes_a_whole_config_that_the_command_line_changes(monkeyp
         ("c.vae = dict(width=8)", "unknown config field vae: choose from unet, text, diffusion"),
     ],
 )
-def test_a_mistake_in_a_file_is_named(monkeypatch, file, line, message):
+def test_a_mistake_in_a_config_file_is_an_error_that_names_it(monkeypatch, file, line, message):
     file.write_text(SMALLEST.replace("    return c", f"    {line}\n    return c"))
     with pytest.raises(flags.IllegalFlagValueError) as error:
         parse(monkeypatch, f"--config={file}")
     assert f"flag --config={file}: {message}" in str(error.value)
 
 
-def test_a_config_of_another_system_is_one_line():
+def test_reading_a_config_of_another_system_is_a_one_line_error():
     with pytest.raises(ValueError, match=r"imagen_jax, not sd_jax: it is for python -m imagen_"):
         systems.read(quickstart.get_config().to_dict(), "sd_jax")
     with pytest.raises(ValueError, match=r"sd_jax, not sd_jax\.vae: it is for python -m sd_ja"):
@@ -81,19 +81,20 @@ def test_a_config_of_another_system_is_one_line():
 
 
 class Sharper(unet.UNet):
-    """A UNet with one more option, all that it takes to have it everywhere."""
+    """A UNet with one more option."""
 
     sharpness: float = 0.5
 
 
-def test_an_option_of_a_unet_goes_from_file_and_flag_to_the_workdir_and_back(
-    monkeypatch, tmp_path, file
-):
+def test_an_added_unet_option_works_in_files_flags_and_workdirs(monkeypatch, tmp_path, file):
     before = parse(monkeypatch, f"--config={file}", "--config.sample_every=0").to_dict()
     runs.claim(tmp_path, before)
     monkeypatch.setitem(imagen_settings.UNETS, "unet", Sharper)
     loaded = imagen_settings.read_settings(runs.load(tmp_path)).unet
-    assert (type(loaded), loaded.sharpness) == (Sharper, 0.5)  # Yesterday's run has it too.
+    assert (type(loaded), loaded.sharpness) == (
+        Sharper,
+        0.5,
+    )  # A run without the option gets its default.
     flag = ("--config.sample_every=0", "--config.unet.sharpness=2")
     with pytest.raises(ValueError, match=r"unet\.sharpness: 0\.5 stored, 2\.0 requested"):
         runs.claim(tmp_path, parse(monkeypatch, f"--config={file}", *flag).to_dict())

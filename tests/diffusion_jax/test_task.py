@@ -1,4 +1,4 @@
-"""Pixels become numbers, and losses by noise level become metrics."""
+"""The range of pixels, and metrics of losses by noise level."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from diffusion_jax import task
 from diffusion_jax.logs import run_log
 
 
-def test_means_are_over_samples_and_empty_ranges_are_left_out():
-    # Added up over two steps, of which one had three samples in the first range, one a single one.
+def test_noise_level_means_average_over_samples_and_omit_empty_ranges():
+    # Sums over two steps with three samples and one sample in the first range.
     total = {
         "level_loss": np.array([3.0 + 5.0, 0, 1.5, 0, 2.0]),
         "level_count": np.array([3.0 + 1.0, 0, 3, 0, 1]),
@@ -21,14 +21,14 @@ def test_means_are_over_samples_and_empty_ranges_are_left_out():
     }
 
 
-def test_pixels_are_symmetric_or_as_mlperfs():
+def test_to_range_is_symmetric_by_default_or_unit_as_in_mlperf():
     images = np.array([0, 255, 51], np.uint8).reshape(1, 1, 3, 1)
     np.testing.assert_allclose(task.to_range(images).ravel(), [-1, 1, -0.6])
     np.testing.assert_allclose(task.to_range(images, "unit").ravel(), [0, 1, 0.2])
 
 
-def test_pixels_are_what_either_form_of_their_division_gives():
-    """x / 255 * 2 - 1 and x / 127.5 - 1 to the last bit, also compiled: once both were used."""
+def test_to_range_is_bit_for_bit_equal_to_dividing_by_127_5():
+    """Earlier versions used both x / 255 * 2 - 1 and x / 127.5 - 1."""
     images = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
     other = lambda images: jnp.asarray(images, jnp.float32) / 127.5 - 1
     np.testing.assert_array_equal(task.to_range(images), other(images))

@@ -1,6 +1,6 @@
-"""What precache and prepare make in a bucket: to the byte what they make in a folder.
+"""precache and prepare write the same bytes into a bucket as into a folder.
 
-Each work dies at every few objects that it writes, and goes on.
+Each job is killed after every few objects that it writes, and resumed.
 """
 
 import threading
@@ -32,18 +32,20 @@ def bucket(request, stores):
 
 
 class Killed(BaseException):
-    """As if the process had ended."""
+    """Raised in place of a kill."""
 
 
 def finish(work, writes):
-    """Calls it until it returns; after so many objects each call but the last is killed."""
+    """Call `work` until it returns. Each call is killed after this many writes."""
     for kills in range(100):
         left = writes
 
         def limited(write):
             def call(self, *args, **options):
                 nonlocal left
-                if threading.current_thread().name == "writer":  # Its heartbeat comes at any time.
+                if (
+                    threading.current_thread().name == "writer"
+                ):  # The lock's heartbeat can come at any time.
                     return write(self, *args, **options)
                 if not left:
                     raise Killed
@@ -63,13 +65,13 @@ def finish(work, writes):
 
 
 def contents(folder):
-    there = files.store_path(folder)
+    store = files.store_path(folder)
     paths = filter(lambda path: path.is_file(), folder.rglob("*"))
-    names = there.objects() if there else [str(path.relative_to(folder)) for path in paths]
+    names = store.objects() if store else [str(path.relative_to(folder)) for path in paths]
     return {name: (folder / name).read_bytes() for name in names}
 
 
-def test_a_store_of_texts(bucket, tmp_path, monkeypatch):
+def test_a_store_of_texts_in_a_bucket_matches_one_in_a_folder(bucket, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     weights = tiny_weights.t5_folder(tmp_path / "t5", width=64)
     texts = digits.seen_prompts()[:30]
@@ -100,7 +102,7 @@ def test_a_store_of_texts(bucket, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("format", reshard.FORMATS)
-def test_resharded_indexed_and_validated(bucket, tmp_path, format):
+def test_reshard_index_and_validate_in_a_bucket_match_a_folder(bucket, tmp_path, format):
     pictures = digits.write_examples(tmp_path / "pictures", 10, size=8)
     (pictures / "00003.png").write_bytes(b"GIF89a")
     records = Folder(pictures, uncaptioned="drop")
@@ -111,14 +113,16 @@ def test_resharded_indexed_and_validated(bucket, tmp_path, format):
     if format == "webdataset":
         counted = [index.index(str(place), "txt") for place in (bucket, tmp_path / "out")]
         assert counted[0] == counted[1] and counted[0]["records"] == 9
-        there, here = WebDataset(str(bucket)), WebDataset(tmp_path / "out")
-        assert [r.image for r in there.read(range(9))] == [r.image for r in here.read(range(9))]
+        in_bucket, in_folder = WebDataset(str(bucket)), WebDataset(tmp_path / "out")
+        assert [r.image for r in in_bucket.read(range(9))] == [
+            r.image for r in in_folder.read(range(9))
+        ]
         parts = bucket / "parts"
-        assert validate.validate(there, folder=parts) == validate.validate(here)
+        assert validate.validate(in_bucket, folder=parts) == validate.validate(in_folder)
         assert len(parts.objects()) > 1
 
 
-def test_merged(bucket, tmp_path):
+def test_merge_in_a_bucket_matches_a_folder(bucket, tmp_path):
     for name, suffix in (("images", "jpg"), ("embeddings", "npy")):
         (tmp_path / name).mkdir()
         for shard in range(3):
@@ -132,7 +136,7 @@ def test_merged(bucket, tmp_path):
     assert contents(bucket / "out") == contents(tmp_path / "out")
 
 
-def test_fetched(bucket, tmp_path):
+def test_fetch_into_a_bucket_downloads_and_verifies_files(bucket, tmp_path):
     (tmp_path / "a").write_bytes(b"123")
     (tmp_path / "b").write_bytes(b"45")
     urls = [f"file://{tmp_path}/{name}" for name in "ab"]

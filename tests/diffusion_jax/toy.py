@@ -1,6 +1,6 @@
-"""A whole system in miniature: what loop, drawing and commands are tested with in seconds.
+"""A tiny but complete system, for fast tests of the loop, drawing and commands.
 
-Two dense layers on 8x8 pixels, shifted by the mean of the text after a frozen projection; EDM.
+EDM with two dense layers on 8x8 pixels, shifted by the mean of the projected text.
 """
 
 import functools
@@ -23,7 +23,7 @@ EDM = precond.edm()
 
 
 def encode(frozen, batch):
-    """Hashed words as waves: compiles sooner than their random signs."""
+    """Encode hashed words as sinusoids, which compile faster than random signs."""
     waves = batch["text_ids"][..., None] * jnp.arange(1, WIDTH + 1, dtype=jnp.uint32)
     return jnp.sin(waves / 2.0**31 * jnp.pi) * 2**0.5, jnp.asarray(batch["text_mask"])
 
@@ -39,7 +39,7 @@ def classifier_free(denoise_both, scale):
 
 
 def task(encoder=ENCODER):
-    """The Task; its images are drawn with fresh noise in each of four steps."""
+    """Return the Task, whose sampler adds new noise in each of four steps."""
     shape = (SIZE, SIZE, 3)
     projection = jax.random.normal(jax.random.key(7), (encoder.width, encoder.width))
     frozen = {"text": encoder.frozen, "projection": {"kernel": projection / encoder.width**0.5}}
@@ -78,7 +78,7 @@ def task(encoder=ENCODER):
 
 
 def init(key, width=WIDTH):
-    """Random numbers everywhere, biases included."""
+    """Return random parameters, including biases."""
     pixels = SIZE * SIZE * 3
     shapes = {
         "pixels": {"kernel": (pixels, HIDDEN), "bias": (HIDDEN,)},
@@ -96,7 +96,7 @@ def init(key, width=WIDTH):
 
 
 def network(params, text):
-    """F(x, time | text)."""
+    """Return the function F(x, time) for a given text."""
 
     def apply(x, time):
         h = x.reshape(len(x), -1) @ params["pixels"]["kernel"] + params["pixels"]["bias"]

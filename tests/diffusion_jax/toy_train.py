@@ -1,4 +1,4 @@
-"""The training loop on the toy system, as a command, and a kill where it is asked for."""
+"""A command that trains the toy system, and kills itself in the requested phase."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ OPTIMIZER = Optimizer(
 
 
 def main():
-    """Trains, and ends as the systems' commands do."""
+    """Train, and end like the systems' commands."""
     cli.start()
     doomed = _KILL.value if jax.process_index() == _KILLED.value else ""
     if doomed:

@@ -1,12 +1,12 @@
-"""What a training step draws for each image, to compare losses with formulas of the papers."""
+"""The random numbers of each image in a training step, to compare losses with the papers."""
 
 import jax
 
-SIGMA, KEPT, OFFSET, SECOND_SIGMA, TARGET = range(1, 6)
+SIGMA, HAS_TEXT, OFFSET, SECOND_SIGMA, TARGET = range(1, 6)
 
 
 def keys_of(count, seed=3):
-    """One key for each image of a batch."""
+    """Return one key per image of a batch."""
     return jax.random.split(jax.random.key(seed), count)
 
 
@@ -16,10 +16,10 @@ def draw(keys, number, function):
 
 
 def normal(keys, number, *shape):
-    """Standard normal numbers of this shape for each image."""
+    """Return standard normal numbers of this shape for each image."""
     return draw(keys, number, lambda key: jax.random.normal(key, shape))
 
 
-def kept(keys, drop_prob):
-    """Which images keep their text."""
-    return draw(keys, KEPT, lambda key: jax.random.bernoulli(key, 1 - drop_prob))
+def has_text(keys, drop_prob):
+    """Return which images keep their text, a boolean per image."""
+    return draw(keys, HAS_TEXT, lambda key: jax.random.bernoulli(key, 1 - drop_prob))

@@ -38,7 +38,7 @@ TINY_EFFICIENT = {
 
 
 def random_weights(unet, text_width):
-    """A state dict whose every array matters: kernels keep variance, norms are near 1."""
+    """Return random weights: kernels keep the variance, and norms are near 1."""
     rng = np.random.default_rng(0)
     zeros = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, np.float32), nemo.abstract_params(unet, text_width)
@@ -56,7 +56,7 @@ def random_weights(unet, text_width):
 
 
 def random_case(config, *, size=None, text_width=40):
-    """A case in the oracles' format whose outputs are numpy's, in float64."""
+    """Return a case in the oracles' format, with outputs computed by numpy in float64."""
     unet = nemo.unet_from_config(config)
     height, width = size or (unet.image_size, unet.image_size)
     state, rng = random_weights(unet, text_width), np.random.default_rng(1)

@@ -1,7 +1,7 @@
-"""The commands, each run in a process of its own that starts in milliseconds.
+"""Run the commands in separate processes that start in milliseconds.
 
-They are forked from a server that has imported what takes long, but no command: so that flags,
-signals and exit codes are those of `python -m imagen_jax.NAME`.
+They are forked from a server that has imported slow packages, but no command. So flags,
+signals and exit codes are the same as with `python -m imagen_jax.NAME`.
 """
 
 import json
@@ -24,9 +24,9 @@ SLOW_IMPORTS = [
     "clu.metric_writers",
     "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
 ]  # fmt: skip
-# Unoptimised programs compile in half the time, and the tests' shapes are tiny. XLA's older code
-# generator halves that again; jaxlib 0.11 has it no more. Splitting a program for parallel
-# compilation costs a seventh more, and other workers use the other cores.
+# Programs without optimization compile in half the time. XLA's older code
+# generator, which jaxlib 0.11 lacks, halves it again. Parallel compilation would cost a seventh
+# more, and other workers use the other cores.
 FASTER = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -40,7 +40,7 @@ _server.set_forkserver_preload(SLOW_IMPORTS)
 
 
 class Ended(NamedTuple):
-    """A command that has ended."""
+    """The result of a command."""
 
     code: int | None
     out: str
@@ -50,7 +50,7 @@ class Ended(NamedTuple):
 def run(
     name: str, *arguments: str, devices: int = 8, before: Callable[[], None] | None = None
 ) -> Ended:
-    """Runs `python -m imagen_jax.NAME ARGUMENTS` to its end; or `python -m NAME`, with a dot."""
+    """Run `python -m imagen_jax.NAME ARGUMENTS`, or `python -m NAME` if NAME contains a dot."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")
         process = start(name, *arguments, devices=devices, outputs=outputs, before=before)
@@ -65,9 +65,9 @@ def start(
     outputs: tuple[pathlib.Path, pathlib.Path],
     before: Callable[[], None] | None = None,
 ) -> BaseProcess:
-    """The running process, which writes its stdout and stderr to `outputs`.
+    """Start a command, whose stdout and stderr are written to `outputs`.
 
-    It calls `before`, such as a partial of record_samples, before the command.
+    Its process calls `before` first, such as a partial of record_samples.
     """
     process = _server.Process(target=_command, args=(name, arguments, devices, outputs, before))
     process.start()
@@ -75,7 +75,7 @@ def start(
 
 
 def fork(function: Callable[..., None], *arguments: Any, devices: int = 1) -> BaseProcess:
-    """The running process of a function of a module, on so many CPU devices."""
+    """Start a process that calls a function of a module, with this number of CPU devices."""
     process = _server.Process(target=_call, args=(function, arguments, devices))
     process.start()
     return process
@@ -104,9 +104,9 @@ def call_once(run: Callable[[], Any], long: float) -> float:
 
 
 def record_samples(folder: pathlib.Path) -> None:
-    """Makes this process write which digits each batch that it takes holds, and its position.
+    """Let this process record the digits of each batch that it takes.
 
-    A line [samples taken, [indices of the last ones]] a batch, in a file of this process's number.
+    Each batch adds a line [samples taken, [indices in this batch]] to a file of this process.
     """
     from diffusion_jax.data import pipeline
     from diffusion_jax.examples.digits import rendering as digits
@@ -151,7 +151,7 @@ def _configure(devices):
     from diffusion_jax.devices import xla_flags
 
     os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
-    xla_flags.KNOWN += tuple(FASTER)  # They need no trial, which takes a second.
+    xla_flags.KNOWN += tuple(FASTER)  # Listing them as known avoids a trial, which takes a second.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

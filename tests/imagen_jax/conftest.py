@@ -1,4 +1,4 @@
-"""Tiny runs: trained in pieces and at once."""
+"""Fixtures: tiny runs, trained with and without interruptions."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from diffusion_jax.weights import restore
 from tests import shared
 from tests.imagen_jax import commands
 
-# The schedule is constant, so that the number of steps changes nothing of what a step does.
+# The schedule is constant, so that a step does not depend on the total number of steps.
 TINY = (
     "--config=configs/quickstart.py",
     "--config.unet.embed_dim=32",
@@ -35,7 +35,7 @@ SAMPLES = "taken"
 
 
 class Interrupted(NamedTuple):
-    """A run in four processes: to step 4, until SIGTERM, until SIGKILL, to `steps`."""
+    """A run in four processes: up to step 4, until SIGTERM, until SIGKILL, up to `steps`."""
 
     workdir: pathlib.Path
     steps: int
@@ -48,7 +48,7 @@ class Interrupted(NamedTuple):
 
 @pytest.fixture(scope="session")
 def interrupted(tmp_path_factory):
-    """One for all workers: for reading, or to be copied."""
+    """An interrupted run that all workers share. Tests may read or copy it."""
     folder = shared.folder(tmp_path_factory, "interrupted", _interrupt)
     ended = json.loads((folder / "ended.json").read_text())
     return Interrupted(folder / "run", *ended)
@@ -56,14 +56,14 @@ def interrupted(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory, interrupted):
-    """The workdir of the same run without interruption, for reading."""
+    """The workdir of the same run without interruption. Tests may only read it."""
     fill = functools.partial(_train_at_once, steps=interrupted.steps)
     return shared.folder(tmp_path_factory, "uninterrupted", fill)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """The workdir of a run of twelve steps, this worker's copy."""
+    """The workdir of a run of twelve steps, copied for this worker."""
     fill = functools.partial(_train_at_once, steps=12)
     folder = shared.folder(tmp_path_factory, "trained", fill)
     return shutil.copytree(folder, tmp_path_factory.mktemp("trained") / "run")
@@ -108,14 +108,14 @@ def _train(workdir, steps, save_every=2):
 
 
 def _prepare(samples, rehearse):
-    """Record the samples of this process, and spare it the rehearsal if an earlier one had it."""
+    """Record the samples of this process, and skip the rehearsal after the first process."""
     if not rehearse:
         commands.skip_rehearsal()
     commands.record_samples(samples)
 
 
 def _wait_for_step(workdir, step, process):
-    """Returns when the metrics hold this step; AssertionError if the process ends before."""
+    """Wait until the metrics contain this step. Fails if the process ends before."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         path = workdir / run_log.METRICS

@@ -1,7 +1,7 @@
-"""Imagen's UNets once more, in numpy and in NeMo's names and layouts (NCHW, OIHW).
+"""Imagen's UNets in numpy, with NeMo's names and layouts (NCHW, OIHW).
 
-A second derivation to hold the first against: slow, plain, in the precision of its weights. It
-reads the NeMo config as NeMo does, so it also knows the options' defaults.
+An independent, slow and plain implementation, in the precision of its weights. It
+reads the config like NeMo, including defaults.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ EFFICIENT_DEFAULTS = DEFAULTS | dict(
 
 
 def forward(config, weights, **inputs):
-    """The output, [B, 3, H, W], of the network that a NeMo config describes."""
+    """Return the output [B, 3, H, W] of the network that a NeMo config describes."""
     net = _Weights(weights)
     regular = config.get("unet_type", "base") != "sr"
     o = (DEFAULTS if regular else EFFICIENT_DEFAULTS) | config["unet"]
@@ -46,7 +46,7 @@ def forward(config, weights, **inputs):
 
 
 def _conditions(net, o, x, time, text_embed, text_mask, x_low_res=None, time_low_res=None):
-    """(the image and its low-res one, the embedding, the context, its mask)."""
+    """Return (image with low-res image, time embedding, context, mask of the context)."""
     text_mask = text_mask.astype(bool)
     e = time_embed(net / "time_embed", o, time)
     if time_low_res is not None:
@@ -129,7 +129,7 @@ def _regular(net, o, x, e, context, text_mask):
 
 
 class _Weights:
-    """A state dict under a prefix, which remembers what was read."""
+    """The part of a state dict under a prefix, which records which arrays were read."""
 
     def __init__(self, arrays, prefix="", read=None):
         self.arrays, self.prefix = arrays, prefix
@@ -160,7 +160,7 @@ def conv1x1(p, x):
 def conv(p, x, stride=1):
     w = p["weight"]
     k = w.shape[-1]
-    pad = (k - 1) // 2  # 1 for kernels of 3 and of 4.
+    pad = (k - 1) // 2  # 1 for kernels of size 3 and 4.
     x = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
     windows = np.lib.stride_tricks.sliding_window_view(x, (k, k), axis=(2, 3))
     y = np.tensordot(windows[:, :, ::stride, ::stride], w, ((1, 4, 5), (1, 2, 3)))
@@ -168,7 +168,7 @@ def conv(p, x, stride=1):
 
 
 def conv_transpose(p, x):
-    """Each input pixel is spread over the 4x4 output pixels around it (stride 2, padding 1)."""
+    """Transposed 4x4 convolution (stride 2, padding 1)."""
     w, (b, _, height, width) = p["weight"], x.shape
     out = np.zeros((b, w.shape[1], 2 * height + 2, 2 * width + 2), x.dtype)
     for i in range(4):
@@ -227,7 +227,7 @@ def text_vector(net, o, text, context):
 
 
 def res_branch(p, o, x, e, resize=lambda name, x: x, *, last):
-    """All of a residual block but its shortcut; `last` is the number of its second convolution."""
+    """A residual block without its shortcut. `last` is the number of its second convolution."""
     h = conv(p / "in_layers.2", resize("h_upd", silu(group_norm(p / "in_layers.0", x))))
     e = linear(p / "emb_layers.1", silu(e))[:, :, None, None]
     if o["scale_shift_norm"]:
@@ -259,7 +259,7 @@ def up(p, o, x, e):
 
 
 def weighted_mean(q, k, v, mask, head_dim):
-    """q [B, C, T], k and v [B, C, S], mask [B, S] -> [B, C, T]; 0 where no key takes part."""
+    """Attention: q [B, C, T], k and v [B, C, S], mask [B, S] -> [B, C, T]; 0 if no key is valid."""
     q, k, v = (a.reshape(len(a), -1, head_dim, a.shape[-1]) for a in (q, k, v))
     logits = np.einsum("bnct,bncs->bnts", q, k) / np.sqrt(head_dim)
     some = mask.any(-1)[:, None, None, None]
@@ -313,7 +313,7 @@ ATTENTION = {
 
 
 def bicubic(x, height, width):
-    """torch's bicubic enlargement, a pixel's 16 neighbours at a time."""
+    """Enlarge like torch's bicubic interpolation."""
     for axis, size in ((2, height), (3, width)):
         n = x.shape[axis]
         centre = (np.arange(size) + 0.5) * n / size - 0.5

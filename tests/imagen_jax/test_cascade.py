@@ -1,4 +1,4 @@
-"""Two models in a row, by the command and by the function, and what does not fit together."""
+"""Cascades of two models: the command, the function, and errors."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ SR = ("--config=configs/quickstart_sr.py", *TINY[1:], "--config.steps=2")
 
 @pytest.fixture(scope="module")
 def enlarger(tmp_path_factory):
-    """A super-resolution model after two steps, which enlarges 16 to 64."""
+    """A super-resolution model (16 to 64 pixels) after two steps."""
     workdir = tmp_path_factory.mktemp("enlarger")
     arguments = (*SR, f"--workdir={workdir}", "--config.sample_every=2")
     ended = commands.run("train", *arguments, devices=1, before=commands.skip_rehearsal)
@@ -42,7 +42,7 @@ def picture(path):
 
 @pytest.fixture(scope="module")
 def drawn(trained, enlarger, tmp_path_factory):
-    """One image of each of three prompts, two at a time in the second stage."""
+    """One image per prompt, drawn two at a time in the second stage."""
     out = tmp_path_factory.mktemp("drawn")
     stages = (f"--workdir={trained}", f"--workdir={enlarger}")
     prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
@@ -52,14 +52,14 @@ def drawn(trained, enlarger, tmp_path_factory):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_training_draws_enlarged_pictures_of_the_data_on_the_way(enlarger):
+def test_training_a_super_resolution_model_draws_enlarged_pictures(enlarger):
     (sheet,) = (enlarger / "samples").iterdir()
     assert picture(sheet).std() > 20
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_last_stage_makes_the_picture_and_each_stage_has_its_settings(drawn, trained, enlarger):
+def test_a_cascade_draws_the_last_size_and_records_settings_of_each_stage(drawn, trained, enlarger):
     _, lines, images = drawn
     assert [image.shape for image in images] == [(64, 64, 3)] * 3
     base, larger = lines[2]["stages"]
@@ -71,7 +71,7 @@ def test_the_last_stage_makes_the_picture_and_each_stage_has_its_settings(drawn,
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_smaller_pictures_are_the_first_stages(drawn, trained, tmp_path):
+def test_the_smaller_pictures_of_a_cascade_match_the_first_stage_alone(drawn, trained, tmp_path):
     out, lines, _ = drawn
     assert [line["smaller"] for line in lines] == [[f"seed_00000{i}_16.png"] for i in range(3)]
     prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
@@ -82,7 +82,7 @@ def test_the_smaller_pictures_are_the_first_stages(drawn, trained, tmp_path):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_function_draws_what_the_command_drew_in_another_batch(drawn, trained, enlarger):
+def test_cascade_draw_matches_the_sample_command(drawn, trained, enlarger):
     _, _, images = drawn
     choices = [choose(guidance=3.0, steps=2), choose(guidance=1.5, steps=3)]
     stages = cascade.load([trained, enlarger], choices)
@@ -91,7 +91,7 @@ def test_the_function_draws_what_the_command_drew_in_another_batch(drawn, traine
     np.testing.assert_allclose(large.astype(int), images[1:], atol=2)
 
 
-def test_larger_pictures_are_fewer_at_once_on_each_of_eight_devices():
+def test_default_batch_sizes_decrease_with_the_image_size():
     models = (base64_500m, sr256_600m, sr1024_600m)
     read = lambda model: read_settings(model.get_config().to_dict())
     stages = [Model("", read(model), *[None] * 4, 0) for model in models]
@@ -100,7 +100,7 @@ def test_larger_pictures_are_fewer_at_once_on_each_of_eight_devices():
 
 
 @pytest.mark.slow
-def test_a_picture_is_drawn_over_through_both_stages(trained, enlarger, tmp_path):
+def test_a_cascade_draws_over_a_picture_in_both_stages(trained, enlarger, tmp_path):
     blocks = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     pixels = blocks.repeat(4, 0).repeat(4, 1)
     mask = np.zeros((64, 64), np.uint8)
@@ -108,27 +108,31 @@ def test_a_picture_is_drawn_over_through_both_stages(trained, enlarger, tmp_path
     for name, array in (("a.png", pixels), ("mask.png", mask)):
         Image.fromarray(array).save(tmp_path / name)
     stages = (f"--workdir={trained}", f"--workdir={enlarger}", f"--prompt={PROMPTS[0]}")
-    given = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
+    edit_flags = (
+        f"--image={tmp_path / 'a.png'}",
+        f"--mask={tmp_path / 'mask.png'}",
+        "--strength=1",
+    )
     out = tmp_path / "out"
-    lines, (large,) = draw(out, *stages, *given, "--guidance=1", "--steps=2", "--all_sizes")
-    np.testing.assert_array_equal(large[32:], pixels[32:])  # To the last pixel.
+    lines, (large,) = draw(out, *stages, *edit_flags, "--guidance=1", "--steps=2", "--all_sizes")
+    np.testing.assert_array_equal(large[32:], pixels[32:])  # Masked-out pixels are exact.
     assert np.abs(large[:32] - pixels[:32]).mean() > 20
     small = picture(out / lines[0]["smaller"][0])
-    error = np.abs(small - blocks)  # The picture was resized by a softer filter.
+    error = np.abs(small - blocks)  # The filter that reduced the picture blurs it.
     assert error[8:].mean() < 25 and error[:8].mean() > 50, (error[8:].mean(), error[:8].mean())
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_later_stage_starts_from_pictures_on_disk(trained, drawn, enlarger, tmp_path):
-    """Which are rounded to whole grey levels, so the result is close but not the same."""
+def test_a_later_stage_can_start_from_pictures_on_disk(trained, drawn, enlarger, tmp_path):
+    """Pictures are rounded to 8 bits, so the result is close but not equal."""
     out, lines, images = drawn
     first = out / lines[0]["smaller"][0]
     arguments = (f"--low_res={first}", f"--prompt={PROMPTS[0]}", "--guidance=1.5", "--steps=3")
     again, (larger,) = draw(tmp_path, f"--workdir={enlarger}", *arguments)
     assert (again[0]["low_res"], len(again[0]["stages"])) == (str(first), 1)
     same, other = (np.abs(larger - image).mean() for image in images[:2])
-    # How far the others are depends on the steps of the first stage, which are of a random number.
+    # The distance to other pictures varies, because the first stage has a random number of steps.
     assert same < 0.5 and other > 20 * same, (same, other)
     both = imagen_jax.load(trained, enlarger)
     assert both.enlarger == (1, 16) and imagen_jax.load(trained).enlarger is None
@@ -158,20 +162,20 @@ def test_a_later_stage_starts_from_pictures_on_disk(trained, drawn, enlarger, tm
         ("base other", (), "{other}"),
     ],
 )
-def test_what_does_not_fit_is_one_line(
+def test_stages_that_do_not_fit_together_are_one_line_errors(
     trained, enlarger, drawn, tmp_path, stages, arguments, message
 ):
     names = {"base": trained, "larger": enlarger, "other": tmp_path / "other"}
     names |= {"large": drawn[0] / "seed_000000.png", "small": drawn[0] / "seed_000000_16.png"}
-    if "other" in stages:  # The checkpoint of another architecture.
+    if "other" in stages:  # A checkpoint of another architecture.
         shutil.copytree(enlarger, names["other"])
         config = json.loads((enlarger / "config.json").read_text())
         config["unet"]["embed_dim"] = 64
         (names["other"] / "config.json").write_text(json.dumps(config))
-    given = [f"--workdir={names[name]}" for name in stages.split()]
+    workdirs = [f"--workdir={names[name]}" for name in stages.split()]
     out = tmp_path / "out"
     arguments = [argument.format(**names) for argument in arguments]
-    ended = commands.run("sample", f"--out={out}", *given, "--prompt=a red one", *arguments)
+    ended = commands.run("sample", f"--out={out}", *workdirs, "--prompt=a red one", *arguments)
     assert ended.code == 2, ended.err
     assert message.format(**names) in ended.err
     assert "Traceback" not in ended.err and not out.exists()

@@ -1,4 +1,4 @@
-"""Every shipped config of Imagen: it reads, and has the parameters that its docstring states."""
+"""Every shipped config of Imagen is valid and has the stated number of parameters."""
 
 import functools
 import importlib
@@ -43,7 +43,7 @@ SMALL = {
     "emoji64_transformer": 9_132_224,
 }
 SAME = {"base64_500m_ddpm": "base64_500m", "base64_500m_online": "base64_500m"}
-OTHERS = ("__init__", "sd", "mine")  # No config, those of Stable Diffusion, what start writes.
+OTHERS = ("__init__", "sd", "mine")  # Not configs of Imagen, or written by start.
 CONFIGS = sorted(
     path.stem for path in (ROOT / "configs").glob("*.py") if not path.stem.startswith(OTHERS)
 )
@@ -57,19 +57,19 @@ def shipped(name):
 
 @functools.cache
 def number_of_parameters(network, width):
-    """Count the parameters of a network from their shapes: nothing is computed."""
+    """Count the parameters of a network from their shapes, without computing them."""
     init = lambda key: network.init(key, **example_inputs(network, width))
     return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0))))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_reads_and_has_the_parameters_that_its_docstring_states(name):
+def test_every_config_is_valid_and_has_the_stated_number_of_parameters(name):
     module, s = shipped(name)
     if name.startswith("quickstart"):
         return
     model = SAME.get(name, name)
     exact = (EXACT | SMALL)[model]
-    if model in test_nemo.FULL:  # test_nemo.py counts the parameters of NeMo's network.
+    if model in test_nemo.FULL:  # test_nemo.py counts the parameters of NeMo's networks.
         config, parameters = test_nemo.FULL[model]
         assert s.unet.copy(dtype=jnp.float32) == nemo.unet_from_config(config)
         assert (s.text.width, parameters) == (1024, exact)
@@ -78,7 +78,7 @@ def test_every_config_reads_and_has_the_parameters_that_its_docstring_states(nam
     assert f"{exact:,}" in module.__doc__
 
 
-def test_what_the_super_resolution_configs_draw():
+def test_configs_have_the_expected_sizes_sampling_steps_and_guidance():
     sizes = {}
     for name in EXACT:
         s = shipped(name)[1]
@@ -89,7 +89,7 @@ def test_what_the_super_resolution_configs_draw():
     assert set(sizes.values()) == {(256, 64, 256, 20, 8.0)}
 
 
-def test_every_part_of_the_2b_state_has_a_place_on_eight_devices():
+def test_the_train_state_of_the_2b_model_is_fully_sharded_by_fsdp():
     s = read_settings(base64_2b.get_config().to_dict())
     imagen = task.make_task(s, lookup.open_encoder(s.text, embedded=True))
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
@@ -99,5 +99,5 @@ def test_every_part_of_the_2b_state_has_a_place_on_eight_devices():
     here = lambda leaf, place: int(np.prod(place.shard_shape(leaf.shape)))
     total = sum(leaf.size for leaf in jax.tree.leaves(state))
     on_one = sum(jax.tree.leaves(jax.tree.map(here, state, places)))
-    assert total > 4 * 2_171_162_116  # Parameters, one average, two moments.
-    assert total / 4 < on_one < 1.002 * total / 4  # Biases and scales alone are whole.
+    assert total > 4 * 2_171_162_116  # Parameters, an average, and two moments.
+    assert total / 4 < on_one < 1.002 * total / 4  # Only biases and scales are replicated.

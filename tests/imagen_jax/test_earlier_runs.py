@@ -1,8 +1,8 @@
-"""Runs outlive the code: workdirs that earlier commits of this repository trained, used by today's.
+"""Workdirs trained by earlier commits of this repository still work.
 
-tests/fixtures/earlier_runs holds config.json and the checkpoint of step 2 of each, named after the
-commit; sd_vae is the autoencoder of both Stable Diffusions, of commit 603860d. Their numbers are a
-pattern that packs well, in place of those that the two steps gave.
+tests/fixtures/earlier_runs holds the config.json and the checkpoint of step 2 of each, named by
+commit. sd_vae, from commit 603860d, is the autoencoder of both Stable Diffusion runs. The trained
+numbers are replaced by a pattern that compresses well.
 """
 
 import json
@@ -26,7 +26,7 @@ from sd_jax import task as sd_task
 from tests.imagen_jax import commands
 
 PACKED = pathlib.Path(__file__).parents[1] / "fixtures" / "earlier_runs"
-# Fields that came after a commit, some of them.
+# Some of the fields that were added after each commit.
 LATER = {
     "imagen_a87890b": ("text.weights", "super_resolution.factor", "unet.kind", "step_timeout"),
     "imagen_de86e1f": ("step_timeout",),
@@ -45,14 +45,14 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory):
-    """The folder of all runs, with a config file NAME.py that says of each what it says itself."""
+    """The folder of all runs, with a config file NAME.py that matches each run."""
     folder = tmp_path_factory.mktemp("earlier")
     for packed in PACKED.iterdir():
         with tarfile.open(packed) as tar:
             tar.extractall(folder, filter="data")
         name = packed.name.partition(".")[0]
         (folder / f"{name}.py").write_text(CONFIG.format(workdir=str(folder / name)))
-    for run in folder.glob("sd_*/config.json"):  # The commits' commands ran in this folder.
+    for run in folder.glob("sd_*/config.json"):  # The earlier commands ran in this folder.
         config = json.loads(run.read_text())
         if config["vae"]["weights"]:
             config["vae"]["weights"] = str(folder / config["vae"]["weights"])
@@ -61,12 +61,12 @@ def earlier(tmp_path_factory):
 
 
 def gate(*values):
-    """Return a case of the gate: the oldest run of each system shows the most."""
+    """Return a parameter with the mark `gate`, for the oldest run of each system."""
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.gate])
 
 
 def slow(*values):
-    """Return a case of `-m slow`."""
+    """Return a parameter with the mark `slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -81,7 +81,7 @@ def system_of(name):
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_what_came_later_is_said_in_one_line(earlier, name, caplog):
+def test_fields_added_since_an_earlier_run_are_logged_in_one_line(earlier, name, caplog):
     with caplog.at_level("INFO", logger="absl"):
         config = runs.load(earlier / name, system_of(name))
     (line,) = [record.getMessage() for record in caplog.records if "earlier" in record.getMessage()]
@@ -91,8 +91,8 @@ def test_what_came_later_is_said_in_one_line(earlier, name, caplog):
 
 
 @pytest.mark.parametrize("name", [*LATER, "imagen_sr_8374cec"])
-def test_its_checkpoint_is_a_state_of_todays_training(earlier, name):
-    """Parameters, averages and optimizer, of which drawing and training read all."""
+def test_the_checkpoint_of_an_earlier_run_restores_as_a_current_train_state(earlier, name):
+    """It contains parameters, averages and the optimizer, which drawing and training read."""
     config = runs.load(earlier / name, system_of(name))
     if system_of(name) == "imagen_jax":
         s = imagen_settings.read_settings(config)
@@ -114,7 +114,7 @@ def test_its_checkpoint_is_a_state_of_todays_training(earlier, name):
 @pytest.mark.parametrize(
     "name", [gate("imagen_a87890b"), slow("imagen_cc541fd"), gate("sd_603860d"), slow("sd_cc541fd")]
 )
-def test_it_is_drawn_from(earlier, name, tmp_path):
+def test_sample_draws_from_an_earlier_run(earlier, name, tmp_path):
     err = run(
         f"{system_of(name)}.sample", f"--workdir={earlier / name}", "--prompt=a red seven",
         "--num_images=2", f"--out={tmp_path}",
@@ -123,7 +123,7 @@ def test_it_is_drawn_from(earlier, name, tmp_path):
 
 
 @pytest.mark.slow
-def test_its_cascade_is_drawn_from(earlier, tmp_path):
+def test_sample_draws_from_a_cascade_of_earlier_runs(earlier, tmp_path):
     run(
         "imagen_jax.sample", f"--workdir={earlier / 'imagen_de86e1f'}",
         f"--workdir={earlier / 'imagen_sr_8374cec'}", "--prompt=a red seven", "--num_images=1",
@@ -133,7 +133,7 @@ def test_its_cascade_is_drawn_from(earlier, tmp_path):
 
 
 @pytest.mark.parametrize("name", [gate("imagen_a87890b"), slow("sd_603860d")])
-def test_it_is_evaluated(earlier, name):
+def test_evaluate_scores_an_earlier_run(earlier, name):
     run(
         f"{system_of(name)}.evaluate", f"--workdir={earlier / name}", "--guidance=2", "--steps=1",
         "--num_heldout=1", "--batch_size=64",
@@ -151,7 +151,7 @@ def test_it_is_evaluated(earlier, name):
         gate("sd_603860d", "sd_jax.train"),
     ],
 )
-def test_its_training_goes_on(earlier, name, module):
+def test_train_continues_an_earlier_run(earlier, name, module):
     workdir = earlier / name
     run(
         module, f"--config={earlier / name}.py", f"--workdir={workdir}", "--config.steps=3",
@@ -162,7 +162,7 @@ def test_its_training_goes_on(earlier, name, module):
     assert (config["version"], config["system"][:2]) == (versions.VERSION, name[:2])
 
 
-def test_another_systems_run_is_one_line(earlier):
+def test_sampling_a_run_of_another_system_is_a_one_line_error(earlier):
     ended = commands.run(
         "sd_jax.sample", f"--workdir={earlier / 'imagen_cc541fd'}", "--prompt=a", "--out=nowhere"
     )

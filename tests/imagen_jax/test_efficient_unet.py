@@ -1,6 +1,6 @@
-"""The EfficientUNet's initialisation, precision, memory, sizes of image, and what it refuses.
+"""The EfficientUNet's initialization, precision, memory, image sizes, and errors.
 
-Its numbers are compared with the reference's and with numpy's in tests/parity/test_imagen.py.
+tests/parity/test_imagen.py compares its outputs with the reference and with numpy.
 """
 
 import functools
@@ -24,7 +24,7 @@ SMALL = dict(
     head_dim=16,
 )
 
-# Tiny programs compile longer than they run.
+# Compiling tiny programs takes longer than running them.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -50,7 +50,7 @@ def inputs(size=8, low=2):
     )
 
 
-def test_a_fresh_one_is_zero_only_at_the_end_of_each_block():
+def test_a_new_efficient_unet_is_zero_only_in_the_last_layer_of_each_block():
     unet = EfficientUNet(**SMALL, attention="stacked")
     init = lambda key: unet.init(key, **example_inputs(unet, 32))
     leaves = jax.tree.leaves_with_path(jit(init)(jax.random.key(0))["params"])
@@ -61,7 +61,7 @@ def test_a_fresh_one_is_zero_only_at_the_end_of_each_block():
     attention = {
         f"{side}_1_attn/{p}out" for side in ("down", "up") for p in ("", "self/", "cross/")
     }
-    assert zero == res | attention  # Not out_conv, unlike the other UNet's.
+    assert zero == res | attention  # Without out_conv, unlike the other UNet.
     for path in ("out_conv", "down_0_0_res/skip", "down_0_resample", "up_0_resample"):
         kernel = flat[f"{path}/kernel"]
         limit = (kernel.size / kernel.shape[-1]) ** -0.5  # U(-1, 1) / sqrt(fan in).
@@ -69,39 +69,39 @@ def test_a_fresh_one_is_zero_only_at_the_end_of_each_block():
 
 
 @pytest.mark.slow
-def test_remat_gives_the_same_gradient_from_less_memory():
-    params, given = random_params(EfficientUNet(**SMALL)), inputs()
+def test_remat_does_not_change_the_gradient():
+    params, arguments = random_params(EfficientUNet(**SMALL)), inputs()
 
     def loss(x, remat):
         unet = EfficientUNet(**SMALL, remat=remat)
-        return (unet.apply(params, **given | {"x": x}) ** 2).sum()
+        return (unet.apply(params, **arguments | {"x": x}) ** 2).sum()
 
-    kept, again = (jit(jax.grad(loss), static_argnums=1)(given["x"], r) for r in (False, True))
-    assert np.abs(kept).max() > 0.1
-    np.testing.assert_allclose(again, kept, rtol=1e-4, atol=1e-4)
-    jaxprs = [str(jax.make_jaxpr(loss, static_argnums=1)(given["x"], r)) for r in (False, True)]
+    plain, again = (jit(jax.grad(loss), static_argnums=1)(arguments["x"], r) for r in (False, True))
+    assert np.abs(plain).max() > 0.1
+    np.testing.assert_allclose(again, plain, rtol=1e-4, atol=1e-4)
+    jaxprs = [str(jax.make_jaxpr(loss, static_argnums=1)(arguments["x"], r)) for r in (False, True)]
     remats = [len(re.findall(r"\b(?:remat2?|checkpoint)\[", jaxpr)) for jaxpr in jaxprs]
-    assert remats == [0, 4 + 2]  # Four residual blocks, two of attention.
+    assert remats == [0, 4 + 2]  # Four residual blocks and two attention blocks.
 
 
-def test_bfloat16_computes_near_float32_on_images_of_another_size():
+def test_bfloat16_is_within_3_percent_of_float32_at_another_image_size():
     unet = EfficientUNet(**SMALL, attention="cross")
-    params, given = random_params(unet), inputs(size=16, low=4)
-    low = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **given)
-    exact = jit(unet.apply)(params, **given)
+    params, arguments = random_params(unet), inputs(size=16, low=4)
+    low = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **arguments)
+    exact = jit(unet.apply)(params, **arguments)
     assert low.dtype == jnp.float32 and low.shape == (2, 16, 16, 3)
     error = np.sqrt(np.mean((low - exact) ** 2) / np.mean(exact**2))
     assert 1e-4 < error < 0.03, error
 
 
-def test_what_is_not_given_is_an_error():
-    unet, given = EfficientUNet(**SMALL, noise_aug=True), inputs()
+def test_a_missing_low_res_image_or_time_is_an_error():
+    unet, arguments = EfficientUNet(**SMALL, noise_aug=True), inputs()
     init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0))
     with pytest.raises(ValueError, match="must be called with the argument low_res_time"):
-        init(**given)
-    del given["low_res"]
+        init(**arguments)
+    del arguments["low_res"]
     with pytest.raises(ValueError, match="low_res=True must be called with the argument"):
-        init(**given, low_res_time=given["time"])
+        init(**arguments, low_res_time=arguments["time"])
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_what_is_not_given_is_an_error():
         (dict(text_pooling="max"), "unet.text_pooling is 'max': choose from attention, mean"),
     ],
 )
-def test_fields_that_do_not_go_together_say_why(changes, message):
+def test_inconsistent_fields_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check(EfficientUNet(**SMALL | changes), 32)
 
 
-def test_attention_to_text_needs_one_that_32_groups_divide():
+def test_text_attention_requires_a_text_width_divisible_by_32():
     with pytest.raises(ValueError, match=r"text\.width is 40, but with unet\.attention='fused' an"):
         check(EfficientUNet(**SMALL), 40)
     check(EfficientUNet(**SMALL, attention="self"), 40)

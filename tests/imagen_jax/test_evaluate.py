@@ -1,4 +1,4 @@
-"""The evaluation command: its table, its pictures, and that they are the model's."""
+"""The evaluation command: its table, its pictures and its scores."""
 
 import base64
 import csv
@@ -31,7 +31,7 @@ def evaluated(trained):
         return folder, list(csv.DictReader(file)), ended.err
 
 
-def test_the_table_has_a_row_a_scale_with_its_card(evaluated, trained):
+def test_evaluate_writes_a_row_and_a_card_per_guidance_scale(evaluated, trained):
     folder, rows, _ = evaluated
     step = load_model(trained).step
     assert folder.name == f"step_{step:08}"
@@ -54,8 +54,8 @@ def test_the_table_has_a_row_a_scale_with_its_card(evaluated, trained):
     assert len(card["weights"]) == 64 and len(card["prompts"]) == len(card["model"]) == 16
 
 
-def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
-    """Drawn here again, in one batch of another size."""
+def test_the_scores_match_a_judge_on_images_drawn_again(evaluated, trained):
+    """The images are drawn again in one larger batch."""
     _, rows, _ = evaluated
     model = load_model(trained)
     prompts = digits.seen_prompts() + digits.heldout_prompts()
@@ -69,7 +69,7 @@ def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
     assert 0 < paper < 1
 
 
-def test_the_scores_are_in_the_metrics_and_in_the_log(evaluated):
+def test_the_scores_are_in_metrics_jsonl_tensorboard_and_the_log(evaluated):
     folder, rows, err = evaluated
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["guidance"] for line in lines] == [1, 3]
@@ -90,7 +90,7 @@ def test_the_scores_are_in_the_metrics_and_in_the_log(evaluated):
     assert "290/290 images | " in err
 
 
-def test_curve_and_sheet_are_pictures(evaluated):
+def test_evaluate_writes_pictures_of_the_curve_and_the_sheets(evaluated):
     for name in ("curve.png", "guidance_1.png", "guidance_3.png"):
         picture = np.asarray(Image.open(evaluated[0] / name).convert("L"))
         assert min(picture.shape) > 300
@@ -105,12 +105,12 @@ def test_curve_and_sheet_are_pictures(evaluated):
         ("--checkpoint=1", "no checkpoint of step 1"),
     ],
 )
-def test_a_mistake_is_one_line(trained, argument, message):
+def test_invalid_evaluate_arguments_are_one_line_errors(trained, argument, message):
     ended = commands.run("evaluate", f"--workdir={trained}", argument)
     assert (ended.code, message in ended.err) == (2, True), ended.err
 
 
-def test_started_again_it_draws_nothing_and_gives_the_same_table(evaluated, trained):
+def test_evaluating_again_draws_nothing_and_writes_the_same_table(evaluated, trained):
     folder, _, _ = evaluated
     before = (folder / "sweep.csv").read_bytes()
     arguments = (f"--workdir={trained}", "--guidance=1,3", "--num_heldout=1", "--batch_size=64")
@@ -120,7 +120,7 @@ def test_started_again_it_draws_nothing_and_gives_the_same_table(evaluated, trai
     assert (folder / "sweep.csv").read_bytes() == before
 
 
-def test_the_page_shows_the_sweep_and_the_training(evaluated, trained):
+def test_report_html_shows_the_sweep_and_the_training(evaluated, trained):
     text = (trained / "report.html").read_text()
     page = json.loads(re.findall('id="kept">(.*)</script>', text)[0])
     (one,), (run,) = page["/api/sweeps"]["sweeps"], page["/api/training"]["runs"]

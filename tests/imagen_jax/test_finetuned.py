@@ -1,4 +1,4 @@
-"""The config with which start fine-tunes the model that comes with the project."""
+"""The configs with which `start` fine-tunes the shipped model."""
 
 import jax
 import pytest
@@ -9,7 +9,7 @@ from imagen_jax import start
 
 
 @pytest.mark.parametrize(("method", "rank"), [(finetuned.LORA, 8), (finetuned.FULL, 0)])
-def test_a_fine_tuning_config_suits_the_weights(method, rank):
+def test_a_fine_tuning_config_matches_the_shipped_weights(method, rank):
     new = start.candidates()[0].stages[0]
     candidate = finetuned.candidate(start.SHIPPED, new, method)
     (stage,) = candidate.stages
@@ -25,8 +25,8 @@ def test_a_fine_tuning_config_suits_the_weights(method, rank):
     assert candidate.image_size == theirs.unet.image_size
 
 
-def test_every_model_that_start_offers_predicts_the_image():
-    """EDM's last steps leave what a small network has not learned as grain in the picture."""
+def test_every_model_offered_by_start_predicts_x0_or_flow():
+    """With EDM's prediction, the errors of a small network remain visible as grain."""
     bases = {stage.base for candidate in start.candidates() for stage in candidate.stages}
     for base in bases:
         assert written.config(base, {})["diffusion"]["predicts"] in ("x0", "flow"), base

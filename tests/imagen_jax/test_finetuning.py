@@ -1,4 +1,4 @@
-"""Ten pictures of a new word, by the commands: prior, LoRA, drawing, and drawing over pictures."""
+"""Fine-tuning on ten pictures of a new word: prior, LoRA, drawing, editing."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def draw(out, *arguments):
 
 @pytest.fixture(scope="module")
 def adapting(trained, tmp_path_factory):
-    """A run of LoRA on `trained` with what that drew before as its prior, in two commands."""
+    """A LoRA run on `trained`, with pictures drawn by `trained` as prior, in two starts."""
     folder = tmp_path_factory.mktemp("finetuning")
     (code,) = re.findall(r"```python\n((?:(?!```).)*ten_pink.*?)```", GUIDE.read_text(), re.S)
     with contextlib.chdir(folder):
@@ -51,14 +51,14 @@ def adapting(trained, tmp_path_factory):
         f"--config.data.path={folder / 'ten_pink'}", f"--config.data.prior={folder / 'before'}",
         "--config.lora.rank=2", f"--workdir={folder / 'run'}", "--config.save_every=2",
     )  # fmt: skip
-    told = run("train", *arguments, "--config.steps=2").out
+    printed = run("train", *arguments, "--config.steps=2").out
     run("train", *arguments, "--config.steps=4")
-    return folder / "run", told
+    return folder / "run", printed
 
 
-def test_the_rehearsal_and_the_checkpoints_know_the_factors_alone(adapting, trained):
-    workdir, told = adapting
-    assert "parameters     640 trained" in told and " frozen" in told
+def test_rehearsal_and_checkpoints_of_a_lora_contain_only_its_factors(adapting, trained):
+    workdir, printed = adapting
+    assert "parameters     640 trained" in printed and " frozen" in printed
     assert restore.steps(workdir / runs.CHECKPOINTS)[-1] == 4
     size = lambda run, step: sum(
         file.stat().st_size for file in (run / runs.CHECKPOINTS / step).rglob("*")
@@ -68,18 +68,21 @@ def test_the_rehearsal_and_the_checkpoints_know_the_factors_alone(adapting, trai
     )
 
 
-def test_scale_0_draws_as_the_base_and_1_otherwise(adapting, trained, tmp_path):
+def test_lora_scale_0_draws_like_the_base_model(adapting, trained, tmp_path):
     _, base = draw(tmp_path / "base", f"--workdir={trained}")
     lines, without = draw(tmp_path / "0", f"--workdir={adapting[0]}", "--lora_scale=0")
     _, with_it = draw(tmp_path / "100", f"--workdir={adapting[0]}", "--lora_scale=100")
     np.testing.assert_array_equal(without, base)
     (stage,) = lines[0]["stages"]
     assert np.abs(with_it - base).max() > 0 and stage["checkpoint"] == 4
-    kept = json.loads((adapting[0] / finetune.BASE).read_text())["fingerprint"]
-    assert (stage["lora_scale"], stage["base"]) == (0, kept)  # A sweep's features are of these.
+    fingerprint = json.loads((adapting[0] / finetune.BASE).read_text())["fingerprint"]
+    assert (stage["lora_scale"], stage["base"]) == (
+        0,
+        fingerprint,
+    )  # Stored features of a sweep depend on them.
 
 
-def test_what_is_adapted_may_move(adapting):
+def test_the_weights_that_a_lora_adapts_can_be_moved(adapting):
     config = runs.load(adapting[0])
     config["unet"]["weights"] = "elsewhere"
     runs.claim(adapting[0], config, write=False)
@@ -88,7 +91,7 @@ def test_what_is_adapted_may_move(adapting):
         runs.claim(adapting[0], config, write=False)
 
 
-def test_another_base_is_refused(adapting, tmp_path):
+def test_a_lora_with_another_base_model_is_an_error(adapting, tmp_path):
     workdir = adapting[0]
     other = tmp_path / "other"
     run("train", *TINY, f"--workdir={other}", "--config.steps=1", "--config.seed=7")
@@ -100,14 +103,18 @@ def test_another_base_is_refused(adapting, tmp_path):
     assert ended.code == 2 and message in ended.err
 
 
-def test_black_of_a_mask_stays(trained, tmp_path):
+def test_sample_keeps_black_parts_of_a_mask(trained, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     mask = np.zeros((16, 16), np.uint8)
     mask[:8] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
-    given = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
-    lines, drawn = draw(tmp_path / "out", f"--workdir={trained}", *given)
+    edit_flags = (
+        f"--image={tmp_path / 'a.png'}",
+        f"--mask={tmp_path / 'mask.png'}",
+        "--strength=1",
+    )
+    lines, drawn = draw(tmp_path / "out", f"--workdir={trained}", *edit_flags)
     np.testing.assert_array_equal(drawn[:, 8:], np.broadcast_to(pixels[8:], drawn[:, 8:].shape))
     assert np.abs(drawn[:, :8] - pixels[:8]).max() > 20
     assert lines[0]["strength"] == [1.0] and lines[0]["mask"] == str(tmp_path / "mask.png")

@@ -1,4 +1,4 @@
-"""The training command: killed and continued bit for bit."""
+"""The training command: killed and resumed bit for bit."""
 
 import json
 import re
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 
 class Position:
-    """Where a checkpoint's data iterator stands."""
+    """A data iterator that only has a position."""
 
     def get_state(self):
         raise NotImplementedError
@@ -33,7 +33,7 @@ class Position:
 
 
 def last_state(workdir):
-    """Everything that the last checkpoint holds."""
+    """Return the state and the data position of the last checkpoint."""
     s = read_settings(runs.load(workdir))
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     imagen = task.make_task(s, lookup.open_encoder(s.text))
@@ -45,17 +45,17 @@ def last_state(workdir):
     return state, position.state
 
 
-def test_a_run_to_step_4_ends_there_with_a_checkpoint(interrupted):
+def test_a_run_of_4_steps_ends_with_a_checkpoint_of_step_4(interrupted):
     assert interrupted.exit_codes[0] == 0
     assert (interrupted.last_line[0], interrupted.last_whole[0]) == (4, 4)
 
 
-def test_sigterm_saves_the_step_it_came_at_and_exits_with_143(interrupted):
+def test_sigterm_saves_the_current_step_and_exits_with_143(interrupted):
     assert interrupted.exit_codes[1] == 143
     assert interrupted.last_whole[1] == interrupted.last_line[1] >= 9
 
 
-def test_sigkill_leaves_a_whole_checkpoint_of_a_step_before(interrupted):
+def test_sigkill_leaves_a_complete_checkpoint_of_an_earlier_step(interrupted):
     assert interrupted.exit_codes[2:] == [-9, 0]
     for i in (2, 3):
         assert (
@@ -63,8 +63,8 @@ def test_sigkill_leaves_a_whole_checkpoint_of_a_step_before(interrupted):
         )
 
 
-def test_tensorboard_has_every_line_of_the_metrics_once(interrupted):
-    """And the config, as hparams."""
+def test_tensorboard_has_every_logged_step_once_and_the_config(interrupted):
+    """The config is stored as hparams."""
     lines = run_log.read_metrics(interrupted.workdir / run_log.METRICS)
     folder = interrupted.workdir / events.FOLDER
     shown = {"loss", *(name for name in lines[0] if name.startswith("loss/sigma_"))}
@@ -78,13 +78,13 @@ def test_tensorboard_has_every_line_of_the_metrics_once(interrupted):
     )  # fmt: skip
 
 
-def test_each_process_continued_from_the_last_whole_checkpoint(interrupted):
+def test_each_process_resumed_from_the_last_complete_checkpoint(interrupted):
     manifest = json.loads((interrupted.workdir / run_log.MANIFEST).read_text())
     firsts = [run["first_step"] for run in manifest["runs"]]
     assert firsts == [0, *interrupted.last_whole[:-1]]
 
 
-def test_four_processes_end_where_one_does_bit_for_bit(interrupted, uninterrupted):
+def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(interrupted, uninterrupted):
     actual, position = last_state(interrupted.workdir)
     expected, expected_position = last_state(uninterrupted)
     assert int(expected.step) == interrupted.steps
@@ -94,13 +94,13 @@ def test_four_processes_end_where_one_does_bit_for_bit(interrupted, uninterrupte
 
 
 def taken(workdir):
-    """What each process took: {samples taken: the indices of the last eight}."""
+    """Return for each process {samples taken: the indices in the last batch}."""
     paths = sorted((workdir / SAMPLES).glob("*.jsonl"))
     lines = [path.read_text().rpartition("\n")[0].splitlines() for path in paths]
     return [dict(map(json.loads, process)) for process in lines]
 
 
-def test_their_samples_are_those_of_one_process_in_one_order(interrupted, uninterrupted):
+def test_an_interrupted_run_takes_the_same_samples_in_the_same_order(interrupted, uninterrupted):
     (expected,) = taken(uninterrupted)
     assert list(expected) == list(range(8, 8 * interrupted.steps + 1, 8))
     processes, sequence = taken(interrupted.workdir), {}
@@ -109,13 +109,13 @@ def test_their_samples_are_those_of_one_process_in_one_order(interrupted, uninte
         assert list(process) == [8 * (first + 1 + i) for i in range(len(process))]
         sequence |= process
     assert {step: sequence[step] for step in expected} == expected
-    # The same data as read in order: nothing twice within an epoch.
+    # No sample occurs twice within an epoch.
     ids = [i for step in expected.values() for i in step]
     assert len(set(ids)) == len(ids) == 8 * interrupted.steps
 
 
-def test_every_step_of_theirs_saw_the_same_pictures_and_noise(interrupted, uninterrupted):
-    """Each loss depends on the pictures, the noise and the parameters of its step."""
+def test_every_step_of_an_interrupted_run_has_the_same_loss(interrupted, uninterrupted):
+    """A loss depends on the pictures, the noise and the parameters of its step."""
     lines = [
         run_log.read_metrics(path / run_log.METRICS)
         for path in (interrupted.workdir, uninterrupted)
@@ -125,7 +125,7 @@ def test_every_step_of_theirs_saw_the_same_pictures_and_noise(interrupted, unint
     assert [step for step, *_ in losses[1]] == list(range(1, interrupted.steps + 1))
 
 
-def test_a_replayed_step_has_the_bits_of_the_log_and_writes_beside_the_run(interrupted, tmp_path):
+def test_replay_reproduces_the_logged_step_bit_for_bit(interrupted, tmp_path):
     run = shutil.copytree(interrupted.workdir, tmp_path / "run")
     ended = commands.run("replay", f"--workdir={run}", f"--step={interrupted.steps}", devices=1)
     assert ended.code == 0, ended.err

@@ -1,7 +1,7 @@
-"""The paths of NeMo's users, whole and by the real commands: from T5's pickles to a curve.
+"""Complete workflows of NeMo's users with the real commands: from T5 embeddings to a curve.
 
-The published configs, made small by flags, with a tiny T5 whose embeddings, in NeMo's pickles, lie
-in tars of their own.
+The published configs are reduced by flags. A tiny T5's embeddings, in NeMo's pickles, are stored
+in separate tars.
 """
 
 import csv
@@ -70,7 +70,7 @@ def pixels(folder):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """t5/, a T5; images/, tars with captions; merged/, the same with NeMo's embeddings by it."""
+    """A folder: t5/ (a T5), images/ (tars with captions), merged/ (tars with embeddings)."""
     root = tmp_path_factory.mktemp("journey")
     weights = tiny_weights.t5_folder(root / "t5", width=64)
     (root / "images").mkdir()
@@ -100,7 +100,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(root):
-    """base64_500m's run on the arrays, which opened no encoder."""
+    """A run of base64_500m on stored embeddings, without a text encoder."""
     run("train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'base'}")
     return root / "base"
 
@@ -115,8 +115,8 @@ def losses(workdir):
     return np.array([line["loss"] for line in run_log.read_metrics(workdir / run_log.METRICS)])
 
 
-def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_path):
-    """A workdir as the config leaves it: nothing is read of checkpoints before."""
+def test_drawing_and_evaluating_without_the_text_encoder_is_an_error(tmp_path):
+    """The error occurs before any checkpoint is read."""
     runs.claim(tmp_path, base64_500m.get_config().to_dict())
     message = (
         r"of training were made by 't5', and new texts need the same encoder.*--text_weights=FOLDER"
@@ -127,7 +127,7 @@ def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_pat
         evaluate.open_subject([str(tmp_path)])
 
 
-def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch):
+def test_scores_during_training_require_the_text_encoder(tmp_path, monkeypatch):
     digits.write_examples(tmp_path, 2, size=16)
     for path in tmp_path.glob("*.txt"):
         np.save(path.with_suffix(".npy"), np.ones((3, 64), np.float32))
@@ -135,7 +135,7 @@ def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch
     c.text.update(TEXT)
     c.data.update(source="folder", path=str(tmp_path))
     c.evaluation.every, c.batch_size = 8, 8
-    scorer = scorers.Scorer(["a prompt"], {})  # Without judges, which take seconds to open.
+    scorer = scorers.Scorer(["a prompt"], {})  # Without judges, which take seconds to load.
     monkeypatch.setattr(scorers, "open_scorer", lambda *_: scorer)
     s = read_settings(c.to_dict())
     inputs = train.prepare(s, sharding.make_mesh())
@@ -145,8 +145,8 @@ def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_arrays_a_store_and_the_encoder_itself_train_the_same(root, base):
-    """Losses of equal weights, images and noise, and the pictures that the trained models draw."""
+def test_embeddings_from_files_a_store_or_the_encoder_train_equally(root, base):
+    """Compare losses with equal weights, images and noise, and pictures drawn by the models."""
     captions = f"--config.data.path={root / 'images'}", "--config.data.text=txt"
     weights, store = f"--config.text.weights={root / 't5'}", f"--config.text.store={root / 'store'}"
     prompts = f"--config.prompts=('{PROMPT}',)"
@@ -172,7 +172,7 @@ def test_arrays_a_store_and_the_encoder_itself_train_the_same(root, base):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_cascade_is_prompted_scored_and_drawn_as_a_curve(root, base, enlarger):
+def test_a_cascade_trained_on_embeddings_is_sampled_and_evaluated(root, base, enlarger):
     both = f"--workdir={base}", f"--workdir={enlarger}", f"--text_weights={root / 't5'}"
     run("sample", *both, f"--prompt={PROMPT}", "--num_images=2", f"--out={root / 'prompted'}")
     encoder = t5.encoder(root / "t5", **TEXT)
@@ -201,7 +201,7 @@ def test_a_cascade_is_prompted_scored_and_drawn_as_a_curve(root, base, enlarger)
 
 
 @pytest.mark.slow
-def test_a_model_on_arrays_is_scored_on_the_way_and_shows_the_prompts(root):
+def test_training_on_embeddings_with_scores_and_sample_sheets(root):
     clip = tiny_weights.clip_folder(root / "clip2", "open_clip")
     run(
         "train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'scored'}",
@@ -218,7 +218,7 @@ def test_a_model_on_arrays_is_scored_on_the_way_and_shows_the_prompts(root):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_checkpoint_of_nemos_is_proved_prompted_and_trained_on(root):
+def test_a_nemo_checkpoint_is_converted_sampled_and_fine_tuned(root):
     c = base64_500m.get_config()
     c.unet.update(
         image_size=16, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
@@ -237,15 +237,21 @@ def test_a_checkpoint_of_nemos_is_proved_prompted_and_trained_on(root):
     out = f"--out={root / 'none'}"
     for name, more in (("sample", [f"--prompt={PROMPT}", out]), ("evaluate", [])):
         assert "--text_weights=FOLDER" in refused(name, f"--workdir={workdir}", *more)
-    given = f"--text_weights={root / 't5'}"
-    run("sample", f"--workdir={workdir}", given, f"--prompt={PROMPT}", f"--out={root / 'p_nemo'}")
+    weights_flag = f"--text_weights={root / 't5'}"
+    run(
+        "sample",
+        f"--workdir={workdir}",
+        weights_flag,
+        f"--prompt={PROMPT}",
+        f"--out={root / 'p_nemo'}",
+    )
     assert np.std(pixels(root / "p_nemo")) > 1
     run("train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={workdir}")
     assert np.isfinite(losses(workdir)).all()
 
 
 def judges(root):
-    """Statistics of real pictures, and a stand-in for Inception's weights, in files."""
+    """Write statistics of real pictures, and stand-in weights for Inception."""
     safetensors.numpy.save_file(standin.state(), root / "inception.safetensors")
     digits.write_examples(root / "real", 8, size=64)
     run(

@@ -1,7 +1,7 @@
-"""The UNet that keeps magnitudes: against the authors' code, and by what it promises.
+"""The magnitude-preserving UNet: against the authors' code, and its invariants.
 
-tests/fixtures/edm2_unet.npz holds what NVlabs/edm2's UNet (commit 4bf8162) gives for CONFIG with
-`random_params`: outputs, gradients, and the losses of four steps of torch's Adam.
+tests/fixtures/edm2_unet.npz was written by NVlabs/edm2's UNet (commit 4bf8162) for CONFIG with
+`random_params`. It holds outputs, gradients, and the losses of four steps of torch's Adam.
 """
 
 import functools
@@ -36,19 +36,19 @@ CONFIG = dict(
     attention="self",
     head_dim=8,
 )
-# Tiny programs compile longer than they run.
+# Compiling tiny programs takes longer than running them.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "edm2_unet.npz"
 
 
 def flat(tree):
-    """{"params/mid_0/conv1/unit_kernel": array, ...}."""
+    """Return {"params/mid_0/conv1/unit_kernel": array, ...}."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): a for p, a in leaves}
 
 
 def random_params(unet):
-    """Normal numbers in every parameter, of a length that is not 1, each from its own name."""
+    """Return normal random numbers for every parameter, seeded by its name, with length != 1."""
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -59,7 +59,7 @@ def random_params(unet):
     return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(init, jax.random.key(0)))
 
 
-def given(size=8, tokens=3):
+def example(size=8, tokens=3):
     rng = np.random.default_rng(5)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     mask = jnp.arange(tokens) < jnp.array([[tokens], [1]])
@@ -74,12 +74,12 @@ def authors():
 
 
 def text_of(authors):
-    """One token an image, of zeros in the second: its text was dropped."""
+    """Return one token per image. The second image's token is 0, like a dropped text."""
     text = jnp.asarray(authors["text"])
     return dict(text=text, text_mask=jnp.ones(text.shape[:2], bool))
 
 
-def test_the_output_and_its_gradients_are_the_authors(authors):
+def test_output_and_gradients_match_the_authors_code(authors):
     unet = MagnitudeUNet(**CONFIG)
     x, time, text = jnp.asarray(authors["x"]), jnp.asarray(authors["time"]), text_of(authors)
 
@@ -90,21 +90,21 @@ def test_the_output_and_its_gradients_are_the_authors(authors):
     gradient = jit(jax.grad(product, argnums=(0, 1), has_aux=True))
     (d_params, dx), y = gradient(random_params(unet), x)
     np.testing.assert_allclose(y, authors["y"], rtol=1e-5, atol=1e-5)
-    # Sums of some hundred products: float32 leaves 1e-6 of the largest.
+    # Sums of some hundred products, with float32 errors of 1e-6 of the largest.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
     close(dx, authors["dx"], atol=1e-4)
     leaves = flat(d_params)
     assert {f"grad/{name}" for name in leaves} == {n for n in authors if n.startswith("grad/")}
     for name, ours in leaves.items():
         theirs, ours = authors[f"grad/{name}"], np.asarray(ours)
-        if theirs.shape != ours.shape:  # Of large ones the sums and a few numbers are kept.
+        if theirs.shape != ours.shape:  # Large gradients are stored as sums and a few numbers.
             ours = np.array([ours.sum(), np.abs(ours).sum(), *ours.ravel()[:4]])
         close(ours, theirs, atol=2e-5 * max(1, np.abs(theirs).max()), err_msg=name)
 
 
 @pytest.fixture(scope="module")
 def trained(authors):
-    """The states and losses of four steps as the authors' fixture has them."""
+    """Return the states and losses of the same four steps as in the fixture."""
     unet = MagnitudeUNet(**CONFIG)
 
     def loss(params, frozen, batch, key):
@@ -122,7 +122,7 @@ def trained(authors):
     )
     tx = optimizer.make_optimizer(settings, 4)
     step = jit(state.make_train_step(loss, tx, (0.5,), clip=np.inf))
-    # The authors' layers normalise in the first pass what ours are made with.
+    # The authors' layers normalize weights in the first pass, ours at initialization.
     now = state.init_state(magnitude.forced(random_params(unet)), tx, (0.5,))
     batch = {**{k: jnp.asarray(authors[k]) for k in ("x", "time", "target")}, **text_of(authors)}
     states, losses = [now], []
@@ -133,18 +133,18 @@ def trained(authors):
     return states, losses, functools.partial(step, batch=batch, key=jax.random.key(0))
 
 
-def test_steps_of_forced_weights_at_an_inverse_root_rate_are_the_authors(trained, authors):
+def test_losses_of_four_training_steps_match_the_authors_code(trained, authors):
     _, losses, _ = trained
     np.testing.assert_allclose(losses, authors["losses"], rtol=2e-5)
 
 
 def magnitudes(params):
-    """The magnitude of every output's weights."""
+    """Return the magnitude of the weights of every output channel."""
     units = {k: np.asarray(a) for k, a in flat(params).items() if k.endswith(magnitude.UNIT)}
     return {k: np.sqrt((a**2).mean(axis=tuple(range(a.ndim - 1)))) for k, a in units.items()}
 
 
-def test_every_weight_stays_at_magnitude_1_in_training_and_only_weights_are_forced(trained):
+def test_training_keeps_weights_at_magnitude_1_and_trains_gains_freely(trained):
     states, *_ = trained
     for now in states:
         for name, lengths in magnitudes(now.params).items():
@@ -152,21 +152,21 @@ def test_every_weight_stays_at_magnitude_1_in_training_and_only_weights_are_forc
     gains = [flat(now.params)["params/out_gain"] for now in states]
     assert len({float(gain) for gain in gains}) == 5 and abs(float(gains[-1]) - 1) > 0.01
     first, last = (flat(now.params)["params/mid_0/conv1/unit_kernel"] for now in states[::4])
-    assert np.abs(first - last).max() > 0.05  # They turn.
+    assert np.abs(first - last).max() > 0.05  # The direction of weights changes.
 
 
-def test_an_average_is_shorter_than_its_weights_and_computes_as_its_direction(trained):
+def test_an_average_has_magnitudes_below_1_and_equal_outputs_when_normalized(trained):
     states, *_ = trained
     unet, average = MagnitudeUNet(**CONFIG), states[-1].ema["0.5"]
     lengths = np.concatenate([a.ravel() for a in magnitudes(average).values()])
     assert lengths.max() < 1.0001 and lengths.min() < 0.9995
-    apply = jit(lambda params: unet.apply(params, **given()))
+    apply = jit(lambda params: unet.apply(params, **example()))
     np.testing.assert_allclose(
         apply(average), apply(magnitude.forced(average)), rtol=2e-3, atol=2e-3
-    )  # The 1e-4 that is added to lengths counts for a little more in short ones.
+    )  # The 1e-4 added to lengths has more effect on short ones.
 
 
-def test_a_step_that_is_not_finite_leaves_the_weights(trained):
+def test_a_step_that_is_not_finite_does_not_change_the_weights(trained):
     states, _, step = trained
     batch = {**step.keywords["batch"], "target": jnp.nan * step.keywords["batch"]["target"]}
     after, metrics = step(states[1], (), batch=batch)
@@ -175,11 +175,11 @@ def test_a_step_that_is_not_finite_leaves_the_weights(trained):
 
 
 def test_activations_keep_magnitude_1_through_every_block():
-    """Gains as at the start, but for the output's, which is 0 then and 1 here."""
+    """All gains have their initial values, except that the output gain is 1 instead of 0."""
     unet = MagnitudeUNet(**CONFIG | dict(embed_dim=64, channel_mult=(1, 1)))
     params = jit(lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)))(jax.random.key(0))
     apply = jit(
-        lambda params: unet.apply(params, **given(), capture_intermediates=True, mutable=True)
+        lambda params: unet.apply(params, **example(), capture_intermediates=True, mutable=True)
     )
     assert float(jnp.abs(apply(params)[0]).max()) == 0
     params["params"]["out_gain"] = jnp.ones(())
@@ -192,7 +192,7 @@ def test_activations_keep_magnitude_1_through_every_block():
     }
     assert len(outputs) == 14
     for name, value in outputs.items():
-        assert 0.75 < value < 1.15, (name, value)  # Attention's means are shorter than its values.
+        assert 0.75 < value < 1.15, (name, value)  # Averaging in attention reduces magnitudes.
     assert 0.75 < rms(y) < 1.15
 
 
@@ -203,7 +203,7 @@ def softmax_attention(q, k, v):
 
 
 @pytest.mark.parametrize("kind", ["fused", "cross"])
-def test_attention_to_text_is_that_of_unit_queries_keys_and_values(kind):
+def test_text_attention_matches_numpy_with_normalized_queries_keys_and_values(kind):
     rng, unit = np.random.default_rng(0), lambda a: a / np.sqrt((a**2).mean(-1, keepdims=True))
     x, context = rng.normal(size=(1, 2, 3, 8)), rng.normal(size=(1, 5, 4))
     mask, emb = np.array([[True, False, True, True, False]]), np.zeros((1, 4))
@@ -229,21 +229,21 @@ def test_attention_to_text_is_that_of_unit_queries_keys_and_values(kind):
     out = softmax_attention(q, k, v).reshape(6, 8) @ (out / np.sqrt((out**2).sum(0)))
     expected = (0.7 * h + 0.3 * out) / np.sqrt(0.7**2 + 0.3**2)
     actual = np.asarray(block.apply({"params": params}, *args)[0]).reshape(6, 8)
-    np.testing.assert_allclose(actual, expected, atol=2e-3)  # 1e-4 is added to each length.
+    np.testing.assert_allclose(actual, expected, atol=2e-3)  # The layer adds 1e-4 to each length.
 
 
 @pytest.fixture(scope="module")
 def large():
-    """A super-resolution model with every option, as a function of its inputs."""
+    """Return a super-resolution model with all options: (unet, params, function, inputs)."""
     unet = MagnitudeUNet(**CONFIG | dict(attention="fused", low_res=True, noise_aug=True, patch=2,
                                          image_size=16))  # fmt: skip
     params = random_params(unet)
-    rest = dict(low_res=given(4)["x"], low_res_time=jnp.array([0.3, -0.2]))
+    rest = dict(low_res=example(4)["x"], low_res_time=jnp.array([0.3, -0.2]))
     apply = jit(lambda inputs: unet.apply(params, **inputs))
-    return unet, params, apply, {**given(16), **rest}
+    return unet, params, apply, {**example(16), **rest}
 
 
-def test_each_input_of_a_super_resolution_model_counts_and_masked_tokens_do_not(large):
+def test_the_output_depends_on_every_input_but_not_on_masked_tokens(large):
     _, _, apply, inputs = large
     y = apply(inputs)
     assert y.shape == (2, 16, 16, 3)
@@ -258,13 +258,15 @@ def test_each_input_of_a_super_resolution_model_counts_and_masked_tokens_do_not(
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_remat_and_bfloat16_compute_the_same(large):
+def test_remat_matches_the_gradient_and_bfloat16_the_output(large):
     unet, params, apply, inputs = large
     product = lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()
     again = unet.copy(remat=True, remat_keeps="products")
-    kept, redone = (jit(jax.grad(product), static_argnums=1)(inputs["x"], u) for u in (unet, again))
-    np.testing.assert_allclose(redone, kept, rtol=1e-3, atol=1e-5)
-    assert np.abs(kept).max() > 1e-3
+    plain, redone = (
+        jit(jax.grad(product), static_argnums=1)(inputs["x"], u) for u in (unet, again)
+    )
+    np.testing.assert_allclose(redone, plain, rtol=1e-3, atol=1e-5)
+    assert np.abs(plain).max() > 1e-3
     y = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
     exact = apply(inputs)
     error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
@@ -272,9 +274,9 @@ def test_remat_and_bfloat16_compute_the_same(large):
 
 
 def test_a_dropped_text_has_finite_gradients():
-    """Zeros have no direction, and a root no gradient at 0."""
+    """A zero vector cannot be normalized, and sqrt has no gradient at 0."""
     unet = MagnitudeUNet(**CONFIG | dict(attention="cross", channel_mult=(1,), image_size=4))
-    inputs = given(4)
+    inputs = example(4)
     inputs["text"] = jnp.zeros_like(inputs["text"])
     gradient = jit(jax.grad(lambda p: unet.apply(p, **inputs).sum()))(random_params(unet))
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
@@ -293,7 +295,7 @@ def test_a_dropped_text_has_finite_gradients():
         (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit unet.dtype and heads"),
     ],
 )
-def test_fields_that_do_not_go_together_say_why(changes, message):
+def test_inconsistent_fields_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MagnitudeUNet(**CONFIG | changes).check()
     MagnitudeUNet(**CONFIG).check()
@@ -314,7 +316,7 @@ def run(name, *arguments, code=0, devices=1):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_run_is_trained_continued_drawn_and_scored(tmp_path):
+def test_a_magnitude_unet_is_trained_resumed_sampled_and_evaluated(tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     run("train", *TINY, f"--workdir={whole}", "--config.steps=4")
     run("train", *TINY, f"--workdir={parted}", "--config.steps=2")
@@ -342,7 +344,7 @@ def test_a_run_is_trained_continued_drawn_and_scored(tmp_path):
     assert "NeMo has no MagnitudeUNet: only models whose unet.kind is 'unet'" in ended.err
 
 
-def test_the_planner_knows_its_parameters_and_averages():
+def test_the_planner_counts_the_parameters_of_a_magnitude_unet():
     model = planned.read(quickstart_mp.get_config().to_dict())
     assert planned.parameters(model) == 2_139_590
     assert set(model.state.ema) == {"0.999"}

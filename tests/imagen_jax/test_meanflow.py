@@ -1,4 +1,4 @@
-"""MeanFlow in a task of each system: the paper's loss with jax.jvp, and one step of sampling."""
+"""MeanFlow in both systems: the paper's loss computed with jax.jvp, and sampling."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ METHOD = "meanflow(omega={omega}, kappa={kappa}, every=1)"
 
 
 def network(params, x, time, text, text_mask=None):
-    """Each input counts, and each place in the text."""
+    """A network that depends on every input, and on the order of the text."""
     places = jnp.arange(1.0, 1 + text.shape[1])[:, None]
     seen = jnp.sin(time / 3) + (text * places).mean((1, 2))
     return jnp.tanh(params["x"] * x + params["seen"] * seen[:, None, None, None])
@@ -33,7 +33,7 @@ each = lambda c: c[:, None, None, None]
 
 
 def velocity(params, z, t, h, text):
-    """u of a network that predicts the flow: its time is the log-SNR, its last token h."""
+    """The mean velocity if the network predicts flow: time is log-SNR, and the last token is h."""
     half = jnp.exp(-np.log(10_000) * jnp.arange(text.shape[-1] // 2) / (text.shape[-1] // 2))
     angles = 1000 * h[:, None] * half
     token = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1)[:, None]
@@ -55,8 +55,8 @@ def papers_loss(params, x0, eps, sigmas, keep, text, empty, omega, kappa):
     return (error / jax.lax.stop_gradient(error + 0.01)).mean()
 
 
-def check(made, frozen, batch, keys, inputs, guidance):
-    gradient = jax.value_and_grad(made.loss, has_aux=True)
+def check(training_task, frozen, batch, keys, inputs, guidance):
+    gradient = jax.value_and_grad(training_task.loss, has_aux=True)
     (loss, metrics), grads = gradient(PARAMS, frozen, batch, keys)
     expected, expected_grads = jax.value_and_grad(papers_loss)(PARAMS, *inputs, *guidance)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -66,7 +66,7 @@ def check(made, frozen, batch, keys, inputs, guidance):
 
 
 @pytest.mark.parametrize("guidance", [(1.0, 0.0), (2.0, 0.0), (0.4, 0.8)])
-def test_imagens_loss_is_the_papers(guidance):
+def test_imagens_meanflow_loss_matches_the_paper(guidance):
     omega, kappa = guidance
     s = imagen.settings(
         diffusion__predicts="flow", diffusion__noise="logit_normal",
@@ -74,22 +74,22 @@ def test_imagens_loss_is_the_papers(guidance):
     )  # fmt: skip
     encoder = lookup.open_encoder(s.text)
     batch, keys = imagen.a_batch(encoder), training_noise.keys_of(4)
-    made = task.make_task(imagen.with_network(s, network), encoder)
+    training_task = task.make_task(imagen.with_network(s, network), encoder)
     eps = training_noise.normal(keys, 0, 8 * 8 * 3).reshape(4, 8, 8, 3)
-    sigmas, keep = two_levels(keys), training_noise.kept(keys, 0.5)
+    sigmas, keep = two_levels(keys), training_noise.has_text(keys, 0.5)
     assert 0 < keep.sum() < 4
     inputs = batch["image"] / 127.5 - 1, eps, sigmas, keep, encoder.encode((), batch)[0], 0.0
-    check(made, {"text": ()}, batch, keys, inputs, guidance)
+    check(training_task, {"text": ()}, batch, keys, inputs, guidance)
 
 
 def two_levels(keys):
-    """The noise levels at the ends of the images' intervals of time."""
+    """Return the noise levels at both ends of each image's interval of time."""
     numbers = training_noise.SIGMA, training_noise.SECOND_SIGMA
     return [jnp.exp(training_noise.normal(keys, number, 1)[:, 0]) for number in numbers]
 
 
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
-def test_stable_diffusions_loss_is_the_papers(drop_to):
+def test_stable_diffusions_meanflow_loss_matches_the_paper(drop_to):
     s = tiny.settings(
         diffusion__predicts="flow", diffusion__noise="logit_normal", conditioning__drop_to=drop_to,
         sampler__name="ddim", diffusion__method=METHOD.format(omega=2, kappa=0.0),
@@ -102,19 +102,19 @@ def test_stable_diffusions_loss_is_the_papers(drop_to):
     encoder = hashed._replace(encode=encode)
     batch = {"moments": sd.moments(), **encoder.tokenize(sd.CAPTIONS)}
     keys = training_noise.keys_of(4)
-    made = sd_task.make_task(sd.with_network(s, network), encoder, sd.PARAMS)
+    training_task = sd_task.make_task(sd.with_network(s, network), encoder, sd.PARAMS)
     mean, log_variance = jnp.split(sd.moments(), 2, axis=-1)
     x0 = s.latents.scale * (mean + jnp.exp(log_variance / 2) * sd.posterior_noise(keys))
     eps = training_noise.normal(keys, 0, 64).reshape(4, 4, 4, 4)
-    sigmas, keep = two_levels(keys), training_noise.kept(keys, s.text.drop_prob)
+    sigmas, keep = two_levels(keys), training_noise.has_text(keys, s.text.drop_prob)
     assert 0 < keep.sum() < 4
     empty = encode((), encoder.tokenize([""]))[0] if drop_to == "empty" else 0.0
     inputs = x0, eps, sigmas, keep, encode((), batch)[0], empty
-    check(made, {"text": (), "vae": None}, batch, keys, inputs, (2.0, 0.0))
+    check(training_task, {"text": (), "vae": None}, batch, keys, inputs, (2.0, 0.0))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_each_step_of_sampling_goes_along_the_mean_velocity(steps):
+def test_each_sampling_step_follows_the_mean_velocity(steps):
     s = imagen.settings(
         diffusion__predicts="flow", diffusion__method=METHOD.format(omega=2, kappa=0.0),
         sampler__name="ddim", sampler__steps=steps, sampler__grid="karras", sampler__sigma_min=1.0,
@@ -122,20 +122,20 @@ def test_each_step_of_sampling_goes_along_the_mean_velocity(steps):
     encoder = lookup.open_encoder(s.text)
     batch = encoder.tokenize(imagen.CAPTIONS)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
-    made = task.make_task(imagen.with_network(s, network), encoder)
-    start = made.begin(PARAMS, {"text": ()}, batch, keys, None)
+    training_task = task.make_task(imagen.with_network(s, network), encoder)
+    start = training_task.begin(PARAMS, {"text": ()}, batch, keys, None)
     times = start.sigmas / (1 + start.sigmas)
     z, text = start.x / (1 + start.sigmas[0]), encoder.encode((), batch)[0]
     assert len(times) == steps + 1 and times[-1] == 0
     for t, r in itertools.pairwise(times):
         z -= (t - r) * velocity(PARAMS, z, jnp.full(4, t), jnp.full(4, t - r), text)
-    drawn = made.sample(PARAMS, {"text": ()}, batch, keys, None)
+    drawn = training_task.sample(PARAMS, {"text": ()}, batch, keys, None)
     np.testing.assert_allclose(drawn, z, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampler", ["heun", "ddim(eta=0.5)", "euler_ancestral", "dpmpp_2m"])
-def test_samplers_that_leave_the_straight_line_are_refused(sampler):
-    """Heun's method would average two mean velocities, which is no mean velocity."""
+def test_meanflow_rejects_samplers_other_than_deterministic_ddim_steps(sampler):
+    """For example, Heun averages two mean velocities, which is not a mean velocity."""
     message = f"sampler.name is {sampler!r}, but a model trained with diffusion.method=meanflow"
     with pytest.raises(ValueError, match=re.escape(message)):
         imagen.settings(
@@ -143,7 +143,7 @@ def test_samplers_that_leave_the_straight_line_are_refused(sampler):
         )
 
 
-def test_stable_diffusion_draws_along_the_mean_velocity_too():
+def test_stable_diffusion_samples_along_the_mean_velocity():
     s = tiny.settings(
         diffusion__predicts="flow", diffusion__noise="lognormal", sampler__name="ddim",
         diffusion__method="meanflow", sampler__steps=1, sampler__grid="karras",
@@ -154,17 +154,17 @@ def test_stable_diffusion_draws_along_the_mean_velocity_too():
     batch = sampling.prompts(encoder, sd.CAPTIONS, "")
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     frozen = {"text": (), "vae": {}}
-    made = sd_task.make_task(s, encoder, sd.PARAMS)
+    training_task = sd_task.make_task(s, encoder, sd.PARAMS)
     start = sampling.make_begin(s.pipeline, encoder)(PARAMS, frozen, batch, keys, None)
     t = start.sigmas[0] / (1 + start.sigmas[0])
     z, text = start.x / (1 + start.sigmas[0]), sampling.attended(s.pipeline, encoder, frozen, batch)
     assert start.sigmas[1] == 0
     z -= t * velocity(PARAMS, z, jnp.full(4, t), jnp.full(4, t), text)
-    drawn = made.sample(PARAMS, frozen, batch, keys, None)
+    drawn = training_task.sample(PARAMS, frozen, batch, keys, None)
     np.testing.assert_allclose(drawn, 3 * z / s.latents.scale, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_that_meanflow_would_ignore_are_refused():
+def test_loss_settings_that_meanflow_ignores_are_errors():
     c = imagen.quickstart.get_config()
     c.diffusion.method = "meanflow"
     with pytest.raises(ValueError, match=r"whose own loss ignores .*: set them to l2, min_snr"):

@@ -1,4 +1,4 @@
-"""The real UNet on every mesh: the same losses, parameters and pictures as on one device."""
+"""The UNet on every mesh has the same losses, parameters and pictures as on one device."""
 
 import functools
 
@@ -19,7 +19,7 @@ from imagen_jax.settings import read_settings
 from tests.diffusion_jax import training_noise
 
 MESHES = [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4)]
-MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]  # Of a device: four passes each.
+MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]  # The micro batch per device; four passes each.
 
 
 @functools.cache
@@ -28,8 +28,8 @@ def system(config=quickstart):
     c.unet.update(embed_dim=32, head_dim=32, cond_dim=32)
     c.text.update(encoder="t5", width=32)
     c.sampler.update(name="ddim", eta=0.0, steps=2)
-    # With Adam's own epsilon a step would not depend on the size of a gradient, but on the sign of
-    # what float32 leaves of it.
+    # With Adam's default epsilon, a step would not depend on the size of a gradient, but on the
+    # sign of its rounding error.
     c.optimizer.update(schedule="constant", warmup=0, lr=1e-2, eps=0.1, clip=1.0)
     settings = read_settings({**c.to_dict(), "prompts": ("a",)})
     rng = np.random.default_rng(0)
@@ -39,8 +39,8 @@ def system(config=quickstart):
     return settings, task.make_task(settings, encoder), batch
 
 
-def test_the_loss_is_that_of_one_device_where_all_axes_split():
-    """The forward pass alone, which compiles in seconds; the rest is slow."""
+def test_the_loss_on_a_2x2x2_mesh_matches_one_device():
+    """Only the forward pass, which compiles in seconds."""
     _, imagen, batch = system()
     keys, losses = training_noise.keys_of(8), []
     for sizes in [(1, 1, 1), (2, 2, 2)]:
@@ -52,7 +52,7 @@ def test_the_loss_is_that_of_one_device_where_all_axes_split():
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
+def test_the_mean_loss_of_micro_batches_equals_the_loss_of_the_batch():
     _, imagen, batch = system()
     keys, loss, frozen = training_noise.keys_of(8), jax.jit(imagen.loss), {"text": ()}
     micro = [
@@ -60,19 +60,19 @@ def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
         for i in range(2)
     ]
     whole = loss(initial(), frozen, batch, keys)[0]
-    assert abs(micro[0] - micro[1]) > 1e-3  # They hold other pictures and other noise.
+    assert abs(micro[0] - micro[1]) > 1e-3  # They contain different pictures and noise.
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
 
 
 @functools.cache
 def run(sizes, micro_batch=0, config=quickstart):
-    """The losses of three steps, the parameters after them, and the pictures they draw."""
+    """Return the losses of three steps, the parameters after them, and pictures drawn."""
     settings, imagen, batch = system(config)
     mesh = sharding.make_mesh(*sizes)
     tx = make_optimizer(settings.optimizer, 10)
     create = lambda key: init_state(imagen.init(key), tx, (0.9,))
     key = jax.device_put(jax.random.key(3), sharding.replicated(mesh))
-    # Also what is too small to be worth splitting.
+    # Also shard small arrays.
     where = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules, fsdp_min_size=32)
     state = jax.device_put(init_state(initial(config), tx, (0.9,)), where)
     placed = jax.device_put(batch, sharding.batch_sharding(mesh))
@@ -91,7 +91,7 @@ def run(sizes, micro_batch=0, config=quickstart):
 
 @functools.cache
 def initial(config=quickstart):
-    # Zeros would hide much of the network: see the rest of the tests.
+    # Zeros would hide much of the network.
     noisy = lambda p: p + 0.02 * jax.random.normal(jax.random.key(5), p.shape)
     init = lambda key: jax.tree.map(noisy, system(config)[1].init(key))
     return jax.device_get(jax.jit(init)(jax.random.key(1)))
@@ -107,12 +107,12 @@ def initial(config=quickstart):
         ((1, 2, 1), 1, quickstart_mp),
     ],
 )
-def test_every_mesh_and_micro_batch_trains_and_draws_as_one_device(sizes, micro_batch, config):
+def test_every_mesh_and_micro_batch_trains_and_samples_like_one_device(sizes, micro_batch, config):
     losses, params, pictures = run(sizes, micro_batch, config)
     expected = run((1, 1, 1), config=config)
-    assert len(set(expected[0])) == 3  # They change.
+    assert len(set(expected[0])) == 3  # The losses differ between steps.
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
-    # float32 sums in other orders: gradients of 1 or so are off by 1e-6 of it, and move by 0.1.
+    # float32 sums in other orders: gradients of about 1 have errors of 1e-6, times lr = 0.1.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected[1])
     np.testing.assert_allclose(pictures, expected[2], atol=1e-4)
 
@@ -121,7 +121,7 @@ def test_every_mesh_and_micro_batch_trains_and_draws_as_one_device(sizes, micro_
     ("config", "block", "kernel"),
     [(quickstart, "mid_res_0", "kernel"), (quickstart_mp, "mid_0", "unit_kernel")],
 )
-def test_residual_blocks_are_split_over_tensor_by_outputs_and_then_by_inputs(config, block, kernel):
+def test_residual_blocks_shard_outputs_then_inputs_over_tensor(config, block, kernel):
     shapes = jax.eval_shape(system(config)[1].init, jax.random.key(0))
     mesh = sharding.make_mesh(1, 2, 4)
     places = sharding.shardings(shapes, mesh, task.RULES, fsdp_min_size=32)["params"][block]

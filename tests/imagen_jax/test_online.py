@@ -1,4 +1,4 @@
-"""Training with a T5 that encodes captions on the way: frozen, sharded, in no checkpoint."""
+"""Training with a T5 that encodes captions: frozen, sharded, and not in checkpoints."""
 
 import jax
 import numpy as np
@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     return tiny_weights.t5_folder(tmp_path_factory.mktemp("weights") / "t5")
 
 
-def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypatch):
-    """With the config, the data, the rules and the loop of Imagen, and a network in miniature."""
+def test_a_frozen_t5_is_sharded_not_trained_and_not_in_checkpoints(folder, tmp_path, monkeypatch):
+    """With Imagen's config, data, sharding rules and loop, and a toy network."""
     from diffusion_jax.config.settings import Data
     from diffusion_jax.data import pipeline
     from diffusion_jax.data.sources import open_pictures
@@ -77,8 +77,8 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
     assert restored.keys() == {"pixels", "text", "time", "out"}
 
 
-def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
-    """Traced, not run: the weights are inputs of the program, and no constants of it."""
+def test_the_weights_of_t5_are_arguments_of_the_loss_and_not_constants(folder):
+    """The loss is only traced."""
     s = settings(weights=str(folder))
     encoder = lookup.open_encoder(s.text)
     imagen = task.make_task(s, encoder)
@@ -95,7 +95,7 @@ def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
     assert (loss.shape, loss.dtype) == ((), np.float32)
 
 
-def test_the_shipped_config_is_nemos():
+def test_the_text_settings_of_base64_500m_online_match_nemo():
     c = base64_500m_online.get_config()
     s = read_settings(c.to_dict())
     assert s.text == Text(
@@ -120,13 +120,13 @@ def test_the_shipped_config_is_nemos():
         ({"dtype": "float16"}, "text.dtype is 'float16': did you mean 'bfloat16'"),
     ],
 )
-def test_mistakes_in_the_config_are_named(text, message):
+def test_invalid_text_settings_are_errors(text, message):
     with pytest.raises(ValueError, match=message):
         settings(**text)
 
 
 @pytest.mark.parametrize(("encoder", "layer"), [("clip", 1), ("clip_penultimate", 0)])
-def test_clip_is_chosen_by_name(tmp_path, encoder, layer):
+def test_text_encoder_clip_and_clip_penultimate_select_the_layer(tmp_path, encoder, layer):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
     text = settings(encoder=encoder, weights=str(folder), width=24, max_tokens=16).text
     names = lookup.open_encoder(text).frozen["params"].keys()

@@ -1,4 +1,4 @@
-"""A run packed to be passed on: what it weighs, what it draws, and what it is refused for."""
+"""Packed runs: size, accuracy, drawing, and errors."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, trained):
-    """The folder that the command makes of a run."""
+    """A run packed by the command."""
     folder = tmp_path_factory.mktemp("packed") / "small"
     ended = commands.run("diffusion_jax.pack", f"--workdir={trained}", f"--out={folder}", devices=1)
     assert (ended.code, "wrote" in ended.out) == (0, True), ended.err
@@ -29,24 +29,24 @@ def arrays(workdir, which="ema"):
     return initial.of_run(workdir, s.unet, s.text.width, which)["params"]
 
 
-def test_weights_are_within_half_a_step_of_their_channel_and_a_quarter_of_their_size(
-    small, trained
-):
+def test_packed_weights_are_rounded_to_8_bits_per_channel(small, trained):
     whole, rounded = arrays(trained), arrays(small)
     for path, array in jax.tree.leaves_with_path(whole):
-        found = dict(jax.tree.leaves_with_path(rounded))[path]
+        packed_array = dict(jax.tree.leaves_with_path(rounded))[path]
         largest = np.abs(array).max(axis=tuple(range(array.ndim - 1)))
-        assert (np.abs(found - array) <= (largest / 254 + 1e-7) * (array.ndim > 1)).all(), path
+        assert (np.abs(packed_array - array) <= (largest / 254 + 1e-7) * (array.ndim > 1)).all(), (
+            path
+        )
     assert any((np.asarray(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (whole, rounded)),
                                                           strict=True))  # fmt: skip
     (file,) = small.glob("checkpoints/*/*.safetensors")
     bytes_before = sum(4 * array.size for array in jax.tree.leaves(whole))
     assert file.stat().st_size < 0.3 * bytes_before
-    kept = {runs.CONFIG, runs.CHECKPOINTS, vocabulary.FILE}
-    assert {path.name for path in small.iterdir()} == kept
+    files = {runs.CONFIG, runs.CHECKPOINTS, vocabulary.FILE}
+    assert {path.name for path in small.iterdir()} == files
 
 
-def test_the_vocabulary_is_the_runs_or_of_given_captions(small, trained, tmp_path):
+def test_a_packed_run_has_the_vocabulary_of_the_run_or_of_given_captions(small, trained, tmp_path):
     of_run = vocabulary.read(small)
     assert of_run == vocabulary.read(trained)
     assert of_run and {"seven", "on", "paper"} <= of_run.words
@@ -58,7 +58,7 @@ def test_the_vocabulary_is_the_runs_or_of_given_captions(small, trained, tmp_pat
     assert words.examples == ("a cat, noto style", "a fox, noto style")
 
 
-def test_raw_weights_and_packed_ones_are_packed_as_the_average_is(small, trained, tmp_path):
+def test_raw_weights_and_packed_runs_can_be_packed(small, trained, tmp_path):
     pack.pack(trained, "raw", None, tmp_path / "raw")
     (one,), (other,) = (f.glob("checkpoints/*/*.safetensors") for f in (small, tmp_path / "raw"))
     assert one.read_bytes() != other.read_bytes()
@@ -70,7 +70,7 @@ def test_raw_weights_and_packed_ones_are_packed_as_the_average_is(small, trained
     assert again.stat().st_size == one.stat().st_size
 
 
-def test_it_draws_what_the_run_draws_to_the_rounding(small, trained, tmp_path):
+def test_a_packed_run_draws_nearly_the_same_pictures(small, trained, tmp_path):
     sheets = []
     for folder in (small, trained):
         ended = commands.run(
@@ -84,7 +84,7 @@ def test_it_draws_what_the_run_draws_to_the_rounding(small, trained, tmp_path):
     assert 0 < difference.mean() < 4 and sheets[1].std() > 10
 
 
-def test_another_run_starts_from_it_and_none_goes_on_from_it(small, tmp_path):
+def test_a_packed_run_can_start_another_run_but_cannot_be_resumed(small, tmp_path):
     more = [f"--config.unet.weights={small}", f"--workdir={tmp_path / 'run'}", "--config.steps=1"]
     ended = commands.run(
         "train", *TINY, *more, "--config.optimizer.lr=1e-30", devices=1,
@@ -99,7 +99,7 @@ def test_another_run_starts_from_it_and_none_goes_on_from_it(small, tmp_path):
     assert "was packed without the optimizer" in ended.err and "unet.weights" in ended.err
 
 
-def test_what_cannot_be_packed_or_read_is_one_line(small, trained, tmp_path):
+def test_packing_errors_and_damaged_packed_runs_are_one_line_errors(small, trained, tmp_path):
     for workdir, out, why in ((tmp_path, tmp_path / "new", "holds no config.json"),
                               (trained, small, "holds checkpoints already")):  # fmt: skip
         ended = commands.run(

@@ -1,4 +1,4 @@
-"""What a researcher swaps, through the real commands: objective, sampler, guidance, a guide."""
+"""Changing objective, sampler and guidance through the real commands."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ def run(name, *arguments, code=0):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """flow, a run of rectified flow with a learned weight; other, a smaller one that may guide."""
+    """Two runs: flow (rectified flow with a learned weighting), and other (a smaller guide)."""
     root = tmp_path_factory.mktemp("research")
     config = "--config=configs/quickstart.py"
     objective = (
@@ -42,7 +42,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_objective_is_trained_measured_sampled_and_swept(runs, tmp_path):
+def test_a_flow_model_is_trained_sampled_with_autoguidance_and_swept(runs, tmp_path):
     flow, other = f"--workdir={runs / 'flow'}", runs / "other"
     rows = run_log.read_metrics(runs / "flow" / "metrics.jsonl")
     assert rows[-1]["heldout/raw/v_loss"] > 0 and len(rows) == 5

@@ -1,4 +1,4 @@
-"""The sampling command: what it writes, that a seed makes a picture, and its errors."""
+"""The sampling command: its files, reproducible seeds, and errors."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ PROMPTS = ("a red seven on gray paper", "a white two on cyan paper", "a blue one
 
 
 def draw(workdir, out, *arguments):
-    """Runs the command; returns its metadata and the pictures that it names."""
+    """Run the command; return its metadata, pictures and messages."""
     ended = commands.run("sample", f"--workdir={workdir}", f"--out={out}", *arguments)
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
@@ -25,14 +25,14 @@ def draw(workdir, out, *arguments):
 
 @pytest.fixture(scope="module")
 def six(trained, tmp_path_factory):
-    """Two images of each of three prompts, one prompt a line of a file."""
+    """Two images for each of three prompts from a file."""
     folder = tmp_path_factory.mktemp("six")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
     arguments = (f"--prompts={folder / 'prompts.txt'}", "--num_images=2", "--guidance=3")
     return folder / "out", *draw(trained, folder / "out", *arguments)
 
 
-def test_each_image_has_a_line_with_what_draws_it_again(six, trained):
+def test_metadata_jsonl_records_everything_needed_to_draw_each_image_again(six, trained):
     _, lines, _, _ = six
     assert [line["text"] for line in lines] == [p for p in PROMPTS for _ in range(2)]
     assert [line["seed"] for line in lines] == [0, 1, 2, 3, 4, 5]
@@ -41,10 +41,10 @@ def test_each_image_has_a_line_with_what_draws_it_again(six, trained):
     assert (stage["workdir"], stage["ema"], stage["steps"]) == (str(trained), "ema", 2)
     assert (stage["size"], stage["sampler"], stage["guidance"]) == (16, "ddim", 3.0)
     assert (stage["eta"], stage["sigma_min"], stage["sigma_max"]) == (1.0, 0.4, 40.0)
-    assert "guidance_high" not in stage  # It is infinite, which JSON does not know.
+    assert "guidance_high" not in stage  # It is infinite, which JSON cannot represent.
 
 
-def test_the_pictures_are_the_named_files_and_a_sheet(six):
+def test_sample_writes_the_listed_pictures_and_a_sheet(six):
     out, lines, images, _ = six
     names = {line["file_name"] for line in lines}
     assert {path.name for path in out.iterdir()} == names | {"sheet.png", "metadata.jsonl"}
@@ -83,7 +83,7 @@ def _cancel(images, sigma):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_loaded_model_draws_the_commands_bytes_with_any_choices(six, trained, tmp_path):
+def test_a_model_loaded_in_python_draws_the_same_bytes_as_the_command(six, trained, tmp_path):
     process = commands.fork(_draw_in_a_notebook, trained, tmp_path, devices=8)
     process.join()
     assert process.exitcode == 0
@@ -91,15 +91,17 @@ def test_a_loaded_model_draws_the_commands_bytes_with_any_choices(six, trained, 
         assert (tmp_path / f"{n}.png").read_bytes() == (six[0] / line["file_name"]).read_bytes()
 
 
-def test_a_seed_draws_its_image_again_alone_in_another_batch(six, trained, tmp_path):
+def test_a_seed_draws_the_same_image_alone_and_in_a_batch(six, trained, tmp_path):
     lines, images, _ = draw(
         trained, tmp_path, f"--prompt={PROMPTS[2]}", "--seed=5", "--guidance=3", "--batch_size=1"
     )
     assert (len(images), lines[0]["seed"]) == (1, 5)
-    np.testing.assert_allclose(images[0].astype(int), six[2][5], atol=1)  # Rounding to uint8.
+    np.testing.assert_allclose(
+        images[0].astype(int), six[2][5], atol=1
+    )  # Rounding to uint8 can differ.
 
 
-def test_the_number_of_steps_is_recorded_and_changes_the_picture(six, trained, tmp_path):
+def test_steps_and_ema_are_recorded_and_change_the_picture(six, trained, tmp_path):
     arguments = (f"--prompt={PROMPTS[0]}", "--guidance=3", "--steps=3", "--ema=raw")
     lines, images, _ = draw(trained, tmp_path, *arguments)
     stage = lines[0]["stages"][0]
@@ -107,7 +109,7 @@ def test_the_number_of_steps_is_recorded_and_changes_the_picture(six, trained, t
     assert np.abs(images[0].astype(int) - six[2][0]).max() > 1
 
 
-def test_the_progress_has_rate_and_time_left(six):
+def test_sample_logs_the_rate_and_the_time_left(six):
     assert "6/6 images | " in six[3]
     assert " images/s | 0:00:00 left" in six[3]
 
@@ -127,7 +129,7 @@ def test_the_progress_has_rate_and_time_left(six):
         (("--prompt=a", "--sampler=huen"), "sampler.name is 'huen': did you mean 'heun'?"),
     ],
 )
-def test_a_mistake_is_one_line(trained, tmp_path, arguments, message):
+def test_invalid_sample_arguments_are_one_line_errors(trained, tmp_path, arguments, message):
     ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", *arguments)
     assert (ended.code, message in ended.err) == (2, True), ended.err
     assert ended.err.startswith("error: ")
@@ -135,7 +137,7 @@ def test_a_mistake_is_one_line(trained, tmp_path, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_no_run_made_is_named_with_the_line_that_makes_one(tmp_path):
+def test_sampling_a_folder_without_a_run_is_an_error_with_a_train_command(tmp_path):
     ended = commands.run("sample", f"--workdir={tmp_path}", f"--out={tmp_path}", "--prompt=a")
     assert ended.code == 2
     assert f"{tmp_path} holds no config.json" in ended.err
@@ -144,14 +146,14 @@ def test_a_folder_that_no_run_made_is_named_with_the_line_that_makes_one(tmp_pat
     )
 
 
-def test_a_word_that_is_no_flag_is_refused(trained, tmp_path):
+def test_a_prompt_without_its_flag_is_an_error(trained, tmp_path):
     ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "a red one")
     assert ended.code == 2
     assert "unknown arguments ['a red one']: write --prompt='a red one'" in ended.err + ended.out
 
 
 @pytest.mark.parametrize("flag", ["--num_images=0", "--seed=-1", "--seed=18446744073709551616"])
-def test_a_number_out_of_range_is_refused_by_its_flag(trained, tmp_path, flag):
+def test_a_flag_out_of_range_is_an_error_that_names_it(trained, tmp_path, flag):
     ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "--prompt=a", flag)
     assert ended.code == 2
     assert flag[2:].split("=")[0] in ended.err + ended.out

@@ -1,4 +1,4 @@
-"""The model that comes with the project draws what it is asked for."""
+"""The shipped model draws what its prompts say."""
 
 import pathlib
 
@@ -10,29 +10,34 @@ from diffusion_jax.examples.emoji.prepare import BACKGROUNDS
 from tests.imagen_jax.commands import ROOT
 
 FOLDER = ROOT / "models" / "emoji32"
-# The colours in the middle of the pictures that it learned.
+# The colours in the middle of its training pictures.
 HEARTS = {"red": (244, 67, 54), "yellow": (251, 192, 45)}
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_hearts_have_the_colours_asked_for_and_most_backgrounds_too():
-    asked = [(heart, around) for heart in HEARTS for around in BACKGROUNDS]
-    prompts = [f"a {heart} heart, noto style, on a {around} background" for heart, around in asked]
+def test_the_shipped_model_draws_hearts_in_the_requested_colours():
+    combinations = [(heart, around) for heart in HEARTS for around in BACKGROUNDS]
+    prompts = [
+        f"a {heart} heart, noto style, on a {around} background" for heart, around in combinations
+    ]
     images = imagen_jax.load(FOLDER).draw(prompts).images.astype(float)
     middle = slice(images.shape[1] // 2 - 2, images.shape[1] // 2 + 2)
     assert images.shape[1] == 32
     near = lambda colour, among: min(among, key=lambda n: np.abs(colour - among[n]).sum())
     corners = images[:, [0, 0, -1, -1], [0, -1, 0, -1]].mean(1)
     around = [near(colour, BACKGROUNDS) for colour in corners]
-    assert sum(got == background for got, (_, background) in zip(around, asked, strict=True)) >= 13
+    assert (
+        sum(got == background for got, (_, background) in zip(around, combinations, strict=True))
+        >= 13
+    )
     hearts = [near(image[middle, middle].mean((0, 1)), HEARTS) for image in images]
-    assert hearts == [heart for heart, _ in asked]
+    assert hearts == [heart for heart, _ in combinations]
 
 
 def test_the_packed_model_is_small_and_holds_no_absolute_path():
-    kept = [FOLDER / "README.md", FOLDER / "config.json", *FOLDER.glob("checkpoints/**/*")]
-    files = [path for path in kept if path.is_file()]
+    paths = [FOLDER / "README.md", FOLDER / "config.json", *FOLDER.glob("checkpoints/**/*")]
+    files = [path for path in paths if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 10e6
     assert {path.suffix for path in files} == {".json", ".md", ".safetensors", ".txt"}
     written = (FOLDER / "config.json").read_text()

@@ -1,4 +1,4 @@
-"""From a folder of pictures to drawn ones: the commands that start prints, as it prints them."""
+"""`start`: from a folder of pictures to drawn ones, with the commands that it prints."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ QUICK = ("--config.steps=2", "--config.sample_every=2", "--config.save_every=2")
 
 
 def follow(line, *more):
-    """Runs a command that was printed."""
+    """Run a printed command."""
     python, minus_m, module, *arguments = shlex.split(line)
     assert (python, minus_m) == ("python", "-m")
     ended = commands.run(module, *arguments, *more, devices=1)
@@ -30,16 +30,16 @@ GFLOP = {"base32_8m": 1.7, "base32_19m": 3.8, "sr64_3m": 1.5, "base64_47m": 39, 
 @pytest.mark.parametrize(
     ("side", "hours", "speed", "bases"),
     [
-        (64, 2, 65, ["base32_8m", "sr64_3m"]),  # Two CPU cores.
+        (64, 2, 65, ["base32_8m", "sr64_3m"]),  # The speed of two CPU cores.
         (64, 0.5, 65, ["base32_8m"]),
         (32, 2, 65, ["base32_8m"]),
         (300, 100, 65, ["base32_8m", "sr64_3m"]),
-        (48, 2, 5_000, ["base32_19m"]),  # A GPU.
+        (48, 2, 5_000, ["base32_19m"]),  # The speed of a GPU.
         (200, 8, 5_000, ["base64_47m"]),
         (300, 24, 5_000, ["base64_47m", "sr256_18m"]),
     ],
 )
-def test_what_is_chosen_for_a_machine_a_set_and_a_time(side, hours, speed, bases):
+def test_start_selects_models_by_picture_size_time_and_speed(side, hours, speed, bases):
     opened = lambda stage: SimpleNamespace(
         fits=True, traced=SimpleNamespace(flops=1e9 * GFLOP[stage.base])
     )
@@ -57,22 +57,24 @@ def test_what_is_chosen_for_a_machine_a_set_and_a_time(side, hours, speed, bases
         ("sd_jax", True),
     ],
 )
-def test_a_folder_becomes_a_config_that_trains_and_draws(tmp_path, package, captioned):
+def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captioned):
     data, out = digits.write_examples(tmp_path / "set", 80, size=64), tmp_path / "mine.py"
     for text in data.glob("*.txt"):
         if not captioned:
             text.unlink()
-    given = ("--data=" + str(data), "--hours=3", f"--out={out}")
-    told = commands.run(f"{package}.start", *given, devices=1)
-    assert told.code == 0, told.err
-    assert re.search(r"data +folder:\S+::txt: 80 pictures\n", told.out), told.out
-    assert ("captions       none" in told.out) == (not captioned)
+    arguments = ("--data=" + str(data), "--hours=3", f"--out={out}")
+    ended = commands.run(f"{package}.start", *arguments, devices=1)
+    assert ended.code == 0, ended.err
+    assert re.search(r"data +folder:\S+::txt: 80 pictures\n", ended.out), ended.out
+    assert ("captions       none" in ended.out) == (not captioned)
     with Image.open(tmp_path / "mine.png") as sheet:
         assert sheet.width == 4 + 8 * 132
-    again = commands.run(f"{package}.start", *given, devices=1)
+    again = commands.run(f"{package}.start", *arguments, devices=1)
     assert again.code == 2 and "exists already" in again.err
-    after = told.out.partition("next:\n")[2].replace("runs/", f"{tmp_path}/runs/").splitlines()
-    for config in tmp_path.glob("mine*.py"):  # Where it says that the autoencoder will be.
+    after = ended.out.partition("next:\n")[2].replace("runs/", f"{tmp_path}/runs/").splitlines()
+    for config in tmp_path.glob(
+        "mine*.py"
+    ):  # The config refers to the autoencoder that is trained first.
         config.write_text(config.read_text().replace("runs/", f"{tmp_path}/runs/"))
     trained = [line for line in after if ".train" in line and "--config=" in line]
     assert len(trained) == 2 if package == "sd_jax" else len(trained) in (1, 2)

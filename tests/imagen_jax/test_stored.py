@@ -1,4 +1,4 @@
-"""Training on a store of embeddings: the same as on the encoder itself, and no weights needed."""
+"""Training on a store of embeddings equals training with the encoder, without its weights."""
 
 import json
 import shutil
@@ -55,21 +55,21 @@ def first_batch(s):
         return encoder, next(batches)
 
 
-def test_training_sees_the_same_as_with_the_encoder(path, weights):
+def test_stored_embeddings_are_within_1_percent_of_the_encoder(path, weights):
     online, online_batch = first_batch(settings(weights=weights))
     stored, batch = first_batch(settings(store=path))
     np.testing.assert_array_equal(batch["image"], online_batch["image"])
     assert batch["text_values"].dtype == np.int8 and stored.frozen == ()
     expected, mask = online.encode(jax.tree.map(jnp.asarray, online.frozen), online_batch)
-    found, stored_mask = jax.jit(stored.encode)((), batch)
+    embeddings, stored_mask = jax.jit(stored.encode)((), batch)
     np.testing.assert_array_equal(stored_mask, mask)
-    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    error = jnp.linalg.norm(embeddings - expected) / jnp.linalg.norm(expected)
     assert 0.001 < error < 0.01
     assert stored.tokenize(PROMPTS)["text_mask"].any(1).tolist() == [True, True]
 
 
-def test_the_rows_are_ordinary_inputs_of_the_loss(path):
-    """Gradients of the toy network, on eight devices as on one."""
+def test_gradients_with_stored_embeddings_are_equal_on_eight_devices(path):
+    """Gradients of the toy network, compared with one device."""
     encoder, batch = first_batch(settings(store=path))
     batch["image"] = batch["image"][:, :: 16 // toy.SIZE, :: 16 // toy.SIZE]
     tiny = toy.task(encoder)
@@ -85,21 +85,21 @@ def test_the_rows_are_ordinary_inputs_of_the_loss(path):
     jax.tree.map(close, alone, together)
 
 
-def test_embeddings_beside_the_images_need_no_encoder_but_new_prompts_do(weights):
-    """What training reads of prompts is what the encoder makes of them, to the last digit or so."""
+def test_embeddings_beside_images_need_the_encoder_only_for_new_prompts(weights):
+    """The prompts of training are encoded once at the start."""
     beside = lookup.open_encoder(settings().text, embedded=True)
     assert (beside.name, beside.frozen, beside.width, beside.max_tokens) == ("t5", (), 64, 16)
     with pytest.raises(ValueError, match=r"of training were made by 't5'.*--text_weights=FOLDER"):
         lookup.open_prompts(settings().text, beside, True, PROMPTS)
     text = settings(weights=weights).text
     tokenize = lookup.open_prompts(text, beside, True, [*PROMPTS, *PROMPTS])
-    found, mask = embed(beside._replace(tokenize=tokenize), PROMPTS[::-1])
+    embeddings, mask = embed(beside._replace(tokenize=tokenize), PROMPTS[::-1])
     expected, expected_mask = embed(lookup.open_online(text), PROMPTS[::-1])
     np.testing.assert_array_equal(mask, expected_mask)
-    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+    np.testing.assert_allclose(embeddings, expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
-def test_a_store_must_hold_the_prompts_of_training(path):
+def test_prompts_of_training_that_are_not_in_the_store_are_an_error(path):
     text = settings(store=path).text
     stored = lookup.open_encoder(text)
     assert lookup.open_prompts(text, stored, False, PROMPTS) is stored.tokenize
@@ -107,7 +107,7 @@ def test_a_store_must_hold_the_prompts_of_training(path):
         lookup.open_prompts(text, stored, False, ["what else"])
 
 
-def test_the_prompts_that_are_scored_on_the_way_are_stored_too(weights, tmp_path):
+def test_precache_stores_the_prompts_of_scores_during_training(weights, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
     c = config(weights=weights, store=str(tmp_path / "store"))
     assert set(fill.open_job(c.to_dict()).captions.prompts) == set(PROMPTS)
@@ -118,7 +118,7 @@ def test_the_prompts_that_are_scored_on_the_way_are_stored_too(weights, tmp_path
     assert set(digits.heldout_prompts()) < set(fill.open_job(c.to_dict()).captions.prompts)
 
 
-def test_a_prompt_that_is_not_stored_names_the_command(path):
+def test_a_prompt_that_is_not_in_the_store_is_an_error_with_the_command(path):
     encoder = lookup.open_encoder(settings(store=path).text)
     with pytest.raises(ValueError, match=r"2 captions are not in .*'what else': encode"):
         encoder.tokenize([PROMPTS[0], "what else"])
@@ -136,13 +136,13 @@ def test_a_prompt_that_is_not_stored_names_the_command(path):
         ({"encoder": "clip"}, r"\(encoder: 't5' stored, 'clip' requested\)"),
     ],
 )
-def test_a_store_of_something_else_is_refused(path, text, message):
+def test_a_store_with_other_text_settings_is_an_error(path, text, message):
     with pytest.raises(ValueError, match=message):
         lookup.open_encoder(settings()._replace(text=Text(**{
             **settings(store=path).text._asdict(), **text})).text)  # fmt: skip
 
 
-def test_weights_are_compared_where_they_are_at_hand(path, weights, tmp_path):
+def test_a_store_is_checked_against_local_weights_of_the_encoder(path, weights, tmp_path):
     lookup.open_encoder(settings(store=path, weights=weights).text)
     lookup.open_encoder(settings(store=path, weights="of/another-machine").text)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, update=2.0)
@@ -150,8 +150,8 @@ def test_weights_are_compared_where_they_are_at_hand(path, weights, tmp_path):
         lookup.open_encoder(settings(store=path, weights=str(other)).text)
 
 
-def test_new_prompts_are_encoded_by_the_same_encoder(path, weights, tmp_path):
-    """As sampling does: from the run's config, with the weights named there or by the command."""
+def test_new_prompts_require_the_encoder_of_the_store(path, weights, tmp_path):
+    """Like in sampling, weights are named by the run's config or by the command."""
     (tmp_path / "config.json").write_text(json.dumps(config(store=path).to_dict()))
     without = cascade.read_run(tmp_path)
     with pytest.raises(

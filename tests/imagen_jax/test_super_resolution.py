@@ -1,4 +1,4 @@
-"""The small image: how it is shrunk, how noisy it is made, and what the network sees of it."""
+"""The low-resolution image: downscaling, noise augmentation, and the network's input."""
 
 import types
 
@@ -20,7 +20,7 @@ CAPTIONS = ["a red seven on gray paper", "a blue three on white paper"] * 32
 
 
 def settings(**changes):
-    """A model from 4x4 to 16x16; unet__noise_aug=False changes config.unet.noise_aug."""
+    """Settings of a model from 4x4 to 16x16. unet__noise_aug=False sets config.unet.noise_aug."""
     c = quickstart_sr.get_config()
     c.unet.update(image_size=16, patch=2, embed_dim=32, head_dim=32, cond_dim=32)
     c.diffusion.update(predicts="edm")
@@ -33,7 +33,7 @@ def settings(**changes):
 
 
 def seen_by(s, run):
-    """What a network in the UNet's place is called with while run(task) goes on."""
+    """Call run(task) with a recording network. Return its result and the network's inputs."""
     calls = []
 
     def apply(params, x, time, text, text_mask, low_res, low_res_time=None):
@@ -52,7 +52,7 @@ def images(size, number=64):
     return np.random.default_rng(0).integers(0, 256, (number, size, size, 3), np.uint8)
 
 
-def test_it_shrinks_as_pillow_does_and_clips_nothing():
+def test_shrink_matches_pillow_and_does_not_clip():
     large = np.random.default_rng(0).uniform(-1, 1, (2, 32, 32, 3)).astype(np.float32)
     small = np.asarray(super_resolution.shrink(jnp.asarray(large), 4))
     for image, expected in zip(large, small, strict=True):
@@ -64,7 +64,7 @@ def test_it_shrinks_as_pillow_does_and_clips_nothing():
     assert super_resolution.shrink(edge, 4).max() > 1.01
 
 
-def test_noise_is_scaled_as_the_large_images_is():
+def test_noise_augmentation_uses_edms_scaling():
     """EDM: (y + s z) / sqrt(s^2 + sigma_data^2) and ln(s) / 4 (Karras et al. 2022, Table 1)."""
     rng = np.random.default_rng(0)
     y, z = rng.normal(size=(2, 3, 4, 4, 3)).astype(np.float32)
@@ -82,7 +82,7 @@ def train(made, encoder):
     return made.loss({}, {"text": ()}, batch, training_noise.keys_of(64))
 
 
-def test_training_draws_a_noise_level_for_each_small_image_of_its_own():
+def test_training_draws_a_separate_noise_level_for_each_low_res_image():
     s = settings()
     _, [(x, time, low, low_time)] = seen_by(s, train)
     sigma = np.exp(4 * np.asarray(low_time))
@@ -96,7 +96,7 @@ def test_training_draws_a_noise_level_for_each_small_image_of_its_own():
     assert x.shape == (64, 16, 16, 3) and low.shape == (64, 4, 4, 3)
 
 
-def test_without_noise_the_network_sees_the_small_image_as_it_is():
+def test_without_noise_augmentation_the_network_sees_the_clean_low_res_image():
     _, [(_, _, low, low_time)] = seen_by(settings(unet__noise_aug=False), train)
     clean = super_resolution.shrink(to_range(images(16)), 4)
     np.testing.assert_allclose(low, clean, atol=1e-6)
@@ -111,13 +111,13 @@ def draw(small, keys):
     return run
 
 
-def test_sampling_puts_noise_of_the_chosen_level_on_the_small_image_once():
-    """The network in place returns its small image, and predicting x0 that is the sample."""
+def test_sampling_adds_noise_of_aug_sigma_to_the_low_res_image_once():
+    """The network returns its low-res input as x0, so it becomes the sample."""
     s = settings(diffusion__predicts="x0", super_resolution__aug_sigma=0.3)
     small = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (3, 5, 6, 3)), jnp.float32)
     keys = jax.random.split(jax.random.key(1), 3)
     drawn, _ = seen_by(s, draw(small, keys))
-    assert drawn.shape == (3, 20, 24, 3)  # Of any size, not only of the one trained on.
+    assert drawn.shape == (3, 20, 24, 3)  # Any size works, not only that of training.
     _, low_keys = super_resolution.own_keys(keys, 20)
     noise = samplers.initial_noise(low_keys, (5, 6, 3), jnp.ones(()))
     expected = np.asarray((small + 0.3 * noise) / np.sqrt(1 + 0.3**2))
@@ -125,7 +125,7 @@ def test_sampling_puts_noise_of_the_chosen_level_on_the_small_image_once():
     assert 0.8 < np.asarray(noise).std() < 1.2
 
 
-def test_an_image_depends_on_its_own_key_alone():
+def test_a_super_resolution_sample_depends_only_on_its_own_key():
     s = settings(diffusion__predicts="x0", super_resolution__aug_sigma=0.3)
     small = jnp.zeros((3, 4, 4, 3))
     keys = jax.random.split(jax.random.key(1), 3)
@@ -135,10 +135,12 @@ def test_an_image_depends_on_its_own_key_alone():
     assert np.abs(together[0] - together[1]).max() > 0.1
 
 
-def test_stages_draw_noise_of_their_own_from_one_seed():
+def test_stages_draw_independent_noise_from_one_seed():
     keys = jax.random.split(jax.random.key(1), 2)
-    made = [*super_resolution.own_keys(keys, 256), *super_resolution.own_keys(keys, 1024), keys]
-    draws = [np.asarray(samplers.initial_noise(k, (8, 8, 3), jnp.ones(()))).ravel() for k in made]
+    all_keys = [*super_resolution.own_keys(keys, 256), *super_resolution.own_keys(keys, 1024), keys]
+    draws = [
+        np.asarray(samplers.initial_noise(k, (8, 8, 3), jnp.ones(()))).ravel() for k in all_keys
+    ]
     apart = np.corrcoef(draws) - np.eye(5)
     assert np.abs(apart).max() < 0.2
 
@@ -155,6 +157,6 @@ def test_stages_draw_noise_of_their_own_from_one_seed():
         ({"super_resolution__aug_sigma": 0.0}, "super_resolution.aug_sigma is 0.0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes, message):
+def test_super_resolution_sizes_that_do_not_fit_are_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         settings(**changes)

@@ -1,4 +1,4 @@
-"""What a config means: its loss and its samples by the papers' formulas, and what is refused."""
+"""Imagen's task: loss and samples against the papers' formulas, and invalid configs."""
 
 import types
 
@@ -19,7 +19,7 @@ CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black
 
 
 def settings(**changes):
-    """A tiny model of words; diffusion__noise="cosine" changes config.diffusion.noise."""
+    """Return settings of a tiny model. diffusion__noise="cosine" sets config.diffusion.noise."""
     c = base64_500m.get_config()
     c.unet.update(
         image_size=8, patch=2, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
@@ -37,7 +37,7 @@ def settings(**changes):
 
 @pytest.fixture(scope="module")
 def network():
-    """(apply, params) of the tiny UNet, compiled once, with random numbers in every parameter."""
+    """Return (apply, params) of the tiny UNet, compiled once, with random parameters."""
     s = settings()
     inputs = example_inputs(s.unet, s.text.width)
     shapes = jax.eval_shape(lambda key: s.unet.init(key, **inputs), jax.random.key(0))
@@ -47,7 +47,7 @@ def network():
 
 
 def with_network(s, apply):
-    """The settings with another function in the UNet's place."""
+    """Return the settings with another function in place of the UNet."""
     return s._replace(
         unet=types.SimpleNamespace(image_size=s.unet.image_size, noise_aug=False, apply=apply)
     )
@@ -59,14 +59,14 @@ def a_batch(encoder, size=8):
 
 
 def log_snr(schedule, t):
-    """Nichol & Dhariwal's cosine, and the limit of linear betas, in float64."""
+    """Return log-SNR in float64: Nichol & Dhariwal's cosine, or the limit of linear betas."""
     if schedule == "linear":
         return -np.log(np.expm1(1e-4 + 10 * t**2))
     return -np.log(np.maximum(np.cos((t + 0.008) / 1.008 * np.pi / 2) ** -2 - 1, 1e-5))
 
 
 def papers_loss(s, f, x0, eps, sigma):
-    """Per pixel, each in its own paper's form. f maps the network's input and time to F."""
+    """Return the loss per pixel in the paper's form. f maps the network's input and time to F."""
     s_data, column = s.diffusion.sigma_data, sigma[:, None, None, None]
     if s.diffusion.predicts == "edm":
         x, total = x0 + column * eps, column**2 + s_data**2
@@ -92,7 +92,7 @@ def papers_loss(s, f, x0, eps, sigma):
         ("v", "cosine", "huber"),
     ],
 )
-def test_the_loss_is_the_papers(network, precond, noise, distance):
+def test_the_loss_matches_the_papers_formulas(network, precond, noise, distance):
     apply, params = network
     s = settings(diffusion__predicts=precond, diffusion__noise=noise, diffusion__distance=distance)
     encoder = lookup.open_encoder(s.text)
@@ -109,7 +109,7 @@ def test_the_loss_is_the_papers(network, precond, noise, distance):
         sigma = np.exp(-log_snr(noise, np.float64(time)) / 2)
     eps = np.float64(training_noise.normal(keys, 0, 8 * 8 * 3)).reshape(4, 8, 8, 3)
     x0 = np.float64(batch["image"]) * 2 / 255 - 1
-    keep = np.asarray(training_noise.kept(keys, 0.5))[:, None, None]
+    keep = np.asarray(training_noise.has_text(keys, 0.5))[:, None, None]
     assert 0 < keep.sum() < 4
     text, mask = encoder.encode((), batch)
 
@@ -118,13 +118,13 @@ def test_the_loss_is_the_papers(network, precond, noise, distance):
         return np.float64(apply(params, *inputs, text * keep, mask))
 
     expected = papers_loss(s, f, x0, eps, sigma)
-    # Float32 against float64; EDM's own form subtracts D from x0, which loses a digit or two.
+    # Float32 against float64. EDM's form subtracts D from x0, which loses a digit or two.
     np.testing.assert_allclose(actual, expected.mean(), rtol=1e-4)
     np.testing.assert_allclose(metrics["level_loss"].sum(), 4 * expected.mean(), rtol=1e-4)
     assert metrics["level_count"].sum() == 4
 
 
-def test_the_mask_of_a_dropped_text_is_that_of_the_text():
+def test_a_dropped_text_keeps_its_mask():
     s = settings(text__drop_prob=0.999999)
     encoder = lookup.open_encoder(s.text)
     batch, seen = a_batch(encoder), []
@@ -133,8 +133,8 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
         seen.append((text, text_mask))
         return x
 
-    made = task.make_task(with_network(s, record), encoder)
-    made.loss(None, {"text": ()}, batch, training_noise.keys_of(4))
+    imagen_task = task.make_task(with_network(s, record), encoder)
+    imagen_task.loss(None, {"text": ()}, batch, training_noise.keys_of(4))
     ((text, mask),) = seen
     assert not text.any()
     np.testing.assert_array_equal(mask, batch["text_mask"])
@@ -147,7 +147,7 @@ SIGMA_OF_TIME = {
 
 
 def knows_the_answer(s):
-    """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
+    """Return a network whose denoiser always returns the grey level `grey` of the text."""
     kind = s.diffusion.predicts if s.diffusion.predicts == "edm" else s.diffusion.noise
     scalings = s.diffusion.objective.scalings
     sigma_of = SIGMA_OF_TIME.get(kind, lambda t: jnp.exp(-t / 2))
@@ -161,7 +161,7 @@ def knows_the_answer(s):
 
 
 def grey(text, mask):
-    """0.02 a word without the text, which zeroes it but not its mask; 0.3 with a text of signs."""
+    """Return 0.02 per word, plus 0.3 if the text is not dropped (zeroed)."""
     return 0.02 * mask.sum(1) + 0.3 * jnp.square(text).max((1, 2))
 
 
@@ -194,28 +194,28 @@ def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
     )  # fmt: skip
     images = np.asarray(draw(s, jnp.asarray(SCALES, jnp.float32)))
     assert images.shape == (4, 8, 8, 3)
-    expected = 0.02 * WORDS + SCALES * 0.3  # Uncond + scale * (cond - uncond).
-    # DDPM returns alpha(0) x0, alpha(0) = 0.99992, and the last posterior keeps of the noise
+    expected = 0.02 * WORDS + SCALES * 0.3  # Unconditional + scale * (conditional - unconditional).
+    # DDPM returns alpha(0) x0 with alpha(0) = 0.99992, and the last posterior keeps noise of
     # sigma(0)^2 / sigma(1 / 16) = 1.4e-3: five standard deviations.
     atol = 7e-3 if sampler == "ddpm" else 1e-5
     np.testing.assert_allclose(images, np.broadcast_to(expected[:, None, None, None], images.shape),
                                atol=atol)  # fmt: skip
 
 
-def test_a_picture_is_drawn_over_as_strength_and_mask_say():
-    """The network knows the answer, a grey: what is new is it, what is known is the picture."""
+def test_drawing_over_a_picture_applies_strength_and_mask():
+    """The network always predicts a grey level, so new pixels are grey."""
     s = settings(sampler__name="ddim", sampler__steps=4)
     encoder = lookup.open_encoder(s.text)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
-    given = a_batch(encoder) | {"mask": jnp.zeros((4, 8, 8), bool).at[:, :3].set(True)}
-    images = np.asarray(given["image"]) / 127.5 - 1
+    batch = a_batch(encoder) | {"mask": jnp.zeros((4, 8, 8), bool).at[:, :3].set(True)}
+    images = np.asarray(batch["image"]) / 127.5 - 1
 
     def drawn(strength, *names):
         s_tiny = with_network(s, knows_the_answer(s))
         begin = task.make_begin(s_tiny, encoder, strength=strength)
-        batch = {k: v for k, v in given.items() if k not in ("image", "mask") or k in names}
+        used = {k: v for k, v in batch.items() if k not in ("image", "mask") or k in names}
         sample = samplers.make_sample(begin, s.sampler)
-        return np.asarray(sample(None, {"text": ()}, batch, keys, None))
+        return np.asarray(sample(None, {"text": ()}, used, keys, None))
 
     plain = drawn(1.0)
     np.testing.assert_array_equal(drawn(1.0, "image"), plain)
@@ -226,8 +226,8 @@ def test_a_picture_is_drawn_over_as_strength_and_mask_say():
     np.testing.assert_allclose(over[:, :3], plain[:, :3], atol=1e-5)
 
 
-def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
-    """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
+def test_sampling_on_a_noise_table_ends_at_the_noise_of_time_0():
+    """With a constant D, every step moves towards it, and the last step ends at sigma(0)."""
     s = settings(sampler__name="euler", diffusion__predicts="v", diffusion__noise="scaled_linear")
     first, last = noise.sigma_at(noise.ldm_log_alphas(), jnp.array([999.0, 0.0]))
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
@@ -237,23 +237,25 @@ def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion(
     np.testing.assert_allclose(draw(s, None), expected, atol=1e-4)
 
 
-def test_no_guidance_is_the_conditional_answer_and_guidance_has_its_interval():
+def test_samples_without_guidance_or_outside_its_interval_are_conditional():
     conditional = 0.02 * WORDS + 0.3
     images = draw(settings(), None)
     np.testing.assert_allclose(images[:, 0, 0, 0], conditional, atol=1e-5)
-    images = draw(settings(sampler__guidance_high=0.01), jnp.full(4, 3.0))  # Below sigma_min.
+    images = draw(
+        settings(sampler__guidance_high=0.01), jnp.full(4, 3.0)
+    )  # The interval is below sigma_min.
     np.testing.assert_allclose(images[:, 0, 0, 0], conditional, atol=1e-5)
 
 
 @pytest.mark.parametrize(("threshold", "factor"), [("none", 1), ("static", 0), ("dynamic", 0)])
-def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
-    guided = 0.02 * WORDS + 10 * 0.3  # 3 to 3.1: outside [-1, 1].
+def test_thresholds_keep_guided_samples_within_the_range(threshold, factor):
+    guided = 0.02 * WORDS + 10 * 0.3  # From 3 to 3.1, outside [-1, 1].
     images = draw(settings(sampler__threshold=threshold), jnp.full(4, 10.0))
     expected = guided if factor else np.ones(4)
     np.testing.assert_allclose(images[:, 0, 0, 0], expected, rtol=1e-5)
 
 
-def test_levels_come_from_the_sampler_or_from_the_schedule():
+def test_sampling_levels_are_karras_or_follow_the_noise_schedule():
     def levels(s):
         return np.asarray(samplers.sampling_grid(s.diffusion.objective.noise, s.sampler).sigmas)
 
@@ -305,18 +307,18 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(field, value, message):
+def test_invalid_config_values_are_errors(field, value, message):
     with pytest.raises(ValueError) as error:
         settings(**{field: value})
     assert message in str(error.value)
 
 
-def test_a_schedule_that_is_shorter_than_its_warm_up_is_refused():
+def test_a_cosine_schedule_shorter_than_its_warmup_is_an_error():
     with pytest.raises(ValueError, match="a cosine schedule of 50 steps has no room after 10000"):
         settings(optimizer__schedule="cosine", steps=50)
 
 
-def test_fields_and_groups_that_nobody_reads_are_refused():
+def test_unknown_and_missing_fields_and_groups_are_errors():
     c = quickstart.get_config().to_dict()
     with pytest.raises(
         ValueError, match=r"unknown config field unet\.dropuot: did you mean unet\."
@@ -339,14 +341,14 @@ def test_fields_and_groups_that_nobody_reads_are_refused():
                                "the images, also set data.text to their field, such as npy."),
     ],
 )  # fmt: skip
-def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, message):
+def test_a_text_encoder_that_cannot_read_data_text_is_an_error(encoder, suffix, message):
     with pytest.raises(ValueError) as error:
         settings(text__encoder=encoder, data__source="folder", data__text=suffix)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["json:caption", "jsonl:text", "parquet:caption", "raw.txt"])
-def test_an_encoder_reads_captions_wherever_they_stand(text):
+def test_a_text_encoder_accepts_captions_in_every_format(text):
     assert settings(data__source="folder", data__text=text).data.text == text
     assert not settings(data__source="folder", data__text=text).data.embedded
 
@@ -364,11 +366,11 @@ def test_an_encoder_reads_captions_wherever_they_stand(text):
         ({"source": "mixture", "mixture": ((1, "folder", "a", "txt"),), "text": "npy"}, False),
     ],
 )
-def test_the_data_say_whether_embeddings_lie_beside_the_images(data, embedded):
+def test_data_text_determines_whether_embeddings_are_stored_with_images(data, embedded):
     changes = {f"data__{name}": value for name, value in data.items()}
     assert settings(text__encoder="t5", **changes).data.embedded == embedded
 
 
-def test_embeddings_come_from_one_place():
+def test_a_store_together_with_embeddings_in_the_data_is_an_error():
     with pytest.raises(ValueError, match=r"text\.store is 'a', but data.text is 'npy', which"):
         settings(text__encoder="t5", text__store="a", data__source="folder", data__text="npy")

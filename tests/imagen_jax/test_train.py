@@ -1,4 +1,4 @@
-"""The training command: every source, every mistake."""
+"""The training command: data sources and errors."""
 
 import re
 
@@ -17,7 +17,7 @@ from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import STDERR, TINY
 
 
-def test_the_progress_says_how_far_how_fast_and_how_long(trained):
+def test_train_logs_step_rate_loss_and_time_left(trained):
     text = (trained / STDERR).read_text()
     line = r"step 3/\d+ \| [\d,.]+ images/s \| loss \d\.\d{4} \| \d+:\d\d:\d\d left\n"
     assert re.search(line, text)
@@ -25,7 +25,7 @@ def test_the_progress_says_how_far_how_fast_and_how_long(trained):
 
 
 def a_folder(path, embeddings):
-    """Twelve digits with captions, or with embeddings of three to five tokens."""
+    """Write twelve digits with captions, or with embeddings of three to five tokens."""
     digits.write_examples(path, 12, size=toy.SIZE)
     rng = np.random.default_rng(0)
     if embeddings:
@@ -64,7 +64,7 @@ def open_source(data, shapes):
 
 
 def a_source_of_ones_own(path, monkeypatch):
-    """A module, and a line in the table."""
+    """Write a module with a data source."""
     path.mkdir()
     (path / "stripes.py").write_text(STRIPES)
     monkeypatch.syspath_prepend(path)
@@ -75,8 +75,8 @@ def a_source_of_ones_own(path, monkeypatch):
 @pytest.mark.parametrize(
     "kind", ["digits", "folder", "webdataset", "embeddings", "synthetic", "stripes"]
 )
-def test_every_source_trains_and_gives_samples(tmp_path, monkeypatch, kind):
-    """Through the command's own data and examples, with a system that compiles in a second."""
+def test_train_accepts_every_data_source_and_draws_samples(tmp_path, monkeypatch, kind):
+    """With the command's data and examples, and a toy system that compiles in a second."""
     data = {
         "digits": lambda: {"source": "diffusion_jax.examples.digits"},
         "synthetic": lambda: {"source": "synthetic"},
@@ -106,7 +106,7 @@ def test_every_source_trains_and_gives_samples(tmp_path, monkeypatch, kind):
 
 
 def tiny(data, encoder):
-    """Settings of two steps on 8x8 pixels."""
+    """Return settings of two steps on 8x8 pixels."""
     from configs import quickstart
 
     c = quickstart.get_config()
@@ -121,7 +121,7 @@ def tiny(data, encoder):
 
 @pytest.fixture
 def refused(tmp_path):
-    """Runs the training command on what it must refuse before it trains; returns its message."""
+    """Run the training command with an invalid config, and return its error message."""
 
     def run(*arguments, workdir=tmp_path / "run"):
         ended = commands.run("train", *TINY, f"--workdir={workdir}", *arguments)
@@ -151,13 +151,13 @@ def refused(tmp_path):
         ("--config.data.source=digts", "the data source 'digts' is unknown"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_the_config_is_one_line(refused, argument, message, tmp_path):
+def test_an_invalid_config_is_a_one_line_error(refused, argument, message, tmp_path):
     assert message in refused(argument)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("source", ["folder", "webdataset"])
-def test_a_missing_data_path_prints_the_line_that_makes_an_example_set(refused, source, tmp_path):
+def test_the_error_for_a_missing_data_path_shows_how_to_make_examples(refused, source, tmp_path):
     path = tmp_path / "missing"
     message = refused(f"--config.data.source={source}", f"--config.data.path={path}")
     assert message == (
@@ -166,7 +166,7 @@ def test_a_missing_data_path_prints_the_line_that_makes_an_example_set(refused, 
     )
 
 
-def test_images_without_captions_are_named(refused, tmp_path):
+def test_training_on_images_without_captions_is_an_error_that_names_them(refused, tmp_path):
     path = digits.write_examples(tmp_path / "data", 3, size=8)
     (path / "00001.txt").unlink()
     message = refused("--config.data.source=folder", f"--config.data.path={path}")
@@ -174,18 +174,18 @@ def test_images_without_captions_are_named(refused, tmp_path):
     assert "data.uncaptioned=drop" in message
 
 
-def test_a_source_of_embeddings_is_no_encoder(refused):
+def test_the_old_text_encoder_precomputed_is_an_error(refused):
     message = refused("--config.text.encoder=precomputed")
     assert "text.encoder is 'precomputed': name the encoder that computed the embeddings" in message
 
 
-def test_a_workdir_of_another_config_is_refused(refused, trained):
+def test_training_in_a_workdir_of_another_config_is_an_error(refused, trained):
     message = refused("--config.optimizer.lr=0.5", workdir=trained)
     assert message.startswith(f"error: {trained} was made with another config (optimizer.lr: ")
     assert "0.5 requested): choose another --workdir" in message
 
 
-def test_the_help_teaches():
+def test_train_help_shows_example_commands():
     text = commands.run("train", "--help").out
     assert "python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/" in text
     assert "--config.optimizer.lr=2e-4" in text

@@ -1,6 +1,6 @@
-"""The plain transformer: against a torch version with diffusers' blocks, and by what it promises.
+"""The transformer: against a torch version with diffusers' blocks, and its invariants.
 
-tests/fixtures/transformer.npz holds what tests/imagen_jax/torch_transformer.py gives for NETWORKS.
+tests/imagen_jax/torch_transformer.py wrote tests/fixtures/transformer.npz for NETWORKS.
 """
 
 import functools
@@ -26,18 +26,18 @@ NETWORKS = {
     "large": Transformer(**SMALL, low_res=True, noise_aug=True),
 }
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "transformer.npz"
-# Tiny programs compile longer than they run.
+# Compiling tiny programs takes longer than running them.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def flat(tree):
-    """{"block_0/image_qkv/kernel": array, ...}."""
+    """Return {"block_0/image_qkv/kernel": array, ...}."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): a for p, a in leaves}
 
 
 def nested(unet, flat_params):
-    """The params of the network with these arrays."""
+    """Return the network's params with these arrays."""
     shapes = jax.eval_shape(
         lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)), jax.random.key(0)
     )
@@ -47,7 +47,7 @@ def nested(unet, flat_params):
 
 
 def random_params(unet):
-    """Normal numbers in every parameter, drawn by its name, those that start as zeros too."""
+    """Return normal random numbers for every parameter, seeded by its name."""
     shapes = jax.eval_shape(
         lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)), jax.random.key(0)
     )
@@ -59,8 +59,8 @@ def random_params(unet):
     return {name: draw(name, leaf.shape) for name, leaf in flat(shapes["params"]).items()}
 
 
-def given(unet):
-    """Inputs of three images, whose texts have 4, 1 and 3 of 4 tokens, not always the first."""
+def example(unet):
+    """Return inputs for three images, with 4, 1 and 3 of 4 valid tokens, not always the first."""
     rng = np.random.default_rng(5)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     mask = jnp.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 1, 1, 1]], bool)
@@ -75,8 +75,8 @@ def target():
     return np.float32(np.random.default_rng(6).normal(size=(3, 16, 16, 3)))
 
 
-def kept(gradient):
-    """Of a large gradient, its sum, the sum of its sizes, and a few numbers."""
+def summary(gradient):
+    """Reduce a large gradient to its sum, the sum of its absolute values, and a few numbers."""
     if gradient.size <= 256:
         return gradient
     picked = gradient.ravel()[:: gradient.size // 50]
@@ -85,8 +85,8 @@ def kept(gradient):
 
 @functools.cache
 def computed(name):
-    """(y, its gradient by x, by each parameter) of a network of NETWORKS."""
-    unet, inputs = NETWORKS[name], given(NETWORKS[name])
+    """Return (y, gradient for x, gradients for parameters) of a network in NETWORKS."""
+    unet, inputs = NETWORKS[name], example(NETWORKS[name])
 
     def product(params, x):
         y = unet.apply(params, **{**inputs, "x": x})
@@ -99,12 +99,12 @@ def computed(name):
 
 
 def close(ours, theirs, name):
-    """To 5e-5 of the largest number: float32 sums of thousands of products are off by 1e-5."""
+    """Compares up to 5e-5 of the largest number: sums of many products have errors of 1e-5."""
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-5 * np.abs(theirs).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_output_and_gradients_are_the_torch_versions(name):
+def test_output_and_gradients_match_the_saved_torch_version(name):
     with np.load(FIXTURE) as saved:
         y, dx, grads = computed(name)
         close(y, saved[f"{name}/y"], "y")
@@ -113,18 +113,18 @@ def test_output_and_gradients_are_the_torch_versions(name):
         assert {prefix + key for key in grads} == {n for n in saved.files if n.startswith(prefix)}
         for key, gradient in grads.items():
             assert np.abs(gradient).max() > 1e-3, key
-            close(kept(gradient), saved[prefix + key], key)
+            close(summary(gradient), saved[prefix + key], key)
 
 
-@pytest.mark.filterwarnings("ignore")  # Theirs.
+@pytest.mark.filterwarnings("ignore")  # Warnings of diffusers.
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_number_is_that_of_diffusers_blocks_where_they_are_installed(name):
+def test_output_and_gradients_match_the_installed_diffusers_blocks(name):
     pytest.importorskip("torch")
     pytest.importorskip("diffusers")
     from tests.imagen_jax import torch_transformer
 
     unet = NETWORKS[name]
-    y, dx, grads = torch_transformer.reference(unet, random_params(unet), given(unet), target())
+    y, dx, grads = torch_transformer.reference(unet, random_params(unet), example(unet), target())
     ours = computed(name)
     close(ours[0], y, "y")
     close(ours[1], dx, "dx")
@@ -134,14 +134,14 @@ def test_every_number_is_that_of_diffusers_blocks_where_they_are_installed(name)
 
 @pytest.fixture(scope="module")
 def large():
-    """The super-resolution network as a function of changes to its inputs."""
+    """Return the super-resolution network as a function of changed inputs, and its inputs."""
     unet = NETWORKS["large"]
-    params, inputs = nested(unet, random_params(unet)), given(unet)
+    params, inputs = nested(unet, random_params(unet)), example(unet)
     apply = jit(lambda inputs: unet.apply(params, **inputs))
     return lambda **changes: np.asarray(apply({**inputs, **changes})), inputs
 
 
-def test_each_input_counts_and_padding_changes_nothing(large):
+def test_the_output_depends_on_every_input_but_not_on_padding(large):
     apply, inputs = large
     y = apply()
     for name in ("x", "time", "text", "low_res", "low_res_time"):
@@ -156,21 +156,21 @@ def test_each_input_counts_and_padding_changes_nothing(large):
 
 def test_a_text_without_words_or_of_zeros_has_finite_gradients():
     unet = NETWORKS["base"]
-    inputs = given(unet) | dict(text=jnp.zeros((3, 4, TEXT_WIDTH)))
+    inputs = example(unet) | dict(text=jnp.zeros((3, 4, TEXT_WIDTH)))
     gradient = jit(jax.grad(lambda p, mask: unet.apply(p, **inputs | {"text_mask": mask}).sum()))
     for mask in (inputs["text_mask"], jnp.zeros((3, 4), bool)):
         grads = gradient(nested(unet, random_params(unet)), mask)
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
-def test_the_order_of_tokens_counts_only_through_their_values_so_encoders_must_give_it(large):
+def test_the_output_does_not_depend_on_the_order_of_tokens(large):
     apply, inputs = large
     turned = dict(text=inputs["text"][:, ::-1], text_mask=inputs["text_mask"][:, ::-1])
     np.testing.assert_allclose(apply(**turned), apply(), atol=2e-5)
 
 
-def test_a_new_network_gives_zeros_and_its_blocks_change_nothing():
-    inputs = given(NETWORKS["base"])
+def test_a_new_transformer_returns_zeros_and_its_blocks_are_identities():
+    inputs = example(NETWORKS["base"])
     outputs = []
     for depth in (1, 2):
         unet = Transformer(**SMALL | dict(depth=depth))
@@ -185,15 +185,15 @@ def test_a_new_network_gives_zeros_and_its_blocks_change_nothing():
     np.testing.assert_array_equal(*outputs)
 
 
-def test_positions_are_waves_of_the_column_and_of_the_row():
+def test_positions_are_sums_of_sinusoids_of_column_and_row():
     table = np.asarray(positions(3, 5, 8))
     column, row = 4, 2
     waves = lambda n: [np.cos(n), np.cos(n / 100), np.sin(n), np.sin(n / 100)]
     np.testing.assert_allclose(table[row * 5 + column], waves(column) + waves(row), atol=1e-6)
 
 
-def test_remat_and_every_implementation_of_attention_compute_the_same():
-    unet, inputs = NETWORKS["base"], given(NETWORKS["base"])
+def test_remat_and_blockwise_attention_give_the_same_gradient():
+    unet, inputs = NETWORKS["base"], example(NETWORKS["base"])
     params = nested(unet, random_params(unet))
     gradient = jit(
         jax.grad(lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()), static_argnums=1
@@ -205,8 +205,8 @@ def test_remat_and_every_implementation_of_attention_compute_the_same():
         np.testing.assert_allclose(other, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_bfloat16_is_close_and_its_output_float32():
-    unet, inputs = NETWORKS["base"], given(NETWORKS["base"])
+def test_bfloat16_is_within_5_percent_and_returns_float32():
+    unet, inputs = NETWORKS["base"], example(NETWORKS["base"])
     params, (exact, *_) = nested(unet, random_params(unet)), computed("base")
     y = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
     error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
@@ -228,7 +228,7 @@ def test_bfloat16_is_close_and_its_output_float32():
         (dict(attention_impl="fast"), "unet.attention_impl is 'fast'"),
     ],
 )
-def test_fields_that_do_not_go_together_say_why(changes, message):
+def test_inconsistent_fields_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Transformer(**SMALL | changes).check()
     Transformer(**SMALL).check()
@@ -240,8 +240,8 @@ def tiny():
     return c
 
 
-def test_the_loss_on_a_mesh_is_that_of_one_device():
-    """Feed-forward layers are split over "tensor" by their hidden width, the rest over fsdp."""
+def test_the_loss_of_a_transformer_on_a_mesh_matches_one_device():
+    """The hidden axis of feed-forward layers is sharded over "tensor", the rest over fsdp."""
     model = tasks.read(tiny().to_dict())
     shapes = model.state.params
     leaves = flat(shapes)

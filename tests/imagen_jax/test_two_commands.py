@@ -1,4 +1,4 @@
-"""Two processes of each command do what one does: go on training, draw, score."""
+"""Commands in two processes train, draw and score like in one process."""
 
 import csv
 import json
@@ -14,21 +14,23 @@ from diffusion_jax.weights import restore
 from tests.imagen_jax.conftest import TINY
 from tests.processes import Group
 
-# As many pictures as a batch of the scores has, so that both are drawn by one program.
+# As many pictures as a batch of the evaluation, so that both use one program.
 PICTURES = ("--prompt=a red seven on gray paper", "--num_images=64", "--guidance=3")
 SCORES = ("--guidance=3", "--num_heldout=1", "--batch_size=64")
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, uninterrupted, tmp_path):
+def test_two_processes_resume_a_run_of_one_process_with_the_same_losses(
+    interrupted, uninterrupted, tmp_path
+):
     workdir = tmp_path / "run"
     shutil.copytree(interrupted.workdir, workdir)
     first, last = restore.steps(workdir / runs.CHECKPOINTS)[-2:]
     shutil.rmtree(workdir / runs.CHECKPOINTS / str(last))
     run = (f"--workdir={workdir}", f"--config.steps={interrupted.steps}")
     group = Group(tmp_path, 2, "train", *TINY, *run)
-    assert group.end() == [0, 0], group.said()
+    assert group.end() == [0, 0], group.printed()
     manifest = json.loads((workdir / run_log.MANIFEST).read_text())["runs"][-1]
     assert (manifest["first_step"], manifest["devices"]["processes"]) == (first, 2)
     assert restore.steps(workdir / runs.CHECKPOINTS) == [first, last]
@@ -37,35 +39,35 @@ def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, uninterrupted, tmp
     assert [line["step"] for line in actual] == list(range(first + 1, last + 1))
     for name in ("step", "loss", "grad_norm"):
         columns = [[line[name] for line in lines] for lines in (actual, expected)]
-        np.testing.assert_allclose(*columns, rtol=1e-4)  # Sums over the batch in another order.
+        np.testing.assert_allclose(*columns, rtol=1e-4)  # Batch sums have another order.
 
 
 @pytest.fixture(scope="module")
 def drawn(trained, tmp_path_factory):
-    """{number of processes: (pictures, metadata, rows of scores)}."""
-    said, results = tmp_path_factory.mktemp("drawn"), {}
+    """Return {number of processes: (pictures, metadata, rows of scores)}."""
+    folder, results = tmp_path_factory.mktemp("drawn"), {}
     for count in (1, 2):
-        out, name = said / f"pictures_{count}", f"scores_{count}"
+        out, name = folder / f"pictures_{count}", f"scores_{count}"
         out.mkdir()
         for command in (
             ("sample", f"--out={out}/PROCESS", *PICTURES),
             ("evaluate", f"--name={name}", *SCORES),
         ):
-            group = Group(said, count, *command, f"--workdir={trained}")
-            assert group.end() == [0] * count, group.said()
-        assert sum(path.is_file() for path in out.rglob("*")) == 66  # The first's alone.
+            group = Group(folder, count, *command, f"--workdir={trained}")
+            assert group.end() == [0] * count, group.printed()
+        assert sum(path.is_file() for path in out.rglob("*")) == 66  # Only process 0 writes files.
         out = out / "0"
         lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
         images = np.stack([np.asarray(Image.open(out / line["file_name"])) for line in lines])
         with (trained / "evaluation" / name / "sweep.csv").open() as file:
             results[count] = images.astype(int), lines, list(csv.DictReader(file))
-        shutil.rmtree(trained / "evaluation" / name)  # Other tests count what is there.
+        shutil.rmtree(trained / "evaluation" / name)  # Other tests count evaluations.
     return results
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_two_draw_what_one_draws(drawn):
+def test_two_processes_draw_the_same_pictures_as_one(drawn):
     (images, lines, _), (expected, expected_lines, _) = drawn[2], drawn[1]
     assert len(images) == 64 and images.std() > 5
     np.testing.assert_allclose(images, expected, atol=1)  # Rounding to uint8.
@@ -74,39 +76,41 @@ def test_two_draw_what_one_draws(drawn):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_two_score_what_one_scores(drawn):
+def test_two_processes_compute_the_same_scores_as_one(drawn):
     for row, expected in zip(drawn[2][2], drawn[1][2], strict=True):
         assert row.keys() == expected.keys()
         for name in row.keys() - {"features_share_of_time", "ema"}:
-            # A picture whose pixels round the other way may be read as another digit.
-            actual, wanted = float(row[name]), float(expected[name])
-            np.testing.assert_allclose(actual, wanted, rtol=0.02, atol=2 / 290)
+            # A picture with differently rounded pixels may be read as another digit.
+            actual, reference = float(row[name]), float(expected[name])
+            np.testing.assert_allclose(actual, reference, rtol=0.02, atol=2 / 290)
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_process_that_refuses_its_config_ends_with_2_and_so_do_all(tmp_path):
+def test_an_invalid_config_ends_both_processes_with_exit_code_2(tmp_path):
     group = Group(tmp_path, 2, "train", *TINY, "--workdir=nowhere", "--config.batch_size=3")
     assert group.end() == [2, 2]
-    assert "error: batch_size 3 is not divisible by" in group.said()
+    assert "error: batch_size 3 is not divisible by" in group.printed()
 
 
 @pytest.mark.slow
-def test_a_second_run_in_a_workdir_is_refused_and_one_after_a_kill_is_not(tmp_path):
+def test_a_workdir_in_use_is_an_error_until_its_process_is_killed(tmp_path):
     workdir = tmp_path / "run"
     run = ("train", *TINY, f"--workdir={workdir}", "--config.save_every=1")
     first = Group(tmp_path / "first", 1, *run, "--config.steps=1000000")
-    first.wait_for_step(workdir, 3)  # A save waits for the one before: that of step 1 is whole.
+    first.wait_for_step(
+        workdir, 3
+    )  # A save waits for the previous one, so that of step 1 is complete.
     pid = first.processes[0].pid
     for count in (1, 2):
         second = Group(tmp_path / f"second_{count}", count, *run)
         assert second.end() == [exits.BUSY] * count
-        assert f"error: {workdir} is being written by process {pid} on" in second.said()
+        assert f"error: {workdir} is being written by process {pid} on" in second.printed()
     assert first.processes[0].is_alive()
     first.processes[0].kill()
     first.end()
     reached = restore.steps(workdir / runs.CHECKPOINTS)[-1]
     third = Group(tmp_path / "third", 1, *run, f"--config.steps={reached + 2}")
-    assert third.end() == [0], third.said()
+    assert third.end() == [0], third.printed()
     assert restore.steps(workdir / runs.CHECKPOINTS)[-1] == reached + 2
     assert not list(workdir.glob("writer-*"))

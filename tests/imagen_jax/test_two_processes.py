@@ -1,4 +1,4 @@
-"""Two processes that jax.distributed joins share the data; one may continue alone."""
+"""Two processes joined by jax.distributed share the data, and one can continue alone."""
 
 import json
 
@@ -18,23 +18,23 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(path, tmp_path_factory):
-    """What each of two processes wrote."""
+    """Return the records written by two processes."""
     out = tmp_path_factory.mktemp("two")
     assert processes.run_all(2, two_processes.main, path, out, devices=2) == [0, 0]
     return [json.loads((out / f"{process}.json").read_text()) for process in range(2)]
 
 
-def test_disjoint_shares_are_every_picture_once_an_epoch(two, path):
+def test_two_processes_together_read_every_picture_once_per_epoch(two, path):
     assert [process["devices"] for process in two] == [4, 4]
     shares = np.array([process["taken"] for process in two])  # [2, steps, rows]
     assert shares.shape == (2, STEPS, BATCH // 2)
     for epoch in np.split(shares, 2, axis=1):
         np.testing.assert_array_equal(np.sort(epoch.ravel()), np.arange(40))
-    whole, _ = two_processes.read(path)  # By one process with eight devices.
+    whole, _ = two_processes.read(path)  # One process with eight devices.
     np.testing.assert_array_equal(np.concatenate(shares, axis=1), whole)
 
 
-def test_one_process_continues_what_two_began(two, path):
+def test_one_process_can_continue_the_data_of_two(two, path):
     assert two[0]["saved"] == two[1]["saved"]
     shares = np.array([process["taken"] for process in two])[:, SAVED:]
     rest, _ = two_processes.read(path, two[1]["saved"].encode(), STEPS - SAVED)

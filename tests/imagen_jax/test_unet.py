@@ -1,4 +1,4 @@
-"""The UNet's blocks against numpy, its initialisation, precision, dropout, and what it refuses."""
+"""The UNet: blocks against numpy, initialization, precision, dropout, and errors."""
 
 import functools
 import re
@@ -25,12 +25,12 @@ SMALL = dict(
     head_dim=16,
 )
 
-# Tiny programs compile longer than they run.
+# Compiling tiny programs takes longer than running them.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_like(tree, seed=0):
-    """Random in every leaf: zero initialisation would hide bugs. Kernels keep the variance."""
+    """Return random leaves, because zeros would hide bugs. Kernels keep the variance."""
     rng = np.random.default_rng(seed)
 
     def draw(leaf):
@@ -52,7 +52,7 @@ def inputs(batch=2, tokens=5):
 
 
 def fresh(unet):
-    """Parameters as at the start of training."""
+    """Return newly initialized parameters."""
     init = lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24))
     return jit(init)()
 
@@ -66,7 +66,7 @@ def params_of(**changes):
 
 @functools.cache
 def apply(**changes):
-    """The jitted UNet of SMALL with changes; every test of it shares one compilation."""
+    """Return the jitted UNet of SMALL with changes, which tests share."""
     return jit(UNet(**SMALL | changes).apply, static_argnames="train")
 
 
@@ -100,7 +100,7 @@ def double(tree):
 
 
 @pytest.mark.parametrize("scale_shift", [True, False])
-@pytest.mark.parametrize("width_in", [32, 64])  # With and without the projected shortcut.
+@pytest.mark.parametrize("width_in", [32, 64])  # With and without a projection in the shortcut.
 def test_res_block_matches_numpy(width_in, scale_shift):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 4, 6, width_in)), jnp.float32)
@@ -122,8 +122,8 @@ def test_res_block_matches_numpy(width_in, scale_shift):
     np.testing.assert_allclose(jit(block.apply)(params, x, emb), shortcut + h, atol=1e-5)
 
 
-def test_res_blocks_resize_before_their_first_convolution():
-    """Down: the mean of 2x2 pixels. Up: one transposed convolution for each of the two paths."""
+def test_res_blocks_that_resize_match_numpy():
+    """Down: means of 2x2 pixels. Up: a transposed convolution in each of the two paths."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1, 4, 6, 32)), jnp.float32)
     emb = jnp.asarray(rng.normal(size=(1, 16)), jnp.float32)
@@ -174,7 +174,7 @@ def test_fused_attention_matches_numpy():
 
 
 @pytest.mark.slow
-def test_a_fresh_unet_is_zero_and_only_by_the_last_layer_of_each_block():
+def test_a_new_unet_returns_zeros_and_only_last_layers_of_blocks_are_zero():
     fields = SMALL | dict(image_size=8, channel_mult=(1, 2), resblock_updown=True)
     unet = UNet(**fields, attention="stacked", learned_time_dim=8, null_token=True)
     params = fresh(unet)["params"]
@@ -189,22 +189,22 @@ def test_a_fresh_unet_is_zero_and_only_by_the_last_layer_of_each_block():
             r"_res\w*/conv2$|resample/conv2$|attn(/\w+)?/out$", layer
         ):
             assert (array == 0).all(), path
-        elif array.ndim > 1 and path != "null_token":  # U(-1, 1) / sqrt(fan in), torch's default.
+        elif array.ndim > 1 and path != "null_token":  # U(-1, 1) / sqrt(fan_in), torch's default.
             taps = np.prod(array.shape[:-2])
             limit = (taps * array.shape[-1 if "/up_" in path else -2]) ** -0.5
             assert np.abs(array).max() <= limit, path
-            # The variance of a uniform draw is known to a few parts in sqrt(size).
+            # The standard error of a uniform draw's variance is a few times 1 / sqrt(size).
             assert np.std(array) * 3**0.5 / limit == pytest.approx(1, abs=2 / array.size**0.5), path
-    given = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
-    np.testing.assert_array_equal(jit(unet.apply)({"params": params}, **given), 0)
+    arguments = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
+    np.testing.assert_array_equal(jit(unet.apply)({"params": params}, **arguments), 0)
 
 
-def test_dropout_acts_in_training_only_and_by_its_key():
-    params, given = params_of(), inputs()
-    plain = apply()(params, **given)
-    np.testing.assert_array_equal(apply(dropout=0.5)(params, **given), plain)
+def test_dropout_acts_only_with_keys_and_depends_on_them():
+    params, arguments = params_of(), inputs()
+    plain = apply()(params, **arguments)
+    np.testing.assert_array_equal(apply(dropout=0.5)(params, **arguments), plain)
     draw = lambda seed: apply(dropout=0.5)(
-        params, **given, dropout_keys=jax.random.split(jax.random.key(seed), 2)
+        params, **arguments, dropout_keys=jax.random.split(jax.random.key(seed), 2)
     )
     np.testing.assert_array_equal(draw(0), draw(0))
     assert np.abs(draw(0) - draw(1)).max() > 0.1 and np.abs(draw(0) - plain).max() > 0.1
@@ -212,61 +212,64 @@ def test_dropout_acts_in_training_only_and_by_its_key():
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_remat_gives_the_same_gradient_from_less_memory():
-    params, given = params_of(), inputs()
+def test_remat_does_not_change_the_gradient():
+    params, arguments = params_of(), inputs()
 
     def loss(x, remat):
-        return (UNet(**SMALL, remat=remat).apply(params, **given | {"x": x}) ** 2).sum()
+        return (UNet(**SMALL, remat=remat).apply(params, **arguments | {"x": x}) ** 2).sum()
 
-    kept, again = (jit(jax.grad(loss), static_argnums=1)(given["x"], r) for r in (False, True))
-    assert np.abs(kept).max() > 0.1
-    # The same sums, perhaps in another order.
-    np.testing.assert_allclose(again, kept, atol=1e-5)
-    jaxprs = [str(jax.make_jaxpr(loss, static_argnums=1)(given["x"], r)) for r in (False, True)]
-    blocks = 5 + 4  # Residual: 1 down, 2 in the middle, 2 up. Attention: 1, 1 and 2.
-    # jax's name for it has changed between versions.
+    plain, again = (jit(jax.grad(loss), static_argnums=1)(arguments["x"], r) for r in (False, True))
+    assert np.abs(plain).max() > 0.1
+    # Sums may have another order.
+    np.testing.assert_allclose(again, plain, atol=1e-5)
+    jaxprs = [str(jax.make_jaxpr(loss, static_argnums=1)(arguments["x"], r)) for r in (False, True)]
+    blocks = 5 + 4  # Residual blocks: 1 down, 2 in the middle, 2 up. Attention blocks: 1, 1 and 2.
+    # The primitive's name differs between versions of jax.
     remats = [len(re.findall(r"\b(?:remat2?|checkpoint)\[", jaxpr)) for jaxpr in jaxprs]
     assert remats == [0, blocks]
 
 
-def test_bfloat16_computes_near_float32_and_keeps_the_rest_float32():
+def test_bfloat16_is_within_3_percent_and_parameters_stay_float32():
     unet = UNet(**SMALL, dtype=jnp.bfloat16)
-    made = jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24)))
-    assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(jnp.float32)}
-    params, given = params_of(), inputs()
-    exact, low = apply()(params, **given), apply(dtype=jnp.bfloat16)(params, **given)
+    shapes = jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype(jnp.float32)}
+    params, arguments = params_of(), inputs()
+    exact, low = apply()(params, **arguments), apply(dtype=jnp.bfloat16)(params, **arguments)
     assert low.dtype == jnp.float32
-    # bfloat16 resolves 1/256; a dozen roundings in a row add to a few of these.
+    # bfloat16 resolves 1/256, and a dozen roundings accumulate.
     error = np.sqrt(np.mean((low - exact) ** 2) / np.mean(exact**2))
     assert 1e-4 < error < 0.03, error
 
 
 @pytest.mark.parametrize("attention", ["fused", "self"])
-def test_the_text_mask_acts_through_attention_only(attention):
-    params, given = params_of(attention=attention), inputs()
-    y = apply(attention=attention)(params, **given)
-    other = apply(attention=attention)(params, **given | {"text_mask": ~given["text_mask"]})
+def test_the_text_mask_affects_only_attention(attention):
+    params, arguments = params_of(attention=attention), inputs()
+    y = apply(attention=attention)(params, **arguments)
+    other = apply(attention=attention)(params, **arguments | {"text_mask": ~arguments["text_mask"]})
     pooled = apply(attention=attention)(
-        params, **given | {"text": jnp.roll(given["text"], 1, axis=2)}
+        params, **arguments | {"text": jnp.roll(arguments["text"], 1, axis=2)}
     )
     assert (np.abs(y - other).max() > 1e-3) == (attention == "fused")
-    assert np.abs(y - pooled).max() > 1e-2  # The pooled text counts in either.
+    assert np.abs(y - pooled).max() > 1e-2  # The pooled text matters in both cases.
 
 
-def test_the_null_token_is_seen_by_texts_without_tokens_too():
-    params, given = params_of(null_token=True), inputs() | {"text_mask": jnp.zeros((2, 5), bool)}
-    y = apply(null_token=True)(params, **given)
+def test_the_null_token_affects_texts_without_tokens():
+    params, arguments = (
+        params_of(null_token=True),
+        inputs() | {"text_mask": jnp.zeros((2, 5), bool)},
+    )
+    y = apply(null_token=True)(params, **arguments)
     changed = jax.tree.map(lambda leaf: leaf, params)
     changed["params"]["null_token"] = -changed["params"]["null_token"]
-    assert np.abs(apply(null_token=True)(changed, **given) - y).max() > 1e-3
+    assert np.abs(apply(null_token=True)(changed, **arguments) - y).max() > 1e-3
 
 
-def test_cudnn_attention_sees_the_valid_tokens_and_the_null_token(monkeypatch):
-    params, given = params_of(null_token=True), inputs()
-    given["text_mask"] = jnp.array([[False, True, False, True, False], [False] * 5])
-    expected = apply(null_token=True)(params, **given)
+def test_cudnn_attention_attends_to_valid_tokens_and_the_null_token(monkeypatch):
+    params, arguments = params_of(null_token=True), inputs()
+    arguments["text_mask"] = jnp.array([[False, True, False, True, False], [False] * 5])
+    expected = apply(null_token=True)(params, **arguments)
     attention = jax.nn.dot_product_attention
-    monkeypatch.setattr(  # XLA computes what cuDNN would be given.
+    monkeypatch.setattr(  # XLA stands in for cuDNN.
         jax.nn,
         "dot_product_attention",
         lambda *qkv, implementation, key_value_seq_lengths: attention(
@@ -274,28 +277,28 @@ def test_cudnn_attention_sees_the_valid_tokens_and_the_null_token(monkeypatch):
         ),
     )
     unet = UNet(**SMALL, null_token=True, attention_impl="cudnn")
-    np.testing.assert_allclose(jit(unet.apply)(params, **given), expected, atol=1e-5)
+    np.testing.assert_allclose(jit(unet.apply)(params, **arguments), expected, atol=1e-5)
 
 
-def test_patches_enter_and_leave_as_pixels():
+def test_with_patches_the_input_and_output_keep_their_size():
     unet = UNet(**SMALL | dict(image_size=8, attention_resolutions=(4,)), patch=2)
     check(unet)
     params = fresh(unet)["params"]
     assert params["init_conv"]["kernel"].shape == (3, 3, 12, 32)
     assert (params["down_0_0_attn"]["out"]["kernel"] == 0).all()
-    params["out_conv"]["bias"] = jnp.arange(12.0)  # All else is zero at first.
-    given = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
-    y = jit(unet.apply)({"params": params}, **given)
+    params["out_conv"]["bias"] = jnp.arange(12.0)  # All other outputs are initially zero.
+    arguments = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
+    y = jit(unet.apply)({"params": params}, **arguments)
     np.testing.assert_array_equal(y, np.tile(np.arange(12.0).reshape(2, 2, 3), (2, 4, 4, 1)))
 
 
 def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
-    unet, given = UNet(**SMALL, low_res=True, noise_aug=True), inputs()
-    init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0), **given)
+    unet, arguments = UNet(**SMALL, low_res=True, noise_aug=True), inputs()
+    init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0), **arguments)
     with pytest.raises(ValueError, match="must be called with the argument low_res_time"):
         init()
     with pytest.raises(ValueError, match="low_res=True must be called with the argument"):
-        init(low_res_time=given["time"])
+        init(low_res_time=arguments["time"])
 
 
 @pytest.mark.parametrize(
@@ -335,20 +338,20 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "the heads have width 4"),
     ],
 )
-def test_fields_that_do_not_go_together_say_why(changes, message):
+def test_inconsistent_fields_are_errors(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check(UNet(**SMALL | changes))
 
 
-def test_fields_that_go_together_pass():
+def test_consistent_fields_are_accepted():
     check(UNet(image_size=64))
     check(UNet(image_size=64, attention_impl="cudnn", dtype="bfloat16"))
     check(UNet(**SMALL | dict(embed_dim=16, channel_mult=(2,))))
     check(UNet(**SMALL | dict(attention="self", cond_dim=40)))
 
 
-def test_resolutions_that_no_level_has_are_ignored_by_the_layers_as_nemo_does():
+def test_attention_resolutions_without_a_level_are_ignored_as_in_nemo():
     unet = UNet(image_size=16, attention_resolutions=(32, 10, 5, 4))
     unet_module.check_layers(unet)
-    # 16 // 10 is 1 and 16 // 4 is 4, the scales of levels 0 and 2; 0 and 3 are no level's.
+    # 16 // 10 = 1 and 16 // 4 = 4 are the scales of levels 0 and 2. No level has scale 0 or 3.
     assert [unet_module.attends(unet, level) for level in range(4)] == [True, False, True, False]

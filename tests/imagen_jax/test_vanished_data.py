@@ -1,4 +1,4 @@
-"""Data that go away end a training in one line, with a code at which one starts again."""
+"""Data that disappear during training end it with a one-line error and a restartable exit code."""
 
 import pytest
 
@@ -9,25 +9,25 @@ from tests.processes import Group
 
 
 @pytest.mark.slow
-def test_a_tar_that_vanishes_is_named_in_one_line(tmp_path):
+def test_a_tar_deleted_during_training_is_a_one_line_error(tmp_path):
     tar, workdir = tmp_path / "a.tar", tmp_path / "run"
     digits.main([f"--out={tar}", "--num=64", "--format=webdataset"])
     group = Group(
-        tmp_path / "said", 1, "train", *TINY, "--config.data.source=webdataset",
+        tmp_path / "output", 1, "train", *TINY, "--config.data.source=webdataset",
         f"--config.data.path={tar}", "--config.steps=1000000", f"--workdir={workdir}",
     )  # fmt: skip
     group.wait_for_step(workdir, 1)
     tar.unlink()
-    assert group.end() == [1], group.said()
-    said = group.said()
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert group.end() == [1], group.printed()
+    errors = group.printed()
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert (
-        line == f"error: [Errno 2] No such file or directory: '{tar}'" and "Traceback" not in said
+        line == f"error: [Errno 2] No such file or directory: '{tar}'" and "Traceback" not in errors
     )
 
 
 @pytest.mark.slow
-def test_a_tar_that_is_gone_at_the_next_start_is_an_error_and_no_reason_to_start_again(tmp_path):
+def test_a_tar_missing_at_the_next_start_is_an_error_with_exit_code_2(tmp_path):
     for name in "ab":
         digits.main([f"--out={tmp_path}/tars/{name}.tar", "--num=64", "--format=webdataset"])
     arguments = (

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what people do with it, from the command to a picture's bytes."""
+"""The web page in a real Chromium, compared with the commands."""
 
 import io
 import json
@@ -26,14 +26,14 @@ enlarger = test_cascade.enlarger
 
 @pytest.fixture(scope="module")
 def trained(trained, tmp_path_factory):
-    """The run without what other tests evaluated of it."""
+    """The run without evaluations of other tests."""
     others = shutil.ignore_patterns("evaluation", "report.html")
     return shutil.copytree(trained, tmp_path_factory.mktemp("of_web") / "run", ignore=others)
 
 
 @pytest.fixture(scope="module")
 def address(trained, tmp_path_factory):
-    """The page's, of a run with a sweep of two averages at two scales."""
+    """The address of the page for a run with a sweep of two averages at two scales."""
     folder = trained / "evaluation" / "both"
     folder.mkdir(parents=True)
     rows = [
@@ -54,12 +54,10 @@ def page(browser, address):
         yield opened
 
 
-def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
-    page, trained, tmp_path
-):
+def test_the_page_draws_the_commands_bytes_and_its_link_repeats_them(page, trained, tmp_path):
     draw(page, "a <b>red</b> seven", guidance=3, steps=3)
     images = drawn(page)
-    assert page.locator("#pictures b").count() == 0  # A prompt is text.
+    assert page.locator("#pictures b").count() == 0  # The prompt is shown as text, not as HTML.
     ended = commands.run("sample", f"--workdir={trained}", "--prompt=a <b>red</b> seven",
                          "--num_images=2", "--guidance=3", "--steps=3", f"--out={tmp_path}",
                          devices=1)  # fmt: skip
@@ -76,8 +74,8 @@ def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
     other.close()
 
 
-def test_two_tabs_wait_for_each_other_and_one_cancels(page, address):
-    draw(page, count=jobs.PICTURES, steps=1000)  # Minutes, of which it is cancelled.
+def test_a_tab_waits_for_another_tabs_job_until_it_is_cancelled(page, address):
+    draw(page, count=jobs.PICTURES, steps=1000)  # Would take minutes, but is cancelled.
     other = page.context.new_page()
     other.goto(address)
     expect(other.locator("#field-steps")).to_be_visible()
@@ -92,7 +90,7 @@ def test_two_tabs_wait_for_each_other_and_one_cancels(page, address):
     other.close()
 
 
-def test_a_grid_has_the_pictures_of_its_settings(page):
+def test_a_grid_shows_one_picture_per_combination_of_settings(page):
     page.click("#grid summary")
     for axis, name, values in (("x", "guidance", "1; 4"), ("y", "steps", "2; 3")):
         page.select_option(f"#{axis}", name)
@@ -108,7 +106,7 @@ def test_a_grid_has_the_pictures_of_its_settings(page):
     assert drawn(page) == [grid[1]]
 
 
-def test_a_sweeps_point_shows_its_pictures_and_draws_like_it(page, address):
+def test_clicking_a_point_of_a_sweep_shows_its_pictures_and_sets_the_form(page, address):
     page.click("#tab-sweeps")
     expect(page.locator("svg .hit")).to_have_count(4)
     assert page.locator(".legend li").all_inner_texts() == ["ema", "raw"]
@@ -123,7 +121,7 @@ def test_a_sweeps_point_shows_its_pictures_and_draws_like_it(page, address):
     assert page.input_value("#ema") == "raw"
 
 
-def test_a_running_training_shows_its_next_lines(page, trained):
+def test_the_training_tab_shows_newly_logged_steps(page, trained):
     page.click("#tab-training")
     expect(page.locator("#curves figcaption").first).to_have_text("Loss")
     before = page.locator("#runs span").first.inner_text()
@@ -134,7 +132,7 @@ def test_a_running_training_shows_its_next_lines(page, trained):
     expect(page.locator("#runs span").first).to_contain_text(f"step {last['step'] + 7} of")
 
 
-def test_everything_is_reached_by_the_keyboard(page):
+def test_the_page_can_be_used_with_the_keyboard(page):
     page.focus("#prompts")
     page.keyboard.press("Control+A")
     page.keyboard.type("a blue one on black paper")
@@ -155,23 +153,27 @@ def test_everything_is_reached_by_the_keyboard(page):
     expect(page.locator("#point h2")).to_contain_text("guidance 1")
 
 
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(page):
+def test_the_page_fits_the_width_of_a_phone(page):
     page.set_viewport_size({"width": 390, "height": 844})
     draw(page, count=3)
     drawn(page)
-    for tab, there in (("draw", ".picture"), ("sweeps", "svg .hit"), ("training", "#curves svg")):
+    for tab, selector in (
+        ("draw", ".picture"),
+        ("sweeps", "svg .hit"),
+        ("training", "#curves svg"),
+    ):
         page.click(f"#tab-{tab}")
-        expect(page.locator(there).first).to_be_visible()
+        expect(page.locator(selector).first).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") == 390, tab
 
 
-def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enlarger, tmp_path):
+def test_the_page_of_a_cascade_draws_like_the_sample_command(browser, trained, enlarger, tmp_path):
     stages = f"{trained},{enlarger}"
     with (
         pages.served("imagen_jax.web", stages, folder=tmp_path / "web") as address,
         pages.opened(browser, address) as page,
     ):
-        expect(page.locator("#checkpoint")).to_be_hidden()  # Each stage has its own.
+        expect(page.locator("#checkpoint")).to_be_hidden()  # Each stage has its own field.
         for name, values in {"steps": (2, 3), "guidance": (3, 1.5)}.items():
             for stage, value in zip((trained, enlarger), values, strict=True):
                 field = page.get_by_label(f"{name} of {stage.name}", exact=True)
@@ -181,7 +183,7 @@ def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enla
         page.locator(".picture").first.click()
         expect(page.locator("dialog img")).to_have_count(2)
         both = pages.files(page, "dialog img")
-        made = pages.of_command(page, tmp_path / "two", "--all_sizes", "--num_images=2")
+        of_command = pages.of_command(page, tmp_path / "two", "--all_sizes", "--num_images=2")
         alone = pages.of_command(page, tmp_path / "alone")["seed_000000.png"]
         page.keyboard.press("Escape")
         page.click("#tab-training")
@@ -189,14 +191,16 @@ def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enla
         expect(names).to_have_text(["run", enlarger.name])
         page.click("#tab-sweeps")
         expect(page.locator("#sweep-plots")).to_contain_text("There are no sweeps yet")
-    assert both == [made["seed_000000_16.png"], made["seed_000000.png"]]
-    assert larger == [both[1], made["seed_000001.png"]]
+    assert both == [of_command["seed_000000_16.png"], of_command["seed_000000.png"]]
+    assert larger == [both[1], of_command["seed_000001.png"]]
     first, second, alone = (np.int16(Image.open(io.BytesIO(png))) for png in (*larger, alone))
-    assert np.abs(alone - first).max() <= 1 < np.abs(first - second).max()  # In grey levels.
+    assert (
+        np.abs(alone - first).max() <= 1 < np.abs(first - second).max()
+    )  # The difference in grey levels.
     assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]
 
 
-def test_edited_pictures_are_the_commands_bytes(browser, trained, enlarger, tmp_path):
+def test_edited_pictures_on_the_page_equal_the_commands_bytes(browser, trained, enlarger, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     with (
@@ -206,7 +210,7 @@ def test_edited_pictures_are_the_commands_bytes(browser, trained, enlarger, tmp_
         page.click("#edit summary")
         page.set_input_files("#picture", tmp_path / "photo.png")
         page.locator("#canvas").scroll_into_view_if_needed()
-        page.locator("#canvas").click()  # Paints a dot in the middle.
+        page.locator("#canvas").click()  # This paints a dot in the middle.
         drawings = {}
         for use, flags in (("over", "--mask=mask.png --strength=0.5"), ("enlarge", "--low_res=")):
             page.select_option("#use", use)

@@ -1,4 +1,4 @@
-"""The transformer in torch, written apart from imagen_jax: its blocks are diffusers' own.
+"""An independent transformer in torch, with diffusers' blocks.
 
 Patches are convolutions as in the paper, positions are diffusers', and a padded text is cut instead
 of masked. Needs torch and diffusers. This writes tests/fixtures/transformer.npz:
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Transformer(nn.Module):
-    """One image and its text at a time."""
+    """The transformer for one image and its text at a time."""
 
     def __init__(self, unet, text_width):
         super().__init__()
@@ -60,13 +60,13 @@ class Transformer(nn.Module):
 
 
 def positions(width, grid):
-    """diffusers' table, with the cosines of a coordinate before its sines."""
+    """Return diffusers' table of positions, with cosines before sines for each coordinate."""
     table = get_2d_sincos_pos_embed(width, grid, base_size=grid, output_type="pt").float()
     return torch.cat([table.chunk(4, 1)[i] for i in (1, 0, 3, 2)], 1)
 
 
 def state_dict(unet, params):
-    """Torch's parameters as differentiable functions of ours, {"time_embed/dense1/kernel": ...}."""
+    """Torch's parameters as differentiable functions of {"time_embed/dense1/kernel": ...}."""
     state, c = {}, unet.embed_dim
 
     def linear(theirs, kernel, bias=None):
@@ -93,7 +93,7 @@ def state_dict(unet, params):
         ours, theirs, last = f"block_{i}", f"blocks.{i}", i == unet.depth - 1
         layer(f"{theirs}.norm1.linear", f"{ours}/image_emb")
         kernel, bias = params[f"{ours}/text_emb/kernel"], params[f"{ours}/text_emb/bias"]
-        if last:  # AdaLayerNormContinuous has the scale first.
+        if last:  # In AdaLayerNormContinuous, the scale comes first.
             kernel, bias = kernel.roll(c, 1), bias.roll(c, 0)
         linear(f"{theirs}.norm1_context.linear", kernel, bias)
         text = ("k", "v") if last else ("q", "k", "v")
@@ -119,11 +119,11 @@ def state_dict(unet, params):
 
 
 def reference(unet, params, inputs, cotangent):
-    """(y, gradient of sum(y * cotangent) by x, the same by each of our parameters)."""
+    """Return y, and the gradients of sum(y * cotangent) for x and for our parameters."""
     params = {name: torch.tensor(np.asarray(a), requires_grad=True) for name, a in params.items()}
     model, state = Transformer(unet, inputs["text"].shape[-1]), state_dict(unet, params)
     unused = {name for name, _ in model.named_parameters()} - set(state)
-    # The last block computes the text's queries, and does not use them.
+    # The last block has unused layers for the text's queries.
     last = f"blocks.{unet.depth - 1}.attn."
     expected = {"add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight"}
     assert unused == {last + name for name in expected} and len(state) + 3 == len(
@@ -149,14 +149,14 @@ def reference(unet, params, inputs, cotangent):
 
 
 def write():
-    """Write the fixture: what `reference` gives for each case of the test."""
+    """Write the fixture: the results of `reference` for each case of the test."""
     from tests.imagen_jax import test_transformer as test
 
     arrays = {}
     for name, unet in test.NETWORKS.items():
-        y, dx, grads = reference(unet, test.random_params(unet), test.given(unet), test.target())
+        y, dx, grads = reference(unet, test.random_params(unet), test.example(unet), test.target())
         arrays |= {f"{name}/y": y, f"{name}/dx": dx}
-        arrays |= {f"{name}/grad/{key}": test.kept(value) for key, value in grads.items()}
+        arrays |= {f"{name}/grad/{key}": test.summary(value) for key, value in grads.items()}
     np.savez_compressed(test.FIXTURE, **arrays)
 
 

@@ -1,4 +1,4 @@
-"""One of several processes of a run, which reads batches and writes which pictures they held."""
+"""A process that reads batches, and writes which pictures they contain."""
 
 import json
 import pathlib
@@ -7,7 +7,7 @@ BATCH, STEPS, SAVED = 8, 10, 3
 
 
 def settings(path):
-    """A folder of pictures, without threads, so that they are read in order."""
+    """Return settings for a folder of pictures without threads, which would change the order."""
     from configs import quickstart
     from imagen_jax.settings import read_settings
 
@@ -20,7 +20,7 @@ def settings(path):
 
 
 def read(path, state=None, steps=STEPS):
-    """(the indices of this process's rows of each batch, the position after step SAVED)."""
+    """Return the indices of this process's rows per batch, and the position after step SAVED."""
     from diffusion_jax.devices import sharding
     from diffusion_jax.precache import lookup
     from imagen_jax import train
@@ -44,7 +44,7 @@ def read(path, state=None, steps=STEPS):
 
 
 def main(process, path, out):
-    """Reads, and writes OUT/PROCESS.json."""
+    """Read batches, and write OUT/PROCESS.json."""
     import jax
 
     taken, saved = read(path)

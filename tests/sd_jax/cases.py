@@ -10,7 +10,7 @@ from tests.parity.sd import ldm_vae
 from tests.sd_jax import numpy_models
 
 TEXT_WIDTH = 24
-# 1.x: heads by number, 1x1 convolutions.
+# 1.x: a number of heads, 1x1 convolutions.
 TINY = dict(
     model_channels=32,
     channel_mult=[1, 2],
@@ -23,7 +23,7 @@ TINY_VAE = dict(ch=32, ch_mult=[1, 2], num_res_blocks=1, z_channels=4, in_channe
 
 
 def random_weights(table, abstract):
-    """A state dict whose every array matters: kernels keep variance, norms are near 1."""
+    """Return a random state dict: kernels keep the variance, and norms are near 1."""
     rng = np.random.default_rng(0)
     leaves = jax.tree.leaves_with_path(abstract)
     shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
@@ -50,7 +50,7 @@ def vae_weights(vae, dialect="ldm"):
 
 
 def unet_case(config, norm_groups=32, size=(4, 4)):
-    """x, t, ctx and t_frac, with numpy's y and y_frac."""
+    """Return inputs x, t, ctx and t_frac, with numpy's outputs y and y_frac."""
     state = unet_weights(formats.unet_from_ldm(config, norm_groups))
     rng = np.random.default_rng(1)
     case = {
@@ -69,7 +69,7 @@ def unet_case(config, norm_groups=32, size=(4, 4)):
 
 
 def vae_case(config, size=(8, 12)):
-    """x, z and n, with what numpy makes of them."""
+    """Return inputs x, z and n, with numpy's outputs."""
     state, rng = vae_weights(ldm_vae(config)), np.random.default_rng(1)
     small = [side // 2 ** (len(config["ch_mult"]) - 1) for side in size]
     weights = {name: array.astype(np.float64) for name, array in state.items()}

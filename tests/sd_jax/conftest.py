@@ -1,4 +1,4 @@
-"""A tiny model as others publish it: a diffusers directory, and a single file."""
+"""A tiny published model, as a diffusers directory and as a single file."""
 
 import shutil
 
@@ -12,12 +12,12 @@ from tests.diffusion_jax.text import tiny_weights
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
-    """d (a directory), a.npz and ldm.yaml (the same in a file), tokenizer: 1.x that predicts v."""
+    """A 1.x model that predicts v: d is its directory, a.npz and ldm.yaml are its file."""
     return shared.folder(tmp_path_factory, "published", _publish)
 
 
 def _publish(folder):
-    from tests.sd_jax.weights.test_checkpoints import YAML, compvis  # It takes seconds to make.
+    from tests.sd_jax.weights.test_checkpoints import YAML, compvis  # Importing it takes seconds.
 
     np.savez(folder / "a.npz", **compvis())
     vocabulary = tiny_weights.clip_folder(folder / "clip", "clip")

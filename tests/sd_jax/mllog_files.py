@@ -1,4 +1,4 @@
-"""Result files as any program may write them, for what reads such."""
+"""Write MLPerf result files, to test the code that reads them."""
 
 import json
 
@@ -10,7 +10,7 @@ def line(key, value, time_ms=0, **metadata):
 
 
 def write(path, batch_size, scores, status="success"):
-    """`scores` are {samples: (FID, CLIP)}."""
+    """Write a result file. `scores` is {samples: (FID, CLIP)}."""
     lines = [line("submission_benchmark", "stable_diffusion")]
     lines += [line("global_batch_size", batch_size), line("opt_base_learning_rate", 1e-4)]
     for samples, pair in scores.items():

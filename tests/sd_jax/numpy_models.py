@@ -1,6 +1,6 @@
-"""Stable Diffusion's UNet and VAE once more, in numpy and in LDM's names and layouts (NCHW, OIHW).
+"""Stable Diffusion's UNet and VAE in numpy, with LDM's names and layouts (NCHW, OIHW).
 
-A second derivation to hold the first against: slow, plain, in float64.
+An independent, slow and simple version in float64, to compare the real one with.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ from scipy.special import erf
 
 
 def unet(config, w, x, t, ctx, norm_groups=32):
-    """LDM's UNetModel, [B, out_channels, H, W]."""
+    """Compute LDM's UNetModel, [B, out_channels, H, W]."""
     net = _Weights(w)
     width, mult = config["model_channels"], config["channel_mult"]
     blocks = config["num_res_blocks"]
@@ -60,7 +60,7 @@ def unet(config, w, x, t, ctx, norm_groups=32):
 
 
 def encode(config, w, x):
-    """(before quant_conv, moments), [B, 8, h, w]."""
+    """Return (input of quant_conv, moments), each [B, 8, h, w]."""
     net, levels = _Weights(w), len(config["ch_mult"])
     h = _conv(net / "encoder.conv_in", x)
     for level in range(levels):
@@ -74,7 +74,7 @@ def encode(config, w, x):
 
 
 def decode(config, w, z):
-    """Images, [B, 3, H, W]."""
+    """Return images, [B, 3, H, W]."""
     net = _Weights(w)
     h = _conv(net / "decoder.conv_in", _conv(net / "post_quant_conv", z, pad=0))
     h = _vae_middle(net / "decoder.mid", h)
@@ -88,7 +88,7 @@ def decode(config, w, z):
 
 
 class _Weights:
-    """A state dict below a prefix, which notes what is read of it."""
+    """The part of a state dict below a prefix. It records which arrays are read."""
 
     def __init__(self, state, prefix="", read=None):
         self.state, self.prefix = state, prefix

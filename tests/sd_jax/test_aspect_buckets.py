@@ -26,7 +26,7 @@ def vae(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Seven squares and six wide pictures of random colours."""
+    """Write seven square and six wide pictures of random colours."""
     path, rng = tmp_path_factory.mktemp("mixed"), np.random.default_rng(0)
     for number in range(13):
         pixels = rng.integers(0, 256, (10, (11, 44)[number % 2], 3), np.uint8)
@@ -53,7 +53,7 @@ def open_batches(vae, path, **changes):
     return train.open_batches(s, encoder, tiny.vae_params(), sharding.make_mesh(1, 1, 1))
 
 
-def test_batches_of_moments_are_the_encoders_of_the_cropped_pictures(vae, images, stored):
+def test_stored_moments_equal_the_encoded_cropped_pictures(vae, images, stored):
     s = tiny.settings(vae)
     encode = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
     pictures = open_batches(vae, images)
@@ -74,7 +74,7 @@ def test_batches_of_moments_are_the_encoders_of_the_cropped_pictures(vae, images
     assert seen == set(SHAPES)
 
 
-def test_training_takes_steps_of_each_shape(vae, stored):
+def test_training_batches_have_every_shape_with_finite_losses(vae, stored):
     s = settings(vae, stored, data__source="moments")
     mesh = sharding.make_mesh(1, 1, 1)
     inputs = train.prepare(s, mesh)
@@ -89,7 +89,7 @@ def test_training_takes_steps_of_each_shape(vae, stored):
     assert set(losses) == {(4, 4), (2, 8)} and all(np.isfinite(v) for v in losses.values())
 
 
-def test_moments_of_other_buckets_are_refused(vae, images, stored):
+def test_moments_stored_for_other_aspect_buckets_are_errors(vae, images, stored):
     with pytest.raises(ValueError, match=r"buckets: .* stored, ..8, 8.. requested"):
         open_batches(vae, stored, data__source="moments", data__aspect_buckets=((8, 8),))
     with pytest.raises(ValueError, match=r"buckets: .* stored, None requested"):

@@ -1,6 +1,6 @@
-"""Stable Diffusion in buckets, through the real commands: what they make is a folder's, to the bit.
+"""Stable Diffusion in buckets: the real commands write the same bytes as in a folder.
 
-Moments and training are killed and go on.
+The commands that write moments and train are killed and continued.
 """
 
 import signal
@@ -17,7 +17,7 @@ from tests.sd_jax import tiny
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("stores"),
-    pytest.mark.filterwarnings("ignore:Sending a large body"),  # So gcsfs does.
+    pytest.mark.filterwarnings("ignore:Sending a large body"),  # gcsfs sends some.
 ]
 CONFIG = """from tests.sd_jax import tiny
 
@@ -30,21 +30,21 @@ IMAGES = 40
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
 def homes(request, stores, tmp_path_factory):
-    """A folder, and a bucket with a copy of its pictures, VAE and prompts."""
-    here = tmp_path_factory.mktemp("here")
-    (here / "config.py").write_text(CONFIG)
-    tiny.write_vae(here / "vae.safetensors")
-    (here / "prompts.txt").write_text("a red 3\na blue 7\n")
-    digits.write_examples(here / "pictures", IMAGES, size=tiny.SIZE, format="webdataset")
-    there = files.path(f"{request.param}://{emulators.BUCKET}/sd")
+    """Return a folder, and a bucket with a copy of its pictures, VAE and prompts."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "config.py").write_text(CONFIG)
+    tiny.write_vae(folder / "vae.safetensors")
+    (folder / "prompts.txt").write_text("a red 3\na blue 7\n")
+    digits.write_examples(folder / "pictures", IMAGES, size=tiny.SIZE, format="webdataset")
+    bucket = files.path(f"{request.param}://{emulators.BUCKET}/sd")
     for name in ("vae.safetensors", "prompts.txt", "pictures/00000.tar"):
-        (there / name).send(here / name)
-    return here, there
+        (bucket / name).send(folder / name)
+    return folder, bucket
 
 
-def kill_when(process, made):
+def kill_when(process, is_reached):
     deadline = time.monotonic() + test_buckets.PATIENCE
-    while process.poll() is None and time.monotonic() < deadline and not made():
+    while process.poll() is None and time.monotonic() < deadline and not is_reached():
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -52,7 +52,7 @@ def kill_when(process, made):
 
 
 def commands_of(home, config):
-    """The two that make moments of a home's pictures, and train on them."""
+    """Return the commands that compute moments of a home's pictures, and train on them."""
     flags = (f"--config={config}", f"--config.vae.weights={home}/vae.safetensors")
     source = ("--config.data.source=webdataset", f"--config.data.path={home}/pictures")
     moments = ("sd_jax.precache", *flags, *source, f"--out={home}/moments", "--shard_images=4",
@@ -63,31 +63,33 @@ def commands_of(home, config):
 
 @pytest.fixture(scope="module")
 def trained(homes):
-    """Both with moments of the pictures, and a run on them; killed in the bucket."""
-    here, there = homes
-    moments, train = commands_of(there, here / "config.py")
-    tars = lambda: len(list((there / "moments").glob("*.tar")))
+    """Both homes, with moments and a training run. In the bucket, the commands were killed once."""
+    folder, bucket = homes
+    moments, train = commands_of(bucket, folder / "config.py")
+    tars = lambda: len(list((bucket / "moments").glob("*.tar")))
     kill_when(test_buckets.start(*moments), lambda: tars() >= 3)
     assert 3 <= tars() < IMAGES / 4
     test_buckets.run(*moments)
-    kill_when(test_buckets.start(*train), (there / "run" / runs.CHECKPOINTS / "2").objects)
+    kill_when(test_buckets.start(*train), (bucket / "run" / runs.CHECKPOINTS / "2").objects)
     test_buckets.run(*train)
-    for command in commands_of(here, here / "config.py"):
+    for command in commands_of(folder, folder / "config.py"):
         test_buckets.run(*command)
     return homes
 
 
-def test_moments_and_training(trained):
-    here, there = (home / "moments" for home in trained)
-    names = sorted(name for name in there.objects() if name.endswith(".tar"))
-    assert names == sorted(path.name for path in here.glob("*.tar")) and len(names) == IMAGES // 4
-    assert all((here / name).read_bytes() == (there / name).read_bytes() for name in names)
-    here, there = (home / "run" for home in trained)
-    assert restore.steps(there / runs.CHECKPOINTS) == [2, 4]
-    test_buckets.assert_alike(there, here, {runs.CHECKPOINTS: ("params", "ema_0.9", "optimizer")})
+def test_moments_and_training_in_a_bucket_match_a_folder(trained):
+    folder, bucket = (home / "moments" for home in trained)
+    names = sorted(name for name in bucket.objects() if name.endswith(".tar"))
+    assert names == sorted(path.name for path in folder.glob("*.tar")) and len(names) == IMAGES // 4
+    assert all((folder / name).read_bytes() == (bucket / name).read_bytes() for name in names)
+    folder, bucket = (home / "run" for home in trained)
+    assert restore.steps(bucket / runs.CHECKPOINTS) == [2, 4]
+    test_buckets.assert_alike(
+        bucket, folder, {runs.CHECKPOINTS: ("params", "ema_0.9", "optimizer")}
+    )
 
 
-def test_drawn(trained):
+def test_pictures_sampled_in_a_bucket_match_a_folder(trained):
     pictures = []
     for home in trained:
         test_buckets.run(

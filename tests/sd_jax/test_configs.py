@@ -1,4 +1,4 @@
-"""Every shipped config against its source: NeMo's launcher, MLPerf's five files and its rules."""
+"""Compare every shipped config with its source: NeMo's launcher, MLPerf's files and rules."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ from sd_jax.weights import names
 
 ROOT = pathlib.Path(__file__).parents[2]
 V1, V2, VAE = 859_520_964, 865_910_724, 83_653_863
-# parameters, pixels, steps, warm-up, text dropout, least side, millions of samples, from
+# parameters, pixels, steps, warm-up, text dropout, minimal side, millions of samples, weights
 NEMO = {
     "sd1_256_pretrain": (V1, 256, 82_500, 10_000, 0.0, 0, 675.8, ""),
     "sd1_512_v1_1": (V1, 512, 50_000, 10_000, 0.0, 1024, 409.6, "runs/sd1_256"),
@@ -32,25 +32,25 @@ OWN = [(sd_quickstart, sd_quickstart_vae), (sd64_11m, sd64_vae)]
 
 
 def shipped(name):
-    """(module, settings) of a file in configs/."""
+    """Return (module, settings) of a file in configs/."""
     module = importlib.import_module(f"configs.{name}")
     return module, read_settings(module.get_config().to_dict())
 
 
 @functools.cache
 def count(abstract, *network):
-    """From shapes alone: nothing is computed."""
+    """Count parameters from shapes only, without computing them."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract(*network)))
 
 
-def test_every_config_is_tested_here():
-    found = {path.stem for path in (ROOT / "configs").glob("sd*.py")}
+def test_every_stable_diffusion_config_has_a_test_in_this_file():
+    config_names = {path.stem for path in (ROOT / "configs").glob("sd*.py")}
     own = {module.__name__.split(".")[1] for pair in OWN for module in pair}
-    assert found == {*NEMO, "sd2_mlperf", "sd2_mlperf_miniature", *own}
+    assert config_names == {*NEMO, "sd2_mlperf", "sd2_mlperf_miniature", *own}
 
 
 @pytest.mark.parametrize("name", NEMO)
-def test_nemos_configs_are_its_launchers(name):
+def test_nemo_configs_match_the_nemo_launcher(name):
     module, s = shipped(name)
     parameters, pixels, steps, warmup, drop, least, samples, start = NEMO[name]
     assert count(names.abstract_unet, s.unet, s.text.width) == parameters
@@ -75,7 +75,7 @@ def test_nemos_configs_are_its_launchers(name):
     assert (s.unet.dtype, s.vae.dtype, s.run.save_every) == (jnp.bfloat16, jnp.bfloat16, 1000)
 
 
-# The five files of MLPerf, and two batches that it has reference points of.
+# MLPerf's five files, and two batch sizes with reference convergence points.
 @pytest.mark.parametrize(
     ("batch", "lr", "every"),
     [
@@ -83,7 +83,7 @@ def test_nemos_configs_are_its_launchers(name):
         (256, 3.2e-5, 2000), (384, 4.8e-5, 1334),
     ],
 )  # fmt: skip
-def test_mlperfs_config_is_its_files(batch, lr, every):
+def test_the_mlperf_config_matches_mlperfs_files(batch, lr, every):
     s = read_settings(sd2_mlperf.get_config(str(batch)).to_dict())
     assert count(names.abstract_unet, s.unet, s.text.width) == V2
     assert f"{V2:,}" in sd2_mlperf.__doc__
@@ -92,7 +92,7 @@ def test_mlperfs_config_is_its_files(batch, lr, every):
         lr=0.0, schedule="ldm", warmup=1000, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01,
         clip=float("inf"), micro_batch=0, accumulate=1, ema_decays=(), ema_warmup=True,
     )  # fmt: skip
-    # Every 512,000 images, rounded up to a step.
+    # Every 512,000 images, rounded up to a whole step.
     assert s.evaluation.every == every * batch
     due = loop.Scoring(s.evaluation.every, lambda draw, params: {})
     assert [step for step in range(1, 2 * every + 2) if due.is_due(step, batch)] == [
@@ -108,11 +108,11 @@ def test_mlperfs_config_is_its_files(batch, lr, every):
     assert (s.evaluation.guidance, s.evaluation.num_prompts) == ((8.0,), 30_000)
 
 
-def test_the_default_batch_is_mlperfs_smallest():
+def test_the_default_batch_size_is_the_smallest_of_mlperf():
     assert sd2_mlperf.get_config().batch_size == 512
 
 
-def test_ldms_warmup_is_its_formula():
+def test_ldm_warmup_matches_its_formula():
     rate = optimizer.warmup_ldm(6.4e-5, 1000)
     steps = np.array([0, 1, 500, 999, 1000, 5000])
     factor = np.where(steps < 1000, (1 - 1e-6) / 1000 * steps + 1e-6, 1.0)
@@ -121,7 +121,7 @@ def test_ldms_warmup_is_its_formula():
 
 
 @pytest.mark.parametrize(("unet", "vae"), OWN)
-def test_a_unet_and_the_autoencoder_of_its_own_fit_together(unet, vae):
+def test_the_configs_of_a_unet_and_its_autoencoder_agree(unet, vae):
     s = read_settings(unet.get_config().to_dict())
     own = train_vae.read_settings(vae.get_config().to_dict())
     for parameters in (

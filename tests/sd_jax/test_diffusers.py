@@ -1,4 +1,4 @@
-"""diffusers itself, where it is installed: it reads what is written here, and draws the same.
+"""Compare with diffusers, if it is installed: it reads our files and samples the same images.
 
 pip install torch diffusers transformers
 """
@@ -23,7 +23,7 @@ from tests.sd_jax.weights.test_checkpoints import text_state
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Theirs.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Warnings of diffusers.
 
 VERSIONS = {
     "1.x": UNet(32, (1, 2), 1, (0, 1), num_heads=8, linear_projections=False),
@@ -39,7 +39,7 @@ def version(request):
 
 @pytest.fixture(scope="module")
 def folder(version, published, tmp_path_factory):
-    """A directory written here, of a model in LDM's names."""
+    """Return a directory that we wrote, of a model with LDM's names."""
     path = tmp_path_factory.mktemp(version)
     parts = {
         "model.diffusion_model": unet_weights(VERSIONS[version]),
@@ -58,12 +58,12 @@ def folder(version, published, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pipeline(folder, version):
-    made = diffusers.StableDiffusionPipeline.from_pretrained(folder)
-    # The tiny tokenizer has no config that says these.
-    made.tokenizer.model_max_length = 16
+    loaded = diffusers.StableDiffusionPipeline.from_pretrained(folder)
+    # The tiny tokenizer has no config with these values.
+    loaded.tokenizer.model_max_length = 16
     if version == "2.x":
-        made.tokenizer.pad_token = made.tokenizer.convert_ids_to_tokens(0)
-    return made
+        loaded.tokenizer.pad_token = loaded.tokenizer.convert_ids_to_tokens(0)
+    return loaded
 
 
 def close(ours, theirs):
@@ -74,7 +74,7 @@ def close(ours, theirs):
     assert error < 1e-5  # Measured: up to 2e-6.
 
 
-def test_the_networks_give_their_outputs(folder, pipeline):
+def test_networks_match_the_outputs_of_diffusers(folder, pipeline):
     read, rng = checkpoints.load(folder), np.random.default_rng(0)
     of = lambda part: jax.tree.map(jnp.asarray, part.params)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
@@ -95,7 +95,9 @@ def test_the_networks_give_their_outputs(folder, pipeline):
         close(read.text.tower.apply(of(read.text), ids).last, states)
 
 
-def test_their_own_directory_comes_back_to_the_last_bit(folder, pipeline, tmp_path):
+def test_a_directory_saved_by_diffusers_is_read_and_written_without_changes(
+    folder, pipeline, tmp_path
+):
     pipeline.save_pretrained(tmp_path / "theirs")
     read = checkpoints.load(tmp_path / "theirs")
     assert checkpoints.equal(read, checkpoints.load(folder))
@@ -128,10 +130,10 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_directory_draws_as_its_own_scheduler_says(
+def test_the_scheduler_in_a_directory_chooses_our_sampler_with_equal_images(
     name, folder, version, pipeline, tmp_path, monkeypatch
 ):
-    """Prompt to pixels from the same noise, the sampler and its grid left to the directory."""
+    """From prompt to pixels with the same noise. The directory chooses the sampler and its grid."""
     sampler, changes = SCHEDULERS[name]
     kind = getattr(diffusers, f"{name.partition(' ')[0]}Scheduler")
     config = {"clip_sample": False, "prediction_type": pipeline.scheduler.config.prediction_type}
@@ -163,7 +165,7 @@ def test_a_directory_draws_as_its_own_scheduler_says(
     ).images  # fmt: skip
     error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
     print(f"{name}: {error:.2e}")
-    assert error < 1e-4  # Of pixels from 0 to 1.
+    assert error < 1e-4  # For pixels between 0 and 1.
 
 
 SAVED = {
@@ -179,7 +181,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("how", SAVED)
-def test_every_way_in_which_they_save_opens(folder, pipeline, tmp_path, how):
+def test_every_format_that_diffusers_saves_can_be_loaded(folder, pipeline, tmp_path, how):
     half = "fp16" in how
     saved = diffusers.StableDiffusionPipeline.from_pretrained(
         folder, torch_dtype=torch.float16 if half else torch.float32
@@ -196,12 +198,12 @@ def test_every_way_in_which_they_save_opens(folder, pipeline, tmp_path, how):
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])
-def test_prompt_to_pixels_is_their_pipeline(folder, pipeline, sampler, monkeypatch):
-    """From the same noise, five steps at guidance 3 with a negative prompt."""
+def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampler, monkeypatch):
+    """Takes five steps from the same noise, at guidance 3, with a negative prompt."""
     choice = drawing.choose(
         sampler=sampler, steps=5, guidance=3.0, negative_prompt="b", height=32, width=48
     )
-    # Their PLMS combines v's of several times, each in directions of its own: compared of eps.
+    # Their PLMS combines v from several times without converting it, so this compares eps.
     predicts = "eps" if sampler == "plms" else None
     model = drawing.load(folder, *choice, file=File(predicts))
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
@@ -222,4 +224,4 @@ def test_prompt_to_pixels_is_their_pipeline(folder, pipeline, sampler, monkeypat
     ).images  # fmt: skip
     error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
     print(f"{sampler}: {error:.2e}")
-    assert error < 1e-4  # Of pixels from 0 to 1.
+    assert error < 1e-4  # For pixels between 0 and 1.

@@ -1,4 +1,4 @@
-"""LoRA files through diffusers and peft themselves: each reads what the other wrote, and agrees.
+"""Compare LoRA files with diffusers and peft: each side reads the other's, with equal outputs.
 
 pip install torch diffusers transformers peft
 """
@@ -22,17 +22,17 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Theirs.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Warnings of diffusers.
 
 OF_UNET = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "ff.net.0.proj"]
 UNET = UNet(32, (1, 2), 1, (0, 1), num_heads=8, linear_projections=False)
 OF_TEXT = ["q_proj", "out_proj", "fc1"]
-TOLERANCE = 1e-4  # What is asked; measured: below 1e-5.
+TOLERANCE = 1e-4  # Measured: below 1e-5.
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A directory written here: its weights keep variance, so that rounding stays small."""
+    """Return a directory that we wrote. Its weights keep the variance, to keep rounding small."""
     path = tmp_path_factory.mktemp("model")
     parts = {
         "model.diffusion_model": unet_weights(UNET),
@@ -57,7 +57,7 @@ def pipeline(folder):
 
 
 def adapted(pipeline, rank=3, alpha=5):
-    """The pipeline with random factors in its UNet and its text encoder."""
+    """Return the pipeline with random factors in its UNet and its text encoder."""
     for network, targets in ((pipeline.unet, OF_UNET), (pipeline.text_encoder, OF_TEXT)):
         network.add_adapter(peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets))
         generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ def states(pipeline):
 
 
 def outputs(pipeline):
-    """Of the UNet and the text encoder."""
+    """Return inputs, and the outputs of the UNet and the text encoder for them."""
     rng = np.random.default_rng(0)
     x, text = rng.standard_normal((2, 4, 16, 24)), rng.standard_normal((2, 16, 24))
     ids = rng.integers(0, 40, (2, 16))
@@ -111,7 +111,7 @@ def write_peft(pipeline, folder):
 
 
 def write_older(pipeline, folder):
-    """The names of diffusers before peft, which had no alpha: it goes into the upper factors."""
+    """Write names of diffusers before peft, without alpha: it is multiplied into upper factors."""
     from safetensors.torch import save_file
 
     renamed = {}
@@ -127,7 +127,7 @@ def write_older(pipeline, folder):
 
 
 def write_kohya(pipeline, folder):
-    """As kohya's scripts write, by diffusers' own conversion of the names."""
+    """Write names of kohya's scripts, converted by diffusers."""
     from safetensors.torch import save_file
 
     renamed = {}
@@ -145,7 +145,9 @@ def write_kohya(pipeline, folder):
 
 @pytest.mark.parametrize("write", [write_peft, write_older, write_kohya])
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_their_files_change_our_networks_as_theirs(folder, pipeline, tmp_path, write, strength):
+def test_lora_files_of_diffusers_have_the_same_effect_on_our_networks(
+    folder, pipeline, tmp_path, write, strength
+):
     written = write(adapted(pipeline), tmp_path / "lora")
     for network in (pipeline.unet, pipeline.text_encoder):
         for module in network.modules():
@@ -157,7 +159,7 @@ def test_their_files_change_our_networks_as_theirs(folder, pipeline, tmp_path, w
     for a, b, before in zip(ours(merged, inputs), theirs, ours(opened, inputs), strict=True):
         close(a, b)
         assert np.abs(np.asarray(before) - b).max() > 0.05 * np.abs(b).max()
-    if write is write_older:  # Which diffusers itself reads no more under these names.
+    if write is write_older:  # diffusers no longer reads these names.
         return
     again = diffusers.StableDiffusionPipeline.from_pretrained(folder, tokenizer=None)
     again.load_lora_weights(written)
@@ -166,8 +168,8 @@ def test_their_files_change_our_networks_as_theirs(folder, pipeline, tmp_path, w
         close(a, b)
 
 
-def test_a_folder_that_peft_saved_changes_our_unet_as_peft_does(folder, pipeline, tmp_path):
-    """Ranks, alphas and rslora are in adapter_config.json only."""
+def test_a_folder_saved_by_peft_has_the_same_effect_on_our_unet(folder, pipeline, tmp_path):
+    """Only adapter_config.json has ranks, alphas and rslora."""
     config = peft.LoraConfig(
         r=2,
         lora_alpha=7,
@@ -189,11 +191,11 @@ def test_a_folder_that_peft_saved_changes_our_unet_as_peft_does(folder, pipeline
 
 
 @pytest.mark.parametrize("dialect", lora_files.DIALECTS)
-def test_our_files_change_their_networks_as_ours(folder, pipeline, tmp_path, dialect):
+def test_our_lora_files_have_the_same_effect_in_diffusers(folder, pipeline, tmp_path, dialect):
     opened, s = checkpoints.load(folder), Lora(4, 6.0, "_attn/|conv1|skip")
     shapes = names.abstract_unet(opened.unet.network, opened.unet.text_width)
     factors = written_runs.random_params(lambda key: lora.init(key, shapes, s))
-    factors = jax.tree.map(lambda leaf: leaf / 4, factors)  # As large as the weights, no larger.
+    factors = jax.tree.map(lambda leaf: leaf / 4, factors)  # About as large as the weights.
     path = tmp_path / lora_files.FILE
     lora_files.write(path, factors, s, opened.unet.network, dialect)
     pipeline.load_lora_weights(tmp_path)

@@ -1,4 +1,4 @@
-"""Models from elsewhere draw: the same image alone, in a batch, on one device, from a file."""
+"""Published models sample the same image alone, in a batch, on one device, and from a file."""
 
 import re
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
 CHOICE = drawing.choose(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
-PROMPTS = [*"abcdef"]  # Two devices draw one of them again.
+PROMPTS = [*"abcdef"]  # Eight devices need two more, which repeat one of them.
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +34,22 @@ def six(model):
 
 
 def same(ours, theirs):
-    """Sums in another order may round a pixel up."""
+    """Sums in another order may change a pixel by 1."""
     np.testing.assert_allclose(ours.astype(int), theirs.astype(int), atol=1)
 
 
-def test_six_prompts_are_six_pictures(six):
+def test_six_prompts_give_six_different_pictures(six):
     assert (six.shape, six.dtype) == ((6, 6, 4, 3), np.uint8)
     assert len({image.tobytes() for image in six}) == 6
 
 
-def test_a_seed_draws_its_image_alone(model, six):
+def test_an_image_sampled_alone_equals_the_one_in_a_batch(model, six):
     same(drawing.draw(model, ["d"], [3]), six[3:4])
     assert np.abs(drawing.draw(model, ["d"], [4]).astype(int) - six[3]).max() > 5
     assert np.abs(drawing.draw(model, ["e"], [3]).astype(int) - six[3]).max() > 1
 
 
-def test_a_file_on_one_device_draws_what_its_directory_draws_on_eight(published, six, monkeypatch):
+def test_a_file_on_one_device_matches_its_directory_on_eight(published, six, monkeypatch):
     one = sharding.make_mesh(1, 1, 1)
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
     tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
@@ -58,22 +58,22 @@ def test_a_file_on_one_device_draws_what_its_directory_draws_on_eight(published,
     same(drawing.draw(model, PROMPTS[3:5], [3, 4]), six[3:5])
 
 
-def test_guidance_and_the_negative_prompt_lead(model, six):
-    """By the same program: neither is compiled in."""
+def test_guidance_and_the_negative_prompt_change_the_image(model, six):
+    """Both are arguments of the compiled program."""
     away = drawing.draw(model, PROMPTS, range(6), negative_prompt="b")
     assert np.abs(away.astype(int) - six).max() > 1
     more = drawing.draw(model, PROMPTS, range(6), guidance=4.0)
     assert np.abs(more.astype(int) - six).max() > 1
 
 
-def test_the_directory_says_how_it_draws(model):
+def test_settings_of_a_directory_come_from_its_configs(model):
     p = model.settings
     assert (p.diffusion.predicts, p.latents.image_size, p.latents.scale) == ("v", 128, vae.SCALE)
     assert (p.sampler.name, p.sampler.steps, p.output_shape) == ("ddim", 2, (6, 4))
     assert published.DEFAULTS[:4] == ("plms", 50, 0.0, 7.5)
 
 
-def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
+def test_kernels_are_stored_in_the_computing_dtype_and_biases_in_float32(published):
     model = drawing.load(published / "d", *CHOICE, file=File(dtype="bfloat16"))
     layer = model.params["params"]["init_conv"]
     assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
@@ -81,13 +81,13 @@ def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A workdir at step 0, with a VAE beside it; its texts are hashed words."""
+    """Return a workdir at step 0 with its VAE. Its texts are hashed words."""
     workdir = tmp_path_factory.mktemp("run")
     config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
     s = read_settings(config.to_dict())
-    made = task.make_task(s, lookup.open_encoder(s.text), None)
+    sd_task = task.make_task(s, lookup.open_encoder(s.text), None)
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-    params = tiny.random_params(made)
+    params = tiny.random_params(sd_task)
     runs.claim(workdir, config.to_dict())
     saved = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
     state = init_state(params, tx, s.optimizer.ema_decays)
@@ -99,7 +99,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
+def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
     model = drawing.load(run, *drawing.choose(steps=2))
     images = drawing.draw(model, ["a red one"], [3])
     assert (images.shape, model.settings.sampler.name) == ((1, 8, 8, 3), "ddim")
@@ -124,7 +124,7 @@ def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
         ((), File(), "does not state whether its UNet predicts eps or v"),
     ],
 )
-def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
+def test_a_file_with_missing_parts_is_an_error_that_names_them(tmp_path, left_out, file, message):
     state = compvis()
     state = {n: w for n, w in state.items() if not n.startswith(left_out)}
     np.savez(tmp_path / "a.npz", **state)
@@ -134,7 +134,7 @@ def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
         drawing.load(tmp_path / "a.npz", *CHOICE, file=file)
 
 
-def test_numbers_that_do_not_fit_are_errors(model):
+def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
     with pytest.raises(ValueError, match="2 prompts and 1 seeds: give one seed per prompt"):
         drawing.draw(model, ["a", "b"], [0])
     images = np.zeros((2, 6, 4, 3), np.uint8)

@@ -1,4 +1,4 @@
-"""The evaluation of a Stable Diffusion run: its points, its pictures, its card."""
+"""The evaluation of a Stable Diffusion run: its sweep, its scores and its card."""
 
 import csv
 import json
@@ -32,16 +32,16 @@ STEPS = (2, 4)
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A run of the coloured digits with two checkpoints of random weights, not alike."""
+    """Return a run on coloured digits with two checkpoints of different random weights."""
     path = tmp_path_factory.mktemp("run")
     c = tiny.config(tiny.write_vae(path / "vae.safetensors"))
     runs.claim(path, c.to_dict())
     s = tiny.read_settings(c.to_dict())
-    made = task.make_task(s, lookup.open_encoder(s.text), tiny.vae_params())
+    sd_task = task.make_task(s, lookup.open_encoder(s.text), tiny.vae_params())
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     saved = checkpoint.Checkpointer(path / runs.CHECKPOINTS, keep_last=2)
     for step in STEPS:
-        params = jax.tree.map(lambda x, n=step: x * (1 + n / 10), tiny.random_params(made))
+        params = jax.tree.map(lambda x, n=step: x * (1 + n / 10), tiny.random_params(sd_task))
         state = init_state(params, tx, s.optimizer.ema_decays)
         nothing = types.SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
         saved.save(step, state._replace(step=jnp.int32(step)), nothing)
@@ -56,17 +56,17 @@ def scorer():
 
 @pytest.fixture(scope="module")
 def evaluated(workdir, scorer):
-    """The rows of two scales at both checkpoints, and the folder."""
+    """Return the rows of two guidance scales at both checkpoints, and the folder."""
     weights = [Weights("ema", step) for step in STEPS]
     subject = evaluate.open_run(str(workdir), [{"steps": 2}], weights)
-    asked = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
-    out = evaluation.evaluate([subject], scorer, asked)
+    plan = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
+    out = evaluation.evaluate([subject], scorer, plan)
     with (out / sweep.TABLE).open() as file:
         return list(csv.DictReader(file)), out
 
 
-def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir, scorer):
-    """Drawn here again."""
+def test_scores_match_the_judges_on_pictures_that_are_sampled_again(evaluated, workdir, scorer):
+    """The test samples the pictures itself."""
     rows, _ = evaluated
     points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
     assert points == [("2", 2), ("2", 4), ("4", 2), ("4", 4)]
@@ -83,7 +83,7 @@ def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir, scor
     assert len(distances) == 4
 
 
-def test_each_score_has_its_card(evaluated, workdir):
+def test_the_card_of_a_score_lists_its_settings(evaluated, workdir):
     _, out = evaluated
     _, card = sweep.read_scored(out / sweep.SCORED)["step_00000004_ema_guidance_4_digits"]
     assert card.items() >= {
@@ -94,17 +94,17 @@ def test_each_score_has_its_card(evaluated, workdir):
     assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
 
 
-def test_a_published_model_stands_beside_a_run(workdir, scorer, published, tmp_path):
-    """Its directory's own sampler draws it, at its own size; --size makes the pictures alike."""
+def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, published, tmp_path):
+    """Each is sampled with its own sampler and size. --size resizes all pictures to one size."""
     folder = tmp_path / "theirs"
     shutil.copytree(published / "d", folder)
     config = json.loads((folder / "unet" / "config.json").read_text()) | {"sample_size": 8}
     (folder / "unet" / "config.json").write_text(json.dumps(config))
-    theirs = evaluate.open_model(str(folder), [{"steps": 2}])
-    assert (theirs.size, theirs.name) == (16, "theirs")
-    both = [evaluate.open_run(str(workdir), [{"steps": 2}]), theirs]
-    asked = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
-    out = evaluation.evaluate(both, scorer, asked)
+    published_model = evaluate.open_model(str(folder), [{"steps": 2}])
+    assert (published_model.size, published_model.name) == (16, "theirs")
+    both = [evaluate.open_run(str(workdir), [{"steps": 2}]), published_model]
+    plan = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
+    out = evaluation.evaluate(both, scorer, plan)
     with (out / sweep.TABLE).open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["model"], row["checkpoint"]) for row in rows] == [
@@ -123,6 +123,6 @@ def test_a_published_model_stands_beside_a_run(workdir, scorer, published, tmp_p
     assert float(rows[1]["fd_digits"]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_evaluating_a_folder_that_is_not_a_run_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
         evaluate.open_run(str(tmp_path))

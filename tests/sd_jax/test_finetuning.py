@@ -1,4 +1,4 @@
-"""A LoRA of a Stable Diffusion run by the commands: trained, drawn with, over pictures, written."""
+"""The commands train a LoRA of a Stable Diffusion run, sample with it, and convert it."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def draw(out, *arguments):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """base and lora, two runs of two steps, and lora's with a base that is gone, `moved`."""
+    """The runs `base` and `lora` of two steps, and `moved`, a copy of lora without its base."""
     root = tmp_path_factory.mktemp("finetuning")
     vae = tiny.write_vae(root / "vae.safetensors")
     (root / "config.py").write_text(CONFIG.format(vae=str(vae)))
@@ -52,12 +52,12 @@ def root(tmp_path_factory):
     return root
 
 
-def test_what_it_learned_is_drawn_apart_and_merged_wherever_its_base_lies(root, tmp_path):
+def test_a_lora_changes_pictures_and_can_be_merged_also_if_its_base_moved(root, tmp_path):
     _, base = draw(tmp_path / "base", f"--workdir={root / 'base'}")
     _, without = draw(tmp_path / "without", f"--workdir={root / 'lora'}", "--lora_scale=0")
     np.testing.assert_array_equal(without, base)
-    lines, apart = draw(tmp_path / "apart", f"--workdir={root / 'lora'}")
-    assert np.abs(apart.astype(int) - base).max() > 3 and lines[0]["checkpoint"] == 2
+    lines, with_lora = draw(tmp_path / "apart", f"--workdir={root / 'lora'}")
+    assert np.abs(with_lora.astype(int) - base).max() > 3 and lines[0]["checkpoint"] == 2
     refused = commands.run(
         "sd_jax.weights", "convert", f"--from={root / 'moved'}", f"--to={tmp_path / 'a.npz'}",
         devices=1,
@@ -70,7 +70,7 @@ def test_what_it_learned_is_drawn_apart_and_merged_wherever_its_base_lies(root, 
     assert one.keys() == other.keys() and all((one[k] == other[k]).all() for k in one)
 
 
-def test_its_held_out_loss_is_its_own(root):
+def test_the_held_out_loss_of_a_lora_differs_from_its_base(root):
     measure = lambda name, *more: commands.run(
         "diffusion_jax.heldout", f"--workdir={root / name}", "--share=0.02", "--records=8",
         "--ema=raw", *more, devices=1,
@@ -82,14 +82,18 @@ def test_its_held_out_loss_is_its_own(root):
     assert lora == moved != base
 
 
-def test_black_of_a_mask_stays(root, tmp_path):
+def test_pixels_where_the_mask_is_black_do_not_change(root, tmp_path):
     side = tiny.SIZE
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
     mask = np.zeros((side, side), np.uint8)
     mask[: side // 2] = 255
     for name, array in (("a.png", pixels), ("mask.png", mask)):
         Image.fromarray(array).save(tmp_path / name)
-    given = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
-    _, drawn = draw(tmp_path / "out", f"--workdir={root / 'lora'}", *given)
+    picture_flags = (
+        f"--image={tmp_path / 'a.png'}",
+        f"--mask={tmp_path / 'mask.png'}",
+        "--strength=1",
+    )
+    _, drawn = draw(tmp_path / "out", f"--workdir={root / 'lora'}", *picture_flags)
     np.testing.assert_array_equal(drawn[0, side // 2 :], pixels[side // 2 :])
     assert np.abs(drawn[0, : side // 2].astype(int) - pixels[: side // 2]).mean() > 20

@@ -1,4 +1,4 @@
-"""UNet and VAE beside their numbers: the start of training, memory, precision, what is refused."""
+"""UNet and VAE: initial values, memory, precision and errors."""
 
 import functools
 import re
@@ -23,19 +23,19 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 def params_of(network):
     if isinstance(network, UNet):
-        found = names.unet_from_torch(unet_weights(network), network, TEXT_WIDTH)
+        params = names.unet_from_torch(unet_weights(network), network, TEXT_WIDTH)
     else:
-        found = names.vae_from_torch(vae_weights(network), network)
-    return jax.tree.map(jnp.asarray, found)
+        params = names.vae_from_torch(vae_weights(network), network)
+    return jax.tree.map(jnp.asarray, params)
 
 
-def test_an_untrained_unet_gives_0_from_layers_that_start_as_torchs():
+def test_a_new_unet_returns_0_and_its_layers_are_initialized_like_torch():
     params = jit(lambda: TINY.init(jax.random.key(0), X, T, TEXT))()
     np.testing.assert_array_equal(jit(TINY.apply)(params, X, T, TEXT), 0)
     flat = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf
             for p, leaf in jax.tree.leaves_with_path(params)}  # fmt: skip
     zeros = {name for name, leaf in flat.items() if not leaf.any()}
-    # The second convolution of 5 residual blocks, the way out of the transformer, and the last one.
+    # The second convolution of 5 residual blocks, the transformer's output, and the last one.
     ends = [n for n in zeros if re.search(r"(conv2|attn/out|out_conv)/(kernel|bias)$", n)]
     assert len(ends) == 2 * (5 + 1 + 1)
     kernel = flat["params/down_0_0_res/conv1/kernel"]
@@ -43,22 +43,22 @@ def test_an_untrained_unet_gives_0_from_layers_that_start_as_torchs():
     assert np.abs(kernel).max() <= limit and kernel.std() > 0.9 * limit / 3**0.5
 
 
-def test_rematerialising_changes_no_number():
+def test_remat_does_not_change_the_output():
     params = params_of(TINY)
     plain, remat = (jit(u.apply)(params, X, T, TEXT) for u in (TINY, TINY.clone(remat=True)))
     np.testing.assert_allclose(remat, plain, atol=1e-6)
 
 
-def test_bfloat16_stays_near_float32():
+def test_bfloat16_is_within_5_percent_of_float32():
     params = params_of(TINY)
     exact = jit(TINY.apply)(params, X, T, TEXT)
     half = jit(TINY.clone(dtype=jnp.bfloat16).apply)(params, X, T, TEXT)
     assert half.dtype == jnp.float32
-    # bfloat16 rounds to 0.4 %; some twenty layers add up.
+    # bfloat16 rounds to 0.4 %, and about twenty layers add up.
     assert 1e-4 < np.abs(half - exact).max() / np.abs(exact).max() < 0.05
 
 
-def test_attention_in_slices_is_exact():
+def test_attention_in_slices_equals_whole_attention():
     x = jax.random.normal(jax.random.key(2), (3, 4, 5, 32))
     shapes = jax.eval_shape(vae.Attention().init, jax.random.key(0), x)
     normal = lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape) / 4
@@ -69,7 +69,7 @@ def test_attention_in_slices_is_exact():
     np.testing.assert_allclose(sliced, whole, atol=1e-5 * np.abs(whole).max())
 
 
-def test_images_decoded_one_by_one_are_exact():
+def test_images_decoded_one_by_one_equal_a_batch():
     params = params_of(TINY_VAE)
     z = jax.random.normal(jax.random.key(2), (3, 4, 5, 4))
     decode = lambda z: TINY_VAE.apply(params, z, method="decode")
@@ -79,7 +79,7 @@ def test_images_decoded_one_by_one_are_exact():
     assert whole.shape == (3, 8, 10, 3)
 
 
-def test_slices_hold_as_many_images_of_each_device_and_keep_their_order():
+def test_decoding_slices_takes_equally_many_images_from_each_device_in_order():
     z, seen = jnp.arange(40 * 4.0).reshape(40, 1, 1, 4), []
 
     def decode(part):
@@ -88,12 +88,12 @@ def test_slices_hold_as_many_images_of_each_device_and_keep_their_order():
 
     with jax.disable_jit():
         np.testing.assert_array_equal(vae.decode_in_slices(decode, z, 2), 2 * z)
-    # Five on each of eight devices cannot be cut in two.
+    # Five images on each of eight devices cannot be split in two.
     assert [len(rows) for rows in seen] == [8] * 5
     assert seen[1] == [4.0 * row for row in range(1, 40, 5)]
 
 
-def test_the_posteriors_deviation_is_clamped():
+def test_the_log_variance_of_the_posterior_is_clamped():
     moments = jnp.zeros((1, 1, 2, 8)).at[..., :4].set(3.0).at[0, 0, :, 4:].set(100.0)
     moments = moments.at[0, 0, 1, 4:].set(-100.0)
     mean, std = vae.mean_and_std(moments)
@@ -102,7 +102,7 @@ def test_the_posteriors_deviation_is_clamped():
     np.testing.assert_allclose(vae.sample(moments, 2 * jnp.ones_like(mean)), mean + 2 * std)
 
 
-def test_sizes_that_do_not_halve_are_errors():
+def test_sizes_that_cannot_be_halved_are_errors():
     deep = UNet(width=32, channel_mult=(1, 1, 1, 1), num_res_blocks=1)
     with pytest.raises(ValueError, match="latents of height 64 and width 60 cannot be halved 3"):
         jax.eval_shape(deep.init, jax.random.key(0), jnp.zeros((1, 64, 60, 4)), T[:1], TEXT[:1])
@@ -133,7 +133,7 @@ def test_sizes_that_do_not_halve_are_errors():
         (VAE(num_res_blocks=0), "vae.num_res_blocks is 0 and vae.latent_channels is 4: both"),
     ],
 )
-def test_fields_that_cannot_be_say_why(network, message):
+def test_invalid_fields_of_networks_are_errors(network, message):
     check = unet.check if isinstance(network, UNet) else vae.check
     with pytest.raises(ValueError, match=re.escape(message)):
         check(network)

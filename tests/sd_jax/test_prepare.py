@@ -1,4 +1,4 @@
-"""The benchmark's data, made from small files of the same form as the public ones."""
+"""Prepare the benchmark's data from small files with the format of the public ones."""
 
 import io
 import json
@@ -18,7 +18,7 @@ WORDS = ["a", "cat", '"sits"', "on\tthe", "mat,", "naïve", "猫", "it's"]
 
 
 def annotations(path, images=400):
-    """Captions in a random order of ids, 4 to 6 an image, with what a table must quote."""
+    """Write captions in random order, 4 to 6 per image, some with characters to be quoted."""
     rng = np.random.default_rng(0)
     of = np.repeat(np.arange(images) * 7 + 3, rng.integers(4, 7, images))
     rng.shuffle(of)
@@ -31,7 +31,7 @@ def annotations(path, images=400):
     return rows
 
 
-def test_captions_are_byte_for_byte_what_pandas_makes(tmp_path):
+def test_the_captions_file_equals_that_of_pandas_byte_for_byte(tmp_path):
     frame = pd.DataFrame(annotations(tmp_path / "captions.json"))
     frame["caption"] = frame["caption"].map(lambda text: text.replace("\n", "").strip())
     frame = frame.sample(frac=1, random_state=2023).drop_duplicates("image_id")[:300]
@@ -47,7 +47,7 @@ def test_captions_are_byte_for_byte_what_pandas_makes(tmp_path):
     assert rows == coco.choose(coco.read_annotations(tmp_path / "captions.json"), 300)
 
 
-def test_the_shuffle_is_pandas_for_as_many_captions_as_coco_has():
+def test_the_shuffle_matches_pandas_for_as_many_captions_as_in_coco():
     n = 202_654
     theirs = pd.Series(np.arange(n)).sample(frac=1, random_state=2023).to_numpy()
     np.testing.assert_array_equal(np.random.RandomState(2023).permutation(n), theirs)
@@ -61,7 +61,7 @@ def photo(size, mode="RGB"):
     return buffer.getvalue()
 
 
-def test_images_are_squashed_as_pillow_does(tmp_path):
+def test_images_are_resized_to_squares_like_in_pillow(tmp_path):
     captions = [coco.Caption(7, 1, "a"), coco.Caption(42, 2, "b")]
     (tmp_path / "c.tsv").write_text(coco.to_tsv(captions))
     with zipfile.ZipFile(tmp_path / "val2014.zip", "w") as archive:
@@ -101,7 +101,7 @@ def metadata(path, rows=5000, **more):
     pyarrow.parquet.write_table(table, path, row_group_size=700)
 
 
-def test_rows_with_a_licence_are_those_that_pandas_keeps(tmp_path, monkeypatch, capsys):
+def test_rows_with_a_licence_match_those_selected_by_pandas(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(laion, "_BATCH", 300)
     names = [f"part-{i:05}.snappy.parquet" for i in range(2)]
     for rows, name in zip((5000, 100), names, strict=True):
@@ -110,16 +110,16 @@ def test_rows_with_a_licence_are_those_that_pandas_keeps(tmp_path, monkeypatch, 
     prepare.main([*arguments, "--dry_run"])
     assert "would filter 2 of 2 tables" in capsys.readouterr().out
     prepare.main(arguments)
-    kept = 0
+    num_rows = 0
     for name in names:
         ours = pyarrow.parquet.read_table(tmp_path / "out" / name).to_pandas()
         theirs = pd.read_parquet(tmp_path / "in" / name)
         theirs = theirs[theirs["LICENSE"] != "?"].reset_index(drop=True)
         pd.testing.assert_frame_equal(ours, theirs)
-        kept += len(theirs)
+        num_rows += len(theirs)
     assert (
-        kept > 400
-        and f"kept {kept} of 5,100 rows, those whose LICENSE is not '?'; 2 tables"
+        num_rows > 400
+        and f"kept {num_rows} of 5,100 rows, those whose LICENSE is not '?'; 2 tables"
         in capsys.readouterr().out
     )
     (tmp_path / "out" / names[1]).unlink()
@@ -129,7 +129,7 @@ def test_rows_with_a_licence_are_those_that_pandas_keeps(tmp_path, monkeypatch, 
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(names)
 
 
-def test_bad_input_is_said(tmp_path, capsys):
+def test_malformed_inputs_of_prepare_are_errors(tmp_path, capsys):
     def error(*arguments):
         with pytest.raises(SystemExit) as ended:
             prepare.main([*arguments, f"--out={tmp_path}/out"])

@@ -1,4 +1,4 @@
-"""The sampling command: what it writes, image-to-image, what it warns of, its errors."""
+"""The sampling command: its files, image-to-image, warnings and errors."""
 
 import json
 
@@ -19,7 +19,7 @@ SMALL = ("--sampler=ddim", "--steps=4", "--height=6", "--width=4")
 
 
 def draw(out, *arguments, devices=8):
-    """Runs the command; returns its metadata, the pictures that it names, and its messages."""
+    """Runs the command, and returns its metadata, its pictures and its messages."""
     ended = run(f"--out={out}", *arguments, devices=devices)
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
@@ -28,7 +28,7 @@ def draw(out, *arguments, devices=8):
 
 @pytest.fixture(scope="module")
 def four(published, tmp_path_factory):
-    """Two images of each of two prompts, one of them longer than the 16 tokens that are read."""
+    """Return two images for each of two prompts. One is longer than the limit of 16 tokens."""
     out = tmp_path_factory.mktemp("four")
     long = " ".join(["a"] * 14 + ["b c"])
     prompts = (f"--model={published / 'd'}", f"--prompt={long}", "--prompt=b")
@@ -36,7 +36,7 @@ def four(published, tmp_path_factory):
     return out, *draw(out, *prompts, *more, *SMALL)
 
 
-def test_each_image_has_a_line_with_what_draws_it_again(four, published):
+def test_the_metadata_of_an_image_has_all_settings_to_sample_it_again(four, published):
     _, lines, _, _ = four
     assert [line["seed"] for line in lines] == [0, 1, 2, 3]
     assert lines[3] == {
@@ -48,7 +48,7 @@ def test_each_image_has_a_line_with_what_draws_it_again(four, published):
     }  # fmt: skip
 
 
-def test_the_pictures_are_the_named_files_and_a_sheet(four):
+def test_the_folder_holds_the_pictures_in_the_metadata_and_a_sheet(four):
     out, lines, images, _ = four
     names = {line["file_name"] for line in lines}
     assert {path.name for path in out.iterdir()} == names | {"sheet.png", "metadata.jsonl"}
@@ -56,21 +56,21 @@ def test_the_pictures_are_the_named_files_and_a_sheet(four):
     assert len({image.tobytes() for image in images}) == 4
 
 
-def test_a_rehearsal_makes_previews_and_pictures_and_leaves_nothing(published, tmp_path):
+def test_a_rehearsal_samples_with_previews_and_writes_no_files(published, tmp_path):
     model = (f"--model={published / 'd'}", "--prompt=b", "--num_images=5")
     ended = run(f"--out={tmp_path / 'out'}", *model, *SMALL, "--preview_every=3", "--rehearse")
     assert ended.code == 0 and "draws          5 images of 4x6, for 1 texts" in ended.out, ended.err
     assert "compiling" not in ended.err and list(tmp_path.iterdir()) == []
 
 
-def test_what_a_long_prompt_loses_is_shown(four):
+def test_a_long_prompt_warns_which_words_are_ignored(four):
     assert "the text encoder ignores 'b c' in the text '" in four[3]
     assert four[3].count("or reads only the first 16 tokens") == 1
     assert "4/4 images | " in four[3] and " images/s | 0:00:00 left" in four[3]
 
 
-def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
-    """From the file, on one device, of a picture that is enlarged to the size that is drawn."""
+def test_image_to_image_changes_less_with_a_lower_strength(four, published, tmp_path):
+    """Loads the model from a file, on one device. The picture is enlarged to the image's size."""
     Image.new("RGB", (2, 3), (250, 10, 120)).save(tmp_path / "start.png")
     model = (f"--model={published / 'a.npz'}", f"--tokenizer={published / 'tokenizer'}",
              f"--config={published / 'ldm.yaml'}")  # fmt: skip
@@ -81,7 +81,7 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
     every, all_steps, _ = draw(tmp_path / "1", *arguments, "--strength=1", devices=1)
     assert (some[0]["strength"], some[0]["steps_taken"]) == (0.25, 1)
     assert some[0]["image"] == str(tmp_path / "start.png") and "strength" not in every[0]
-    # A sketch of 3x2 latents, enlarged, over its noise level.
+    # The preview has 3x2 latents, enlarged, and a caption with the noise level.
     with Image.open(tmp_path / "0.25" / "preview.png") as preview:
         assert preview.size == (136, 216)
     assert not (tmp_path / "1" / "preview.png").exists()
@@ -105,9 +105,9 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
         (("--model={d}", "--prompt=a", "--image=nope.png"), "nope.png"),
     ],
 )
-def test_a_mistake_is_one_line(published, tmp_path, arguments, message):
-    given = (argument.format(d=published / "d") for argument in arguments)
-    ended = run(f"--out={tmp_path / 'out'}", *given)
+def test_wrong_arguments_print_one_line_and_write_nothing(published, tmp_path, arguments, message):
+    filled_arguments = (argument.format(d=published / "d") for argument in arguments)
+    ended = run(f"--out={tmp_path / 'out'}", *filled_arguments)
     assert (ended.code, message in ended.err) == (2, True), ended.err
     assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Drawing: guidance, pictures to start from, the number of steps; closed forms in place of nets."""
+"""Sampling with closed forms instead of networks: guidance, steps, and image-to-image."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ from sd_jax.weights import formats, names
 from tests.parity.sd import ldm_vae
 
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
-# These add noise of their own; and averages of v are not of eps.
+# These add noise in each step, or average v, which is not an average of eps.
 SWAYED = {"ddpm", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "plms_v", "restart"}
 TABLE = noise.ldm_log_alphas()
 SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)
@@ -44,13 +44,13 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 
 
 def levels(name, steps):
-    """The noise levels of a sampler's steps."""
+    """Return the noise levels of a sampler's steps."""
     sampler = SAMPLER._replace(name=name, steps=steps)
     return samplers.sampling_grid(PIPELINE.diffusion.objective.noise, sampler).sigmas
 
 
 def half(self, params, x, method):
-    """In place of the VAE: half the size; four channels, the first three of which are colours."""
+    """Replaces the VAE: half the size, and four channels, of which the first three are colours."""
     if method == "decode":
         return x.repeat(2, 1).repeat(2, 2)[..., :3]
     small = x[:, ::2, ::2]
@@ -62,7 +62,7 @@ def curved(x, t, text):
 
 
 def finding(x, t, text):
-    """Most of the noise, so that pictures are of order 1 and their rounding below 1e-6."""
+    """Predicts most of the noise, so that pictures are of order 1, rounded to 1e-6."""
     return x + 0.4 * jnp.sin(x + text[:, :1, :, None])
 
 
@@ -78,7 +78,7 @@ ENCODER = TextEncoder(
 
 @pytest.fixture
 def draw(monkeypatch):
-    """draw(network=curved, scale=3, strength=1, image=pictures, name="plms", steps=7 ...)."""
+    """Return draw(network=curved, scale=3, strength=1, image=pictures, name="plms", ...)."""
 
     def drawn(
         network=curved, *, scale: Any = 3.0, strength=1.0, image=None, mask=None, preview=None,
@@ -98,17 +98,19 @@ def draw(monkeypatch):
     return drawn
 
 
-@pytest.mark.parametrize("name", ["ddim", "heun", "plms", "dpmpp_3m_sde"])  # test_task.py has all.
-def test_guidance_1_is_the_conditional_model(draw, name):
+@pytest.mark.parametrize(
+    "name", ["ddim", "heun", "plms", "dpmpp_3m_sde"]
+)  # test_task.py tests all samplers.
+def test_guidance_1_gives_the_samples_of_the_conditional_model(draw, name):
     conditional = draw(finding, name=name, eta=0.5, scale=None)
-    alike = draw(finding, name=name, eta=0.5, scale=1.0)
-    np.testing.assert_allclose(alike, conditional, atol=1e-5)  # Of two programs' rounding.
+    guided = draw(finding, name=name, eta=0.5, scale=1.0)
+    np.testing.assert_allclose(guided, conditional, atol=1e-5)  # Two programs round differently.
     assert float(jnp.abs(draw(finding, name=name, eta=0.5, scale=3.0) - conditional).max()) > 0.1
     assert conditional.shape == (3, 8, 4, 3)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_every_number_of_steps_is_taken_exactly(name):
+def test_the_grid_has_exactly_the_requested_number_of_steps(name):
     for steps in range(1, 1001):
         leading = SAMPLERS[name].grid == "ldm"
         times = (grids.leading_times if leading else grids.even_times)(steps)
@@ -121,36 +123,36 @@ def test_every_number_of_steps_is_taken_exactly(name):
 
 @pytest.mark.parametrize("steps", [1, 3, 101])
 @pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - SWAYED))
-def test_where_no_noise_is_found_any_steps_end_where_one_does(draw, name, steps):
+def test_with_a_network_that_predicts_0_any_number_of_steps_gives_one_result(draw, name, steps):
     drawn = draw(lambda x, t, text: 0 * x, name=name, steps=steps)
     sigmas = levels(name, steps)
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
-    wanted = eps * jnp.sqrt((1 + sigmas[0] ** 2) / (1 + sigmas[-1] ** 2)) / 0.5
-    np.testing.assert_allclose(drawn[:, ::2, ::2], wanted, rtol=2e-4)
+    expected = eps * jnp.sqrt((1 + sigmas[0] ** 2) / (1 + sigmas[-1] ** 2)) / 0.5
+    np.testing.assert_allclose(drawn[:, ::2, ::2], expected, rtol=2e-4)
 
 
-def test_image_to_image_starts_from_the_picture_under_noise(draw):
-    """The last half of four steps: noise of the third time, which is not taken off here."""
+def test_image_to_image_starts_from_the_picture_with_added_noise(draw):
+    """Takes the last two of four steps. The network predicts 0, so the added noise stays."""
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
     drawn = draw(lambda x, t, text: 0 * x, strength=0.5, image=pictures)
     sigmas = noise.sigma_at(TABLE, jnp.array([251.0, 0.0]))
     z = 0.5 * (pictures[:, ::2, ::2] / 127.5 - 1)
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
-    wanted = (z + sigmas[0] * eps) / jnp.sqrt(1 + sigmas[1] ** 2) / 0.5
-    np.testing.assert_allclose(drawn[:, ::2, ::2], wanted, rtol=1e-4, atol=1e-5)
+    expected = (z + sigmas[0] * eps) / jnp.sqrt(1 + sigmas[1] ** 2) / 0.5
+    np.testing.assert_allclose(drawn[:, ::2, ::2], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_at_strength_1_the_picture_is_all_new(draw):
+def test_with_strength_1_the_image_does_not_depend_on_the_picture(draw):
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
     np.testing.assert_allclose(draw(finding, image=pictures), draw(finding), atol=1e-6)
 
 
-def test_black_of_a_mask_stays_to_the_last_pixel(draw):
-    """And a latent of which one pixel is new is drawn as without a mask."""
+def test_masked_sampling_keeps_black_pixels_and_resamples_white_ones(draw):
+    """A latent with at least one white pixel is sampled as without a mask."""
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
     mask = np.zeros((3, 8, 4), bool)
     mask[:, 1, 2] = True
-    of_each = lambda x, t, text: x + 0.4 * jnp.sin(x)  # Of each latent by itself.
+    of_each = lambda x, t, text: x + 0.4 * jnp.sin(x)  # Each latent is independent.
     over = np.asarray(draw(of_each, strength=0.5, image=pictures, mask=mask))
     all_new = np.asarray(draw(of_each, strength=0.5, image=pictures))
     np.testing.assert_allclose(over[~mask], pictures[~mask] / 127.5 - 1, atol=1e-6)
@@ -158,8 +160,8 @@ def test_black_of_a_mask_stays_to_the_last_pixel(draw):
     assert np.abs(over[mask] - (pictures[mask] / 127.5 - 1)).max() > 0.1
 
 
-def test_sketches_are_the_first_order_of_the_decoder(draw):
-    """Of a VAE that is linear they are its images, as small as latents, at each evaluation."""
+def test_previews_are_a_linear_approximation_of_the_decoder(draw):
+    """For a linear VAE, they equal its images, with the size of latents, in each evaluation."""
     shown = []
     matrix = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     linear = lambda self, params, x, method: x @ matrix + 0.5
@@ -170,12 +172,12 @@ def test_sketches_are_the_first_order_of_the_decoder(draw):
     assert sorted(sigma for _, sigma in shown) == pytest.approx(sorted(sigmas[:3].tolist()))
     assert all(images.shape == (3, 4, 2, 3) for images, _ in shown)
     assert last.shape == (3, 4, 2, 3)
-    found = previews.colours(PIPELINE, {})
-    np.testing.assert_allclose(found[0], matrix / 0.5, rtol=1e-5)
-    np.testing.assert_allclose(found[1], 0.5, rtol=1e-5)
+    colours = previews.colours(PIPELINE, {})
+    np.testing.assert_allclose(colours[0], matrix / 0.5, rtol=1e-5)
+    np.testing.assert_allclose(colours[1], 0.5, rtol=1e-5)
 
 
-def test_padding_attends_to_zeros():
+def test_padding_tokens_are_embedded_as_zeros():
     p = PIPELINE._replace(conditioning=Conditioning("empty", 5))
     text = sampling.attended(p, ENCODER, {"text": ()}, ENCODER.tokenize(["abc"]))
     assert text.tolist() == [[[3], [1], [0], [0], [0]]]
@@ -194,7 +196,7 @@ def test_padding_attends_to_zeros():
         ({"guidance": -1.0}, "sampler.guidance is -1.0: it must be from 0 to 1000"),
     ],
 )
-def test_what_cannot_be_drawn_with_is_said(change, message):
+def test_invalid_sampler_settings_are_errors(change, message):
     with pytest.raises(ValueError, match=message):
         check_pipeline(PIPELINE._replace(sampler=SAMPLER._replace(**change)))
 
@@ -210,7 +212,7 @@ def test_a_strength_that_takes_no_step_is_an_error(strength):
     ("channels", "family"),
     [(9, "an inpainting model"), (8, "InstructPix2Pix"), (5, "a depth model")],
 )
-def test_a_unet_that_reads_more_than_latents_is_named(channels, family):
+def test_a_unet_with_extra_input_channels_is_an_error_that_names_its_family(channels, family):
     unet = PIPELINE.unet.clone(in_channels=channels)
     with pytest.raises(ValueError, match=f"^the UNet reads {channels} channels, as {family}"):
         check_pipeline(PIPELINE._replace(unet=unet))
@@ -218,8 +220,8 @@ def test_a_unet_that_reads_more_than_latents_is_named(channels, family):
 
 @pytest.mark.oracles
 @pytest.mark.skipif(not ORACLES.exists(), reason="the saved cases beside the project are not here")
-def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):
-    """OpenCLIP's tokens, MLPerf's UNet predicting v, 4 steps of DDIM at guidance 3, the VAE."""
+def test_text_to_image_matches_the_reference_from_end_to_end(monkeypatch):
+    """Uses OpenCLIP, MLPerf's UNet that predicts v, 4 DDIM steps at guidance 3, and the VAE."""
     case, of_vae, of_text = (
         torch_weights.read(ORACLES / f"{name}.npz") for name in ("e2e", "vae", "openclip_text")
     )
@@ -227,11 +229,11 @@ def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):
     meta, of_vae_meta = (json.loads(c["__meta__"].item()) for c in (case, of_vae))
     unet = formats.unet_from_ldm(meta["config"], meta["norm_groups"])
     autoencoder = ldm_vae(of_vae_meta["config"])
-    found = clip_weights.from_state(
+    clip_model = clip_weights.from_state(
         weights(of_text), json.loads(of_text["__meta__"].item())["config"]
     )
-    tower, table = clip.text_tower(found, skip=1)
-    state = clip_weights.tower_state(found, table)
+    tower, table = clip.text_tower(clip_model, skip=1)
+    state = clip_weights.tower_state(clip_model, table)
     frozen = {
         "text": torch_weights.to_params(state, table, clip.abstract_params(tower)),
         "vae": names.vae_from_torch(weights(of_vae), autoencoder),
@@ -251,5 +253,5 @@ def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):
     params = names.unet_from_torch(weights(case), unet, 48)
     sample = jax.jit(sampling.make_sample(p, encoder))
     drawn = sample(params, frozen, batch, KEYS[:2], jnp.full(2, meta["scale"]))
-    wanted = images("decoded")
-    np.testing.assert_allclose(drawn, wanted, atol=3e-5 * float(jnp.abs(wanted).max()))
+    expected = images("decoded")
+    np.testing.assert_allclose(drawn, expected, atol=3e-5 * float(jnp.abs(expected).max()))

@@ -1,4 +1,4 @@
-"""What a config means: the loss by LDM's formulas, samples by closed forms, what is refused."""
+"""The loss of a config against LDM's formulas, samples against closed forms, and errors."""
 
 import functools
 import types
@@ -19,7 +19,7 @@ from tests.sd_jax import tiny
 from tests.sd_jax.test_sampling import SWAYED
 
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
-# LDM's table: the roots of the betas are evenly spaced.
+# LDM's table: square roots of the betas are evenly spaced.
 ABAR = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 PARAMS = jax.tree.map(jnp.asarray, tiny.vae_params())
 
@@ -31,14 +31,14 @@ def a_task(**changes):
 
 
 def plain_network(params, x, time, text):
-    """In a UNet's place: each of its inputs counts, and each place in the text."""
+    """Replaces the UNet: it depends on every input, and on the order of the text."""
     places = jnp.arange(1.0, 1 + text.shape[1])[:, None]
     seen = jnp.sin(time / 100) + (text * places).mean((1, 2))
     return jnp.tanh(x + seen[:, None, None, None])
 
 
 def with_network(s, apply):
-    """The settings with another function in the UNet's place."""
+    """Return settings with the function `apply` instead of the UNet."""
     return s._replace(unet=types.SimpleNamespace(in_channels=4, channel_mult=(1,), apply=apply))
 
 
@@ -47,7 +47,7 @@ def moments():
 
 
 class PlainVAE(VAE):
-    """Its images are three times its latents, its moments means of pixels."""
+    """A VAE whose images are three times its latents, and whose moments are means of pixels."""
 
     def setup(self):
         """No layers."""
@@ -61,13 +61,13 @@ class PlainVAE(VAE):
 
 
 def posterior_noise(keys):
-    """The noise with which a training step draws latents, [B, 4, 4, 4]."""
+    """Return the noise with which a training step samples latents, [B, 4, 4, 4]."""
     of_target = training_noise.draw(keys, training_noise.TARGET, lambda key: key)
     return training_noise.normal(of_target, 1, 64).reshape(4, 4, 4, 4)
 
 
 def ldm_loss(s, batch, keys, f):
-    """Each image's loss in float64, as LDM writes it; f maps x_t, t and text to the prediction."""
+    """Compute each image's loss in float64 like LDM. f maps x_t, t and text to the prediction."""
     mean, log_variance = np.split(np.float64(batch["moments"]), 2, axis=-1)
     x0 = s.latents.scale * (mean + np.exp(log_variance / 2) * np.float64(posterior_noise(keys)))
     eps = np.float64(training_noise.normal(keys, 0, 64)).reshape(4, 4, 4, 4)
@@ -78,7 +78,7 @@ def ldm_loss(s, batch, keys, f):
     t = np.asarray(training_noise.draw(keys, training_noise.SIGMA, step))
     a = np.sqrt(ABAR[t])[:, None, None, None]
     b = np.sqrt(1 - a**2)
-    keep = np.asarray(training_noise.kept(keys, s.text.drop_prob))
+    keep = np.asarray(training_noise.has_text(keys, s.text.drop_prob))
     assert 0 < keep.sum() < 4
     target = eps if s.diffusion.predicts == "eps" else a * eps - b * x0
     snr = (a**2 / b**2)[:, 0, 0, 0]
@@ -101,19 +101,19 @@ def ldm_loss(s, batch, keys, f):
     ids=str,
 )
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
-def test_the_loss_is_ldms(changes, drop_to):
+def test_the_loss_matches_ldms_formulas(changes, drop_to):
     changes = {f"diffusion__{name}": value for name, value in changes.items()}
     s = tiny.settings(conditioning__drop_to=drop_to, conditioning__pad_to=8, **changes)
     hashed = lookup.open_encoder(s.text)
     encode = lambda frozen, batch: (
-        # Of the empty prompt hashed words make zeros: here it is a vector of ones.
+        # Hashed words map the empty prompt to zeros. Here it is a vector of ones.
         hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None],
         jnp.asarray(batch["text_mask"]),
     )
     encoder = hashed._replace(encode=encode)
     batch, keys = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, training_noise.keys_of(4)
-    made = task.make_task(with_network(s, plain_network), encoder, PARAMS)
-    actual, metrics = jax.jit(made.loss)((), {"text": (), "vae": None}, batch, keys)
+    sd_task = task.make_task(with_network(s, plain_network), encoder, PARAMS)
+    actual, metrics = jax.jit(sd_task.loss)((), {"text": (), "vae": None}, batch, keys)
 
     text = np.array(encode((), encoder.tokenize(CAPTIONS))[0])
     empty = np.array(encode((), encoder.tokenize([""]))[0]) if drop_to == "empty" else 0
@@ -124,18 +124,18 @@ def test_the_loss_is_ldms(changes, drop_to):
         return np.float64(plain_network((), *(jnp.asarray(a, jnp.float32) for a in (x, t, seen))))
 
     weighted, plain = ldm_loss(s, batch, keys, f)
-    # Float32 against float64; time comes back from sigma to within 1e-3 of a step.
+    # Float32 against float64. Computing time from sigma has errors of up to 1e-3 of a step.
     np.testing.assert_allclose(actual, weighted.mean(), rtol=1e-4)
     np.testing.assert_allclose(metrics["level_loss"].sum(), plain.sum(), rtol=1e-4)
 
 
-def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
+def test_images_are_encoded_in_the_training_step_with_new_noise_each_time():
     s = with_network(tiny.settings(), plain_network)._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
     encoder, frozen = lookup.open_encoder(s.text), {"text": (), "vae": {}}
-    made = task.make_task(s, encoder, PARAMS)
+    sd_task = task.make_task(s, encoder, PARAMS)
     images = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 3), np.uint8)
     words = encoder.tokenize(CAPTIONS)
-    loss = jax.jit(lambda batch, keys: made.loss((), frozen, batch, keys)[0])
+    loss = jax.jit(lambda batch, keys: sd_task.loss((), frozen, batch, keys)[0])
     keys = [training_noise.keys_of(4, seed) for seed in range(2)]
     stored = s.vae.encode(jnp.asarray(images, jnp.float32) / 127.5 - 1)
     online = [loss({"image": images, **words}, each) for each in keys]
@@ -146,12 +146,12 @@ def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
     many = training_noise.keys_of(4096)
     sample = sampling.posterior_sample(many, jnp.tile(stored[:1], (4096, 1, 1, 1)))
     mean, log_variance = np.split(np.asarray(stored[0]), 2, axis=-1)
-    # 4096 draws: the mean is known to std / 64, five of these for 64 numbers.
+    # The mean of 4096 samples has an error of std / 64. The bound for 64 numbers is five of these.
     np.testing.assert_allclose((sample.mean(0) - mean) / np.exp(log_variance / 2), 0, atol=5 / 64)
     np.testing.assert_allclose(sample.std(0), np.exp(log_variance / 2), rtol=0.08)
 
 
-def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
+def test_the_mean_loss_of_micro_batches_equals_the_loss_of_the_whole_batch():
     s = tiny.settings(diffusion__offset_noise=0.1)
     s = with_network(s, plain_network)
     encoder = lookup.open_encoder(s.text)
@@ -163,12 +163,12 @@ def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
         for i in range(2)
     ]
     whole = loss((), {"text": ()}, batch, keys)[0]
-    assert abs(micro[0] - micro[1]) > 1e-3  # They hold other latents and other noise.
+    assert abs(micro[0] - micro[1]) > 1e-3  # Their latents and noise differ.
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
 
 
 def knows_the_answer(s, answer):
-    """A UNet that predicts eps or v of a distribution of one point, the mean of the text."""
+    """Replaces the UNet: eps or v for a distribution with one point, the mean of the text."""
 
     def apply(params, x, time, text):
         x0 = answer * text.mean((1, 2))[:, None, None, None]
@@ -184,58 +184,60 @@ def knows_the_answer(s, answer):
     ("name", "steps", "predicts"),
     [
         *((name, 7, "v") for name in SAMPLERS),
-        *((name, 1, "eps") for name in ("ddim", *sorted(SWAYED))),  # test_sampling.py has the rest.
+        *(
+            (name, 1, "eps") for name in ("ddim", *sorted(SWAYED))
+        ),  # test_sampling.py tests the others.
     ],
 )
-def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
-    """With one point of data D is that point: guidance moves it along the difference of texts."""
+def test_every_sampler_ends_at_the_point_of_a_one_point_distribution(name, steps, predicts):
+    """With one data point, D is that point. Guidance moves it along the difference of texts."""
     s = tiny.settings(
         sampler__name=name, sampler__steps=steps, diffusion__predicts=predicts, sampler__height=16
     )
     encoder = lookup.open_encoder(s.text)
     s = with_network(s, knows_the_answer(s, 2.0))._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
-    made = task.make_task(s, encoder, PARAMS)
+    sd_task = task.make_task(s, encoder, PARAMS)
     frozen = {"text": (), "vae": {}}
     batch = sampling.prompts(encoder, ["a red seven", "a blue three"], "ugly")
     keys = jax.random.split(jax.random.key(0), 2)
     text = lambda words: np.asarray(encoder.encode((), encoder.tokenize(words))[0]).mean((1, 2))
     cond, negative = text(["a red seven", "a blue three"]), text(["ugly", "ugly"])
     scale = np.array([1.0, 3.0], np.float32)
-    images = jax.jit(made.sample)({}, frozen, batch, keys, scale)
+    images = jax.jit(sd_task.sample)({}, frozen, batch, keys, scale)
     assert images.shape == (2, 8, 4, 4)
     x0 = 2 * (negative + scale * (cond - negative))
-    # At the last time abar is 0.99915: what is left of the noise is LDM's own.
+    # At the last time, abar is 0.99915, so LDM's samplers leave some noise.
     mean = np.asarray(images).mean((1, 2, 3)) * s.latents.scale / 3
-    # One step at leading times starts, as LDM's does, at time 1, where almost no noise can be.
+    # With leading times, a single step starts at time 1, as in LDM, where noise is almost 0.
     tolerance = 3 if steps == 1 and SAMPLERS[name].grid == "ldm" else 0.02
     np.testing.assert_allclose(mean, ABAR[0] ** 0.5 * x0, atol=tolerance)
 
 
-def test_guidance_1_of_a_real_network_is_the_conditional_model():
-    made, s = a_task(), tiny.settings()
-    params = tiny.random_params(made)
+def test_guidance_1_of_a_real_network_matches_the_conditional_model():
+    sd_task, s = a_task(), tiny.settings()
+    params = tiny.random_params(sd_task)
     encoder, frozen = lookup.open_encoder(s.text), {"text": (), "vae": PARAMS}
     batch = sampling.prompts(encoder, CAPTIONS, "ugly")
     keys = jax.random.split(jax.random.key(0), 4)
-    sample = jax.jit(made.sample)
+    sample = jax.jit(sd_task.sample)
     plain = sample(params, frozen, batch, keys, None)
     assert plain.shape == (4, 8, 8, 3)
     guided = [sample(params, frozen, batch, keys, np.full(4, n, np.float32)) for n in (1, 3)]
-    # Twice the rows: sums of a product may run in another order.
+    # Guided batches have twice the rows, so sums may have another order.
     np.testing.assert_allclose(guided[0], plain, atol=1e-5)
     assert np.abs(guided[1] - plain).max() > 1e-3
 
 
-def test_ddim_starts_at_n01_and_steps_as_ldm_does():
-    """The whole of a step in LDM's own coordinates, with a network that gives 0."""
+def test_ddim_starts_with_standard_normal_noise_and_takes_ldms_steps():
+    """Compares whole steps in LDM's coordinates, with a network that predicts 0."""
     s = with_network(tiny.settings(sampler__steps=2), lambda params, x, t, text: 0 * x)
     s = s._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
     encoder = lookup.open_encoder(s.text)
     batch, keys = sampling.prompts(encoder, ["one"], ""), jax.random.split(jax.random.key(0), 1)
-    made = task.make_task(s, encoder, PARAMS)
-    images = jax.jit(made.sample)({}, {"text": (), "vae": {}}, batch, keys, None)
+    sd_task = task.make_task(s, encoder, PARAMS)
+    images = jax.jit(sd_task.sample)({}, {"text": (), "vae": {}}, batch, keys, None)
     x = samplers.initial_noise(keys, (4, 4, 4), 1.0)
-    # eps is 0: x0 = x / sqrt(abar) from time 501 on, through 1, to the first of the table.
+    # eps is 0, so x0 = x / sqrt(abar) at times 501 and 1, and at the first time of the table.
     z = x * np.sqrt(ABAR[0] / ABAR[501])
     np.testing.assert_allclose(images, 3 * z / s.latents.scale, rtol=1e-4)
 
@@ -274,13 +276,13 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
     ],
     ids=str,
 )
-def test_what_cannot_be_says_what_to_change(changes, message):
+def test_inconsistent_settings_are_errors_that_name_the_fields(changes, message):
     with pytest.raises(ValueError) as error:
         tiny.settings(**changes)
     assert message in str(error.value)
 
 
-def test_unknown_and_missing_fields_are_named():
+def test_unknown_and_missing_fields_are_errors_that_name_them():
     c = tiny.config().to_dict()
     read = lambda group, **values: tiny.read_settings(c | {group: c[group] | values})
     with pytest.raises(ValueError, match=r"field latents\.scael: did you mean latents\.scale"):
@@ -290,12 +292,12 @@ def test_unknown_and_missing_fields_are_named():
         tiny.read_settings(c | {"latents": lacking})
 
 
-def test_frozen_weights_are_sharded_and_nowhere_in_the_parameters():
-    made = a_task()
-    assert made.frozen.keys() == {"text", "vae"}
+def test_frozen_weights_are_sharded_and_separate_from_the_parameters():
+    sd_task = a_task()
+    assert sd_task.frozen.keys() == {"text", "vae"}
     mesh = sharding.make_mesh(2, 4, 1)
-    places = sharding.shardings(made.frozen, mesh, made.rules, fsdp_min_size=1)
-    split = [not p.is_fully_replicated for p in jax.tree.leaves(places)]
+    shardings = sharding.shardings(sd_task.frozen, mesh, sd_task.rules, fsdp_min_size=1)
+    split = [not p.is_fully_replicated for p in jax.tree.leaves(shardings)]
     assert 0 < sum(split) < len(split)
-    names = jax.tree.leaves_with_path(jax.eval_shape(made.init, jax.random.key(0)))
+    names = jax.tree.leaves_with_path(jax.eval_shape(sd_task.init, jax.random.key(0)))
     assert not any("encoder" in jax.tree_util.keystr(path) for path, _ in names)

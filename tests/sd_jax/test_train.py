@@ -1,4 +1,4 @@
-"""Training on moments that precache wrote: exact continuation, any mesh, and what is refused."""
+"""Training on moments written by precache: resuming, meshes, replaying, and errors."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def vae(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Ten digits with captions, and one file that is no image."""
+    """Write ten digits with captions, and one file that is not an image."""
     path = tmp_path_factory.mktemp("images")
     digits.write_examples(path, NUM, size=tiny.SIZE)
     (path / "00003x.png").write_bytes(b"no image")
@@ -51,10 +51,10 @@ def source(images):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, vae, images):
-    """Their moments in three tars, by weights that are read once."""
+    """Return their moments in three tars, for which the weights were read once."""
     out, read = tmp_path_factory.mktemp("moments"), []
     with pytest.MonkeyPatch.context() as patched:
-        noting = lambda *given: read.append(given) or initial.read_vae(*given)
+        noting = lambda *args: read.append(args) or initial.read_vae(*args)
         patched.setattr(precache, "read_vae", noting)
         assert (
             precache.encode(tiny.settings(vae, **source(images)), out, MomentOptions(SHARD, 1)) == 3
@@ -64,38 +64,38 @@ def stored(tmp_path_factory, vae, images):
 
 
 def records(path):
-    """Key -> (moments, caption) of all tars, whose keys are unlike."""
-    found = {}
+    """Return {key: (moments, caption)} of all tars, which share no keys."""
+    moments_of_key = {}
     for tar in sorted(path.glob("*.tar")):
         for record in WebDataset(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
             key = record.name.rpartition("/")[2]
-            assert key not in found
-            found[key] = np.load(io.BytesIO(record.image)), record.text
-    return found
+            assert key not in moments_of_key
+            moments_of_key[key] = np.load(io.BytesIO(record.image)), record.text
+    return moments_of_key
 
 
 def _size(tar):
     return len(WebDataset(tar, images=("npy",)))
 
 
-def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
+def test_moments_of_each_picture_equal_the_encoders_output(stored, vae, images):
     s, params = tiny.settings(vae), tiny.vae_params()
     opened = open_pictures(Data("folder", path=str(images)), tiny.SIZE)
-    kept, read, captions = opened.usable(np.arange(len(opened)))
-    assert len(kept) == NUM and len(opened) == NUM + 1
+    rows, read, captions = opened.usable(np.arange(len(opened)))
+    assert len(rows) == NUM and len(opened) == NUM + 1
     program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
     expected = np.asarray(program(params, to_range(read)))
-    found = records(stored)
-    assert list(found) == [f"{index:09}.npy" for index in kept]
-    for (array, text), mean, caption in zip(found.values(), expected, captions, strict=True):
+    moments_of_key = records(stored)
+    assert list(moments_of_key) == [f"{index:09}.npy" for index in rows]
+    for (array, text), mean, caption in zip(
+        moments_of_key.values(), expected, captions, strict=True
+    ):
         assert array.dtype == np.float32 and text == caption
-        # Batches of another size sum in another order.
+        # Batches of another size have another order of sums.
         np.testing.assert_allclose(array.transpose(1, 2, 0), mean, atol=1e-5)
 
 
-def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
-    tmp_path, stored, vae, images, capsys
-):
+def test_an_interrupted_precache_continues_with_equal_files(tmp_path, stored, vae, images, capsys):
     s = tiny.settings(vae, **source(images))
     opened = open_pictures(Data("folder", path=str(images)), tiny.SIZE)
     mesh = sharding.make_mesh(1, -1, 1)
@@ -108,7 +108,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
         return encode(batch)
 
     identity = train.encoder_identity(s, tiny.vae_params())
-    work = MomentOptions(SHARD, 8, Worker(1, 2))  # Begins in the middle.
+    work = MomentOptions(SHARD, 8, Worker(1, 2))  # Starts in the middle.
     with pytest.raises(KeyboardInterrupt):
         encode_moments.run(opened, killed, tmp_path, identity, work)
     names = ["000001.tar", encode_moments.LISTS, moments.MANIFEST]
@@ -141,7 +141,7 @@ def on_moments(stored, vae, **changes):
 
 
 def run(workdir, config, sizes=(1, 1, 1)):
-    """Trains on this mesh; returns the last state and every step's loss and gradient norm."""
+    """Trains on a mesh, and returns the last state and each step's loss and gradient norm."""
     workdir.mkdir(exist_ok=True)
     s = tiny.read_settings(config.to_dict())
     mesh = sharding.make_mesh(*sizes)
@@ -155,19 +155,19 @@ def run(workdir, config, sizes=(1, 1, 1)):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, stored, vae):
-    """(workdir, state, losses) of four steps on one device."""
+    """Return (workdir, state, losses) of four steps on one device."""
     workdir = tmp_path_factory.mktemp("whole")
     return workdir, *run(workdir, on_moments(stored, vae, steps=4))
 
 
-def test_four_steps_are_two_and_two_bit_for_bit(tmp_path, whole, stored, vae):
+def test_four_steps_equal_two_and_two_more_after_resuming_bit_for_bit(tmp_path, whole, stored, vae):
     run(tmp_path, on_moments(stored, vae, steps=2))
     state, losses = run(tmp_path, on_moments(stored, vae, steps=4))
     jax.tree.map(np.testing.assert_array_equal, state, whole[1])
     assert losses == whole[2] and len(set(losses)) == 4
 
 
-def test_a_step_on_moments_is_replayed_and_shows_what_the_vae_decodes(whole, stored, vae):
+def test_replaying_a_step_on_moments_repeats_it_and_decodes_its_pictures(whole, stored, vae):
     s, mesh = tiny.read_settings(runs.load(whole[0])), sharding.make_mesh(1, 1, 1)
     inputs = train.prepare(s, mesh)
     with inputs.batches:
@@ -178,18 +178,18 @@ def test_a_step_on_moments_is_replayed_and_shows_what_the_vae_decodes(whole, sto
     by_text = {text: array.transpose(1, 2, 0) for array, text in records(stored).values()}
     means = np.stack([by_text[example["text"]] for example in result.examples])[..., :4]
     decoded = jax.jit(lambda p, z: s.vae.apply(p, z, method="decode"))(tiny.vae_params(), means)
-    # Of 255 grey levels one, where two programs round apart.
+    # Two programs may round a pixel differently, by 1 of 255.
     expected = np.int32(sheets.to_uint8(jax.device_get(decoded)))
     assert np.abs(expected - result.pictures).max() <= 1
 
 
-def test_eight_devices_are_one(tmp_path, whole, stored, vae):
+def test_losses_on_eight_devices_match_one_device(tmp_path, whole, stored, vae):
     _, losses = run(tmp_path, on_moments(stored, vae, steps=2), (2, 4, 1))
-    # Sums in another order; Adam's first steps divide small gradients by themselves.
+    # Sums have another order, and Adam's first steps divide small gradients by themselves.
     np.testing.assert_allclose(losses, whole[2][:2], rtol=2e-4)
 
 
-def test_a_run_starts_from_the_average_of_another(whole, stored, vae):
+def test_unet_weights_start_a_run_from_the_average_of_another_run(whole, stored, vae):
     s = tiny.read_settings(on_moments(stored, vae, unet__weights=str(whole[0])).to_dict())
     inputs = train.prepare(s, sharding.make_mesh(1, 1, 1))
     inputs.batches.close()
@@ -197,7 +197,7 @@ def test_a_run_starts_from_the_average_of_another(whole, stored, vae):
     jax.tree.map(np.testing.assert_array_equal, inputs.start(), whole[1].ema["0.9999"])
 
 
-def test_a_trained_model_draws_as_chosen(whole, vae):
+def test_a_trained_model_is_sampled_with_the_chosen_settings(whole, vae):
     choice = drawing.choose(sampler="euler", steps=1, height=16, negative_prompt="ugly")
     model = drawing.load(whole[0], *choice)
     assert (model.step, model.settings.output_shape) == (4, (16, 8))
@@ -209,7 +209,7 @@ def test_a_trained_model_draws_as_chosen(whole, vae):
 
 
 def rewritten(path, change):
-    """A tar of one record, whose moments went through `change`."""
+    """Write a tar of one record, with moments changed by the function `change`."""
     array = change(np.zeros((8, 4, 4), np.float32))
     file = io.BytesIO()
     np.save(file, array)
@@ -241,13 +241,13 @@ def test_mlperfs_moments_are_read_and_other_shapes_are_errors(tmp_path, vae):
         ({"latents__image_size": 16}, r"other settings \(image_size: 8 stored, 16 requested\)"),
     ],
 )
-def test_moments_made_in_another_way_are_refused(stored, vae, changes, message):
+def test_moments_stored_with_other_settings_are_errors(stored, vae, changes, message):
     s = tiny.read_settings(on_moments(stored, vae, **changes).to_dict())
     with pytest.raises(ValueError, match=message):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
 
 
-def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
+def test_moments_of_another_vae_are_errors(stored, vae, monkeypatch):
     other = jax.tree.map(lambda leaf: leaf * 1.01, initial.read_vae(vae, tiny.settings(vae).vae))
     monkeypatch.setattr(train, "read_vae", lambda path, network: other)
     s = tiny.read_settings(on_moments(stored, vae).to_dict())
@@ -257,7 +257,7 @@ def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
 
 
-def test_another_network_in_the_files_is_named(vae):
+def test_weights_of_another_network_are_errors_that_name_the_difference(vae):
     deeper = tiny.settings(vae, vae__num_res_blocks=2).vae
     with pytest.raises(ValueError, match="num_res_blocks is 1 in the file, but 2 in the con"):
         initial.read_vae(vae, deeper)
@@ -272,7 +272,7 @@ def test_another_network_in_the_files_is_named(vae):
         ({"data__flip": True}, "data.flip is True and data.crop is .center., but moments"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused(tmp_path, vae, changes, message):
+def test_precache_settings_that_cannot_be_encoded_are_errors(tmp_path, vae, changes, message):
     s = tiny.settings(vae)
     fields = {name.removeprefix("data__"): value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):

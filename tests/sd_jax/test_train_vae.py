@@ -1,4 +1,4 @@
-"""Training the autoencoder: its loss by the formulas, a whole run, and what is refused."""
+"""Training the autoencoder: its loss against formulas, a whole run, and errors."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from tests.sd_jax import tiny
 
 
 def config(**changes):
-    """The tiny VAE on 8x8 digits; reconstruction__kl=1.0 changes config.reconstruction.kl."""
+    """Return the tiny VAE's config on 8x8 digits. reconstruction__kl=1.0 sets reconstruction.kl."""
     c = sd_quickstart_vae.get_config()
     c.vae.update(tiny.VAE_FIELDS, latent_channels=4)
     c.reconstruction.image_size = tiny.SIZE
@@ -38,7 +38,7 @@ def read(**changes):
 
 
 @pytest.mark.parametrize(("distance", "power"), [("l1", 1), ("l2", 2)])
-def test_the_loss_is_the_error_and_the_divergence_of_each_value(distance, power):
+def test_the_loss_is_the_reconstruction_error_plus_the_weighted_divergence(distance, power):
     s = read(reconstruction__distance=distance, reconstruction__kl=0.1)
     params = jax.tree.map(jnp.asarray, tiny.vae_params())
     images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
@@ -54,12 +54,12 @@ def test_the_loss_is_the_error_and_the_divergence_of_each_value(distance, power)
     decoded = np.float64(decode(params, jnp.float32(z)))
     error = (np.abs(decoded - x) ** power).mean()
     kl = (mean**2 + np.exp(log_variance) - 1 - log_variance).sum() / 2 / images.size
-    found = [loss, metrics["reconstruction"], metrics["kl"], metrics["latent_std"]]
-    np.testing.assert_allclose(found, [error + 0.1 * kl, error, kl, z.std()], rtol=1e-5)
+    actual = [loss, metrics["reconstruction"], metrics["kl"], metrics["latent_std"]]
+    np.testing.assert_allclose(actual, [error + 0.1 * kl, error, kl, z.std()], rtol=1e-5)
 
 
-def test_the_divergence_is_that_of_normal_distributions():
-    """Of N(3, 1) from N(0, 1) it is 9 / 2; of N(0, e^2), (e^2 - 1) / 2 - 1."""
+def test_the_divergence_matches_the_formula_for_normal_distributions():
+    """It is 9 / 2 for N(3, 1), and (e^2 - 1) / 2 - 1 for N(0, e^2), both from N(0, 1)."""
     moments = jnp.array([[3.0, 0.0], [0.0, 2.0]]).reshape(2, 1, 1, 2)
     np.testing.assert_allclose(
         train_vae.divergence(moments), [4.5, (np.e**2 - 1) / 2 - 1], rtol=1e-6
@@ -68,7 +68,7 @@ def test_the_divergence_is_that_of_normal_distributions():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(workdir, metrics by step) of 20 steps, each of the same eight pictures."""
+    """Return (workdir, metrics of each step) of 20 steps on the same eight pictures."""
     workdir, pictures = (tmp_path_factory.mktemp(name) for name in ("vae", "pictures"))
     digits.write_examples(pictures, 8, size=tiny.SIZE)
     c = config(data__source="folder", data__path=str(pictures), vae__channel_mult=(1,))
@@ -84,7 +84,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_it_learns_to_reconstruct(run):
+def test_training_the_vae_reduces_its_reconstruction_error(run):
     workdir, lines = run
     errors = [line["reconstruction"] for line in lines]
     assert np.mean(errors[-5:]) < 0.8 * np.mean(errors[:5]), errors
@@ -94,7 +94,7 @@ def test_it_learns_to_reconstruct(run):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
+def test_a_vae_workdir_is_loaded_with_its_average_weights(run):
     vae = read(vae__channel_mult=(1,)).vae
     params = initial.read_vae(run[0], vae)
     folder, abstract = run[0] / runs.CHECKPOINTS, names.abstract_vae(vae)
@@ -119,7 +119,7 @@ def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
         ({"vae__width": 48}, "vae.width * 1 is 48: it must be a multiple of 32"),
     ],
 )
-def test_what_cannot_be_says_what_to_change(changes, message):
+def test_inconsistent_vae_settings_are_errors_that_name_the_fields(changes, message):
     with pytest.raises(ValueError) as error:
         read(**changes)
     assert message in str(error.value)

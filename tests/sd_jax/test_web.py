@@ -1,4 +1,4 @@
-"""The page of Stable Diffusion in a real Chromium, of a model that the commands trained."""
+"""The page of Stable Diffusion in a real Chromium, for a model trained by the commands."""
 
 import io
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A latent diffusion model after three steps, on an autoencoder after three."""
+    """Train an autoencoder for three steps, and a latent diffusion model for three."""
     folder = tmp_path_factory.mktemp("sd")
     vae, run = folder / "vae", folder / "run"
     of_vae = f"--config.vae.weights={vae}"
@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
     return run
 
 
-def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
+def test_pictures_of_the_page_equal_the_commands_and_reloading_shows_them_again(
     browser, trained, tmp_path
 ):
     with (
@@ -39,7 +39,7 @@ def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
         page.reload()
         assert pages.drawn(page) == images
         page.locator(".picture").first.click()
-        made = pages.of_command(page, tmp_path / "out", "--num_images=2")
+        of_command = pages.of_command(page, tmp_path / "out", "--num_images=2")
         page.keyboard.press("Escape")
         page.click("#tab-sweeps")
         page.get_by_text(
@@ -50,6 +50,6 @@ def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
         page.locator("#curves figure").first.wait_for()
         assert "finished" in page.locator("#runs").inner_text()
         (sheet,) = pages.files(page, "#over-time img")
-    assert [made[f"seed_00000{n}.png"] for n in (0, 1)] == images and images[0] != images[1]
+    assert [of_command[f"seed_00000{n}.png"] for n in (0, 1)] == images and images[0] != images[1]
     assert Image.open(io.BytesIO(images[0])).size == (16, 16)
     assert sheet == (trained / "samples" / "step_00000003.png").read_bytes()

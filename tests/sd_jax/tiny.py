@@ -1,4 +1,4 @@
-"""A Stable Diffusion model in miniature: config, VAE and weights that compile in seconds."""
+"""A tiny Stable Diffusion model: config, VAE and weights that compile in seconds."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ VAE_FIELDS = {"width": 32, "channel_mult": (1, 2), "num_res_blocks": 1}
 
 
 def config(vae="vae.safetensors", **changes):
-    """8x8 digits, 4x4 latents, words; diffusion__predicts="v" changes config.diffusion.predicts."""
+    """A config with 8x8 digits, 4x4 latents and hashed words. a__b=c sets config.a.b to c."""
     c = sd1_256_pretrain.get_config()
     c.unet.update(
         width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(), num_heads=0,
@@ -46,18 +46,18 @@ def config(vae="vae.safetensors", **changes):
 
 
 def settings(vae="vae.safetensors", **changes):
-    """The config's, checked."""
+    """Return the checked settings of the config."""
     return read_settings(config(vae, **changes).to_dict())
 
 
 def vae_params():
-    """Random numbers in every parameter; moments and images of them are of order 1."""
+    """Return random parameters. Their moments and images are of order 1."""
     vae = VAE(**VAE_FIELDS)
     return names.vae_from_torch(vae_weights(vae), vae)
 
 
 def write_vae(path):
-    """A file of LDM's names that read_vae reads."""
+    """Write a file with LDM's names, which read_vae reads."""
     vae = VAE(**VAE_FIELDS)
     checkpoints.save_file(
         checkpoints.Checkpoint(None, checkpoints.VAEPart(vae, vae_params()), []), path
@@ -66,7 +66,7 @@ def write_vae(path):
 
 
 def random_params(task):
-    """Random numbers in every parameter of a task's network: its zeros would hide bugs."""
+    """Return random parameters of a task's network. Its initial zeros would hide bugs."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32)

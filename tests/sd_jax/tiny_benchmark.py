@@ -1,4 +1,4 @@
-"""The benchmark's config and all that a run of it reads, in miniature."""
+"""A tiny version of the benchmark: its config and all files that a run reads."""
 
 import pathlib
 
@@ -16,7 +16,7 @@ BATCH, INTERVAL, CAPTIONS = 8, 2, 10
 
 
 def get_config(folder):
-    """MLPerf's own; networks, data and numbers are small."""
+    """Return MLPerf's config with small networks, data and numbers."""
     c, small = sd2_mlperf.get_config(), tiny.config(f"{folder}/vae.safetensors")
     for group in ("unet", "vae", "text", "latents"):
         c[group] = small[group]
@@ -34,7 +34,7 @@ def get_config(folder):
 
 
 def write(folder: pathlib.Path, mean=108.0):
-    """Data, captions, VAE and the statistics of grey images."""
+    """Write data, captions, the VAE, and statistics of grey images."""
     tiny.write_vae(folder / "vae.safetensors")
     write_moments(folder / "moments", (4, 4, 8))
     rows = [coco.Caption(i, i, "a" * (i + 1)) for i in range(CAPTIONS)]
@@ -44,7 +44,7 @@ def write(folder: pathlib.Path, mean=108.0):
 
 
 def write_moments(folder: pathlib.Path, shape):
-    """A tar of random ones [h, w, 2 Z], with captions."""
+    """Write a tar of random moments [h, w, 2 Z] with captions."""
     rng = np.random.default_rng(0)
     draw = lambda: moments.write(rng.normal(size=shape).astype(np.float32))
     records = [
@@ -56,5 +56,5 @@ def write_moments(folder: pathlib.Path, shape):
 
 
 def write_reference(folder: pathlib.Path, gaussian):
-    """Statistics of the toy Inception, for which an image is its mean colour, 0 to 255."""
+    """Write statistics of the toy Inception, whose features are the mean colour, 0 to 255."""
     stats_files.write(folder / "reference.npz", stats_files.Stats(gaussian, None, None))

@@ -1,8 +1,8 @@
-"""The benchmark's command with extractors of a few numbers, and a kill where it is asked for.
+"""The benchmark's command with tiny extractors, which can kill itself at a chosen point.
 
     python -m tests.sd_jax.tiny_mlperf --config=tests/sd_jax/tiny_benchmark.py:FOLDER --workdir=...
 
-FOLDER is what tiny_benchmark.write wrote. --toy also replaces the networks.
+tiny_benchmark.write wrote FOLDER. --toy also replaces the networks.
 """
 
 import os
@@ -32,7 +32,7 @@ _KILL = flags.DEFINE_enum("kill", "", ["", "training", "stop", "saving", "evalua
 
 
 def main():
-    """As the real command's."""
+    """Run the command with the real command's arguments."""
     extractors.inception_extractor = lambda weights, mode, level: inception()
     weights.load = lambda path: None
     clip_towers.load = lambda path: clip()
@@ -44,12 +44,12 @@ def main():
 
 
 def inception():
-    """The mean colour of images 0 ... 255."""
+    """Return an extractor of the mean colour of images between 0 and 255."""
     return toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
 
 
 def clip():
-    """The cosine of an image's colour and a text's length, both beside a 1."""
+    """Return towers: the score is the cosine of (1, image's colour) and (1, text's length)."""
     one = lambda x: jnp.concatenate([jnp.ones((len(x), 1)), x], 1)
     image = toy.extractor(
         width=4, prepare=lambda x: x / 255, apply=lambda params, x: one(x.mean((1, 2)))
@@ -61,7 +61,7 @@ def clip():
 
 
 def make_task(s, encoder, vae_params):
-    """Adam's steps are of the learning rate, since the gradient is 1 but for the data and noise."""
+    """Replaces the task. Its gradient is about 1, so that Adam's steps equal the learning rate."""
     del vae_params
 
     def init(key):
@@ -100,7 +100,7 @@ def _at_batch(number, act):
 
 
 def _in_saving():
-    """While the first checkpoint of this process is written."""
+    """Kill the process while it writes its first checkpoint."""
     save = checkpoint.Checkpointer.save
 
     def dying(self, *arguments, **options):
@@ -111,7 +111,7 @@ def _in_saving():
 
 
 def _in_evaluation():
-    """After the second batch's features."""
+    """Kill the process after the features of the second batch."""
     write, written = drawn_features.files.write_whole, []
 
     def dying(path, content):
@@ -124,7 +124,7 @@ def _in_evaluation():
 
 
 _KILLS = {
-    "training": lambda: _at_batch(INTERVAL + 1, _die),  # The first of the second interval.
+    "training": lambda: _at_batch(INTERVAL + 1, _die),  # The first batch of the second interval.
     "stop": lambda: _at_batch(1, lambda: os.kill(os.getpid(), signal.SIGTERM)),
     "saving": _in_saving,
     "evaluation": _in_evaluation,

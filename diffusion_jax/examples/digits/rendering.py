@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
+from diffusion_jax import files
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
 from diffusion_jax.data.pictures import Pictures, TaskShapes
@@ -243,7 +244,7 @@ def _write_folder(out: pathlib.Path, records: Iterable[dict[str, bytes]]) -> Non
     for record in records:
         stem = record.pop(tars.KEY).decode()
         for suffix, contents in record.items():
-            (out / f"{stem}.{suffix}").write_bytes(contents)
+            files.write_whole(out / f"{stem}.{suffix}", contents)
 
 
 @functools.cache

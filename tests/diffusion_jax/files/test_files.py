@@ -67,3 +67,10 @@ def test_whole_creates_a_folder_only_if_its_block_succeeds(tmp_path):
         temporary.mkdir()
         (temporary / "part").write_text("all")
     assert os.listdir(tmp_path) == ["model"] and (path / "part").read_text() == "all"
+
+
+def test_an_error_in_a_temporary_folder_names_the_folder_that_it_would_become(tmp_path):
+    with pytest.raises(OSError) as raised, files.whole(tmp_path / "new") as temporary:
+        temporary.mkdir()
+        files.write_whole(temporary / "none" / "a.txt", "")
+    assert raised.value.filename == str(tmp_path / "new" / "none" / "a.txt")

@@ -16,8 +16,8 @@ from diffusion_jax.files import folder_lock
 
 HOLD = """
 import sys, time
-from diffusion_jax.files.folder_lock import Writer
-with Writer(sys.argv[1], beat=0.1):
+from diffusion_jax.files.folder_lock import FolderLock
+with FolderLock(sys.argv[1], beat=0.1):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
 """

@@ -1,4 +1,4 @@
-"""Processes with other configs or other data end before the first step, all with one line."""
+"""Processes with different configs or data end with a one-line error before the first step."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ from tests import processes
 
 
 def check(process, folder, out):
-    """Writes the errors of each check to OUT/PROCESS.json."""
+    """Write the errors of each check to OUT/PROCESS.json."""
     import jax
 
     from configs import quickstart
@@ -29,7 +29,7 @@ def check(process, folder, out):
     config = lambda **values: quickstart.get_config().to_dict() | values
     data = lambda name: open_pictures(Data("folder", path=f"{folder}/{name}"), 8)
     second = jax.process_index() == 1
-    said = [
+    errors = [
         error(train_command.check_configs, config(prompts=("x" * 700 + "ab"[second],))),
         error(
             train_command.check_configs, config(data=config()["data"] | {"path": f"here{second}"})
@@ -39,12 +39,12 @@ def check(process, folder, out):
         error(train_command.check_data, data("edited" if second else "all")),
         error(train_command.check_data, data("copy" if second else "all")),
     ]
-    pathlib.Path(out, f"{process}.json").write_text(json.dumps(said))
+    pathlib.Path(out, f"{process}.json").write_text(json.dumps(errors))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pictures, and copies of them with changes."""
+    """Pictures, and changed copies of them."""
     folder = tmp_path_factory.mktemp("data")
     digits.write_examples(folder / "all", 4, size=8)
     for name in ("fewer", "renamed", "edited", "copy"):
@@ -58,11 +58,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.gate
-def test_all_processes_name_what_differs_between_them(folder, tmp_path):
+def test_all_processes_report_the_same_difference_between_them(folder, tmp_path):
     assert processes.run_all(2, check, folder, tmp_path, devices=1) == [0, 0]
-    said = [json.loads((tmp_path / f"{process}.json").read_text()) for process in (0, 1)]
-    assert said[0] == said[1]
-    prompts, local, fewer, renamed, edited, copy = said[0]
+    errors = [json.loads((tmp_path / f"{process}.json").read_text()) for process in (0, 1)]
+    assert errors[0] == errors[1]
+    prompts, local, fewer, renamed, edited, copy = errors[0]
     start = f"prompts is ('{'x' * 58}... (digest "
     assert prompts.startswith(start) and prompts.count(start[len("prompts is ") :]) == 2
     assert prompts.endswith(" in process 1: start all processes with the same config")
@@ -75,7 +75,7 @@ def test_all_processes_name_what_differs_between_them(folder, tmp_path):
     assert local is None and copy is None
 
 
-def test_a_copy_has_the_same_inventory_but_another_stamp(folder):
+def test_a_copy_of_the_data_has_the_same_inventory_but_another_stamp(folder):
     opened = [open_pictures(Data("folder", path=f"{folder}/{name}"), 8) for name in ("all", "copy")]
     one, other = map(fingerprints.inventory, opened)
     assert one == other and one["the number of pictures"] == 4
@@ -84,7 +84,7 @@ def test_a_copy_has_the_same_inventory_but_another_stamp(folder):
 
 
 @pytest.mark.parametrize("format", ["folder", "webdataset"])
-def test_an_inventory_covers_the_files_of_a_source(tmp_path, format):
+def test_the_stamp_of_a_source_changes_with_each_of_its_files(tmp_path, format):
     digits.write_examples(tmp_path / "data", 3, size=8, format=format)
     opened = open_pictures(Data(format, path=str(tmp_path / "data")), 8)
     stamps = [fingerprints.stamp(opened)]

@@ -1,4 +1,4 @@
-"""Training with aspect buckets: exact continuation, any mesh, a replay, and one program a shape."""
+"""Training with aspect buckets: exact resume, any mesh, replay, one program per shape."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SHAPES = ((8, 8), (4, 12))
 
 
 def task():
-    """A network of one 3x3 convolution, shifted by the text, that predicts the image."""
+    """Return a Task whose network is a 3x3 convolution shifted by the text."""
 
     def init(key):
         keys = jax.random.split(key)
@@ -50,7 +50,7 @@ TASK = task()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Twelve squares and twelve wide pictures of random colours."""
+    """Twelve square and twelve wide pictures of random pixels."""
     path, rng = tmp_path_factory.mktemp("mixed"), np.random.default_rng(0)
     for number in range(24):
         pixels = rng.integers(0, 256, (8, (8, 24)[number % 2], 3), np.uint8)
@@ -77,14 +77,12 @@ def train(folder, workdir, sizes=(1, 1, 1), **changes):
     return jax.device_get(state)
 
 
-def test_7_steps_of_two_shapes_are_3_and_then_4_bit_for_bit_and_replay(
-    folder, tmp_path, monkeypatch
-):
+def test_aspect_bucket_runs_resume_bit_for_bit_and_can_be_replayed(folder, tmp_path, monkeypatch):
     programs, compiled = [], loop.compiled
     count = lambda *arguments: programs.append(compiled(*arguments)) or programs[-1]
     monkeypatch.setattr(loop, "compiled", count)
     whole = train(folder, tmp_path / "whole", log_every=1)
-    assert len(programs) == 2  # One for each shape.
+    assert len(programs) == 2  # One program per shape.
     train(folder, tmp_path / "parts", steps=3)
     test_loop.assert_equal(train(folder, tmp_path / "parts"), whole)
 
@@ -99,14 +97,14 @@ def test_7_steps_of_two_shapes_are_3_and_then_4_bit_for_bit_and_replay(
     assert {int(row["text"].split()[1]) % 2 for row in replayed.examples} == {int(wide)}
 
 
-def test_a_mesh_of_8_devices_trains_on_the_same_batches(folder, tmp_path):
+def test_eight_devices_train_aspect_buckets_like_one(folder, tmp_path):
     one = train(folder, tmp_path / "one", steps=4)
     eight = train(folder, tmp_path / "eight", (2, 4, 1), steps=4)
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     jax.tree.map(near, eight.params, one.params)
 
 
-def test_the_rehearsal_traces_each_shape(folder, tmp_path):
+def test_the_rehearsal_traces_every_bucket_shape(folder, tmp_path):
     shapes = []
 
     def loss(params, frozen, batch, key):

@@ -1,4 +1,4 @@
-"""XLA's choices of GPU kernels: kept in the workdir, and loaded when a run continues."""
+"""XLA's choices of GPU kernels: stored in the workdir, and loaded when a run is resumed."""
 
 import hashlib
 import json
@@ -21,17 +21,19 @@ def _on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
-def test_on_a_cpu_nothing_is_set_or_written(tmp_path):
+def test_on_a_cpu_autotuning_sets_and_writes_nothing(tmp_path):
     tuned = autotuning.find(tmp_path, deterministic=True)
     autotuning.keep(tmp_path, tuned)
     assert tuned == autotuning.Autotuning({}) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path):
+def test_kernel_choices_are_written_at_the_first_start_and_loaded_later(tmp_path):
     first = autotuning.find(tmp_path, deterministic=True)
     assert first.options == {ONLY: True, DUMP: str(first.written)} and first.loaded == ""
-    pathlib.Path(str(first.written)).write_text("kernel 7")  # As XLA does when it compiles.
+    pathlib.Path(str(first.written)).write_text(
+        "kernel 7"
+    )  # In place of XLA, which writes it while compiling.
     autotuning.keep(tmp_path, first)
     assert first.written is not None and not first.written.parent.exists()
     digest = hashlib.sha256(b"kernel 7").hexdigest()[:16]
@@ -48,7 +50,7 @@ def test_the_first_start_writes_the_choices_and_the_next_one_loads_them(tmp_path
 @pytest.mark.parametrize(
     "name", ["autotuning_0.0.1_cpu_abc.txt", f"autotuning_{run_log.version('jaxlib')}_H200_abc.txt"]
 )
-def test_choices_of_another_jaxlib_or_gpu_are_not_loaded_and_this_is_logged(name, tmp_path, caplog):
+def test_kernel_choices_of_another_jaxlib_or_gpu_are_ignored_with_a_warning(name, tmp_path, caplog):
     (tmp_path / name).write_text("kernel 7")
     with caplog.at_level(logging.WARNING):
         tuned = autotuning.find(tmp_path, deterministic=True)
@@ -56,7 +58,7 @@ def test_choices_of_another_jaxlib_or_gpu_are_not_loaded_and_this_is_logged(name
     assert f"{name} was written by another jaxlib or for another kind of GPU" in caplog.text
 
 
-def test_this_jaxlib_knows_the_options(tmp_path):
+def test_the_installed_jaxlib_accepts_the_autotuning_options(tmp_path):
     options = {ONLY: True, DUMP: str(tmp_path / "chosen.txt")}
     program = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile(compiler_options=options)
     assert program(jnp.ones(3)).tolist() == [2, 2, 2]
@@ -65,7 +67,7 @@ def test_this_jaxlib_knows_the_options(tmp_path):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_all_gradients_of_cudnns_attention_are_marked_as_deterministic(deterministic):
+def test_all_gradients_of_cudnn_attention_are_marked_as_deterministic(deterministic):
     """XLA marks only the first of several equal calls, and then fails at the others."""
     config = json.dumps({"cudnn_fmha_backend_config": {"fmha_scale": 0.125}})
 
@@ -79,7 +81,9 @@ def test_all_gradients_of_cudnns_attention_are_marked_as_deterministic(determini
         return x
 
     lowered = jax.jit(step).lower(jnp.ones(3))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="fmhaSoftmax"):  # Not known on CPUs.
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="fmhaSoftmax"
+    ):  # CPUs do not know this call.
         autotuning.compile_step(lowered, {ONLY: deterministic})
     assert lowered.as_text().count("fmha_scale") == 3
     assert lowered.as_text().count("force_deterministic") == (2 if deterministic else 0)

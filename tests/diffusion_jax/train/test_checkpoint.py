@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, into any sharding, whole after a kill, and errors that help."""
+"""Checkpoints: exact, in any sharding, complete after a kill, and helpful errors."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ RULES = [(r"kernel", P("fsdp", "tensor")), (r"", P())]
 
 
 class Position:
-    """A data iterator that consists of its position alone."""
+    """A data iterator that only has a position."""
 
     def __init__(self, state=b""):
         self.state = state
@@ -38,7 +38,7 @@ class Position:
 
 
 def random_state(step=0, decays=(0.9, 0.9999)):
-    """A state with different random numbers in every leaf, including the counts."""
+    """Return a train state with random numbers in every leaf, including counts."""
     params = {"params": {"a": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}}
     rng = np.random.default_rng(step)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 1000, x.dtype)
@@ -67,19 +67,19 @@ def metadata(directory, step):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with checkpoints of steps 10 and 20; tests must not write to it."""
+    """A run with checkpoints of steps 10 and 20. Tests must not write to it."""
     directory = tmp_path_factory.mktemp("run")
     save(directory, 10, 20)
     return directory
 
 
-def test_a_state_goes_from_8_devices_to_4_to_1_bit_for_bit(tmp_path):
+def test_a_state_is_restored_bit_for_bit_on_other_meshes(tmp_path):
     state, position = random_state(), Position(b"\x00 seven \xff")
     layouts = [(1, 4, 2), (1, 2, 4), (2, 2, 1), (1, 1, 1)]
-    for step, (here, there) in enumerate(itertools.pairwise(layouts)):
+    for step, (saved_layout, restored_layout) in enumerate(itertools.pairwise(layouts)):
         checkpointer = checkpoint.Checkpointer(tmp_path / str(step), keep_last=1)
-        checkpointer.save(7, place(state, *here), position)
-        target, other = abstract(place(state, *there)), Position()
+        checkpointer.save(7, place(state, *saved_layout), position)
+        target, other = abstract(place(state, *restored_layout)), Position()
         restored = checkpointer.restore(target, other)
         checkpointer.close()
         jax.tree.map(np.testing.assert_array_equal, restored, state)
@@ -96,20 +96,20 @@ def test_a_state_goes_from_8_devices_to_4_to_1_bit_for_bit(tmp_path):
         ("raw", lambda state: state.params),
         ("0.9", lambda state: state.ema["0.9"]),
         ("0.9999", lambda state: state.ema["0.9999"]),
-        ("ema", lambda state: state.ema["0.9999"]),  # The largest decay.
+        ("ema", lambda state: state.ema["0.9999"]),  # "ema" selects the largest decay.
     ],
 )
 def test_parameters_are_loaded_without_the_optimizer(saved, tmp_path, which, get):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     for step in (10, 20):
-        shutil.rmtree(tmp_path / str(step) / "optimizer")  # Proof that it is not read.
+        shutil.rmtree(tmp_path / str(step) / "optimizer")  # So it cannot be read.
     for step, expected in ((10, random_state(10)), (None, random_state(20))):
         target = jax.eval_shape(lambda s=expected: s.params)
         actual = restore.load_params(tmp_path, target, which, step=step)
         jax.tree.map(np.testing.assert_array_equal, actual, get(expected))
 
 
-def test_parameters_are_loaded_into_the_sharding_asked_for(saved):
+def test_parameters_are_loaded_in_the_requested_sharding(saved):
     target = abstract(place(random_state(), 1, 2, 4)).params
     actual = restore.load_params(saved, target, "raw")
     kernel = actual["params"]["a"]["kernel"]
@@ -117,7 +117,7 @@ def test_parameters_are_loaded_into_the_sharding_asked_for(saved):
     np.testing.assert_array_equal(kernel, random_state(20).params["params"]["a"]["kernel"])
 
 
-def test_metadata_and_position_belong_to_their_step(saved):
+def test_metadata_and_data_position_are_stored_per_step(saved):
     assert metadata(saved, 20) == {"step": 20}
     assert metadata(saved, 10) == {"step": 10}
     checkpointer, position = checkpoint.Checkpointer(saved, keep_last=3), Position()
@@ -126,14 +126,14 @@ def test_metadata_and_position_belong_to_their_step(saved):
     assert position.state == b"10"
 
 
-def test_the_last_steps_and_every_so_many_are_kept(tmp_path):
+def test_keep_last_and_keep_every_select_the_kept_checkpoints(tmp_path):
     save(tmp_path, 1, 2, 3, 4, 5, 6, keep_last=2, keep_every=3)
     assert restore.steps(tmp_path) == [3, 5, 6]
     assert not (tmp_path / "deleted").exists()
 
 
 def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
-    """Otherwise a kill during the deletion would leave a folder that looks whole."""
+    """Otherwise, a kill during deletion would leave a folder that looks complete."""
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
     checkpointer.save(1, random_state(1), Position())
     checkpointer.save(2, random_state(2), Position())
@@ -146,9 +146,7 @@ def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
     assert not (tmp_path / "deleted").exists()
 
 
-def test_in_a_hurry_neither_a_save_nor_the_one_before_is_read_back_to_its_end(
-    tmp_path, monkeypatch
-):
+def test_a_hurried_save_stops_reading_back_checksums(tmp_path, monkeypatch):
     checkpointer, began, read = checkpoint.Checkpointer(tmp_path, 2), threading.Event(), []
 
     def let_go(path):
@@ -162,12 +160,12 @@ def test_in_a_hurry_neither_a_save_nor_the_one_before_is_read_back_to_its_end(
     checkpointer.save(2, random_state(2), Position(), read_back=False)
     checkpointer.close()
     assert read == ["1"]
-    for step in ("1", "2"):  # Yet both can be compared.
+    for step in ("1", "2"):  # The checksums of both are stored.
         assert (tmp_path / step / checksums.FOLDER / "0-of-1.json").exists()
         assert checksums.damage(tmp_path / step) is None
 
 
-def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
+def test_an_existing_checkpoint_of_a_step_is_not_overwritten(tmp_path):
     save(tmp_path, 1)
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
     checkpointer.save(1, random_state(99), Position(), {"step": 99})
@@ -175,7 +173,7 @@ def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
     assert metadata(tmp_path, 1) == {"step": 1}
 
 
-def test_a_state_donated_right_after_its_save_is_saved_as_it_was(tmp_path):
+def test_a_state_donated_right_after_saving_is_saved_correctly(tmp_path):
     state = place(random_state(), 1, 4, 2)
     expected = jax.device_get(state)
     add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
@@ -189,14 +187,14 @@ def test_a_state_donated_right_after_its_save_is_saved_as_it_was(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored, expected)
 
 
-def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_one(tmp_path):
+def test_a_failed_save_raises_at_the_next_call_and_keeps_the_last_checkpoint(tmp_path):
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
     checkpointer.save(1, random_state(1), Position(), {"step": 1})
     checkpointer.wait()
     large = init_state({"w": jnp.ones((1024, 4096))}, TX, [0.9])
     checkpointer.save(2, large, Position())
-    (tmp_path / "2").touch()  # In the way of the last act of the save, a rename.
-    assert checkpointer.latest_step() == 1  # Step 2 is under way.
+    (tmp_path / "2").touch()  # This file blocks the rename that ends a save.
+    assert checkpointer.latest_step() == 1  # Step 2 is still being saved.
     message = (
         r"could not be written: .* \(is the disk full\?\)\. "
         r"The newest complete checkpoint is from step 1\."
@@ -209,7 +207,7 @@ def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_on
     assert restore.steps(tmp_path) == [1, 3]
 
 
-def test_no_checkpoint_is_an_error(tmp_path, saved):
+def test_restoring_without_a_checkpoint_is_an_error(tmp_path, saved):
     target = abstract(random_state())
     message = r"no complete checkpoint in .*: train with this workdir, or choose another"
     with pytest.raises(FileNotFoundError, match=message):
@@ -225,7 +223,7 @@ def test_no_checkpoint_is_an_error(tmp_path, saved):
         restore.load_params(saved, target.params, step=5)
 
 
-def test_another_architecture_is_an_error_that_names_the_first_differences(saved):
+def test_restoring_another_architecture_is_an_error_that_names_differences(saved):
     layer = {"kernel": jax.ShapeDtypeStruct((8, 32), jnp.float32)}
     layer |= {name: jax.ShapeDtypeStruct((16,), jnp.float32) for name in ("bias", "scale")}
     with pytest.raises(ValueError, match="has another architecture; 2 of 3") as error:
@@ -235,14 +233,14 @@ def test_another_architecture_is_an_error_that_names_the_first_differences(saved
     assert "Use the config that the checkpoint was trained with" in str(error.value)
 
 
-def test_an_unknown_average_is_an_error_that_lists_those_there(saved):
+def test_an_unknown_average_is_an_error_that_lists_the_stored_ones(saved):
     target = jax.eval_shape(lambda: random_state().params)
     message = r"no average '0.99' in .*: choose one of \['raw', '0.9', '0.9999'\]"
     with pytest.raises(ValueError, match=message):
         restore.load_params(saved, target, "0.99")
 
 
-def test_other_averages_than_the_configs_are_an_error(saved):
+def test_restoring_with_other_ema_decays_is_an_error(saved):
     checkpointer = checkpoint.Checkpointer(saved, keep_last=3)
     message = r"holds the averages \['0.9', '0.9999'\], but this run has \['0.5'\]"
     with pytest.raises(ValueError, match=message):
@@ -250,9 +248,9 @@ def test_other_averages_than_the_configs_are_an_error(saved):
     checkpointer.close()
 
 
-def test_positions_of_another_number_of_processes_must_agree(tmp_path):
+def test_data_positions_saved_by_several_processes_must_be_equal(tmp_path):
     save(tmp_path, 1)
-    shutil.rmtree(tmp_path / "1" / "checksums")  # They would tell of what follows.
+    shutil.rmtree(tmp_path / "1" / "checksums")  # They would detect the following changes.
     (mine,) = (tmp_path / "1" / "data").glob("process_*")
     for index in range(2):
         shutil.copy(mine, mine.with_name(f"process_{index}-of-2"))
@@ -280,18 +278,18 @@ def damaged_file(step_folder):
     return path.relative_to(step_folder)
 
 
-def test_each_save_lists_what_it_wrote(saved):
+def test_each_checkpoint_lists_checksums_of_all_its_files(saved):
     for step in (10, 20):
         folder = saved / str(step)
         listed = json.loads((folder / "checksums" / "0-of-1.json").read_text())
-        there = {path.relative_to(folder).as_posix() for path in folder.rglob("*")
+        written = {path.relative_to(folder).as_posix() for path in folder.rglob("*")
                  if path.is_file() and path.parent.name != "checksums"}  # fmt: skip
         late = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # Orbax writes these after the list.
-        assert listed.keys() == there - late and len(there) > 10
+        assert listed.keys() == written - late and len(written) > 10
 
 
-def test_checksums_are_written_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
-    """Otherwise a kill in between would leave a checkpoint whose damage goes unnoticed."""
+def test_checksums_are_written_before_a_checkpoint_gets_its_final_name(tmp_path, monkeypatch):
+    """Otherwise, a kill in between would leave a checkpoint whose damage cannot be detected."""
     write, seen = checksums.write, []
 
     def watch(folder):
@@ -305,9 +303,7 @@ def test_checksums_are_written_before_a_checkpoint_has_its_name(tmp_path, monkey
 
 @pytest.mark.parametrize("harm", ["no folder", "no list", "an empty list"])
 @pytest.mark.parametrize("step", [10, 20])
-def test_a_checkpoint_without_its_checksums_is_damaged_if_another_has_some(
-    saved, tmp_path, harm, step
-):
+def test_a_checkpoint_without_checksums_is_damaged_if_another_has_them(saved, tmp_path, harm, step):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     damaged_file(tmp_path / str(step))
     path = tmp_path / str(step) / "checksums" / "0-of-1.json"
@@ -320,7 +316,7 @@ def test_a_checkpoint_without_its_checksums_is_damaged_if_another_has_some(
     assert restore.newest_sound(tmp_path) == 30 - step
 
 
-def test_checkpoints_of_earlier_code_are_read_with_one_warning(saved, tmp_path, caplog):
+def test_old_checkpoints_without_checksums_are_read_with_one_warning(saved, tmp_path, caplog):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     for step in ("10", "20"):
         shutil.rmtree(tmp_path / step / "checksums")
@@ -328,23 +324,21 @@ def test_checkpoints_of_earlier_code_are_read_with_one_warning(saved, tmp_path, 
         path.write_text(path.read_text().replace(restore.LISTED, "other"))
     assert [restore.newest_sound(tmp_path) for _ in range(2)] == [20, 20]
     assert caplog.text.count(f"checkpoints in {tmp_path} have no checksums: damage to them") == 1
-    save(tmp_path, 30)  # Code of today continues the run.
+    save(tmp_path, 30)  # The current version continues the run.
     damaged_file(tmp_path / "30")
     assert restore.newest_sound(tmp_path) == 20
 
 
-def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_again(
-    tmp_path, caplog
-):
+def test_training_resumes_from_the_newest_undamaged_checkpoint(tmp_path, caplog):
     save(tmp_path, 10, 20, 30)
     names = [damaged_file(tmp_path / step) for step in ("20", "30")]
     checkpointer, position = checkpoint.Checkpointer(tmp_path, keep_last=3), Position()
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     for step, name in zip((20, 30), names, strict=True):
         passing = f"skipping the damaged checkpoint {tmp_path / str(step)} ({name}: its bytes"
-        assert sum(line.startswith(passing) for line in said) == 1
+        assert sum(line.startswith(passing) for line in messages) == 1
         moved = f"moved a checkpoint to {tmp_path}/damaged/{step}"
-        assert f"{moved}; continuing from step 10" in said
+        assert f"{moved}; continuing from step 10" in messages
     assert checkpointer.latest_step() == 10
     restored = checkpointer.restore(abstract(random_state()), position)
     jax.tree.map(np.testing.assert_array_equal, restored, random_state(10))
@@ -355,7 +349,7 @@ def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_
     assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["20", "30"]
 
 
-def test_a_run_without_a_sound_checkpoint_does_not_start_anew(tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_restart(tmp_path):
     save(tmp_path, 10)
     name = damaged_file(tmp_path / "10")
     with pytest.raises(
@@ -365,9 +359,9 @@ def test_a_run_without_a_sound_checkpoint_does_not_start_anew(tmp_path):
     assert restore.steps(tmp_path) == [10]
 
 
-def test_weights_come_from_the_newest_whose_own_files_are_sound(tmp_path, caplog):
+def test_weights_are_loaded_from_the_newest_checkpoint_with_undamaged_weights(tmp_path, caplog):
     save(tmp_path, 10, 20)
-    damaged_file(tmp_path / "20")  # The optimizer is not read.
+    damaged_file(tmp_path / "20")  # Damages only the optimizer, which is not read.
     target = jax.eval_shape(lambda: random_state().params)
     load = lambda which, step=None: restore.load_params_and_step(tmp_path, target, which, step)
     assert load("ema")[1] == 20 and "damaged" not in caplog.text
@@ -383,10 +377,10 @@ def test_weights_come_from_the_newest_whose_own_files_are_sound(tmp_path, caplog
         load("ema", 20)
 
 
-# Reads that are under way when one fails report to a loop that is closed by then.
+# If one read fails, the others report to an event loop that is already closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("harm", ["cut", "vanish", "empty metadata"])
-def test_a_damaged_checkpoint_of_earlier_code_is_one_line(tmp_path, harm):
+def test_a_damaged_checkpoint_without_checksums_is_a_one_line_error(tmp_path, harm):
     save(tmp_path, 10)
     shutil.rmtree(tmp_path / "10" / "checksums")
     path = largest(tmp_path / "10" / "params" / "d")
@@ -421,9 +415,9 @@ def test_a_bucket_that_denies_access_during_a_save_is_one_line(tmp_path, monkeyp
 
 
 def save_until_killed(directory, started):
-    """Sends the step that it goes on from; saves each step's state whose every number is the step.
+    """Send the restored step; then save states whose every number is their step.
 
-    The same is saved at once again as the next step.
+    Each state is saved again immediately as the next step.
     """
     params = {f"w{i}": jnp.zeros((256, 1024)) for i in range(8)}
     state, position = init_state(params, TX, [0.9]), Position(b"0")
@@ -453,16 +447,16 @@ def wait_for_unfinished(directory, step, process):
 
 
 @pytest.mark.slow
-def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_path):
+def test_a_run_killed_while_saving_resumes_from_the_last_complete_checkpoint(tmp_path):
     target = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), jnp.float32) for i in range(8)}
     latest = 0
-    # Saves before the kill, and seconds into the save: none whole yet, at once, and later moments.
+    # The number of saves before the kill, and the seconds from the start of the last save.
     for saves, delay in ((1, 0.0), (2, 0.0), (3, 0.02), (4, 0.06), (4, 0.15)):
         started, sender = multiprocessing.Pipe(duplex=False)
         child = commands.fork(save_until_killed, tmp_path, sender)
         sender.close()
         with started:
-            assert started.recv() == latest  # It restored this, and checked it.
+            assert started.recv() == latest  # The child has restored and checked this step.
         wait_for_unfinished(tmp_path, latest + saves, child)
         time.sleep(delay)
         child.kill()
@@ -474,5 +468,5 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_
         reached, latest = latest, max(whole, default=0)
         assert latest >= reached + saves - 1
 
-    save(tmp_path, latest + 9, keep_last=2)  # The next save clears up.
+    save(tmp_path, latest + 9, keep_last=2)  # The next save removes unfinished ones.
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [latest, latest + 9]

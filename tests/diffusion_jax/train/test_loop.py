@@ -1,4 +1,4 @@
-"""The loop: exact continuation, any mesh, and what a run leaves behind, with a toy system."""
+"""The training loop on a toy system: exact resume, any mesh, and the files of a run."""
 
 import hashlib
 import json
@@ -49,10 +49,10 @@ def sometimes_nan(task):
     return task._replace(loss=loss)
 
 
-def test_by_default_the_average_of_a_short_run_shows_what_was_learned(tmp_path):
+def test_the_default_average_of_a_short_run_follows_the_parameters(tmp_path):
     state = train(tmp_path, settings=Optimizer(lr=1e-2, warmup=0), steps=20)
     apart = lambda other: float(optax.tree.norm(optax.tree.sub(state.params, other)))
-    # With a constant rate of 0.9999, 99.8 % of the way would be left.
+    # With a constant decay of 0.9999, 99.8 % of the distance would remain.
     assert apart(state.ema["0.9999"]) < 0.3 * apart(TASK.init(jax.random.key(RUN.seed)))
 
 
@@ -90,7 +90,7 @@ def assert_equal(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_the_step_and_its_explanation_are_traced_with_the_mesh_in_use(tmp_path):
+def test_the_step_and_the_nan_report_are_traced_with_the_current_mesh(tmp_path):
     seen = []
 
     def loss(params, frozen, batch, key):
@@ -103,7 +103,9 @@ def test_the_step_and_its_explanation_are_traced_with_the_mesh_in_use(tmp_path):
     assert set(seen) == {sharding.make_mesh(1, 2, 1).abstract_mesh} and len(seen) >= 2
 
 
-def test_without_the_memory_to_run_a_step_again_training_goes_on(tmp_path, monkeypatch, caplog):
+def test_training_continues_if_memory_does_not_suffice_for_a_nan_report(
+    tmp_path, monkeypatch, caplog
+):
     def watch(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -114,7 +116,7 @@ def test_without_the_memory_to_run_a_step_again_training_goes_on(tmp_path, monke
     assert "could not run again: RESOURCE_EXHAUSTED" in caplog.text
 
 
-def test_7_steps_are_3_and_then_4_bit_for_bit(tmp_path, order):
+def test_seven_steps_equal_three_and_four_after_resuming_bit_for_bit(tmp_path, order):
     task = sometimes_nan(TASK)
     whole = train(tmp_path / "whole", task)
     assert int(whole.step) == 7 and 0 < int(whole.skipped) < 7
@@ -126,16 +128,18 @@ def test_7_steps_are_3_and_then_4_bit_for_bit(tmp_path, order):
     assert order == seen and len({*seen}) == 7
 
 
-def test_it_starts_from_given_parameters_once(tmp_path):
-    given = jax.device_get(toy.init(jax.random.key(99)))
-    own = train(tmp_path / "own", TASK._replace(init=lambda key: jax.tree.map(jnp.asarray, given)))
-    state = train(tmp_path / "given", start=lambda: given, steps=3)
-    state = train(tmp_path / "given", start=lambda: given)  # Goes on from its own checkpoint.
+def test_given_start_parameters_are_used_only_at_the_first_start(tmp_path):
+    start_params = jax.device_get(toy.init(jax.random.key(99)))
+    own = train(
+        tmp_path / "own", TASK._replace(init=lambda key: jax.tree.map(jnp.asarray, start_params))
+    )
+    state = train(tmp_path / "given", start=lambda: start_params, steps=3)
+    state = train(tmp_path / "given", start=lambda: start_params)  # Resumes from its checkpoint.
     assert_equal(state, own)
 
 
-def test_a_checkpoint_of_step_0_goes_before_given_parameters(tmp_path):
-    """`weights convert` writes such a checkpoint: at the start of the data."""
+def test_a_checkpoint_of_step_0_takes_precedence_over_start_parameters(tmp_path):
+    """`weights convert` writes such a checkpoint, with the data position at the start."""
     _, _, create, _ = loop.plan(TASK, RUN, OPTIMIZER, sharding.make_mesh(1, 1, 1))
     for name in ("own", "given"):
         saved = checkpoint.Checkpointer(tmp_path / name / runs.CHECKPOINTS, keep_last=1)
@@ -143,18 +147,18 @@ def test_a_checkpoint_of_step_0_goes_before_given_parameters(tmp_path):
         first = types.SimpleNamespace(get_state=get_state, set_state=lambda state: None)
         saved.save(0, create(jax.random.key(98)), first, {})
         saved.close()
-    given = jax.device_get(toy.init(jax.random.key(99)))
-    state = train(tmp_path / "given", start=lambda: given, steps=2)
+    start_params = jax.device_get(toy.init(jax.random.key(99)))
+    state = train(tmp_path / "given", start=lambda: start_params, steps=2)
     assert_equal(state, train(tmp_path / "own", steps=2))
 
 
 def assert_differ(*trees):
-    """Otherwise an average that is never updated would pass the comparison too."""
+    """Check that trees differ, because averages that are never updated would also be equal."""
     leaves = [np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in trees]
     assert len({leaf.tobytes() for leaf in leaves}) == len(trees)
 
 
-def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypatch, order):
+def test_sigterm_saves_a_checkpoint_and_the_run_resumes_bit_for_bit(tmp_path, monkeypatch, order):
     whole = train(tmp_path / "whole")
     seen = [*order]
     order.clear()
@@ -179,7 +183,7 @@ def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypa
     assert int(stopped.step) == 4
     folder = tmp_path / "parts" / runs.CHECKPOINTS
     assert restore.steps(folder) == [4]
-    # Its files are listed, and read back by the next start: a grace is for writing alone.
+    # Checksums are written, but only the next start reads files back, to save time.
     assert list((folder / "4" / checksums.FOLDER).iterdir()) and compared == []
     # A second signal must not end the process while the checkpoint is being written.
     assert during_close != [before] and signal.getsignal(signal.SIGTERM) is before
@@ -196,24 +200,24 @@ def one_device(tmp_path_factory):
 
 
 def assert_close(actual, expected):
-    """Batch sums are in another order, and Adam divides the rounding by the gradient's size."""
+    """Compare states. Batch sums have another order, and Adam divides by the gradient's size."""
     for tree, other in zip(
         (actual.params, actual.ema["0.5"]), (expected.params, expected.ema["0.5"]), strict=True
     ):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), tree, other)
 
 
-def test_eight_devices_train_as_one(tmp_path, one_device):
+def test_eight_devices_train_like_one(tmp_path, one_device):
     metrics, expected = one_device
     state = train(tmp_path, sizes=(2, 4, 1), log_every=1)
     losses = [[line["loss"] for line in lines] for lines in (read(tmp_path), metrics)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     assert_close(state, expected)
     moved = [np.abs(leaf).max() for leaf in jax.tree.leaves(state.opt_state[0].mu)]
-    assert min(moved) > 1e-6  # Every parameter has a gradient: none is equal for lack of one.
+    assert min(moved) > 1e-6  # Every parameter has a nonzero gradient.
 
 
-def test_a_run_continues_on_another_mesh(tmp_path, one_device):
+def test_a_run_can_be_resumed_on_another_mesh(tmp_path, one_device):
     train(tmp_path, sizes=(2, 4, 1), steps=3)
     assert_close(train(tmp_path, sizes=(1, 1, 1)), one_device[1])
 
@@ -222,7 +226,7 @@ def read(workdir):
     return run_log.read_metrics(workdir / run_log.METRICS)
 
 
-def test_metrics_are_means_since_the_last_line(tmp_path, one_device):
+def test_logged_metrics_are_means_since_the_previous_line(tmp_path, one_device):
     each, _ = one_device
     train(tmp_path, log_every=3)
     lines = read(tmp_path)
@@ -248,7 +252,7 @@ def test_losses_by_noise_level_average_to_the_loss(tmp_path, monkeypatch):
     np.testing.assert_allclose(means, losses, rtol=1e-5)
 
 
-def test_the_speed_leaves_out_drawing_and_saving(tmp_path, monkeypatch):
+def test_images_per_second_excludes_drawing_and_saving(tmp_path, monkeypatch):
     now = [0.0]
 
     def slowly(seconds, function):
@@ -263,11 +267,11 @@ def test_the_speed_leaves_out_drawing_and_saving(tmp_path, monkeypatch):
     monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
     monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))
     train(tmp_path, steps=6, log_every=2, save_every=3, sample_every=3)
-    # A second a batch of 8, the first of which was there before the clock started.
+    # One second per batch of 8. The first batch was loaded before the clock started.
     assert [line["images_per_second"] for line in read(tmp_path)] == [16, 8, 8]
 
 
-def test_samples_are_of_the_averaged_weights_at_fixed_seeds(tmp_path):
+def test_sample_sheets_show_the_averaged_weights_with_fixed_seeds(tmp_path):
     state = train(tmp_path, steps=3, sample_every=2)
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == ["step_00000002.png", "step_00000003.png"]
@@ -279,7 +283,7 @@ def test_samples_are_of_the_averaged_weights_at_fixed_seeds(tmp_path):
         )
 
 
-def test_no_sheet_is_written_of_pictures_that_are_not_finite(tmp_path, caplog):
+def test_pictures_that_are_not_finite_are_not_written_as_a_sheet(tmp_path, caplog):
     task = TASK._replace(sample=lambda *arguments: TASK.sample(*arguments).at[1].set(jnp.nan))
     train(tmp_path, task, steps=2, sample_every=2)
     assert not (tmp_path / "samples").exists()
@@ -307,19 +311,21 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
     assert [run["first_step"] for run in runs] == [0, 2]
 
 
-def test_checkpoints_hold_the_state_and_no_frozen_weight(tmp_path):
+def test_checkpoints_hold_the_train_state_without_frozen_weights(tmp_path):
     train(tmp_path, steps=5, save_every=2, keep_every=2, keep_last=1)
     folder = tmp_path / runs.CHECKPOINTS
     assert restore.steps(folder) == [2, 4, 5]
     items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
     assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata", "checksums"}
     assert json.loads((folder / "5" / "metadata" / "metadata").read_text()) == {"a": [1, 2]}
-    np.testing.assert_array_equal(TASK.frozen["projection"]["kernel"].shape, (32, 32))  # Not freed.
+    np.testing.assert_array_equal(
+        TASK.frozen["projection"]["kernel"].shape, (32, 32)
+    )  # The frozen weights are still usable.
 
 
-def test_what_a_resumed_run_writes_again_replaces_what_was_there(tmp_path):
+def test_metrics_of_repeated_steps_replace_the_old_ones(tmp_path):
     train(tmp_path, steps=4, log_every=1, save_every=2)
-    for name in ("4",):  # As if the run had been killed before the last save.
+    for name in ("4",):  # Like a kill before the last save.
         (tmp_path / runs.CHECKPOINTS / name).rename(tmp_path / name)
     first = read(tmp_path)
     train(tmp_path, steps=4, log_every=1)
@@ -328,7 +334,7 @@ def test_what_a_resumed_run_writes_again_replaces_what_was_there(tmp_path):
     assert [line["loss"] for line in again] == [line["loss"] for line in first]
 
 
-def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_the_end(tmp_path):
+def test_scores_during_training_use_the_average_every_n_images_and_at_the_end(tmp_path):
     seen = []
 
     def score(draw, params):
@@ -337,18 +343,18 @@ def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_t
 
     state = train(tmp_path, steps=5, evaluation=loop.Scoring(16, score))
     lines = [line for line in read(tmp_path) if "evaluation/mean" in line]
-    assert [line["step"] for line in lines] == [2, 4, 5]  # Batches of 8.
+    assert [line["step"] for line in lines] == [2, 4, 5]  # 16 images are two batches of 8.
     jax.tree.map(np.testing.assert_array_equal, seen[-1], state.ema["0.9"])
 
 
-def test_a_drawing_that_does_not_fit_in_the_memory_costs_the_picture_only(tmp_path, caplog):
+def test_running_out_of_memory_while_drawing_does_not_stop_training(tmp_path, caplog):
     saved = []
 
     def too_large(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
 
     def score(draw, params):
-        # The checkpoint comes first; the end of it may still be written in the background.
+        # The checkpoint is saved first, possibly still in the background.
         names = [path.name.partition(".")[0] for path in (tmp_path / runs.CHECKPOINTS).iterdir()]
         saved.append(max(map(int, names)))
         return {"evaluation/mean": 1.0}
@@ -363,11 +369,13 @@ def test_a_drawing_that_does_not_fit_in_the_memory_costs_the_picture_only(tmp_pa
     assert [step for step, name in names if name == "out_of_memory/samples"] == [2, 4]
     assert [step for step, name in names if name == "evaluation/mean"] == [2, 4]
     assert not (tmp_path / "samples").exists()
-    train(tmp_path, task, evaluation=loop.Scoring(16, score), **changes)  # Not tried again.
+    train(
+        tmp_path, task, evaluation=loop.Scoring(16, score), **changes
+    )  # Drawing is not tried again.
     assert len([line for line in read(tmp_path) if "out_of_memory/samples" in line]) == 2
 
 
-def test_scores_that_end_the_process_twice_are_left_out(tmp_path, caplog):
+def test_scores_that_killed_the_process_twice_are_skipped(tmp_path, caplog):
     class Killed(BaseException):
         pass
 
@@ -386,11 +394,11 @@ def test_scores_that_end_the_process_twice_are_left_out(tmp_path, caplog):
     assert not (tmp_path / measuring.MEASURING).exists()
 
 
-def test_what_a_run_did_not_draw_and_score_before_it_stopped_follows_when_it_continues(tmp_path):
+def test_missing_sheets_and_scores_are_made_when_a_run_is_resumed(tmp_path):
     changes = {"save_every": 2, "sample_every": 0}
     train(tmp_path, steps=4, **changes)
     scoring = loop.Scoring(16, lambda draw, params: {"evaluation/mean": 1.0})
-    for _ in range(2):  # The second time, nothing is missing.
+    for _ in range(2):  # At the second start, nothing is missing.
         train(tmp_path, steps=4, evaluation=scoring, **changes | {"sample_every": 2})
     assert [line["step"] for line in read(tmp_path) if "evaluation/mean" in line] == [4]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000004.png"]
@@ -409,11 +417,11 @@ def test_examples_are_drawn_in_batches(tmp_path, monkeypatch):
         folder = tmp_path / str(most)
         train(folder, TASK._replace(sample=sample), steps=1, sample_every=1)
         sheets_of.append(np.asarray(Image.open(folder / "samples/step_00000001.png"), int))
-    assert drawn == [3, 2]  # Traced once for each batch size.
+    assert drawn == [3, 2]  # Traced once per batch size.
     assert np.abs(sheets_of[0] - sheets_of[1]).max() <= 1
 
 
-def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path):
+def test_profile_steps_traces_the_requested_steps(tmp_path):
     train(tmp_path, steps=5, traced=range(2, 4))
     (file,) = (tmp_path / trace.FOLDER).rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(file)).planes
@@ -423,7 +431,7 @@ def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["0:3", "5:5", "7:3", "1:2:3", "a", "-1"])
-def test_steps_to_trace_that_are_none_are_refused(text):
+def test_an_invalid_profile_steps_is_an_error(text):
     with pytest.raises(ValueError, match=f"--profile_steps={text}: write FIRST:END"):
         trace.parse(text)
     assert (trace.parse("100:105"), trace.parse("7"), list(trace.parse(""))) == (
@@ -431,16 +439,16 @@ def test_steps_to_trace_that_are_none_are_refused(text):
     )  # fmt: skip
 
 
-def test_full_memory_says_what_is_in_it_and_what_to_change(tmp_path):
+def test_an_out_of_memory_error_lists_the_largest_parts_and_suggests_a_setting(tmp_path):
     def greedy(params, frozen, batch, keys):
         loss, metrics = TASK.loss(params, frozen, batch, keys)
         return loss + jnp.sort(jax.random.uniform(keys[0], (2**42,)))[3], metrics
 
     with pytest.raises(out_of_memory.OutOfMemory) as refused:
         train(tmp_path, task=TASK._replace(loss=greedy), sizes=(2, 1, 1))
-    said = str(refused.value)
-    assert "largest parts are: the step's temporaries 65536.0" in said and "ema 0.0" in said
-    assert "processes 4 samples per device: try --config.optimizer.micro_batch=2" in said
+    message = str(refused.value)
+    assert "largest parts are: the step's temporaries 65536.0" in message and "ema 0.0" in message
+    assert "processes 4 samples per device: try --config.optimizer.micro_batch=2" in message
     assert (tmp_path / out_of_memory.PROFILE).stat().st_size > 100
 
 
@@ -455,12 +463,12 @@ def test_tensorflow_is_imported_while_the_step_compiles(tmp_path, monkeypatch):
 
 def test_the_step_is_compiled_with_the_options_for_exact_resume(tmp_path, monkeypatch):
     """Options for GPUs, which a CPU's compiler accepts and ignores."""
-    options, kept = {"xla_gpu_exclude_nondeterministic_ops": True}, []
+    options, stored = {"xla_gpu_exclude_nondeterministic_ops": True}, []
     tuned = loop.autotuning.Autotuning(options, "autotuning_1.txt")
     monkeypatch.setattr(loop.autotuning, "find", lambda workdir, deterministic: tuned)
-    monkeypatch.setattr(loop.autotuning, "keep", lambda *args: kept.append(args))
+    monkeypatch.setattr(loop.autotuning, "keep", lambda *args: stored.append(args))
     compiled, used = loop.compiled, []
     monkeypatch.setattr(loop, "compiled", lambda *args: used.append(args[-1]) or compiled(*args))
     train(tmp_path, steps=1)
-    assert used == [options] and kept == [(tmp_path, tuned)]
+    assert used == [options] and stored == [(tmp_path, tuned)]
     assert run_log.read_manifest(tmp_path)[0]["autotuning"] == "autotuning_1.txt"

@@ -1,4 +1,4 @@
-"""The report on the first step that is not finite, and where its NaN came from."""
+"""The report on the first step that is not finite, and the origin of its NaN."""
 
 import json
 import logging
@@ -23,11 +23,11 @@ from tests.diffusion_jax.train.test_loop import OPTIMIZER, RUN
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 
-STEP, ROW = 3, 5  # Where the damaged picture is drawn.
+STEP, ROW = 3, 5  # The position of the damaged picture.
 
 
 class Damaged(digits.Digits):
-    """Digits as floats, one of which has an infinite pixel."""
+    """Digits as floats. One has an infinite pixel."""
 
     damaged = -1
 
@@ -43,16 +43,16 @@ class Damaged(digits.Digits):
 
 @pytest.fixture
 def pictures():
-    made = Damaged(toy.SIZE)
+    damaged = Damaged(toy.SIZE)
     batches = pipeline.make_batches(
-        made, toy.ENCODER.tokenize, batch_size=RUN.batch_size, seed=RUN.seed, num_threads=0
+        damaged, toy.ENCODER.tokenize, batch_size=RUN.batch_size, seed=RUN.seed, num_threads=0
     )
     with batches:
         for _ in range(STEP):
             next(batches)
         (name,) = batches.names([ROW])
-    made.damaged = int(re.findall(r"\d+", name)[0])
-    return made
+    damaged.damaged = int(re.findall(r"\d+", name)[0])
+    return damaged
 
 
 def train(
@@ -75,7 +75,7 @@ def train(
 
 
 @pytest.mark.parametrize(("sizes", "micro_batch"), [((1, 1, 1), 0), ((2, 2, 1), 1)])
-def test_a_damaged_record_is_named_with_its_noise_level(
+def test_the_report_names_a_damaged_record_and_its_noise_level(
     tmp_path, pictures, sizes, micro_batch, caplog
 ):
     """The step has two micro batches."""
@@ -98,12 +98,12 @@ def test_a_damaged_record_is_named_with_its_noise_level(
     assert f"photos/{pictures.damaged}.png at sigma {sigma:.4g}" in caplog.text
 
 
-def test_a_run_of_finite_numbers_says_nothing(tmp_path):
+def test_a_finite_run_writes_no_report(tmp_path):
     state, report = train(tmp_path, digits.Digits(toy.SIZE), steps=3)
     assert int(state.skipped) == 0 and report is None
 
 
-def test_an_infinite_parameter_is_named(tmp_path):
+def test_the_report_names_an_infinite_parameter(tmp_path):
     params = jax.device_get(toy.init(jax.random.key(1)))
     params["text"]["kernel"] = np.full_like(params["text"]["kernel"], np.inf)
     _, report = train(tmp_path, digits.Digits(toy.SIZE), start=lambda: params, steps=2)
@@ -112,7 +112,7 @@ def test_an_infinite_parameter_is_named(tmp_path):
 
 
 class Net(nn.Module):
-    """Three layers; the second divides by its input's mean if `bad`."""
+    """Three layers, of which the second one fails if `bad` is set."""
 
     bad: str
 
@@ -128,17 +128,15 @@ class Divide(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        if (
-            self.bad == "forwards"
-        ):  # Infinite for the sample whose row is zero, and in nothing else.
+        if self.bad == "forwards":  # Infinite only for the sample whose row is zero.
             return x / jnp.abs(x).max(-1, keepdims=True)
-        return jnp.sqrt(jnp.abs(x))  # Finite at 0, where its gradient is not.
+        return jnp.sqrt(jnp.abs(x))  # Finite at 0, but its gradient is infinite.
 
 
 @pytest.mark.parametrize(
     ("bad", "module"), [("forwards", "Net/second"), ("backwards", "gradient of Net/second")]
 )
-def test_the_first_module_is_named_also_inside_remat_and_in_the_gradient(bad, module):
+def test_the_report_names_the_first_module_that_is_not_finite(bad, module):
     net = Net(bad)
     x = jnp.array([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
     params = net.init(jax.random.key(0), x)
@@ -156,14 +154,14 @@ def test_the_first_module_is_named_also_inside_remat_and_in_the_gradient(bad, mo
     np.testing.assert_array_equal(not_finite._bad_rows(seen), [1])
 
 
-def test_the_first_failure_is_found_once_and_only_if_it_is_new():
+def test_only_the_first_new_failure_is_reported():
     lookout = not_finite.SkippedSteps(step=9, skipped=2, lag=1, most=100)
     counts = [2, 2, 3, 4, 4]
-    found = [
+    failures = [
         lookout.failed(step, {"x": jnp.array(step)}, {"skipped": jnp.array(count)}, step == 4)
         for step, count in enumerate(counts)
     ]
-    assert found == [None, None, None, (2, {"x": jnp.array(2)}), None]
+    assert failures == [None, None, None, (2, {"x": jnp.array(2)}), None]
     late = not_finite.SkippedSteps(step=0, skipped=0, lag=2, most=100)
     assert late.failed(7, {}, {"skipped": jnp.array(1)}, last=False) is None
     assert late.failed(8, {}, {"skipped": jnp.array(1)}, last=True) == (7, {})
@@ -172,15 +170,15 @@ def test_the_first_failure_is_found_once_and_only_if_it_is_new():
 @pytest.mark.parametrize(
     ("first", "most", "skipped", "ends"),
     [
-        (0, 100, [1] * 20, 10),  # From the start on.
+        (0, 100, [1] * 20, 10),  # All steps from the start.
         (0, 4, [1] * 20, 4),
-        (0, 12, [0] + [1] * 20, 13),  # After a step that was finite.
-        (1, 12, [1] * 20, 13),  # So was one before the last checkpoint.
-        (0, 3, [0, 1, 1, 0, 1, 1, 0, 1, 1, 1], 10),  # In a row.
+        (0, 12, [0] + [1] * 20, 13),  # After a finite step.
+        (1, 12, [1] * 20, 13),  # A step before the last checkpoint was finite.
+        (0, 3, [0, 1, 1, 0, 1, 1, 0, 1, 1, 1], 10),  # Only consecutive ones count.
         (0, 3, [1, 1, 0] * 6, None),
     ],
 )
-def test_a_run_ends_after_so_many_skipped_steps_in_a_row(first, most, skipped, ends):
+def test_a_run_ends_after_too_many_consecutive_skipped_steps(first, most, skipped, ends):
     lookout, counts = not_finite.SkippedSteps(first, 0, 0, most), np.cumsum(skipped).tolist()
     run = lambda: [
         lookout.failed(step, {}, {"skipped": jnp.array(count)}, last=False)
@@ -193,8 +191,8 @@ def test_a_run_ends_after_so_many_skipped_steps_in_a_row(first, most, skipped, e
         run()
 
 
-def test_a_run_that_learns_nothing_ends_without_a_save(tmp_path, monkeypatch):
-    """The loss is finite in three steps only; two more steps are already in flight."""
+def test_a_run_with_only_skipped_steps_ends_without_saving(tmp_path, monkeypatch):
+    """The loss is finite in the first three steps only. Two more steps are already in flight."""
     task = toy.task()
 
     def loss(params, frozen, batch, key):
@@ -211,8 +209,8 @@ def test_a_run_that_learns_nothing_ends_without_a_save(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_training_command_names_the_file_of_a_damaged_text(tmp_path):
-    """Pictures with stored T5 outputs, one of which holds an infinity, on two devices."""
+def test_train_names_the_file_of_a_damaged_embedding(tmp_path):
+    """Pictures with stored T5 embeddings, one of which contains an infinity, on two devices."""
     draw = np.random.default_rng(0)
     for i in range(24):
         image = Image.fromarray(draw.integers(0, 255, (16, 16, 3), np.uint8))

@@ -12,24 +12,24 @@ from diffusion_jax.devices import sharding
 from diffusion_jax.train import optimizer
 
 
-def test_warmup_rises_by_equal_parts_and_then_stays():
+def test_warmup_constant_rises_linearly_and_stays():
     schedule = optimizer.warmup_constant(lr=0.8, warmup=3)
     actual = [float(schedule(step)) for step in (0, 1, 2, 3, 4, 1000)]
     np.testing.assert_allclose(actual, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], rtol=1e-6)
 
 
-def test_without_warmup_the_first_step_has_the_full_rate():
+def test_without_warmup_the_first_step_has_the_full_learning_rate():
     assert float(optimizer.warmup_constant(lr=0.5, warmup=0)(0)) == 0.5
 
 
-def test_cosine_is_one_half_in_the_middle_and_0_at_the_end():
+def test_warmup_cosine_is_half_in_the_middle_and_0_at_the_end():
     schedule = optimizer.warmup_cosine(lr=0.8, warmup=4, steps=14)
     actual = [float(schedule(step)) for step in (0, 3, 4, 9, 14, 20)]
-    # float32 pi is off by 9e-8, and the cosine's zero at the end is relative to lr.
+    # float32's pi has an error of 9e-8, and the zero at the end is relative to lr.
     np.testing.assert_allclose(actual, [0.16, 0.64, 0.8, 0.4, 0.0, 0.0], rtol=1e-6, atol=1e-7)
 
 
-def test_wsd_is_constant_and_falls_over_the_last_fifth_as_1_minus_a_root():
+def test_wsd_is_constant_and_decays_over_the_last_fifth_as_1_minus_sqrt():
     schedule = optimizer.SCHEDULES["wsd"](Optimizer(lr=0.8, warmup=3), 20)
     actual = [float(schedule(step)) for step in (0, 3, 15, 16, 17, 20, 30)]
     np.testing.assert_allclose(actual, [0.2, 0.8, 0.8, 0.8, 0.4, 0.0, 0.0], rtol=1e-6)
@@ -39,7 +39,7 @@ def test_wsd_is_constant_and_falls_over_the_last_fifth_as_1_minus_a_root():
         optimizer.warmup_stable_decay(lr=0.1, warmup=8, steps=10)
 
 
-def test_the_inverse_root_halves_the_rate_at_four_times_the_steps():
+def test_inverse_sqrt_halves_the_learning_rate_at_four_times_the_steps():
     schedule = optimizer.inverse_sqrt(lr=0.8, warmup=3, decay_from=10)
     actual = [float(schedule(step)) for step in (0, 2, 3, 10, 40, 160)]
     np.testing.assert_allclose(actual, [0.2, 0.6, 0.8, 0.8, 0.4, 0.2], rtol=1e-6)
@@ -53,7 +53,7 @@ def test_a_cosine_shorter_than_its_warmup_is_an_error():
         optimizer.warmup_cosine(lr=0.1, warmup=10, steps=10)
 
 
-def test_a_schedule_that_begins_anew_is_that_of_the_remaining_steps():
+def test_a_restarted_schedule_spans_the_remaining_steps():
     settings = Optimizer(0.8, schedule="cosine", warmup=4, restart=20)
     anew, fresh = optimizer.make_schedule(settings, 34), optimizer.warmup_cosine(0.8, 4, 14)
     steps = np.arange(14)
@@ -63,7 +63,7 @@ def test_a_schedule_that_begins_anew_is_that_of_the_remaining_steps():
         optimizer.check(settings, 20)
 
 
-def test_adamw_is_the_papers_update_with_decay_on_biases_too():
+def test_adamw_matches_the_paper_and_decays_biases_too():
     rng = np.random.default_rng(0)
     params = {"kernel": rng.normal(size=(3, 2)), "bias": rng.normal(size=2)}
     grads = [{name: rng.normal(size=p.shape) for name, p in params.items()} for _ in range(4)]
@@ -89,13 +89,13 @@ def test_adamw_is_the_papers_update_with_decay_on_biases_too():
         actual = optax.apply_updates(actual, updates)
         rates.append(float(optimizer.learning_rate(opt_state)))
 
-    for name, value in expected.items():  # Four float32 updates against float64.
+    for name, value in expected.items():  # Compare four float32 updates with float64.
         np.testing.assert_allclose(actual[name], value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(rates, [0.1 / 3, 0.2 / 3, 0.1, 0.1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adamw_is_optaxs_to_the_last_bit(dtype):
+def test_adamw_is_bit_for_bit_equal_to_optax(dtype):
     rng = np.random.default_rng(0)
     draw = lambda: {"kernel": jnp.float32(rng.normal(size=(64, 48)))}
     ours = optimizer.adamw(optimizer.warmup_constant(1e-3, 0), moment_dtype=dtype)
@@ -113,15 +113,15 @@ def test_adamw_is_optaxs_to_the_last_bit(dtype):
     jax.tree.map(equal, (params, state[0]), (expected, expected_state[0]))
 
 
-def test_the_passes_of_a_step_follow_from_batch_and_mesh():
+def test_the_number_of_passes_follows_from_batch_size_and_mesh():
     passes = lambda batch, sizes, **values: (
         optimizer.for_mesh(
             Optimizer(1e-4, **values), batch, AbstractMesh(sizes, sharding.AXES)
         ).accumulate
     )
-    # As NeMo: global batch = micro batch x data parallel ways x passes.
+    # As in NeMo: global batch = micro batch x data-parallel ways x passes.
     assert passes(4096, (4, 8, 1), micro_batch=32) == 4
-    assert passes(4096, (4, 4, 2), micro_batch=32) == 8  # Tensor splits no batch.
+    assert passes(4096, (4, 4, 2), micro_batch=32) == 8  # The tensor axis does not split the batch.
     assert passes(4096, (4, 8, 1), micro_batch=128) == 1
     assert passes(4096, (4, 8, 1)) == 1
     assert passes(4096, (4, 8, 1), accumulate=2) == 2
@@ -136,14 +136,14 @@ def test_the_passes_of_a_step_follow_from_batch_and_mesh():
         ({"accumulate": 3}, "batch_size 4096 is not divisible by accumulate 3 x replica 4 x "),
     ],
 )  # fmt: skip
-def test_a_micro_batch_that_does_not_divide_is_one_line(values, message):
+def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error(values, message):
     mesh = AbstractMesh((4, 8, 1), sharding.AXES)
     with pytest.raises(ValueError) as error:
         optimizer.for_mesh(Optimizer(1e-4, **values), 4096, mesh)
     assert message in str(error.value)
 
 
-def test_the_passes_of_a_step_are_said_once():
+def test_micro_batch_together_with_accumulate_is_an_error():
     settings = Optimizer(1e-4, micro_batch=8, accumulate=2)
     with pytest.raises(ValueError, match=r"micro_batch is 8 and optimizer\.accumulate 2: set"):
         optimizer.check(settings, 100_000)

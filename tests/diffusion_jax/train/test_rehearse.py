@@ -1,4 +1,4 @@
-"""The report of a rehearsal, and the errors that it finds before the run would."""
+"""The report of a rehearsal, and errors that it finds before the run starts."""
 
 import logging
 import os
@@ -33,11 +33,11 @@ def compiled(caplog):
         yield lambda: [r.message for r in caplog.records if "XLA compilation" in r.message]
 
 
-def told(
+def report_of(
     workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None,
     device_memory=None, ignore_memory=False,
 ):  # fmt: skip
-    """Return the report's lines by name."""
+    """Rehearse a run, and return the lines of its report by name."""
     batches = pipeline.make_batches(
         digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
     )
@@ -49,15 +49,15 @@ def told(
             inputs, run, settings, mesh, workdir, device_memory=device_memory,
             ignore_memory=ignore_memory,
         )  # fmt: skip
-        assert batches.get_state() == before  # No sample is taken from the run.
+        assert batches.get_state() == before  # The rehearsal takes no sample from the run.
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
 
 
-def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
-    lines = told(tmp_path / "new", sizes=(1, 2, 1))
+def test_a_rehearsal_reports_the_run_without_compiling_it(tmp_path, compiled):
+    lines = report_of(tmp_path / "new", sizes=(1, 2, 1))
     trained = sum(leaf.size for leaf in jax.tree.leaves(toy.init(jax.random.key(0))))
-    once = len(compiled())  # Of the toy's own numbers alone.
-    told(tmp_path / "new", sizes=(1, 2, 1))
+    once = len(compiled())  # Programs that create the toy's parameters.
+    report_of(tmp_path / "new", sizes=(1, 2, 1))
     assert [m for m in compiled()[once:] if "train_step" in m or "from_seeds" in m] == []
     assert lines["parameters"] == f"{trained:,} trained, {toy.WIDTH**2:,} frozen"
     assert lines["device"] == "2 x cpu, 1 process; mesh: replica 1, fsdp 2, tensor 1"
@@ -71,7 +71,7 @@ def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_rehearsal_reads_some_pictures_and_counts_those_that_cannot_be_used():
+def test_a_rehearsal_reads_some_pictures_and_counts_unusable_ones():
     class Damaged:
         def __init__(self):
             self.found = {"no_caption": 5}
@@ -91,19 +91,19 @@ def test_a_rehearsal_reads_some_pictures_and_counts_those_that_cannot_be_used():
     assert _sample(Damaged()) == f"256 pictures; left out: {expected} broken_image"
 
 
-def test_the_scores_on_the_way_are_rehearsed_with_zeros(tmp_path):
+def test_scores_during_training_are_rehearsed_with_pictures_of_zeros(tmp_path):
     seen = []
 
     def score(draw, params):
         seen.append(draw(params, EXAMPLES.batch, [0, 1, 2], None))
 
-    lines = told(tmp_path, evaluation=loop.Scoring(16, lambda *_: {}, score))
+    lines = report_of(tmp_path, evaluation=loop.Scoring(16, lambda *_: {}, score))
     assert lines["drawing"].endswith("scores after every 16 images")
     assert seen[0].shape == (3, 8, 8, 3) and not seen[0].any()
 
 
 def broken(**parts):
-    """Return the task with a part that fails or draws no pictures."""
+    """Return the task with some parts replaced by broken ones."""
     return TASK._replace(**parts)
 
 
@@ -115,35 +115,35 @@ def broken(**parts):
         (broken(sample=lambda *_: jnp.ones((3, 8, 8, 4))), ValueError, "drawing"),
     ],
 )
-def test_what_would_fail_later_fails_at_once_and_says_where(tmp_path, task, error, note):
+def test_a_rehearsal_error_names_the_part_that_would_fail(tmp_path, task, error, note):
     with pytest.raises(error) as raised:
-        told(tmp_path, task)
+        report_of(tmp_path, task)
     assert raised.value.__notes__[-1] == f"(while rehearsing {note}, before anything was compiled)"
 
 
-def test_an_array_that_is_no_picture_is_refused_with_its_shape(tmp_path):
+def test_a_sampler_that_does_not_return_pictures_is_an_error(tmp_path):
     message = r"of the same shape .* returned \[8, 8, 4\] and \[8, 8, 4\]: check the Task's sample"
     with pytest.raises(ValueError, match=message):
-        told(tmp_path, broken(sample=lambda *_: jnp.ones((3, 8, 8, 4))))
+        report_of(tmp_path, broken(sample=lambda *_: jnp.ones((3, 8, 8, 4))))
 
 
-def test_the_memory_for_drawing_is_estimated_in_batches(tmp_path, monkeypatch, caplog):
-    few = told(tmp_path)["drawn at once"]
+def test_the_memory_for_drawing_is_estimated_per_batch(tmp_path, monkeypatch, caplog):
+    few = report_of(tmp_path)["drawn at once"]
     assert re.fullmatch(r"3 pictures on each device, for which it needs about 0\.00 GB", few)
     many = EXAMPLES._replace(most=2)
     monkeypatch.setattr(f"{__name__}.EXAMPLES", many)
-    assert told(tmp_path)["drawn at once"].startswith("2 pictures on each device, for which")
-    told(tmp_path, device_memory=2e5, ignore_memory=True)
+    assert report_of(tmp_path)["drawn at once"].startswith("2 pictures on each device, for which")
+    report_of(tmp_path, device_memory=2e5, ignore_memory=True)
     assert "drawing 2 pictures at once may not fit into a device's memory: it needs" in caplog.text
 
 
-def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):
+def test_the_held_out_loss_is_rehearsed(tmp_path, compiled):
     held, _ = records()
-    told(tmp_path, records=held)
+    report_of(tmp_path, records=held)
     assert not [message for message in compiled() if "of_rows" in message]
     task = TASK._replace(measure=TASK.measure._replace(errors=lambda *_: 1 // 0))
     with pytest.raises(ZeroDivisionError) as raised:
-        told(tmp_path, task, records=held)
+        report_of(tmp_path, task, records=held)
     assert "while rehearsing the held-out loss" in raised.value.__notes__[-1]
 
 
@@ -167,8 +167,10 @@ LONG = Optimizer(lr=1e-3, warmup=10, ema_decays=(0.99, 0.9999), ema_warmup=False
          "but the run has 499 steps: lower optimizer.warmup"),
     ],
 )  # fmt: skip
-def test_what_pictures_will_show_is_said(tmp_path, caplog, steps, changes, visible, warning):
-    lines = told(tmp_path, run=RUN._replace(steps=steps), settings=LONG._replace(**changes))
+def test_the_report_says_what_the_averaged_pictures_will_show(
+    tmp_path, caplog, steps, changes, visible, warning
+):
+    lines = report_of(tmp_path, run=RUN._replace(steps=steps), settings=LONG._replace(**changes))
     assert visible in lines["visible"]
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
@@ -177,7 +179,7 @@ def test_what_pictures_will_show_is_said(tmp_path, caplog, steps, changes, visib
     "schedule, before, after",
     [("cosine", "0", "50"), ("wsd", "0", "100"), ("constant", "", ""), ("inverse_sqrt", "", "")],
 )
-def test_a_learning_rate_that_jumps_when_a_run_goes_on_is_said(
+def test_a_rehearsal_warns_if_the_learning_rate_jumps_when_a_run_is_extended(
     tmp_path, caplog, schedule, before, after
 ):
     settings = OPTIMIZER._replace(schedule=schedule, warmup=0)
@@ -186,7 +188,7 @@ def test_a_learning_rate_that_jumps_when_a_run_goes_on_is_said(
     config = quickstart.get_config().to_dict() | {"steps": steps}
     config["optimizer"] |= {"schedule": schedule, "warmup": 0}
     runs.claim(tmp_path, config)
-    told(tmp_path, run=RUN._replace(steps=2 * steps), settings=settings)
+    report_of(tmp_path, run=RUN._replace(steps=2 * steps), settings=settings)
     line = (
         f"at step 10, the learning rate jumps from {before} % to {after} % of optimizer.lr, "
         f"because the schedule '{schedule}' now ends at step 20 instead of 10; to warm up again "
@@ -196,55 +198,58 @@ def test_a_learning_rate_that_jumps_when_a_run_goes_on_is_said(
     assert (line in caplog.text) == bool(before) == ("jumps" in caplog.text)
 
 
-def test_a_run_that_goes_on_says_from_where_and_how_long_it_takes(tmp_path):
+def test_the_report_of_a_resumed_run_names_its_checkpoint_and_time(tmp_path):
     train(tmp_path, steps=2, log_every=1)
-    lines = told(tmp_path)
+    lines = report_of(tmp_path)
     assert lines["workdir"] == f"{tmp_path}: continues from step 2, whose checkpoint is sound"
     assert lines["time"].startswith("5 steps at ")
     assert "images/s, as last measured: " in lines["time"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_a_writer_at_work_is_named(tmp_path, caplog):
+def test_a_rehearsal_skips_damaged_checkpoints_and_names_another_writer(tmp_path, caplog):
     train(tmp_path, steps=2, save_every=1)
     (tmp_path / "checkpoints" / "2" / "checksums" / "0-of-1.json").write_text("{")
     caplog.clear()
     process = hold(tmp_path)
-    lines = told(tmp_path)
+    lines = report_of(tmp_path)
     end(process)
     assert lines["workdir"] == f"{tmp_path}: continues from step 1, whose checkpoint is sound"
     assert "skipping the damaged checkpoint" in caplog.text
     assert lines["in use"].startswith(f"{tmp_path} is being written by process {process.pid} on ")
-    assert sorted(restore.steps(tmp_path / "checkpoints")) == [1, 2]  # Nothing is moved yet.
+    assert sorted(restore.steps(tmp_path / "checkpoints")) == [
+        1,
+        2,
+    ]  # A rehearsal moves no checkpoint.
 
 
-def test_a_checkpoint_of_another_architecture_is_refused_before_the_run(tmp_path):
+def test_rehearsing_with_another_architecture_than_the_checkpoint_is_an_error(tmp_path):
     train(tmp_path, steps=1)
     wider = TASK._replace(init=lambda key: {**TASK.init(key), "more": {"bias": jnp.zeros(2)}})
     with pytest.raises(ValueError, match=r"another architecture; 1 of \d+ arrays differ"):
-        told(tmp_path, wider)
+        report_of(tmp_path, wider)
 
 
-def test_a_step_that_may_not_fit_and_a_disk_that_may_fill_are_said(tmp_path, monkeypatch, caplog):
+def test_a_rehearsal_warns_about_too_little_memory_and_disk_space(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("diffusion_jax.devices.hardware.host_memory", lambda: 10**6)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    told(tmp_path, ignore_memory=True)
+    report_of(tmp_path, ignore_memory=True)
     assert "a training step may not fit into a device's memory: " in caplog.text
     assert "the disk may fill up: " in caplog.text
 
 
-def test_a_booked_device_takes_the_place_of_what_is_here(tmp_path, caplog):
-    lines = told(tmp_path, device_memory=1e5, ignore_memory=True)
+def test_device_memory_overrides_the_memory_of_local_devices(tmp_path, caplog):
+    lines = report_of(tmp_path, device_memory=1e5, ignore_memory=True)
     assert " of 0.0 GB per device, estimated: " in lines["memory"]
     assert "a training step may not fit into a device's memory: " in caplog.text
 
 
-def test_a_step_that_needs_much_more_memory_than_there_is_is_refused(tmp_path):
+def test_a_step_that_needs_much_more_memory_than_available_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"a training step needs about .* --ignore_memory"):
-        told(tmp_path, device_memory=1e5)
+        report_of(tmp_path, device_memory=1e5)
 
 
-def test_a_workdir_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_a_workdir_without_write_permission_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: pathlib.Path(path) != tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: choose another"):
-        told(tmp_path / "run")
+        report_of(tmp_path / "run")

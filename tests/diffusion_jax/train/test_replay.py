@@ -1,4 +1,4 @@
-"""Replayed steps: the bits of the log from any checkpoint, the examples, and what is refused."""
+"""Replaying steps: equal metrics from any checkpoint, per-example values, and errors."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def replayed(workdir, step, pictures=None):
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A run that ended at step 7 and was continued to step 9."""
+    """A run that ended at step 7 and was extended to step 9."""
     folder, mesh = tmp_path_factory.mktemp("run"), sharding.make_mesh(*MESH)
     for steps in (7, 9):
         with opened() as batches:
@@ -55,13 +55,13 @@ def fifth(workdir):
     return replayed(workdir, 5)
 
 
-def test_a_line_is_a_mean_since_the_last_line_or_start(workdir, tmp_path):
+def test_windows_span_the_steps_that_each_logged_line_averages(workdir, tmp_path):
     spans = [(window.first, window.last) for window in replay.windows(workdir)]
     assert spans == [(0, 2), (2, 4), (4, 6), (6, 7), (7, 8), (8, 9)]
     (tmp_path / run_log.METRICS).write_text(
         "".join(run_log.metrics_line(s, {"grad_norm": 1.0}) for s in (4, 8))
     )
-    for first_step in (0, 6, 5, 7):  # The start from 5 removed the lines after the one from 6.
+    for first_step in (0, 6, 5, 7):  # The restart from step 5 removed later lines.
         run_log.write_manifest(tmp_path, {}, 0, first_step)
     assert [window[:2] for window in replay.windows(tmp_path)] == [(0, 4), (7, 8)]
 
@@ -70,7 +70,7 @@ def test_a_line_is_a_mean_since_the_last_line_or_start(workdir, tmp_path):
     ("step", "checkpoint", "lines"), [(1, None, [(0, 2)]), (4, None, [(0, 2), (2, 4)]),
                                       (8, 7, [(7, 8)])],
 )  # fmt: skip
-def test_every_metric_has_the_bits_of_the_log(workdir, step, checkpoint, lines):
+def test_replayed_metrics_equal_the_log_bit_for_bit(workdir, step, checkpoint, lines):
     result = replayed(workdir, step)
     assert result.checkpoint == checkpoint
     assert [(line.first, line.last) for line in result.compared] == lines
@@ -79,8 +79,8 @@ def test_every_metric_has_the_bits_of_the_log(workdir, step, checkpoint, lines):
         assert {"loss", "grad_norm", "lr", "param_norm", "skipped"} < set(line.equal)
 
 
-def test_the_nearest_checkpoint_before_the_lines_first_step_is_taken(workdir, fifth, tmp_path):
-    """Step 5 belongs to the line of steps 5 and 6, and 3 is the last checkpoint before them."""
+def test_replay_starts_from_the_last_checkpoint_before_the_logged_line(workdir, fifth, tmp_path):
+    """Step 5 belongs to the line for steps 5 and 6; the last checkpoint before it is step 3."""
     assert fifth.checkpoint == 3
     assert [line[:2] for line in fifth.compared] == [(4, 6)] and not fifth.compared[0].differ
     copy = shutil.copytree(workdir, tmp_path / "run")
@@ -90,9 +90,9 @@ def test_the_nearest_checkpoint_before_the_lines_first_step_is_taken(workdir, fi
     assert earlier.metrics == fifth.metrics and earlier.examples == fifth.examples
 
 
-def test_examples_and_modules_add_up_to_the_metrics(fifth):
+def test_losses_of_examples_and_norms_of_modules_combine_to_the_metrics(fifth):
     losses = [example["loss"] for example in fifth.examples]
-    # Float32 sums of two programs.
+    # Two programs sum float32 numbers in different orders.
     np.testing.assert_allclose(np.mean(losses), fifth.metrics["loss"], rtol=1e-5)
     assert set(fifth.modules) == {"pixels", "text", "time", "out"}
     squares = sum(norm**2 for norm in fifth.modules.values())
@@ -113,7 +113,7 @@ def test_each_row_has_its_own_noise_picture_and_text(fifth):
 
 
 class Repainted(digits.Digits):
-    """The same number of pictures in other colours."""
+    """The same pictures in other colours."""
 
     def read(self, indices, places=None):
         images, texts = super().read(indices, places)
@@ -121,13 +121,13 @@ class Repainted(digits.Digits):
 
 
 class Fewer(digits.Digits):
-    """One picture less."""
+    """Digits without the last picture."""
 
     def __len__(self):
         return super().__len__() - 1
 
 
-def test_other_data_are_told_by_the_metrics(workdir):
+def test_replay_with_changed_pictures_reports_different_metrics(workdir):
     result = replayed(workdir, 8, Repainted(toy.SIZE))
     (line,) = result.compared
     assert {"loss", "grad_norm", "param_norm"} <= set(line.differ)
@@ -137,7 +137,7 @@ def test_other_data_are_told_by_the_metrics(workdir):
     assert text["changed"].endswith("probably the data or the initial weights")
 
 
-def test_what_cannot_be_rebuilt_is_refused(workdir, tmp_path):
+def test_replaying_an_unknown_step_or_other_data_is_an_error(workdir, tmp_path):
     with pytest.raises(ValueError, match=rf"--step=10: {workdir} has the steps 1 to 9"):
         replayed(workdir, 10)
     with pytest.raises(ValueError, match=r"but the data are now {'seed': 5, 'pictures': "):
@@ -149,9 +149,7 @@ def test_what_cannot_be_rebuilt_is_refused(workdir, tmp_path):
         replayed(copy, 5)
 
 
-def test_the_report_names_every_part_and_the_sheet_begins_with_the_largest_loss(
-    workdir, fifth, tmp_path
-):
+def test_the_replay_report_lists_all_parts_with_the_largest_loss_first(workdir, fifth, tmp_path):
     rows = replay_command.report(workdir, fifth, "")
     text = dict(rows)
     assert text["step"] == "5, replayed from the checkpoint of step 3"
@@ -169,7 +167,7 @@ def test_the_report_names_every_part_and_the_sheet_begins_with_the_largest_loss(
     np.testing.assert_array_equal(sheet[4:132, 4:132], enlarged)
 
 
-def test_what_has_changed_since_is_named(tmp_path, monkeypatch):
+def test_replay_names_changed_config_fields_and_versions(tmp_path, monkeypatch):
     run_log.write_manifest(tmp_path, {"steps": 5, "mesh": {"fsdp": 2}}, 3, 0)
     now = {"steps": 9, "mesh": {"fsdp": 2}}
     assert replay.changes(tmp_path, 1, now) == ""

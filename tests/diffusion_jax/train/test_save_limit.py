@@ -1,4 +1,4 @@
-"""A save that cannot finish ends the run with one line; so does one with too few descriptors."""
+"""A save that hangs or fails ends the run with a one-line error."""
 
 import functools
 import os
@@ -56,7 +56,7 @@ def fail(error, checkpointer):
          "complete checkpoint is from step 1."),
     ],
 )  # fmt: skip
-def test_a_save_that_fails_is_one_line(tmp_path, before_second, message):
+def test_a_hanging_or_failing_save_is_a_one_line_error(tmp_path, before_second, message):
     process = commands.fork(save_twice, tmp_path, before_second)
     process.join()
     lines = (tmp_path / "stderr").read_text().splitlines()
@@ -68,7 +68,7 @@ def test_a_save_that_fails_is_one_line(tmp_path, before_second, message):
     assert restore.newest_sound(tmp_path / "run") == 1
 
 
-def test_the_limit_follows_the_size_and_then_the_longest_save(monkeypatch):
+def test_the_time_limit_of_a_save_depends_on_its_size_and_earlier_saves(monkeypatch):
     limits, now = [], [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     limit = save_limit.SaveLimit()

@@ -1,4 +1,4 @@
-"""One optimisation step: against numpy, under accumulation, on eight devices, and when it fails."""
+"""One training step: against numpy, accumulated, on eight devices, and if it is not finite."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ def make_tx(lr=0.05, warmup=1):
 
 
 def line_loss(params, frozen, batch, key):
-    """Linear regression, whose gradient is easy to write in numpy."""
+    """The loss of linear regression, whose gradient is simple in numpy."""
     del key
     residual = frozen["scale"] * (batch["x"] @ params["w"]) + params["b"] - batch["y"]
     return jnp.mean(residual**2), {"residual": jnp.mean(residual)}
@@ -64,24 +64,26 @@ def run_line(step, batches, params, frozen):
     return history
 
 
-def test_steps_are_the_clipped_adamw_of_numpy():
+def test_training_steps_match_clipped_adamw_in_numpy():
     params, frozen, batches = line_problem()
     history = run_line(line_step(), batches, params, frozen)
-    w = np.array([*params["w"], params["b"]], np.float64)  # The bias is the last weight.
+    w = np.array(
+        [*params["w"], params["b"]], np.float64
+    )  # The bias is appended as the last weight.
     mu = nu = np.zeros(6)
     for step, (batch, (state, metrics)) in enumerate(zip(batches, history, strict=True)):
         x = np.concatenate([1.5 * np.asarray(batch["x"], np.float64), np.ones((8, 1))], axis=1)
         residual = x @ w - np.asarray(batch["y"], np.float64)
         grad = 2 * x.T @ residual / 8
         norm = np.linalg.norm(grad)
-        assert norm > 1  # Or the clip would not be under test.
+        assert norm > 1  # Otherwise, clipping would not be tested.
         grad = grad * min(1, 1 / (norm + 1e-6))
         mu, nu = 0.9 * mu + 0.1 * grad, 0.999 * nu + 0.001 * grad**2
         mu_hat, nu_hat = mu / (1 - 0.9 ** (step + 1)), nu / (1 - 0.999 ** (step + 1))
         lr = 0.05 * min((step + 1) / 2, 1)
         w = w - lr * (mu_hat / (np.sqrt(nu_hat) + 1e-2) + 0.1 * w)
 
-        # Six float32 steps; 1 - 0.999^n in float32 keeps about five digits.
+        # Six float32 steps. In float32, 1 - 0.999^n keeps about five digits.
         np.testing.assert_allclose([*state.params["w"], state.params["b"]], w, rtol=1e-4, atol=1e-5)
         expected = dict(loss=np.mean(residual**2), grad_norm=norm, lr=lr, skipped=0)
         expected |= dict(param_norm=np.linalg.norm(w), residual=residual.mean())
@@ -91,7 +93,7 @@ def test_steps_are_the_clipped_adamw_of_numpy():
         assert int(state.step) == step + 1
 
 
-def test_a_small_gradient_and_an_infinite_clip_change_nothing():
+def test_a_clip_above_the_gradient_norm_equals_no_clipping():
     params, frozen, batches = line_problem()
     loose = run_line(line_step(clip=1e6), batches, params, frozen)[-1][0]
     never = run_line(line_step(clip=float("inf")), batches, params, frozen)[-1][0]
@@ -99,7 +101,7 @@ def test_a_small_gradient_and_an_infinite_clip_change_nothing():
 
 
 @pytest.mark.parametrize("decay_at", [constant_decay, warmup_decay])
-def test_every_average_follows_the_recurrence_of_numpy(decay_at):
+def test_every_average_matches_its_recurrence_in_numpy(decay_at):
     params, frozen, batches = line_problem()
     history = run_line(line_step(decay_at=decay_at), batches, params, frozen)
     assert list(history[0][0].ema) == ["0.5", "0.9", "0.9999"]
@@ -109,11 +111,11 @@ def test_every_average_follows_the_recurrence_of_numpy(decay_at):
             warm = decay_at is warmup_decay
             d = min(decay, (1 + step) / (10 + step)) if warm else decay
             ema = d * ema + (1 - d) * np.asarray(state.params["w"], np.float64)
-            # Float32 rounding of the weights: 6e-8 a step.
+            # Float32 rounding: 6e-8 per step.
             np.testing.assert_allclose(state.ema[str(decay)]["w"], ema, rtol=1e-5, atol=1e-6)
 
 
-def test_an_average_starts_at_the_initial_weights_in_a_buffer_of_its_own():
+def test_an_average_starts_as_a_copy_of_the_initial_weights():
     params, frozen, batches = line_problem()
     state = init_state(params, make_tx(), DECAYS)
     jax.tree.map(np.testing.assert_array_equal, state.ema["0.9999"], params)
@@ -124,7 +126,7 @@ def test_an_average_starts_at_the_initial_weights_in_a_buffer_of_its_own():
     jax.tree.map(np.testing.assert_array_equal, donated, expected)
 
 
-def test_a_state_is_overwritten_without_a_copy_of_any_of_it():
+def test_a_donated_state_is_updated_without_copies():
     params = {str(n): jnp.eye(48) for n in range(3)}
 
     def loss(params, frozen, batch, key):
@@ -140,22 +142,22 @@ def test_a_state_is_overwritten_without_a_copy_of_any_of_it():
 
 
 @pytest.mark.parametrize("decay", [1.0, 9999.0, -0.1])
-def test_a_decay_outside_0_to_1_is_an_error(decay):
+def test_an_ema_decay_outside_0_to_1_is_an_error(decay):
     with pytest.raises(ValueError, match=f"ema_decays holds {decay}: each decay must be at"):
         init_state({"w": jnp.zeros(2)}, make_tx(), [decay])
 
 
-def test_four_micro_batches_are_one_batch_of_four_times_the_size():
+def test_four_micro_batches_equal_one_batch_of_four_times_the_size():
     params, frozen, batches = line_problem()
     whole = run_line(line_step(), batches, params, frozen)
     parts = run_line(line_step(accumulate=4), batches, params, frozen)
     for (state, metrics), (state_4, metrics_4) in zip(whole, parts, strict=True):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-        jax.tree.map(close, state_4.params, state.params)  # Sums in another order.
+        jax.tree.map(close, state_4.params, state.params)  # They sum in another order.
         jax.tree.map(close, metrics_4, metrics)
 
 
-def test_each_image_draws_from_seed_step_and_its_own_row():
+def test_the_key_of_an_image_depends_on_seed_step_and_row():
     def loss_fn(params, frozen, batch, keys):
         del frozen
         draw = jax.vmap(jax.random.normal)(keys)
@@ -173,12 +175,12 @@ def test_each_image_draws_from_seed_step_and_its_own_row():
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_micro_batches_make_the_step_of_the_whole_batch(accumulate):
-    """Each row has noise of its own, and some texts are dropped."""
+def test_micro_batches_with_noise_and_dropout_equal_the_whole_batch(accumulate):
+    """Each row has its own noise, and some texts are dropped."""
 
     def loss_fn(params, frozen, batch, keys):
         x = batch["x"] + training_noise.normal(keys, 0, *batch["x"].shape[1:])
-        keep = training_noise.kept(keys, 0.5)
+        keep = training_noise.has_text(keys, 0.5)
         return line_loss(params, frozen, {"x": x * keep[:, None], "y": batch["y"]}, keys)
 
     params, frozen, batches = line_problem()
@@ -187,12 +189,12 @@ def test_micro_batches_make_the_step_of_the_whole_batch(accumulate):
     micro = run_line(jax.jit(make(accumulate=accumulate)), batches, params, frozen)
     for (state, metrics), (state_n, metrics_n) in zip(whole, micro, strict=True):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-        jax.tree.map(close, state_n.params, state.params)  # Sums in another order.
+        jax.tree.map(close, state_n.params, state.params)  # They sum in another order.
         jax.tree.map(close, metrics_n, metrics)
 
 
-def test_an_average_does_not_shrink_in_float32():
-    """Of 20,000 weights near 1, against float64; the factors 0.9999 and 1e-4 would lose 0.01 %."""
+def test_a_float32_average_does_not_shrink_over_many_steps():
+    """Runs 20,000 steps near 1. With float32 factors 0.9999 and 1e-4, it would lose 0.01 %."""
     weights = np.random.default_rng(0).normal(1, 0.1, (20_000, 50)).astype(np.float32)
     step = lambda ema, w: (moving_average.update_exponential({"w": ema}, {"w": w}, 0.9999)["w"], ())
     ema, _ = jax.lax.scan(step, jnp.ones(50), weights)
@@ -202,21 +204,21 @@ def test_an_average_does_not_shrink_in_float32():
     assert abs(np.mean(ema - exact)) < 3e-5
 
 
-def test_a_batch_that_does_not_divide_into_micro_batches_is_an_error():
+def test_a_batch_that_cannot_be_split_into_micro_batches_is_an_error():
     params, frozen, batches = line_problem()
     with pytest.raises(ValueError, match=r"a batch of 8 rows cannot be split into 3 equal micro"):
         run_line(line_step(accumulate=3), batches, params, frozen)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_no_gradient_runs_in_a_loop_on_the_cpu(accumulate):
+def test_on_a_cpu_micro_batches_are_unrolled(accumulate):
     params, frozen, batches = line_problem()
     state = init_state(params, make_tx(), DECAYS)
     lowered = line_step(accumulate=accumulate).lower(state, frozen, batches[0], KEY)
     assert " while(" not in lowered.compile().as_text()
 
 
-def test_the_loop_of_an_accelerator_gives_the_same_gradient(monkeypatch):
+def test_on_an_accelerator_micro_batches_in_a_loop_give_the_same_gradient(monkeypatch):
     params, frozen, batches = line_problem()
     unrolled = run_line(line_step(accumulate=4), batches, params, frozen)[-1]
     monkeypatch.setattr(ops, "platform", lambda: "gpu")
@@ -224,12 +226,14 @@ def test_the_loop_of_an_accelerator_gives_the_same_gradient(monkeypatch):
     state = init_state(params, make_tx(), DECAYS)
     assert " while(" in step.lower(state, frozen, batches[0], KEY).compile().as_text()
     rolled = run_line(step, batches, params, frozen)[-1]
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # Other fusions.
+    close = functools.partial(
+        np.testing.assert_allclose, rtol=1e-5, atol=1e-6
+    )  # XLA fuses differently.
     jax.tree.map(close, rolled, unrolled)
 
 
 def explode(params, frozen, batch, key):
-    """A finite loss with an infinite gradient: the slope of sqrt at 0."""
+    """Return a finite loss with an infinite gradient (that of sqrt at 0)."""
     del frozen, key
     return jnp.sqrt(jnp.abs(params["w"] - params["w"])).sum() + batch["x"].sum(), {}
 
@@ -248,7 +252,7 @@ def test_a_step_that_is_not_finite_changes_only_step_and_skipped():
     jax.tree.map(np.testing.assert_array_equal, after.params, without.params)
 
 
-def test_an_infinite_gradient_under_a_finite_loss_is_skipped_too():
+def test_a_step_with_a_finite_loss_and_an_infinite_gradient_is_skipped():
     tx = make_tx()
     state = init_state({"w": jnp.ones(3)}, tx, [])
     new, metrics = jax.jit(make_train_step(explode, tx, []))(state, (), {"x": jnp.ones(2)}, KEY)
@@ -258,7 +262,7 @@ def test_an_infinite_gradient_under_a_finite_loss_is_skipped_too():
 
 def conv_loss(params, frozen, batch, keys):
     """Two convolutions and a dense layer, with noise in the loss and in the metrics."""
-    # The CPU compiles a draw in four dimensions six times as long, for the same numbers.
+    # On a CPU, drawing in four dimensions takes six times as long to compile.
     shape = batch["image"].shape
     noise = training_noise.normal(keys, 0, *shape[1:])
     h = batch["image"] + frozen * noise
@@ -300,17 +304,17 @@ def run_conv(fsdp, tensor, accumulate=1):
 @pytest.mark.parametrize(
     ("fsdp", "tensor", "accumulate"), [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2)]
 )
-def test_eight_devices_make_the_step_of_one(fsdp, tensor, accumulate):
+def test_a_training_step_on_eight_devices_matches_one_device(fsdp, tensor, accumulate):
     (state, metrics), placed = run_conv(fsdp, tensor, accumulate)
     (state_1, metrics_1), _ = run_conv(1, 1, accumulate)
     assert placed.spec == P(None, None, "fsdp", "tensor") and len(placed.device_set) == 8
-    # Sums over devices run in another order; Adam divides by roots of small second moments.
+    # Sums over devices have another order, and Adam divides by roots of small second moments.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, state, state_1)
     jax.tree.map(close, metrics, metrics_1)
 
 
-def test_a_profile_tells_the_gradient_the_update_and_the_averages_apart():
+def test_a_profile_names_the_gradient_the_update_and_the_averages():
     params, frozen, batches = line_problem()
     state = init_state(params, make_tx(), DECAYS)
     program = line_step().lower(state, frozen, batches[0], KEY).compile().as_text()

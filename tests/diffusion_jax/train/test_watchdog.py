@@ -1,4 +1,4 @@
-"""A process that hangs ends and prints its stacks; one that does not hang goes on."""
+"""The watchdog ends a hanging process and prints its stacks."""
 
 import faulthandler
 import subprocess
@@ -31,12 +31,12 @@ where_it_hangs()
     assert "in where_it_hangs" in ended.stderr and "in another" in ended.stderr
 
 
-def test_a_call_that_lets_no_other_thread_run_ends_too():
+def test_a_hang_that_blocks_all_threads_also_ends_the_process():
     ended = run("watchdog.beat()\nimport re\nre.match('(a*)*b', 40 * 'a')")
     assert ended.returncode == 1 and "in match" in ended.stderr
 
 
-def test_a_beat_starts_the_clock_again_and_a_pause_and_the_end_stop_it(monkeypatch):
+def test_a_beat_restarts_the_watchdog_and_pausing_or_closing_stops_it(monkeypatch):
     calls = []
     start = lambda seconds, exit, file: calls.append(("start", seconds, exit))
     monkeypatch.setattr(faulthandler, "dump_traceback_later", start)
@@ -52,6 +52,6 @@ def test_a_beat_starts_the_clock_again_and_a_pause_and_the_end_stop_it(monkeypat
     assert calls[4:] == ["stop"]
 
 
-def test_the_clock_starts_again_after_a_pause():
+def test_the_watchdog_restarts_after_a_pause():
     ended = run("watchdog.beat()\nwith watchdog.paused(): pass\ntime.sleep(1000)")
     assert ended.returncode == 1

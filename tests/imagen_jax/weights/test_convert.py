@@ -1,4 +1,4 @@
-"""NeMo's checkpoints become workdirs and back, bit for bit; what does not fit is refused."""
+"""Converting NeMo's checkpoints to workdirs and back, bit for bit, and errors."""
 
 import io
 import json
@@ -28,7 +28,7 @@ FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
 
 def tiny():
-    """The config of a model of words, without attention but in the middle."""
+    """Return the config of a tiny model with attention only in the middle."""
     c = base64_500m.get_config()
     c.unet.update(
         image_size=16, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
@@ -46,7 +46,7 @@ def settings(config):
 
 @pytest.fixture(scope="module")
 def nemos():
-    """A state dict of NeMo's, with its prefix, and its average."""
+    """Return a state dict with NeMo's names and prefix, and its average."""
     s = settings(tiny())
     state = random_weights(s.unet, s.text.width)
     raw = {nemo.PREFIX + name: array for name, array in state.items()}
@@ -55,7 +55,7 @@ def nemos():
 
 @pytest.fixture(scope="module")
 def converted(nemos, tmp_path_factory):
-    """The workdir of the two."""
+    """The workdir converted from both."""
     folder = tmp_path_factory.mktemp("nemo")
     for name, state in zip(("model", "model-EMA"), nemos, strict=True):
         np.savez(folder / f"{name}.npz", **state)
@@ -64,7 +64,7 @@ def converted(nemos, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
-def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, which):
+def test_a_nemo_checkpoint_and_its_average_are_converted_to_a_workdir(nemos, converted, ema, which):
     model = cascade.load_model(converted, *cascade.choose(ema=ema))
     s = settings(tiny())
     assert model.settings.unet == s.unet and model.step == 0
@@ -79,7 +79,7 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
         (lambda x: x * np.nan, r"the weights 'raw' read back from .* differ from"),
     ],
 )
-def test_what_was_written_is_compared_to_the_last_bit(nemos, converted, change, message):
+def test_check_written_detects_every_changed_bit(nemos, converted, change, message):
     s = settings(tiny())
     weights = nemo.from_nemo(nemos[0], s.unet, s.text.width)
     convert.check_written(converted, s, {"raw": weights})
@@ -89,10 +89,10 @@ def test_what_was_written_is_compared_to_the_last_bit(nemos, converted, change, 
         convert.check_written(converted, s, {"raw": weights})
 
 
-def test_weights_that_compute_nothing_finite_are_refused(nemos, tmp_path):
+def test_weights_with_outputs_that_are_not_finite_are_an_error(nemos, tmp_path):
     state = dict(nemos[0])
     bias = f"{nemo.PREFIX}init_conv.0.bias"
-    state[bias] = np.full_like(state[bias], 3e38)  # Finite, but their sum is not.
+    state[bias] = np.full_like(state[bias], 3e38)  # Finite numbers whose sum overflows.
     np.savez(tmp_path / "nan.npz", **state)
     with pytest.raises(
         ValueError, match=r"with the weights 'raw' read back from .* are not finite or differ"
@@ -100,7 +100,7 @@ def test_weights_that_compute_nothing_finite_are_refused(nemos, tmp_path):
         convert.to_workdir(tmp_path / "nan.npz", tiny(), tmp_path / "workdir")
 
 
-def test_training_can_start_there(converted):
+def test_training_can_start_from_a_converted_workdir(converted):
     s, c = settings(tiny()), tiny()
     create = lambda key: init_state(
         task.make_task(s, lookup.open_encoder(s.text)).init(key),
@@ -122,24 +122,24 @@ def test_training_can_start_there(converted):
 
 
 @pytest.mark.parametrize("suffix", convert.FORMATS)
-def test_a_runs_weights_go_back_to_nemo_bit_for_bit(nemos, converted, tmp_path, suffix):
+def test_exporting_a_run_to_nemo_is_exact(nemos, converted, tmp_path, suffix):
     convert.from_workdir(converted, tmp_path / f"a{suffix}", "raw")
     state = torch_files.read_state_dict(tmp_path / f"a{suffix}")
     again = {f"{nemo.PREFIX}input_blocks.0.0.{part}" for part in ("weight", "bias")}
     assert state.keys() - nemos[0].keys() == again
     for name, array in nemos[0].items():
         np.testing.assert_array_equal(state[name], array)
-    assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]  # Nothing half written.
+    assert [path.name for path in tmp_path.iterdir()] == [
+        f"a{suffix}"
+    ]  # No temporary file is left.
 
 
-def test_a_workdir_is_never_overwritten(converted):
+def test_converting_into_an_existing_workdir_is_an_error(converted):
     with pytest.raises(ValueError, match="holds checkpoints already: name a new folder"):
         convert.to_workdir(converted.parent / "model.npz", tiny(), converted)
 
 
-def test_a_conversion_that_was_ended_before_its_comparison_is_done_again(
-    converted, tmp_path, monkeypatch
-):
+def test_a_conversion_killed_before_its_check_is_repeated(converted, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
@@ -188,12 +188,12 @@ SR = dict(
         ),
     ],
 )
-def test_what_no_weight_shows_is_compared_with_nemos_config(tmp_path, change, message):
+def test_settings_that_differ_from_nemos_config_are_an_error(tmp_path, change, message):
     s = settings(sr256_600m.get_config())
     convert.check_nemo_config(SR, s)
     with pytest.raises(ValueError, match=re.escape(message)):
         convert.check_nemo_config(SR | change, s)
-    with tarfile.open(tmp_path / "a.nemo", "w") as tar:  # JSON is YAML too.
+    with tarfile.open(tmp_path / "a.nemo", "w") as tar:  # JSON is valid YAML.
         content = json.dumps(SR | change).encode()
         info = tarfile.TarInfo("./model_config.yaml")
         info.size = len(content)
@@ -202,7 +202,7 @@ def test_what_no_weight_shows_is_compared_with_nemos_config(tmp_path, change, me
         convert.to_workdir(tmp_path / "a.nemo", sr256_600m.get_config(), tmp_path / "new")
 
 
-def test_only_what_nemo_has_is_exported(converted, tmp_path):
+def test_exports_that_nemo_does_not_support_are_errors(converted, tmp_path):
     with pytest.raises(ValueError, match=r"the name must end in \.safetensors or \.npz"):
         convert.from_workdir(converted, tmp_path / "a.bin")
     with pytest.raises(ValueError, match=r"no average '0\.5'"):

@@ -1,4 +1,4 @@
-"""The network of any run, of LoRA and of a learned weighting too, as others take it."""
+"""Reading the weights of any run, including LoRA and learned weightings, to start another."""
 
 import shutil
 
@@ -20,7 +20,7 @@ from tests.imagen_jax.weights.test_convert import settings, tiny
 
 
 def config(**changes):
-    """The tiny model's, whose lora__rank="2" is config.lora.rank."""
+    """Return the tiny model's config. lora__rank=2 sets config.lora.rank."""
     c = tiny()
     c.update(sample_every=0, steps=1)
     for name, value in changes.items():
@@ -43,14 +43,14 @@ def write(workdir, c, **kind):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A run whose weighting learns, and its parameters."""
+    """A run with a learned weighting, and its parameters."""
     workdir = tmp_path_factory.mktemp("base") / "run"
     return workdir, write(workdir, config(diffusion__weight="uncertainty(channels=4)"))
 
 
 @pytest.fixture(scope="module")
 def adapting(base, tmp_path_factory):
-    """A run of LoRA on it, and its factors."""
+    """A LoRA run on `base`, and its factors."""
     workdir = tmp_path_factory.mktemp("lora") / "run"
     c = config(unet__weights=str(base[0]), lora__rank=2, lora__alpha=4.0, lora__targets=TARGETS)
     return workdir, write(workdir, c, seed=1, base={"params": base[1]["params"]})
@@ -60,7 +60,7 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_run_with_a_learned_weighting_is_exported_and_started_from(base, tmp_path):
+def test_a_run_with_a_learned_weighting_can_be_exported_and_start_another(base, tmp_path):
     workdir, params = base
     assert LEARNED in params
     network = {"params": params["params"]}
@@ -73,7 +73,7 @@ def test_a_run_with_a_learned_weighting_is_exported_and_started_from(base, tmp_p
     same(model.params, params)
 
 
-def test_nemos_weights_become_a_run_with_a_learned_weighting(base, tmp_path):
+def test_nemos_weights_are_converted_to_a_run_with_a_learned_weighting(base, tmp_path):
     convert.from_workdir(base[0], tmp_path / "a.npz")
     c = config(diffusion__weight="uncertainty(channels=4)")
     convert.to_workdir(tmp_path / "a.npz", c, tmp_path / "run")
@@ -82,11 +82,11 @@ def test_nemos_weights_become_a_run_with_a_learned_weighting(base, tmp_path):
     assert float(np.abs(model.params[LEARNED]["kernel"]).max()) == 0
 
 
-def test_a_run_of_lora_is_exported_and_started_from_merged(base, adapting, tmp_path):
+def test_a_lora_run_is_merged_when_it_is_exported_or_starts_another(base, adapting, tmp_path):
     s = settings(config(lora__rank=2, lora__alpha=4.0, lora__targets=TARGETS))
     merged = lora.merge({"params": base[1]["params"]}, adapting[1], s.lora)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), merged["params"], base[1]["params"])
-    # q, kv_self, kv_context and out of the middle, and two convolutions a level's residual block.
+    # q, kv_self, kv_context and out in the middle, and two convolutions per residual block.
     assert sum(jax.tree.leaves(changed)) == 4 + 2 * 3
     same(initial.read_unet(adapting[0], s.unet, s.text.width), merged)
     convert.from_workdir(adapting[0], tmp_path / "a.npz", "raw")
@@ -94,21 +94,21 @@ def test_a_run_of_lora_is_exported_and_started_from_merged(base, adapting, tmp_p
 
 
 @pytest.mark.slow
-def test_drawing_apart_is_drawing_merged(base, adapting, tmp_path):
-    """And at lora_scale=0 what the adapted run draws, to the last bit."""
+def test_a_lora_draws_the_same_pictures_as_its_merged_weights(base, adapting, tmp_path):
+    """They differ from pictures of the base model."""
     convert.from_workdir(adapting[0], tmp_path / "a.npz")
     convert.to_workdir(tmp_path / "a.npz", config(), tmp_path / "merged")
     draw = lambda workdir, **choice: cascade.draw(
         [cascade.load_model(workdir, *cascade.choose(steps=2, **choice))], ["a red seven"], [3]
     )[0].astype(int)
     apart, merged = draw(adapting[0]), draw(tmp_path / "merged")
-    assert np.abs(apart - merged).max() <= 1  # Of two programs' rounding.
+    assert np.abs(apart - merged).max() <= 1  # The rounding of two programs.
     without = draw(base[0])
     np.testing.assert_array_equal(draw(adapting[0], lora_scale=0.0), without)
     assert np.abs(apart - without).max() > 20
 
 
-def test_other_weights_than_those_that_were_adapted_are_refused(base, adapting, tmp_path):
+def test_loading_a_lora_with_other_base_weights_is_an_error(base, adapting, tmp_path):
     write(tmp_path / "moved", config(), seed=0)
     write(tmp_path / "other", config(), seed=5)
     choice = cascade.choose(unet_weights=str(tmp_path / "other"))
@@ -118,7 +118,7 @@ def test_other_weights_than_those_that_were_adapted_are_refused(base, adapting, 
     same(model.params, adapting[1])
 
 
-def test_what_is_adapted_may_lie_elsewhere_when_it_is_exported(base, adapting, tmp_path):
+def test_a_lora_can_be_exported_with_moved_base_weights(base, adapting, tmp_path):
     shutil.copytree(adapting[0], tmp_path / "run")
     config = tmp_path / "run" / runs.CONFIG
     config.write_text(config.read_text().replace(str(base[0]), str(tmp_path / "gone")))
@@ -130,7 +130,7 @@ def test_what_is_adapted_may_lie_elsewhere_when_it_is_exported(base, adapting, t
         same(dict(a), dict(b))
 
 
-def test_training_begins_where_the_config_says(base):
+def test_unet_weights_and_lora_select_the_start_of_training(base):
     mesh = sharding.make_mesh(1, 1, 1)
 
     def prepared(**changes):
@@ -154,17 +154,17 @@ def test_training_begins_where_the_config_says(base):
         train.prepare(settings(c), mesh).start()
 
 
-def test_whole_weights_are_not_converted_to_factors(tmp_path):
+def test_converting_weights_with_lora_rank_set_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"lora.rank is 2, but only full weights can be converted"):
         convert.to_workdir("a.npz", config(lora__rank=2), tmp_path / "new")
 
 
-def test_a_step_follows_an_at():
+def test_at_step_splits_a_path_and_a_step():
     assert finetune.at_step("runs/a@12") == ("runs/a", 12)
     assert finetune.at_step("runs/a@b") == ("runs/a@b", None)
 
 
-def test_a_lora_keeps_the_prediction_of_its_weights():
+def test_starting_weights_with_another_prediction_are_an_error():
     shipped = ROOT / "models" / "emoji32"
     initial.check_prediction(shipped, "x0")
     with pytest.raises(ValueError, match=r"predicts 'x0', but diffusion\.predicts is 'edm'"):

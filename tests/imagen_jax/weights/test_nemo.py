@@ -1,4 +1,4 @@
-"""NeMo's names, shapes and configs: whole models, both ways, and what is refused."""
+"""NeMo's names, shapes and configs: complete models in both directions, and errors."""
 
 import gzip
 import json
@@ -66,7 +66,7 @@ def attending(config, kind):
 
 
 def shapes_in_torch(config):
-    """NeMo's names and shapes, without making a single weight, and the number of parameters."""
+    """Return NeMo's names and shapes and the number of parameters, without creating weights."""
     unet = nemo.unet_from_config(config)
     params = nemo.abstract_params(unet, text_width=1024)
     zeros = jax.tree.map(lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), params)
@@ -98,7 +98,7 @@ def test_full_models_have_the_reference_names_shapes_and_counts(name):
     assert shapes == {name: json.loads(shape) for name, shape in rows}
 
 
-def test_params_go_to_nemo_and_back_bit_for_bit():
+def test_converting_params_to_nemo_and_back_is_exact():
     unet = nemo.unet_from_config(attending({"unet": SMALL | {"use_null_token": True}}, "stacked"))
     state = random_weights(unet, 40)
     params = nemo.from_nemo(state, unet, 40)
@@ -111,7 +111,7 @@ def test_params_go_to_nemo_and_back_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
-def test_an_efficient_unets_params_go_to_nemo_and_back_bit_for_bit():
+def test_converting_an_efficient_unet_to_nemo_and_back_is_exact():
     unet = nemo.unet_from_config(attending({"unet_type": "sr", "unet": SMALL_EFFICIENT}, "cross"))
     state = random_weights(unet, 64)
     back = nemo.to_nemo(nemo.from_nemo(state, unet, 64), unet)
@@ -122,21 +122,21 @@ def test_an_efficient_unets_params_go_to_nemo_and_back_bit_for_bit():
 
 @pytest.fixture(scope="module")
 def tiny():
-    """(UNet, state dict, params), the text 40 wide."""
+    """Return (UNet, state dict, params), for text of width 40."""
     unet = nemo.unet_from_config(TINY)
     state = random_weights(unet, 40)
     return unet, state, nemo.from_nemo(state, unet, 40)
 
 
 @pytest.mark.parametrize("prefix", ["model.model.unet._orig_mod.", "unet."])
-def test_names_may_have_nemos_prefixes(tiny, prefix):
+def test_names_with_nemos_prefixes_are_read(tiny, prefix):
     unet, state, params = tiny
     prefixed = {prefix + name: array for name, array in state.items()}
     loaded = nemo.from_nemo(prefixed, unet, 40)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
-def test_the_first_layer_may_have_either_of_its_names_or_both_but_one_value(tiny):
+def test_the_first_layer_can_have_either_of_its_two_names(tiny):
     unet, _, params = tiny
     both = nemo.to_nemo(params, unet)
     alias = {name: array for name, array in both.items() if not name.startswith("init_conv")}
@@ -165,7 +165,7 @@ def test_weights_of_another_config_are_an_error_that_names_keys(tiny):
         nemo.from_nemo(state, unet, 48)
 
 
-def test_a_config_has_nemos_defaults():
+def test_unet_from_config_uses_nemos_defaults():
     unet = nemo.unet_from_config({"unet": {"embed_dim": 64, "image_size": 32}})
     assert unet == UNet(
         image_size=32,
@@ -181,7 +181,7 @@ def test_a_config_has_nemos_defaults():
     )
 
 
-def test_an_efficient_config_has_nemos_defaults():
+def test_unet_from_config_uses_nemos_defaults_for_the_efficient_unet():
     unet = nemo.unet_from_config(
         {"unet_type": "sr", "unet": {"embed_dim": 64, "image_size": 32, "num_resblocks": [0] * 5}}
     )
@@ -189,7 +189,7 @@ def test_an_efficient_config_has_nemos_defaults():
         image_size=32,
         embed_dim=64,
         channel_mult=(1, 1, 2, 4, 8),
-        num_res_blocks=(1, 1, 1, 1, 1),  # NeMo makes the first block of a level in any case.
+        num_res_blocks=(1, 1, 1, 1, 1),  # In NeMo, every level has at least one block.
         attention_levels=(4,),
         attention="fused",
         head_dim=64,
@@ -218,6 +218,6 @@ def efficient(**changes):
         ({"unet": SMALL | {"attention_type": "flash"}}, "unet.attention is 'flash'"),
     ],
 )
-def test_a_config_that_cannot_be_built_says_why(change, message):
+def test_nemo_configs_that_are_not_supported_are_errors(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         nemo.unet_from_config(TINY | change)

@@ -1,4 +1,4 @@
-"""The command of the weights: its exit codes and messages."""
+"""The command imagen_jax.weights: exit codes and messages."""
 
 import pytest
 
@@ -19,6 +19,6 @@ from tests.imagen_jax import commands
         ),
     ],
 )
-def test_wrong_usage_exits_with_2(arguments, message):
+def test_invalid_weights_arguments_exit_with_2(arguments, message):
     ended = commands.run("weights", *arguments, devices=1)
     assert ended.code == 2 and message in ended.err, ended.err

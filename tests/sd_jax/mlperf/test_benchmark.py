@@ -1,4 +1,4 @@
-"""Scores against numpy's, and against other batches and devices; what cannot be scored."""
+"""MLPerf scores against numpy, with other batches and devices, the judge, and the rules."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ CAPTIONS = [f"picture {i}" for i in range(11)]
 
 
 def sample(params, frozen, batch, keys, guidance):
-    """Images 4x4 of one grey in about [-1, 1], from a key's number, the text and the guidance."""
+    """Return grey 4x4 images in about [-1, 1], which depend on key, text and guidance."""
     grey = jax.vmap(lambda key: jax.random.uniform(key, (), minval=-1.2, maxval=1.2))(keys)
     grey = grey * params["x"] + frozen["y"] + 0.01 * (batch["text_ids"][:, 0] % 7) + guidance / 100
     return jnp.broadcast_to(grey[:, None, None, None], (len(grey), 4, 4, 3))
@@ -32,7 +32,7 @@ TASK = Task(lambda key: {}, None, sample, {"y": np.zeros(())}, [(".*", sharding.
 
 
 def judge():
-    """FID of greys as FID sees them; CLIP's text features are its image features of grey 100."""
+    """FID's features are the grey level, and CLIP's text features those of a grey of 100."""
     grey = lambda params, x: x.mean((1, 2)) if x.ndim > 2 else x
     pixels = lambda images: images.astype(jnp.float32)
     inception = toy.extractor(width=3, prepare=pixels, apply=grey)
@@ -61,19 +61,19 @@ def greys(tmp_path, step=5):
     return np.concatenate([np.load(part)["inception"] for part in parts])
 
 
-def test_scores_are_numpys_of_what_was_drawn(tmp_path):
-    found = scores(tmp_path)
+def test_scores_match_numpys_for_the_sampled_images(tmp_path):
+    actual = scores(tmp_path)
     rows = greys(tmp_path).astype(np.float64)
     assert rows.shape == (11, 3) and len(np.unique(rows[:, 0])) == 11
-    assert np.ptp(rows % 1) > 0.1  # FID's images are not rounded to 8 bits.
+    assert np.ptp(rows % 1) > 0.1  # Images for FID are not rounded to 8 bits.
     assert rows.min() >= 0 and rows.max() <= 255
     root = np.cov(rows, rowvar=False) + np.eye(3)
     values = np.linalg.eigvalsh(np.cov(rows, rowvar=False)).clip(0)
     fid = np.square(rows.mean(0) - 90).sum() + np.trace(root) - 2 * np.sqrt(values).sum()
-    assert found["FID"] == pytest.approx(fid, rel=1e-6)
-    cut = np.floor(rows[:, 0]) / 255  # CLIP's images are cut off to 8 bits.
+    assert actual["FID"] == pytest.approx(fid, rel=1e-6)
+    cut = np.floor(rows[:, 0]) / 255  # Images for CLIP are truncated to 8 bits.
     cosines = (cut + 1) / np.sqrt(2 * (cut**2 + 1))
-    assert found["CLIP"] == pytest.approx(cosines.mean(), rel=1e-6)
+    assert actual["CLIP"] == pytest.approx(cosines.mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("how", [{"batch_size": 11, "devices": 1}, {"batch_size": 8, "devices": 8}])
@@ -83,64 +83,68 @@ def test_scores_do_not_depend_on_batches_and_devices(tmp_path, how):
     np.testing.assert_allclose(greys(tmp_path / "b"), greys(tmp_path / "a"), rtol=1e-6)
 
 
-def test_each_seed_and_step_has_noise_of_its_own(tmp_path):
-    found = [scores(tmp_path / "a"), scores(tmp_path / "b", step=6), scores(tmp_path / "c", seed=4)]
-    assert len({one["FID"] for one in found}) == 3
+def test_each_seed_and_step_has_different_noise(tmp_path):
+    results = [
+        scores(tmp_path / "a"),
+        scores(tmp_path / "b", step=6),
+        scores(tmp_path / "c", seed=4),
+    ]
+    assert len({one["FID"] for one in results}) == 3
 
 
-def test_there_is_no_score_of_images_that_are_not_finite(tmp_path, caplog):
-    found = scores(tmp_path, params={"x": np.float32("nan")})
-    assert np.isnan([found["FID"], found["CLIP"]]).all()
+def test_scores_of_images_that_are_not_finite_are_nan_with_a_warning(tmp_path, caplog):
+    actual = scores(tmp_path, params={"x": np.float32("nan")})
+    assert np.isnan([actual["FID"], actual["CLIP"]]).all()
     assert "11 of 11 images of step 5 contain values that are not finite" in caplog.text
 
 
-def test_features_of_another_sampler_are_refused(tmp_path):
+def test_stored_features_of_another_seed_are_an_error(tmp_path):
     scores(tmp_path)
     with pytest.raises(ValueError, match=r"mlperf.seed: 3 stored, 4 requested"):
         scores(tmp_path, seed=4)
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """A config's evaluation, of toy extractors."""
+def evaluation(tmp_path, monkeypatch):
+    """Return the evaluation settings of a config, with toy extractors."""
     folder = tiny_benchmark.write(tmp_path)
-    made = toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
-    monkeypatch.setattr(extractors, "load_inception", lambda path: made)
+    extractor = toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
+    monkeypatch.setattr(extractors, "load_inception", lambda path: extractor)
     monkeypatch.setattr(
-        clip_towers, "load", lambda path: ClipExtractors(made, made, lambda texts: texts)
+        clip_towers, "load", lambda path: ClipExtractors(extractor, extractor, lambda texts: texts)
     )
     return read_settings(tiny_benchmark.get_config(folder).to_dict()).evaluation
 
 
-def test_a_judge_of_mlperfs_table(asked):
-    opened = benchmark.open_judge(asked)
+def test_the_judge_reads_the_captions_of_mlperfs_table(evaluation):
+    opened = benchmark.open_judge(evaluation)
     assert opened.captions == ["a" * (i + 1) for i in range(10)]
-    assert benchmark.open_judge(asked._replace(num_prompts=3)).captions == opened.captions[:3]
+    assert benchmark.open_judge(evaluation._replace(num_prompts=3)).captions == opened.captions[:3]
 
 
-def test_what_cannot_judge_is_refused(asked, tmp_path):
+def test_a_judge_without_its_files_or_enough_captions_is_an_error(evaluation, tmp_path):
     refused = lambda message: pytest.raises(ValueError, match=message)
     with refused("evaluation.clip is empty"):
-        benchmark.open_judge(asked._replace(clip=""))
+        benchmark.open_judge(evaluation._replace(clip=""))
     with refused(r"num_prompts is 11, but .*captions.tsv holds 10"):
-        benchmark.open_judge(asked._replace(num_prompts=11))
+        benchmark.open_judge(evaluation._replace(num_prompts=11))
     with pytest.raises(
         FileNotFoundError, match=r"the table of captions nowhere\.tsv does not exist: write"
     ):
-        benchmark.open_judge(asked._replace(prompts="nowhere.tsv"))
+        benchmark.open_judge(evaluation._replace(prompts="nowhere.tsv"))
     (tmp_path / "captions.tsv").write_text("image_id\ttext\n1\ta\n")
     with refused(r"captions.tsv, line 2 has no column id: the first line must"):
-        benchmark.open_judge(asked)
+        benchmark.open_judge(evaluation)
     tiny_benchmark.write_reference(tmp_path, Gaussian(np.zeros(4), np.eye(4), 9))
     (tmp_path / "captions.tsv").write_text("image_id\tid\tcaption\n1\t2\ta\n2\t3\tb\n")
     with refused(r"reference.npz has 4 dimensions, but the extractor toy has 3"):
-        benchmark.open_judge(asked._replace(num_prompts=2))
+        benchmark.open_judge(evaluation._replace(num_prompts=2))
 
 
 @pytest.mark.parametrize(
     "batch, steps", [("256", 2000), ("384", 1334), ("512", 1000), ("1024", 500), ("2048", 250)]
 )
-def test_mlperfs_config_keeps_the_rules(batch, steps):
+def test_the_mlperf_config_follows_the_rules(batch, steps):
     s = read_settings(sd2_mlperf.get_config(batch).to_dict())
     assert rules.departures(s) == []
     assert rules.steps_between(s) == steps

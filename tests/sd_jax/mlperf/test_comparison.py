@@ -1,4 +1,4 @@
-"""The command that compares runs with the reference, by what it prints and writes."""
+"""The command that compares runs with the reference: its output and files."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.sd_jax import mllog_files
 PASSING = {512_000: (240.0, 0.06), 2_560_000: (89.0, 0.16), 3_072_000: (80.0, 0.17)}
 
 
-def test_reads_what_a_run_logged(tmp_path):
+def test_convergence_reads_the_log_of_a_run(tmp_path):
     run = convergence.read(mllog_files.write(tmp_path / "r.txt", 512, PASSING))
     assert run.evaluations[512_000] == {"FID": 240.0, "CLIP": 0.06}
     assert (run.batch_size, run.samples_to_target) == (512, 2_560_000)
@@ -22,7 +22,7 @@ def test_reads_what_a_run_logged(tmp_path):
     assert failing.status == "success" and failing.samples_to_target is None
 
 
-def test_an_evaluation_without_a_score_is_an_error_where_the_run_says_it_succeeded(tmp_path):
+def test_an_evaluation_without_score_is_an_error_if_the_log_reports_success(tmp_path):
     path = mllog_files.write(tmp_path / "r.txt", 512, PASSING)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"value": 240.0' not in line))
@@ -45,7 +45,7 @@ def test_targets_met_in_different_evaluations_do_not_count(tmp_path):
     assert convergence.read(mllog_files.write(tmp_path / "r", 8, scores)).samples_to_target == 3
 
 
-def test_the_report_and_its_files(tmp_path):
+def test_the_report_and_its_files_compare_runs_with_the_reference(tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()
     for i in range(3):
@@ -83,7 +83,7 @@ def test_a_run_that_did_not_converge_fails(tmp_path):
     comparison.write(tmp_path / "out", runs)
 
 
-def test_what_cannot_be_compared_is_said(tmp_path):
+def test_runs_that_cannot_be_compared_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no log at .*holds result.txt or result_"):
         convergence.find([tmp_path])
     a, b = (convergence.read(mllog_files.write(tmp_path / str(n), n, PASSING)) for n in (512, 1024))
@@ -97,8 +97,8 @@ def test_what_cannot_be_compared_is_said(tmp_path):
         convergence.read(tmp_path / "log")
 
 
-def test_the_tables_of_the_references_439_evaluations(tmp_path):
-    """Its runs as logs; the figures are counted from MLCommons' points by hand."""
+def test_the_tables_of_the_reference_runs_match_counts_by_hand(tmp_path):
+    """The numbers were counted by hand in MLCommons' reference points."""
     runs = []
     for size, curve in convergence.read_curves().items():
         for number, (fids, clips) in enumerate(zip(curve.fid, curve.clip, strict=True)):
@@ -118,7 +118,7 @@ def test_the_tables_of_the_references_439_evaluations(tmp_path):
         assert f"| {row} |" in curves
 
 
-def test_of_runs_that_did_not_converge_the_table_says_so(tmp_path):
+def test_the_table_counts_runs_that_did_not_converge(tmp_path):
     lost = convergence.read(mllog_files.write(tmp_path / "a", 8, {1: (99.0, 0.1)}, "aborted"))
     won = convergence.read(mllog_files.write(tmp_path / "b", 8, {16: (80.0, 0.2)}))
     assert "| 8 | 1 | 0 | - | - |" in tables.markdown([lost])

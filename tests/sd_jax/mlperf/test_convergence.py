@@ -1,4 +1,4 @@
-"""The test of convergence: agreement with MLCommons' own checker, and facts of its references."""
+"""The convergence test agrees with MLCommons' checker and its reference points."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ EVERY = 512_000
 
 
 def theirs(folder, batch_size, samples):
-    """(passed, what scores are multiplied by) of the package's checker."""
+    """Return (passed, the factor of scores) of MLCommons' checker."""
     for i, n in enumerate(samples):
         path = folder / f"result_{i}.txt"
         if n is None:
@@ -25,7 +25,7 @@ def theirs(folder, batch_size, samples):
     return passed, scale
 
 
-# The published runs that are not pruned (those at 384, 512 and 1024 are): samples to target.
+# Samples to target of published runs. Those at 384, 512 and 1024 are pruned, so not listed.
 PUBLISHED = {
     256: [1_536_000] * 13 + [2_048_000] * 7,
     2048: [3_584_000] * 4 + [4_096_000] * 7 + [4_608_000] * 2,
@@ -43,20 +43,22 @@ BETWEEN = "interpolated between batch sizes 256 and 2048"
         (2048, 11, "of batch size 2048"),
     ],
 )
-def test_the_reference_at_a_batch_size(batch_size, runs, origin):
+def test_the_reference_is_interpolated_between_batch_sizes(batch_size, runs, origin):
     means = [np.mean(sorted(samples)[1:-1]) for samples in PUBLISHED.values()]
     stds = [np.std(samples) for samples in PUBLISHED.values()]
     mean, std = (np.interp(batch_size, [256, 2048], ends) for ends in (means, stds))
-    t = scipy.stats.t.ppf(0.95, runs + 8 - 2)  # One-sided, against a submission's eight runs.
+    t = scipy.stats.t.ppf(0.95, runs + 8 - 2)  # One-sided, with eight reference runs.
     reference = convergence.reference_at(batch_size)
     assert reference.origin == origin
     assert reference.mean == pytest.approx(mean, rel=1e-12)
     lowest = mean - t * std * (1 / runs + 1 / 8) ** 0.5
-    assert reference.lowest == pytest.approx(lowest, abs=1e-3)  # A search to 1e-4.
+    assert reference.lowest == pytest.approx(
+        lowest, abs=1e-3
+    )  # The search has a tolerance of 1e-4.
 
 
 @pytest.mark.parametrize("batch_size", [128, 256, 384, 512, 768, 1024, 1536, 2048, 4096])
-def test_verdicts_are_those_of_the_packages_checker(batch_size, tmp_path):
+def test_verdicts_match_mlcommons_checker(batch_size, tmp_path):
     rng = np.random.default_rng(batch_size)
     passed = set()
     for start in (1, 2, 3, 4, 5, 6, 7, 8):
@@ -68,7 +70,7 @@ def test_verdicts_are_those_of_the_packages_checker(batch_size, tmp_path):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_one_run_may_not_converge(lost, tmp_path):
+def test_at_most_one_run_may_fail_to_converge(lost, tmp_path):
     samples = [2_560_000] * (10 - lost) + [None] * lost
     ours = convergence.judge(512, samples)
     assert ours.passed == theirs(tmp_path, 512, samples)[0] == (lost < 2)
@@ -76,11 +78,11 @@ def test_one_run_may_not_converge(lost, tmp_path):
         assert ours.reason == "2 of 10 runs did not converge"
 
 
-def test_the_reference_curves():
+def test_reference_curves_match_the_readme_of_the_reference():
     curves = convergence.read_curves()
     runs = {size: curve.fid.shape for size, curve in curves.items()}
     assert runs == {512: (14, 10), 1024: (13, 11), 2048: (13, 12)}
-    # Means of the table in the reference's readme, and the first evaluation that passes.
+    # Means in the table of the reference's readme, and the first evaluation that passes.
     assert curves[512].fid.mean(0)[4] == pytest.approx(83.7, abs=0.05)
     assert curves[2048].clip.mean(0)[-1] == pytest.approx(0.201, abs=5e-4)
     means = {}

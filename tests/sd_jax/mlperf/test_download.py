@@ -1,4 +1,4 @@
-"""MLCommons' published sets from a server on this machine and from a store: whole, each hashed."""
+"""Download MLCommons' published sets from a local server and a store, and verify hashes."""
 
 import hashlib
 import http.server
@@ -25,7 +25,7 @@ TOKENIZER = ("open_clip_config.json", "tokenizer.json")
 
 
 def published():
-    """The files of a server by their paths: two lists and a folder for each set."""
+    """Return {path: content} of the server: two lists and a folder for each set."""
     served = {}
     for name, files in SETS.items():
         md5 = "".join(f"{hashlib.md5(c).hexdigest()}  ./{path}\n" for path, c in files.items())
@@ -36,11 +36,11 @@ def published():
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves the server's files, in ranges too."""
+    """Serves files, also ranges of them."""
 
     def do_GET(self):
         start = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") : -1])
-        self.server.asked.append((self.path.rpartition("/")[2], start))
+        self.server.requests.append((self.path.rpartition("/")[2], start))
         if self.path not in self.server.files:
             return self.send_error(404)
         content = self.server.files[self.path].replace(b"URL", self.server.url.encode())
@@ -60,11 +60,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    """The server, whose checkpoint's hash takes the place of the public one's."""
+    """Start the server, and replace the public checkpoint's hash by that of its file."""
     sha256 = {"512-base-ema.ckpt": hashlib.sha256(CHECKPOINT).hexdigest()}
     monkeypatch.setattr(download, "SETS", {MOMENTS: {}, VAE: sha256, CLIP: {}})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.asked, server.files = [], published()
+        server.requests, server.files = [], published()
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         server.url = f"http://127.0.0.1:{server.server_port}"
@@ -73,26 +73,26 @@ def server(monkeypatch):
         thread.join()
 
 
-def asked(server):
-    """What was asked for beside the lists, and forgets it."""
-    found = sorted(one for one in server.asked if not one[0].endswith((".uri", ".md5")))
-    server.asked.clear()
-    return found
+def requests_of(server):
+    """Return and clear the requests, without those for lists."""
+    requests = sorted(one for one in server.requests if not one[0].endswith((".uri", ".md5")))
+    server.requests.clear()
+    return requests
 
 
-def test_one_command_fetches_all_sets_and_names_the_flags(server, tmp_path, capsys):
+def test_one_command_downloads_all_sets_and_prints_the_flags_for_training(server, tmp_path, capsys):
     (tmp_path / CLIP).mkdir()
     for name in TOKENIZER:
         (tmp_path / CLIP / name).touch()
     command = ["mlperf", f"--out={tmp_path}", f"--source={server.url}/metadata"]
     prepare.main([*command, "--dry_run"])
     assert f"would fetch 2 of 2 files from {server.url}/sets/{MOMENTS}" in capsys.readouterr().out
-    assert asked(server) == []
+    assert requests_of(server) == []
     prepare.main(command)
     for name, files in SETS.items():
         for path, content in files.items():
             assert (tmp_path / name / path).read_bytes() == content
-    assert len(asked(server)) == 4
+    assert len(requests_of(server)) == 4
     printed = capsys.readouterr().out.splitlines()
     assert f"{tmp_path / MOMENTS}: 2 files, all with the right hash" in printed
     assert printed[-4:] == [
@@ -102,7 +102,7 @@ def test_one_command_fetches_all_sets_and_names_the_flags(server, tmp_path, caps
         f"--config.evaluation.clip={tmp_path / CLIP}",
     ]
     prepare.main(command)
-    assert asked(server) == []
+    assert requests_of(server) == []
 
 
 def fetch(server, tmp_path, name=VAE, **how):
@@ -115,10 +115,10 @@ def test_a_killed_download_continues(server, tmp_path):
     (tmp_path / VAE / ".512-base-ema.ckpt.version").write_text(TAG)
     fetch(server, tmp_path)
     assert (tmp_path / VAE / "512-base-ema.ckpt").read_bytes() == CHECKPOINT
-    assert asked(server) == [("512-base-ema.ckpt", 1000)]
+    assert requests_of(server) == [("512-base-ema.ckpt", 1000)]
 
 
-def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
+def test_an_incomplete_file_is_an_error_and_a_whole_one_is_hashed_once(
     server, tmp_path, monkeypatch
 ):
     (tmp_path / VAE).mkdir()
@@ -130,13 +130,13 @@ def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
     ):
         fetch(server, tmp_path)
     path.write_bytes(CHECKPOINT)
-    assert fetch(server, tmp_path) == 1 and asked(server) == []
+    assert fetch(server, tmp_path) == 1 and requests_of(server) == []
     record = json.loads((tmp_path / VAE / download.VERIFIED).read_text())
     sha256 = hashlib.sha256(CHECKPOINT).hexdigest()
     assert record == {"512-base-ema.ckpt": [sha256, len(CHECKPOINT)]}
     changed = CHECKPOINT[:-1] + bytes([CHECKPOINT[-1] ^ 1])
     path.write_bytes(changed)
-    fetch(server, tmp_path)  # Known, and as long as it was.
+    fetch(server, tmp_path)  # Its hash is recorded, and its size did not change.
     with pytest.raises(ValueError, match=r"512-base-ema\.ckpt has the wrong hash"):
         fetch(server, tmp_path, verify=True)
     path.write_bytes(CHECKPOINT[:-1])
@@ -144,8 +144,8 @@ def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
         fetch(server, tmp_path)
 
 
-def test_what_a_server_gives_must_have_the_hash_that_is_known(server, tmp_path):
-    """That of the rules, whatever the list says."""
+def test_a_downloaded_file_with_another_hash_is_an_error(server, tmp_path):
+    """The hash in the code takes precedence over the server's list."""
     other = b"another checkpoint"
     server.files[f"/sets/{VAE}/512-base-ema.ckpt"] = other
     md5 = f"{hashlib.md5(other).hexdigest()}  512-base-ema.ckpt\n"
@@ -164,7 +164,9 @@ def test_what_a_server_gives_must_have_the_hash_that_is_known(server, tmp_path):
         ("uri", b"<html>", "must hold the URL of a folder, but holds '<html>'"),
     ],
 )
-def test_a_list_of_another_kind_is_named(server, tmp_path, suffix, content, message):
+def test_malformed_lists_of_files_are_errors_that_name_them(
+    server, tmp_path, suffix, content, message
+):
     server.files[f"/metadata/stable-diffusion-{VAE}.{suffix}"] = content
     with pytest.raises(ValueError, match=message):
         fetch(server, tmp_path)
@@ -173,7 +175,7 @@ def test_a_list_of_another_kind_is_named(server, tmp_path, suffix, content, mess
         fetch(server, tmp_path)
 
 
-def test_a_store_that_fsspec_reads_serves_too(tmp_path):
+def test_sets_can_be_downloaded_from_an_fsspec_store(tmp_path):
     store = fsspec.filesystem("memory")
     for path, content in published().items():
         store.pipe_file(f"/mirror{path}", content.replace(b"URL", b"memory://mirror"))
@@ -185,7 +187,7 @@ def test_a_store_that_fsspec_reads_serves_too(tmp_path):
         assert (tmp_path / MOMENTS / path).read_bytes() == content
 
 
-def test_the_raw_images_are_downloaded_only_if_they_are_named(server, tmp_path, monkeypatch):
+def test_raw_images_are_downloaded_only_on_request(server, tmp_path, monkeypatch):
     monkeypatch.setattr(download, "SETS", {MOMENTS: {}, IMAGES: {}})
     command = ["mlperf", f"--out={tmp_path}", f"--source={server.url}/metadata"]
     prepare.main(command)
@@ -200,7 +202,7 @@ def test_the_raw_images_are_downloaded_only_if_they_are_named(server, tmp_path, 
     assert (tmp_path / "laion-400m-filtered-images-dataset" / "a.tar").read_bytes() == b"tar"
 
 
-def test_the_tokenizer_comes_from_the_hub(tmp_path, monkeypatch):
+def test_the_tokenizer_is_downloaded_from_the_hugging_face_hub(tmp_path, monkeypatch):
     import huggingface_hub
 
     def snapshot(name, allow_patterns, local_dir):
@@ -213,7 +215,7 @@ def test_the_tokenizer_comes_from_the_hub(tmp_path, monkeypatch):
     download.fetch_tokenizer(tmp_path)
     assert (tmp_path / CLIP / "tokenizer.json").is_file()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    download.fetch_tokenizer(tmp_path)  # All there.
+    download.fetch_tokenizer(tmp_path)  # All files exist.
     (tmp_path / CLIP / "tokenizer.json").unlink()
     with pytest.raises(
         OSError, match=r"could not be downloaded \(TypeError\): copy the files config.json, "

@@ -1,4 +1,4 @@
-"""The stand-ins for the benchmark's data and scoring networks open like the real files."""
+"""The tiny replacements for the benchmark's data and scoring networks load like the real files."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_each_caption_has_a_row_and_there_is_a_picture_for_each(folder):
+def test_each_caption_has_a_row_in_the_table_and_a_picture(folder):
     rows = coco.read_tsv(folder / "captions.tsv")
     assert [row.caption for row in rows] == rendering.seen_prompts() + rendering.heldout_prompts()
     assert len(list((folder / "pictures").glob("*.png"))) == len(rows) == 290

@@ -1,4 +1,4 @@
-"""A run's log after a kill: what is whole stays, what is half said goes."""
+"""The log of a killed run keeps complete entries and loses incomplete ones."""
 
 import json
 import sys
@@ -27,12 +27,12 @@ def recovered(tmp_path, events, samples, end=""):
     ]
     path = tmp_path / mllog.RESULT
     path.write_text("".join(lines) + end)
-    kept = mllog.recover(tmp_path, samples)
-    assert mllog.read(path) == kept  # The file is cut down alike.
-    return [(event.key, dict(event.metadata)) for event in kept]
+    events_left = mllog.recover(tmp_path, samples)
+    assert mllog.read(path) == events_left  # The file is truncated to the same events.
+    return [(event.key, dict(event.metadata)) for event in events_left]
 
 
-def test_what_is_whole_stays(tmp_path):
+def test_complete_blocks_and_evaluations_are_kept(tmp_path):
     events = [*HEADER, *block(0, 16), *evaluation(16), *block(16, 32), *evaluation(32)]
     assert recovered(tmp_path, events, 32) == events
     stopped = [*events, ("run_stop", {"status": "success", "samples_count": 32})]
@@ -40,30 +40,30 @@ def test_what_is_whole_stays(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_half_an_evaluation_goes(tmp_path, length):
+def test_an_incomplete_evaluation_is_removed(tmp_path, length):
     whole = [*HEADER, *block(0, 16)]
-    kept = recovered(tmp_path, [*whole, *evaluation(16)[:length]], 16)
-    assert kept == (whole if length < 4 else [*whole, *evaluation(16)])
+    events_left = recovered(tmp_path, [*whole, *evaluation(16)[:length]], 16)
+    assert events_left == (whole if length < 4 else [*whole, *evaluation(16)])
 
 
-def test_a_block_whose_checkpoint_was_not_saved_goes(tmp_path):
+def test_a_block_without_a_saved_checkpoint_is_removed(tmp_path):
     whole = [*HEADER, *block(0, 16)]
     assert recovered(tmp_path, [*whole, *block(16, 32)], 16) == whole
     assert recovered(tmp_path, [*whole, *block(16, 32)[:1]], 16) == whole
 
 
-def test_half_a_line_goes(tmp_path):
+def test_an_incomplete_line_is_removed(tmp_path):
     whole = [*HEADER, *block(0, 16)]
     assert recovered(tmp_path, whole, 16, end=':::MLLOG {"key": ') == whole
 
 
-def test_without_a_checkpoint_or_a_clock_the_run_starts_anew(tmp_path):
+def test_without_a_checkpoint_or_a_started_clock_the_log_is_empty(tmp_path):
     assert recovered(tmp_path, [*HEADER, *block(0, 16)], 0) == []
     assert recovered(tmp_path, HEADER[:1], 16) == []
     assert mllog.recover(tmp_path / "new", 0) == []
 
 
-def test_a_file_of_others_is_left_alone(tmp_path):
+def test_a_result_file_of_another_program_is_an_error(tmp_path):
     (tmp_path / mllog.RESULT).write_text("step 1\n")
     with pytest.raises(
         ValueError,
@@ -72,7 +72,7 @@ def test_a_file_of_others_is_left_alone(tmp_path):
         mllog.recover(tmp_path, 16)
 
 
-def test_without_mlcommons_package_the_remedy_is_said(tmp_path, monkeypatch):
+def test_without_mlcommons_package_the_error_names_the_pip_command(tmp_path, monkeypatch):
     for module in ("mllog.mllog", "rcp_checker.rcp_checker"):
         monkeypatch.setitem(sys.modules, f"mlperf_logging.{module}", None)
     with pytest.raises(ModuleNotFoundError, match="pip install mlperf-logging"):
@@ -81,7 +81,7 @@ def test_without_mlcommons_package_the_remedy_is_said(tmp_path, monkeypatch):
         convergence.judge(512, [1, 2, 3])
 
 
-def test_a_run_goes_on_in_its_file(tmp_path):
+def test_a_continued_run_appends_to_its_log(tmp_path):
     for value in (1, 2):
         log = mllog.open_log(tmp_path)
         log.event("seed", value)

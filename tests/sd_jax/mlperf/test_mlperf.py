@@ -1,8 +1,8 @@
-"""The benchmark in miniature from start to result, judged by MLPerf's own checkers.
+"""A tiny version of the benchmark runs from start to result, and MLPerf's checkers accept it.
 
-Its processes draw ten pictures for each of two evaluations, of which the second meets the targets.
-One run has the real networks, tiny, and one evaluation, for they take long to compile; in the
-others grey images stand for theirs (see tiny_mlperf).
+Its processes sample ten pictures for each of two evaluations. The second meets the targets.
+One run has tiny versions of the real networks, which take long to compile, and one evaluation. In
+the others, grey images replace the networks (see tiny_mlperf).
 """
 
 import shutil
@@ -31,24 +31,24 @@ ONCE = (
 
 
 def complies(path):
-    """Whether MLCommons' checker passes a file, warnings as errors."""
+    """Return whether MLCommons' checker accepts a file, with warnings as errors."""
     checker = mlp_compliance.make_checker("training", "5.0.0", False, True)
     return mlp_compliance.main(str(path), "training_5.0.0/common.yaml", checker)[0]
 
 
-def said(path):
-    """A log without its times."""
+def logged(path):
+    """Return the events of a log without their times."""
     return [(e.key, e.value, dict(e.metadata)) for e in mllog.read(path)]
 
 
 def run(folder, name, *arguments, count=1, devices=2, code=0):
-    """The command's workdir, FOLDER/NAME, and what it said."""
-    given = ("--seed=7", "--eval_batch=2", f"--workdir={folder / name}", *arguments)
+    """Run the command, and return its workdir FOLDER/NAME and its output."""
+    flags = ("--seed=7", "--eval_batch=2", f"--workdir={folder / name}", *arguments)
     config = f"--config=tests/sd_jax/tiny_benchmark.py:{folder}"
     command = "tests.sd_jax.tiny_mlperf"
-    group = Group(folder / "said", count, command, config, *given, devices=devices)
-    assert group.end() == [code] * count, group.said()
-    return folder / name, group.said()
+    group = Group(folder / "output", count, command, config, *flags, devices=devices)
+    assert group.end() == [code] * count, group.printed()
+    return folder / name, group.printed()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    """The workdir of a run that is left alone."""
+    """Return the workdir of a run without interruptions."""
     workdir, console = run(folder, "whole", "--toy")
     (workdir / "console.txt").write_text(console)
     return workdir
@@ -70,14 +70,14 @@ def features(workdir, step):
 
 
 @pytest.mark.slow
-def test_the_real_networks_meet_their_target(tmp_path):
+def test_a_run_with_the_real_networks_meets_its_target(tmp_path):
     folder = tiny_benchmark.write(tmp_path, mean=0.0)
     once = f"--config.steps={INTERVAL}"
     workdir, _ = run(folder, "real", once, devices=1)
     path = workdir / "result.txt"
     result = convergence.read(path)
     assert result.status == "aborted" and result.evaluations[FIRST]["FID"] > 90
-    # The target becomes what was drawn; the log ends there, and the checkpoint draws it again.
+    # The sampled images become the target. The checkpoint samples them again, and meets it.
     tiny_benchmark.write_reference(folder, gaussian(features(workdir, INTERVAL)["inception"]))
     path.write_text(path.read_text().partition('"key": "eval_start"')[0])
     shutil.rmtree(workdir / "evaluation")
@@ -89,7 +89,7 @@ def test_the_real_networks_meet_their_target(tmp_path):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
+def test_the_checker_accepts_the_result_and_needs_every_key(whole, tmp_path):
     path, other = whole / "result.txt", tmp_path / "result.txt"
     assert complies(path)
     assert SeedChecker("5.0.0").check_seeds([str(path)])
@@ -98,28 +98,28 @@ def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
         other.write_text("".join(line for line in lines if f'"key": "{key}"' not in line))
         assert not complies(other), key
     other.write_text("".join(line for line in lines if f'"samples_count": {FIRST}' not in line))
-    assert not complies(other)  # One evaluation is too few.
+    assert not complies(other)  # One evaluation is not enough.
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_neither_step_nor_evaluation_is_compiled_on_the_clock(whole):
-    """Of two intervals and two evaluations; the data are opened after the clock starts."""
+def test_nothing_is_compiled_after_the_clock_starts(whole):
+    """The data is opened right after the clock starts."""
     before, opened, after = (whole / "console.txt").read_text().partition("tars listed")
     assert before.count("compiling the step") == 1 and opened and "compil" not in after.lower()
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_result_says_what_was_done(whole):
+def test_the_result_logs_settings_blocks_and_evaluations(whole):
     result = convergence.read(whole / "result.txt")
     assert (result.status, result.samples_to_target) == ("success", SECOND)
     values = {event.key: event.value for event in mllog.read(whole / "result.txt")}
     assert values["seed"] == 7 and values["train_samples"] == 24
     assert values["eval_samples"] == CAPTIONS and values["opt_base_learning_rate"] == 0.05
-    places = {metadata["file"] for _, _, metadata in said(whole / "result.txt")}
-    assert places == {"sd_jax/mlperf/run.py"}
-    blocks = [(key, metadata["samples_count"]) for key, _, metadata in said(whole / "result.txt")
+    source_files = {metadata["file"] for _, _, metadata in logged(whole / "result.txt")}
+    assert source_files == {"sd_jax/mlperf/run.py"}
+    blocks = [(key, metadata["samples_count"]) for key, _, metadata in logged(whole / "result.txt")
               if key.startswith(("block", "eval_st"))]  # fmt: skip
     assert blocks == [
         ("block_start", 0), ("block_stop", FIRST), ("eval_start", FIRST), ("eval_stop", FIRST),
@@ -130,7 +130,7 @@ def test_the_result_says_what_was_done(whole):
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_the_scores_are_of_each_caption_once(whole, folder):
+def test_scores_are_computed_from_one_image_per_caption(whole, folder):
     real = frechet.reference(stats_files.read(folder / "reference.npz").gaussian)
     for samples, scores in convergence.read(whole / "result.txt").evaluations.items():
         rows = features(whole, samples // BATCH)
@@ -141,28 +141,28 @@ def test_the_scores_are_of_each_caption_once(whole, folder):
 
 
 @pytest.mark.slow
-def test_stopped_anywhere_it_ends_alike(whole, folder):
+def test_a_run_that_was_killed_at_any_point_ends_with_the_same_log(whole, folder):
     for kill, code in (("training", -9), ("stop", 143), ("saving", -9), ("evaluation", -9)):
         workdir, _ = run(folder, "killed", "--toy", f"--kill={kill}", code=code)
         if kill == "stop":
             assert restore.steps(workdir / "checkpoints") == [INTERVAL, INTERVAL + 1]
     with (workdir / "result.txt").open("a") as file:
-        file.write(':::MLLOG {"namespace": "", "time')  # Killed in a line.
+        file.write(':::MLLOG {"namespace": "", "time')  # As if killed within a line.
     run(folder, "killed", "--toy")
     assert complies(workdir / "result.txt")
-    assert said(workdir / "result.txt") == said(whole / "result.txt")
+    assert logged(workdir / "result.txt") == logged(whole / "result.txt")
 
 
 @pytest.mark.slow
-def test_two_processes_say_the_same(whole, folder):
+def test_two_processes_log_the_same_events_as_one(whole, folder):
     workdir, _ = run(folder, "two", "--toy", count=2, devices=1)
     assert complies(workdir / "result.txt")
-    assert said(workdir / "result.txt") == said(whole / "result.txt")
+    assert logged(workdir / "result.txt") == logged(whole / "result.txt")
 
 
 @pytest.mark.gate
 @pytest.mark.slow
-def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):
+def test_evaluation_after_training_does_not_count_as_training_time(whole, folder):
     workdir, _ = run(folder, "later", "--toy", "--mode=train")
     assert convergence.read(workdir / "result.txt").status == "running"
     run(folder, "later", "--toy", "--mode=evaluate")
@@ -177,6 +177,6 @@ def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):
 
 def test_moments_of_another_shape_are_an_error_before_training(folder):
     tiny_benchmark.write_moments(folder / "wrong", (4, 4, 6))
-    workdir, said = run(folder, "bad", "--toy", f"--config.data.path={folder}/wrong", code=2)
-    assert "moments have shape [6, 4, 4], but the config expects [8, 4, 4]" in said
+    workdir, printed = run(folder, "bad", "--toy", f"--config.data.path={folder}/wrong", code=2)
+    assert "moments have shape [6, 4, 4], but the config expects [8, 4, 4]" in printed
     assert not (workdir / "checkpoints").exists()

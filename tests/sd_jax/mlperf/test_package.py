@@ -1,4 +1,4 @@
-"""A submission, by what MLCommons' own package checker says of it."""
+"""MLCommons' package checker accepts our submissions."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ HYPERPARAMETERS = {
 
 
 def write_run(workdir, seed, cleared=True, org="us"):
-    """The log and the manifest that a whole run of the closed division leaves."""
+    """Write the log and the manifest of a complete run in the closed division."""
     log = mllog.open_log(workdir)
     log.event("cache_clear", cleared)
     log.event("submission_benchmark", rules.NAME)
@@ -59,10 +59,10 @@ def runs(tmp_path_factory):
     return [write_run(folder / str(i), seed=100 + i) for i in range(10)]
 
 
-def test_mlcommons_checker_accepts_what_the_command_packs(runs, tmp_path, caplog):
+def test_mlcommons_checker_accepts_a_packed_submission(runs, tmp_path, caplog):
     (tmp_path / "system.json").write_text('{"host_processor_core_count": "96", "sw_notes": "hi"}')
-    given = [str(path) for path in runs] + ["--package", str(tmp_path / "packed")]
-    ended = commands.run("sd_jax.rcp", *given, "--system", str(tmp_path / "system.json"))
+    arguments = [str(path) for path in runs] + ["--package", str(tmp_path / "packed")]
+    ended = commands.run("sd_jax.rcp", *arguments, "--system", str(tmp_path / "system.json"))
     assert ended.code == 0, ended.err
     folder = tmp_path / "packed" / "us"
     assert f"python -m mlperf_logging.package_checker {folder} training 5.0.0" in ended.out
@@ -82,17 +82,17 @@ def test_mlcommons_checker_accepts_what_the_command_packs(runs, tmp_path, caplog
     assert not list(code.rglob("__pycache__"))
 
 
-def test_caches_that_were_not_cleared_are_pointed_out(runs, tmp_path, capsys):
+def test_packing_warns_about_runs_with_uncleared_caches(runs, tmp_path, capsys):
     other = write_run(tmp_path / "9", seed=7, cleared=False)
     rcp.pack(tmp_path / "packed", [*runs[:9], other], None)
-    said = capsys.readouterr().out
-    assert f"{other} does not state that the system's caches were cleared" in said
-    assert said.count("caches were cleared") == 1
+    printed = capsys.readouterr().out
+    assert f"{other} does not state that the system's caches were cleared" in printed
+    assert printed.count("caches were cleared") == 1
     system = json.loads((tmp_path / "packed/us/systems/eight_h100.json").read_text())
     assert system["sw_notes"].startswith("code sha256 ")
 
 
-def test_runs_that_are_no_submission_are_refused_before_anything_is_written(runs, tmp_path):
+def test_runs_that_are_not_a_valid_submission_are_errors_and_write_nothing(runs, tmp_path):
     def refused(paths):
         with pytest.raises(ValueError) as error:
             package.write(tmp_path / "packed", paths, {})

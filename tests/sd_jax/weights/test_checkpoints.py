@@ -1,4 +1,4 @@
-"""Whole checkpoints in files and folders: what is found in them, and what is written."""
+"""Whole checkpoints are read from and written to files and folders."""
 
 import functools
 import json
@@ -58,7 +58,7 @@ def text_state(version):
     return {f"{prefix}{n}": w for n, w in weights.items() if n.startswith(first)}
 
 
-# The heads of a text tower, which no yaml of LDM's states, are written here alone.
+# No yaml of LDM states the heads of a text tower, so they are only defined here.
 YAML = """
 model:
   target: ldm.models.diffusion.ddpm.LatentDiffusion
@@ -76,7 +76,7 @@ model:
 
 
 def compvis(version="1.x"):
-    """As CompVis trains: raw weights, averages twice as large, buffers, a text encoder."""
+    """Return a state dict like CompVis': raw weights, doubled averages, buffers, a text encoder."""
     unet = unet_state()
     averages = {"diffusion_model" + name.replace(".", ""): 2 * w for name, w in unet.items()}
     return {
@@ -99,11 +99,11 @@ def folder(tmp_path_factory):
 
 
 def load(path, *arguments):
-    """A file beside its ldm.yaml."""
+    """Load a file with the ldm.yaml in its folder."""
     return checkpoints.load(path, *arguments, config=path.with_name("ldm.yaml"))
 
 
-def test_averages_or_raw_weights_are_chosen_by_name(folder):
+def test_ema_selects_averages_or_raw_weights_of_a_file(folder):
     averaged, raw = (load(folder / "a.npz", ema).unet for ema in ("ema", "raw"))
     assert averaged.network == WIDE and averaged.text_width == 24
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), averaged.params, raw.params)
@@ -119,7 +119,7 @@ def test_averages_or_raw_weights_are_chosen_by_name(folder):
     ]
 
 
-def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
+def test_a_written_diffusers_folder_is_read_back_bit_for_bit(folder):
     read = load(folder / "a.npz")
     assert checkpoints.equal(read, checkpoints.load(folder / "d"))
     assert checkpoints.load(folder / "d" / "vae").vae.network == SMALL_VAE
@@ -139,7 +139,7 @@ def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
 
 @pytest.mark.parametrize("dialect", ["ldm", "nemo"])
 @pytest.mark.parametrize("version", ["a", "b"])
-def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialect, version):
+def test_a_written_file_is_read_back_bit_for_bit(folder, tmp_path, dialect, version):
     read = load(folder / f"{version}.npz")
     path = tmp_path / f"{dialect}.safetensors"
     checkpoints.save_file(read, path, dialect)
@@ -148,7 +148,7 @@ def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialec
     assert f"{last[dialect]}.bias" in safetensors.numpy.load_file(path)
 
 
-def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_path):
+def test_openclips_last_layer_is_not_loaded_and_is_written_as_zeros(folder, tmp_path):
     read = load(folder / "b.npz")
     assert (read.text.tower.num_layers, read.text.pads_with_0) == (1, True)
     assert read.report[2].startswith("text: 29 arrays, without OpenCLIP's last layer, ")
@@ -162,7 +162,7 @@ def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_pa
 
 
 @pytest.mark.parametrize("version", ["a", "b"])
-def test_the_text_encoder_goes_to_transformers_names(folder, tmp_path, version):
+def test_the_text_encoder_is_saved_with_names_of_transformers(folder, tmp_path, version):
     read = load(folder / f"{version}.npz")
     checkpoints.save_diffusers(read, tmp_path / "d")
     assert checkpoints.equal(read, checkpoints.load(tmp_path / "d"))
@@ -173,7 +173,7 @@ def test_the_text_encoder_goes_to_transformers_names(folder, tmp_path, version):
     assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
 
 
-def test_a_text_encoder_of_another_kind_is_left_out(tmp_path):
+def test_a_text_encoder_other_than_clip_is_not_loaded(tmp_path):
     state = {n: w for n, w in compvis().items() if not n.startswith("cond_stage_model.")}
     np.savez(tmp_path / "a.npz", **state, **{"cond_stage_model.bert.x": np.zeros(1)})
     (tmp_path / "ldm.yaml").write_text(YAML)
@@ -209,14 +209,14 @@ def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
         ({"prediction_type": "sample"}, "type is 'sample', but only epsilon and v_prediction"),
     ],
 )
-def test_another_schedule_is_refused(folder, tmp_path, config, message):
+def test_an_unsupported_noise_schedule_is_an_error(folder, tmp_path, config, message):
     checkpoints.save_diffusers(checkpoints.load(folder / "d"), tmp_path / "d")
     (tmp_path / "d" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         checkpoints.load(tmp_path / "d")
 
 
-def test_another_pipeline_is_refused(folder, tmp_path):
+def test_a_folder_of_another_pipeline_is_an_error(folder, tmp_path):
     index = json.loads((folder / "d" / "model_index.json").read_text())
     index |= {"_class_name": "StableDiffusionXLPipeline"}
     index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
@@ -226,8 +226,8 @@ def test_another_pipeline_is_refused(folder, tmp_path):
         checkpoints.load(tmp_path)
 
 
-def test_a_folder_in_shards_and_pickles_is_the_same(folder, tmp_path):
-    """As diffusers wrote them, and as transformers once did."""
+def test_a_folder_with_shards_or_pickles_loads_the_same_weights(folder, tmp_path):
+    """diffusers writes shards, and old versions of transformers wrote pickles."""
     shutil.copytree(folder / "d", tmp_path / "d")
     stems = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model",
              "text_encoder": "pytorch_model"}  # fmt: skip
@@ -246,11 +246,11 @@ def test_a_folder_in_shards_and_pickles_is_the_same(folder, tmp_path):
     assert checkpoints.equal(checkpoints.load(tmp_path / "d"), checkpoints.load(folder / "d"))
 
 
-def test_mlperfs_groups_are_said_by_hand(folder):
+def test_the_number_of_norm_groups_can_be_given(folder):
     assert load(folder / "a.npz", "ema", 16).unet.network.norm_groups == 16
 
 
-def test_names_without_prefixes_are_one_networks(folder, tmp_path):
+def test_a_file_without_prefixes_holds_a_single_network(folder, tmp_path):
     np.savez(tmp_path / "unet.npz", **unet_state())
     np.savez(tmp_path / "vae.npz", **vae_state())
     unet = checkpoints.load(tmp_path / "unet.npz", config=folder / "ldm.yaml")
@@ -275,7 +275,7 @@ def test_names_without_prefixes_are_one_networks(folder, tmp_path):
         ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; unknown none. Read"),
     ],
 )
-def test_strays_are_listed(tmp_path, change, message):
+def test_missing_and_extra_arrays_are_errors_that_list_them(tmp_path, change, message):
     state = {name: w for name, w in (compvis() | change).items() if w is not None}
     np.savez(tmp_path / "a.npz", **state)
     (tmp_path / "ldm.yaml").write_text(YAML)
@@ -283,7 +283,7 @@ def test_strays_are_listed(tmp_path, change, message):
         load(tmp_path / "a.npz")
 
 
-def test_marks_of_a_file_are_used_and_arrays_of_other_networks_are_counted(folder, tmp_path):
+def test_markers_in_a_file_are_used_and_arrays_of_other_networks_are_counted(folder, tmp_path):
     strays = ["denoiser.sigmas", "safety_checker.a", "safety_checker.b", "cond_stage_model_ema.x",
               "embedding_manager.y"]  # fmt: skip
     state = compvis() | {name: np.ones(1) for name in strays}
@@ -303,12 +303,12 @@ def test_marks_of_a_file_are_used_and_arrays_of_other_networks_are_counted(folde
     checkpoints.save_file(from_folder, tmp_path / "b.safetensors")
     again = checkpoints.load(tmp_path / "b.safetensors")
     eps = YAML.replace("timesteps: 1000", "timesteps: 1000\n    parameterization: eps")
-    (tmp_path / "ldm.yaml").write_text(eps)  # The mark goes before a config.
+    (tmp_path / "ldm.yaml").write_text(eps)  # The marker takes precedence over the config.
     assert load(tmp_path / "a.npz").predicts == "v" and load(folder / "a.npz").predicts is None
     assert again.predicts == "v" and again.scheduler == read.scheduler
 
 
-def test_a_file_with_nothing_but_averages_is_read(folder, tmp_path):
+def test_a_file_with_only_averages_can_be_loaded(folder, tmp_path):
     state = {n: w for n, w in compvis().items() if not n.startswith("model.diffusion_model.")}
     np.savez(tmp_path / "a.npz", **state)
     (tmp_path / "ldm.yaml").write_text(YAML)
@@ -318,13 +318,13 @@ def test_a_file_with_nothing_but_averages_is_read(folder, tmp_path):
 
 
 @pytest.mark.parametrize("unet", [UNet(), UNet(num_heads=8, linear_projections=False)])
-def test_names_of_averages_get_their_dots_back(unet):
+def test_dots_are_restored_in_names_of_averages(unet):
     abstract = names.abstract_unet(unet, 768)
     for entry in names.unet_table(abstract, unet, "ldm"):
         assert file_parts._dotted(entry.torch.replace(".", "")) == entry.torch
 
 
-def test_text_names_without_their_prefix_are_read(folder, tmp_path):
+def test_text_encoder_names_without_prefix_can_be_loaded(folder, tmp_path):
     state = {n.replace("transformer.text_model.", "transformer."): w for n, w in compvis().items()}
     np.savez(tmp_path / "a.npz", **state)
     (tmp_path / "ldm.yaml").write_text(YAML)
@@ -332,16 +332,16 @@ def test_text_names_without_their_prefix_are_read(folder, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_short_floats_in_a_file_become_float32(folder, tmp_path, dtype):
+def test_16_bit_and_8_bit_floats_are_loaded_as_float32(folder, tmp_path, dtype):
     short = {n: w.astype(jnp.dtype(dtype)) for n, w in compvis().items()}
-    safetensors.numpy.save_file(short, tmp_path / "a.ckpt")  # A renamed file, too.
+    safetensors.numpy.save_file(short, tmp_path / "a.ckpt")  # The file is also renamed.
     (tmp_path / "ldm.yaml").write_text(YAML)
     read, whole = load(tmp_path / "a.ckpt"), load(folder / "a.npz")
     rounded = jax.tree.map(lambda w: w.astype(dtype).astype("float32"), whole.vae.params)
     jax.tree.map(np.testing.assert_array_equal, read.vae.params, rounded)
 
 
-def test_the_folder_of_a_hub_cache_and_its_raw_weights_are_found(folder, tmp_path):
+def test_a_folder_of_the_hugging_face_cache_can_be_loaded(folder, tmp_path):
     cache = tmp_path / "models--a--b"
     shutil.copytree(folder / "d", cache / "snapshots" / "12ab")
     assert checkpoints.equal(checkpoints.load(cache), checkpoints.load(folder / "d"))
@@ -358,13 +358,13 @@ def test_the_folder_of_a_hub_cache_and_its_raw_weights_are_found(folder, tmp_pat
     checkpoints.load(cache)
 
 
-def test_what_cannot_be_written_or_read_is_said(folder, tmp_path):
+def test_wrong_targets_and_options_are_errors_and_write_nothing(folder, tmp_path):
     read = checkpoints.load(folder / "d")
     with pytest.raises(ValueError, match="is not empty: choose a new folder"):
         checkpoints.save_diffusers(read, folder)
     with pytest.raises(ValueError, match="--predicts=x0: choose from eps, v"):
         checkpoints.save_diffusers(read, tmp_path / "x", "x0")
-    assert not list(tmp_path.iterdir())  # Whole or not at all.
+    assert not list(tmp_path.iterdir())  # No incomplete file remains.
     with pytest.raises(ValueError, match=r"--names=diffusers: for a file .* choose ldm or nemo"):
         checkpoints.save_file(read, tmp_path / "a.npz", "diffusers")
     with pytest.raises(ValueError, match=r"must end in \.safetensors or \.npz"):

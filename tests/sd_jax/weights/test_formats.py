@@ -1,4 +1,4 @@
-"""Configs of LDM, NeMo and diffusers: read, written, guessed from weights, refused."""
+"""Configs of LDM, NeMo and diffusers are read, written and inferred from weights."""
 
 import re
 
@@ -10,7 +10,7 @@ from sd_jax.weights import formats
 from tests.parity.sd import ldm_vae
 from tests.sd_jax.cases import TINY, TINY_VAE, unet_weights, vae_weights
 
-# As CompVis' v1-inference.yaml and Stability's v2-inference.yaml have them.
+# From CompVis' v1-inference.yaml and Stability's v2-inference.yaml.
 SD1 = dict(
     image_size=32, in_channels=4, out_channels=4, model_channels=320,
     attention_resolutions=[4, 2, 1], num_res_blocks=2, channel_mult=[1, 2, 4, 4], num_heads=8,
@@ -23,7 +23,7 @@ SD2 = SD1 | dict(
 V1 = UNet(num_heads=8, linear_projections=False)
 
 
-def test_ldms_configs_are_the_models_of_their_names():
+def test_ldms_configs_give_the_networks_of_1_x_and_2_x():
     assert formats.unet_from_ldm(SD1) == V1
     assert formats.unet_from_ldm(SD2) == UNet()
     assert formats.unet_from_ldm(SD2, 16) == UNet(norm_groups=16)
@@ -31,7 +31,7 @@ def test_ldms_configs_are_the_models_of_their_names():
 
 
 @pytest.mark.parametrize("unet", [V1, UNet(), UNet(transformer_depth=2, attention_levels=(1, 2))])
-def test_a_unet_goes_to_diffusers_and_back(unet):
+def test_a_unet_config_converts_to_diffusers_and_back(unet):
     config = formats.unet_to_diffusers(unet, 768)
     assert formats.unet_from_diffusers(config) == unet
 
@@ -40,11 +40,11 @@ def test_a_unet_goes_to_diffusers_and_back(unet):
     "unet",
     [V1, UNet(norm_groups=16), UNet(head_dim=40, num_res_blocks=(1, 2, 2, 2), in_channels=9)],
 )
-def test_a_unet_goes_to_ldm_and_back(unet):
+def test_a_unet_config_converts_to_ldm_and_back(unet):
     assert formats.unet_from_ldm(formats.unet_to_ldm(unet, 768)) == unet
 
 
-def test_the_size_of_latents_is_one_number():
+def test_the_latent_size_is_read_and_must_be_square():
     assert [formats.latent_size(c) for c in ({}, {"sample_size": 96}, {"sample_size": [8, 8]})] == [
         64, 96, 8,
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_the_size_of_latents_is_one_number():
         formats.latent_size({"sample_size": [64, 96]})
 
 
-def test_diffusers_configs_say_heads_as_its_own_files_do():
+def test_attention_heads_in_diffusers_configs_match_published_files():
     assert formats.unet_to_diffusers(V1, 768)["attention_head_dim"] == 8
     assert formats.unet_to_diffusers(UNet(), 1024)["attention_head_dim"] == [5, 10, 20, 20]
     assert formats.vae_from_diffusers(formats.vae_to_diffusers(VAE())) == VAE()
@@ -61,12 +61,12 @@ def test_diffusers_configs_say_heads_as_its_own_files_do():
 @pytest.mark.parametrize(
     "change",
     [
-        # As the released models have them: 8 heads, or heads 64 wide.
+        # Like in the released models: 8 heads, or heads of width 64.
         dict(num_heads=8, transformer_depth=2, num_res_blocks=[2, 1], attention_resolutions=[2]),
         dict(num_heads=-1, num_head_channels=64, use_linear_in_transformer=True, model_channels=64),
     ],
 )
-def test_weights_alone_tell_the_rest(change):
+def test_networks_are_inferred_from_their_weights(change):
     unet = formats.unet_from_ldm(TINY | {"in_channels": 9} | change)
     for dialect in ("ldm", "nemo"):
         assert formats.unet_from_weights(unet_weights(unet, dialect)) == unet
@@ -124,12 +124,12 @@ def test_weights_alone_tell_the_rest(change):
         ),
     ],
 )
-def test_a_config_of_another_model_says_what_is_not_here(read, config, message):
+def test_unsupported_config_fields_are_errors_that_name_them(read, config, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(config)
 
 
-def test_mlperfs_groups_do_not_go_to_diffusers():
+def test_networks_that_diffusers_cannot_express_are_errors():
     with pytest.raises(ValueError, match=r"unet\.norm_groups is 16, but diffusers needs 32"):
         formats.unet_to_diffusers(UNet(norm_groups=16), 1024)
     with pytest.raises(ValueError, match=r"channel_mult is \(2, 4\), but in diffusers the first"):

@@ -1,4 +1,4 @@
-"""What arrays do not show: heads from LDM's yaml, NeMo's config or metadata, or a refusal."""
+"""The number of attention heads is read from LDM's yaml, NeMo's config or metadata."""
 
 import functools
 import io
@@ -17,7 +17,7 @@ from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import TEXT_WIDTH, unet_weights
 from tests.sd_jax.weights.test_checkpoints import text_state
 
-# 1.x's kind of layers, with 4 heads where the published models have 8.
+# Layers like in 1.x, but with 4 heads instead of the published 8.
 FOUR = UNet(32, (1, 2), 1, (1,), num_heads=4, linear_projections=False, norm_groups=16)
 FIELDS = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1, "num_heads": 4,
           "attention_resolutions": [2], "num_head_channels": -1}  # fmt: skip
@@ -48,12 +48,12 @@ def file(tmp_path):
     return tmp_path / "a.npz"
 
 
-def test_heads_that_nothing_says_are_refused(file):
+def test_an_unknown_number_of_attention_heads_is_an_error(file):
     message = "the UNet has width 32 and 2 levels, and the number of attention heads is known only"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}.*--config=v1-inference\.yaml"):
         checkpoints.load(file)
     linear = {n: w[..., 0, 0] if w.ndim == 4 and ".proj_" in n else w for n, w in state().items()}
-    np.savez(file.with_name("linear.npz"), **linear)  # 64 would not even divide its width.
+    np.savez(file.with_name("linear.npz"), **linear)  # Heads of width 64 would not even divide it.
     with pytest.raises(ValueError, match=message):
         checkpoints.load(file.with_name("linear.npz"))
     read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
@@ -66,15 +66,15 @@ def test_heads_that_nothing_says_are_refused(file):
     "unet",
     [UNet(), UNet(num_heads=8, linear_projections=False, in_channels=9), UNet(norm_groups=16)],
 )
-def test_the_published_sizes_are_known(unet):
+def test_unets_of_published_sizes_are_recognized(unet):
     assert formats.is_published(unet)
     assert not formats.is_published(unet.clone(width=640)) and not formats.is_published(FOUR)
 
 
-def test_ldms_yaml_says_heads_scale_size_and_what_is_predicted(file, tmp_path):
+def test_ldms_yaml_gives_heads_scale_size_and_prediction(file, tmp_path):
     params = {"target": "UNetModel", "params": FIELDS}
-    said = {"parameterization": "v", "image_size": 32, "scale_factor": 0.5, "timesteps": 1000}
-    path = written(tmp_path / "v.yaml", of_model(unet_config=params, **said))
+    fields = {"parameterization": "v", "image_size": 32, "scale_factor": 0.5, "timesteps": 1000}
+    path = written(tmp_path / "v.yaml", of_model(unet_config=params, **fields))
     read = checkpoints.load(file, norm_groups=16, config=path)
     assert read.unet.network == FOUR
     assert (read.predicts, read.latent_size, read.scale) == ("v", 32, 0.5)
@@ -82,7 +82,7 @@ def test_ldms_yaml_says_heads_scale_size_and_what_is_predicted(file, tmp_path):
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.npz"])
 @pytest.mark.parametrize("dialect", ["ldm", "nemo"])
-def test_a_file_written_here_says_all_of_it(file, tmp_path, name, dialect):
+def test_a_file_that_we_wrote_needs_no_config(file, tmp_path, name, dialect):
     config = of_model(unet_config={"params": FIELDS},
                       cond_stage_config={"params": {"num_attention_heads": 3}})  # fmt: skip
     path = written(tmp_path / "v.yaml", config)
@@ -95,7 +95,7 @@ def test_a_file_written_here_says_all_of_it(file, tmp_path, name, dialect):
     assert (again.predicts, again.latent_size, again.scale) == ("v", 96, 0.3)
 
 
-def test_nemos_own_config_says_it_too(tmp_path):
+def test_nemos_config_gives_heads_prediction_and_size(tmp_path):
     torch_writer.save(tmp_path / "w.ckpt", {f"model.{name}": w for name, w in state().items()})
     fields = {"_target_": "UNetModel", **FIELDS, "resblock_gn_groups": 16}
     config = {"unet_config": fields, "parameterization": "v", "image_size": 32}
@@ -117,12 +117,12 @@ def test_training_from_a_file_takes_heads_from_the_config(file):
     np.testing.assert_array_equal(kernel, expected)
 
 
-def test_only_the_parts_that_are_wanted_are_read(file):
-    read = checkpoints.load(file, parts=("text",))  # The UNet's heads do not matter then.
+def test_only_the_requested_parts_are_loaded(file):
+    read = checkpoints.load(file, parts=("text",))  # So the UNet's heads may be unknown.
     assert read.unet is None and read.report[0].startswith("text: ")
 
 
-def test_facts_go_out_and_back():
+def test_written_configs_are_read_back_unchanged():
     text = {"num_attention_heads": 12, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
     for unet in (
         FOUR,
@@ -147,14 +147,14 @@ def test_facts_go_out_and_back():
         (of_model(unet_config={"params": {"a": 1}}), "lacks model_channels, attention_resolutions"),
     ],
 )
-def test_another_config_is_refused(file, tmp_path, content, message):
+def test_wrong_config_files_are_errors(file, tmp_path, content, message):
     path = tmp_path / "v.yaml"
     path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     with pytest.raises(ValueError, match=re.escape(message)):
         checkpoints.load(file, config=path)
 
 
-def test_a_config_that_is_not_there_or_not_needed_is_said(file, tmp_path):
+def test_a_config_that_is_missing_or_not_needed_is_an_error(file, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"--config=.*nowhere\.yaml does not exist: name"):
         checkpoints.load(file, config="nowhere.yaml")
     with pytest.raises(ValueError, match="is a directory, which has its own configs"):

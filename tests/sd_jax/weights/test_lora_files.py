@@ -1,4 +1,4 @@
-"""LoRA files of diffusers and kohya: what they add to a model's weights, and what is refused."""
+"""LoRA files of diffusers and kohya are added to weights, and wrong files are errors."""
 
 import json
 
@@ -27,7 +27,7 @@ TO_Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 
 @pytest.fixture(scope="module", params=KINDS)
 def opened(request):
-    """A UNet with random numbers in every parameter."""
+    """Return a UNet with random parameters."""
     unet = KINDS[request.param]
     params = names.unet_from_torch(unet_weights(unet), unet, TEXT_WIDTH)
     return Checkpoint(UNetPart(unet, TEXT_WIDTH, params), None, [])
@@ -41,7 +41,9 @@ def factors(opened):
 
 @pytest.mark.parametrize("dialect", lora_files.DIALECTS)
 @pytest.mark.parametrize("strength", [1.0, -0.5])
-def test_what_is_written_is_merged_as_the_run_itself(opened, factors, tmp_path, dialect, strength):
+def test_a_written_lora_file_has_the_effect_of_merging_its_run(
+    opened, factors, tmp_path, dialect, strength
+):
     path = tmp_path / "a.safetensors"
     lora_files.write(path, factors, S, opened.unet.network, dialect)
     merged = lora_files.apply([f"{path}:{strength}"], opened).unet.params
@@ -51,7 +53,7 @@ def test_what_is_written_is_merged_as_the_run_itself(opened, factors, tmp_path, 
     assert not jax.tree.all(jax.tree.map(np.array_equal, merged, opened.unet.params))
 
 
-def test_several_files_add_up(opened, factors, tmp_path):
+def test_several_lora_files_are_added(opened, factors, tmp_path):
     path = tmp_path / lora_files.FILE
     lora_files.write(path, factors, S, opened.unet.network)
     twice = lora_files.apply([f"{tmp_path}:0.25", f"{path}:0.5"], opened).unet.params
@@ -97,7 +99,7 @@ def q_of(checkpoint):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_of_names_is_read(opened, tmp_path, layout):
+def test_lora_files_with_every_layout_of_names_can_be_read(opened, tmp_path, layout):
     down, up = arrays()
     torch_weights.write(
         tmp_path / "a.safetensors", dict(zip(LAYOUTS[layout], (down, up), strict=True))
@@ -107,7 +109,7 @@ def test_every_layout_of_names_is_read(opened, tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    ("alpha", "said", "scale"),
+    ("alpha", "adapter_config", "scale"),
     [
         (4.0, None, 2.0),
         (None, {"unet.lora_alpha": 6}, 3.0),
@@ -117,11 +119,13 @@ def test_every_layout_of_names_is_read(opened, tmp_path, layout):
         (None, None, 1.0),
     ],
 )
-def test_alpha_stands_beside_the_arrays_or_is_the_rank(opened, tmp_path, alpha, said, scale):
+def test_alpha_comes_from_arrays_or_metadata_and_defaults_to_the_rank(
+    opened, tmp_path, alpha, adapter_config, scale
+):
     down, up = arrays()
     state = dict(zip(LAYOUTS["peft"], (down, up), strict=True))
     state |= {f"{TO_Q}.alpha": np.array(alpha, "f4")} if alpha else {}
-    metadata = {"lora_adapter_metadata": json.dumps(said)} if said else None
+    metadata = {"lora_adapter_metadata": json.dumps(adapter_config)} if adapter_config else None
     torch_weights.write(tmp_path / "a.safetensors", state, metadata)
     merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
     np.testing.assert_allclose(q_of(merged) - q_of(opened), scale * (up @ down).T, atol=4e-6)
@@ -140,19 +144,19 @@ PEFTS_OWN = [f"{TO_Q.replace('unet.', 'base_model.model.')}.lora_{half}.weight" 
         ({"lora_alpha": 7, "alpha_pattern": {"q": 3}}, 3.5),
     ],
 )
-def test_the_strength_of_pefts_own_files_is_in_their_config(opened, tmp_path, config, scale):
-    """peft names modules relative to the UNet; patterns match whole ends of these names."""
+def test_the_config_of_a_peft_folder_sets_its_scale(opened, tmp_path, config, scale):
+    """peft's names are relative to the UNet. Patterns match the ends of names."""
     down, up = arrays()
     weights = tmp_path / "adapter_model.safetensors"
     torch_weights.write(weights, dict(zip(PEFTS_OWN, (down, up), strict=True)))
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    for given in (tmp_path, weights):
-        merged = lora_files.apply([f"{given}:0.5"], opened)
+    for lora_path in (tmp_path, weights):
+        merged = lora_files.apply([f"{lora_path}:0.5"], opened)
         change = 0.5 * scale * (up @ down).T
         np.testing.assert_allclose(q_of(merged) - q_of(opened), change, atol=1e-5)
 
 
-def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
+def test_peft_files_without_adapter_config_are_errors(opened, tmp_path):
     torch_weights.write(
         tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
     )
@@ -210,7 +214,7 @@ def test_pefts_own_names_without_their_config_are_refused(opened, tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(opened, tmp_path, state, message):
+def test_lora_arrays_that_do_not_fit_are_errors_of_one_line(opened, tmp_path, state, message):
     path = tmp_path / "a.safetensors"
     torch_weights.write(path, {name: np.ones(shape, "f4") for name, shape in state.items()})
     with pytest.raises(ValueError, match=message) as error:
@@ -235,22 +239,24 @@ def test_what_does_not_fit_is_one_line(opened, tmp_path, state, message):
         ({"peft_type": "LOHA"}, "is an adapter of the type LOHA, not LoRA"),
     ],
 )
-def test_an_adapter_that_is_no_plain_lora_is_named(opened, tmp_path, config, message):
+def test_adapters_other_than_plain_lora_are_errors_that_name_them(
+    opened, tmp_path, config, message
+):
     weights = tmp_path / "adapter_model.safetensors"
     torch_weights.write(weights, dict(zip(PEFTS_OWN, arrays(), strict=True)))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2} | config))
     with pytest.raises(ValueError, match=message):
         lora_files.apply([str(tmp_path)], opened)
     state = dict(zip(LAYOUTS["peft"], arrays(), strict=True))
-    said = {f"unet.{name}": value for name, value in config.items()}
-    metadata = {"lora_adapter_metadata": json.dumps(said)}
+    prefixed_config = {f"unet.{name}": value for name, value in config.items()}
+    metadata = {"lora_adapter_metadata": json.dumps(prefixed_config)}
     torch_weights.write(tmp_path / "a.safetensors", state, metadata)
     with pytest.raises(ValueError, match=message):
         lora_files.apply([str(tmp_path / "a.safetensors")], opened)
 
 
 @pytest.mark.parametrize("init", [True, "gaussian", "eva", "orthogonal"])
-def test_inits_that_leave_the_base_alone_are_taken(opened, tmp_path, init):
+def test_initializations_that_do_not_change_the_base_are_allowed(opened, tmp_path, init):
     torch_weights.write(
         tmp_path / "adapter_model.safetensors", dict(zip(PEFTS_OWN, arrays(), strict=True))
     )
@@ -260,7 +266,7 @@ def test_inits_that_leave_the_base_alone_are_taken(opened, tmp_path, init):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_factors_that_are_not_finite_are_named(opened, tmp_path, value):
+def test_factors_that_are_not_finite_are_errors(opened, tmp_path, value):
     down, up = arrays()
     down[1, 2] = value
     torch_weights.write(
@@ -274,7 +280,7 @@ def test_factors_that_are_not_finite_are_named(opened, tmp_path, value):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_factors_of_short_floats_are_read(opened, tmp_path, dtype):
+def test_16_bit_and_8_bit_factors_can_be_read(opened, tmp_path, dtype):
     down, up = (array.astype(jnp.dtype(dtype)) for array in arrays())
     torch_weights.write(
         tmp_path / "a.safetensors", dict(zip(LAYOUTS["kohya"], (down, up), strict=True))
@@ -284,7 +290,7 @@ def test_factors_of_short_floats_are_read(opened, tmp_path, dtype):
     np.testing.assert_allclose(q_of(merged) - q_of(opened), product, atol=2e-6)
 
 
-def test_a_middle_factor_of_a_convolution_is_multiplied_in(opened, tmp_path):
+def test_the_middle_factor_of_a_convolution_is_used(opened, tmp_path):
     rng, layer = np.random.default_rng(0), "lora_unet_mid_block_resnets_0_conv1"
     factors = {"down": (2, 64, 1, 1), "mid": (3, 2, 3, 3), "up": (64, 3, 1, 1)}
     factors = {k: rng.normal(size=shape).astype("f4") for k, shape in factors.items()}
@@ -299,7 +305,7 @@ def test_a_middle_factor_of_a_convolution_is_multiplied_in(opened, tmp_path):
     )
 
 
-def test_a_lora_in_a_folder_is_found_whatever_its_name(opened, tmp_path):
+def test_a_lora_file_in_a_folder_is_found_with_any_name(opened, tmp_path):
     state = dict(zip(LAYOUTS["peft"], arrays(), strict=True))
     for name in ("pytorch_lora_weights.bin", "my_cat.safetensors", "lora.pt"):
         folder = tmp_path / name.replace(".", "_")
@@ -320,8 +326,8 @@ def test_a_lora_in_a_folder_is_found_whatever_its_name(opened, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "text_model."])
-def test_dreambooths_two_folders_change_both_networks(opened, tmp_path, prefix):
-    """peft names a text encoder's layers as transformers does, which once began with text_model."""
+def test_dreambooth_folders_change_the_unet_and_the_text_encoder(opened, tmp_path, prefix):
+    """peft uses names of transformers, which had the prefix text_model in old versions."""
     read = text.from_ldm(test_checkpoints.text_state("1.x"), {"num_attention_heads": 3})
     opened = opened._replace(text=read)
     q = f"base_model.model.{prefix}encoder.layers.1.self_attn.q_proj"
@@ -340,7 +346,7 @@ def test_dreambooths_two_folders_change_both_networks(opened, tmp_path, prefix):
     np.testing.assert_array_equal(of_text(alone), of_text(merged))
 
 
-def test_a_file_that_is_not_there_and_a_strength_that_is_none():
+def test_a_missing_lora_file_and_an_invalid_strength_are_errors():
     with pytest.raises(FileNotFoundError, match=r"--lora=nope:0\.5: the file nope does not exist"):
         lora_files.apply(["nope:0.5"], Checkpoint(None, None, []))
     with pytest.raises(ValueError, match="the strength must be a finite number"):

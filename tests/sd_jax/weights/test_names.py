@@ -1,4 +1,4 @@
-"""Names and shapes of whole models in three dialects, both ways, and what is refused."""
+"""Names and shapes of whole models are converted between three dialects."""
 
 import functools
 import gzip
@@ -21,12 +21,12 @@ TABLES = json.loads(gzip.decompress((FIXTURES / "param_tables" / "sd.json.gz").r
 V1 = UNet(num_heads=8, linear_projections=False)
 MLPERF = UNet(norm_groups=16)
 LINEAR = dict(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
-# The shapes of whole models, traced once for all dialects.
+# Shapes of whole models, traced once and used for all dialects.
 abstract_unet, abstract_vae = map(functools.cache, (names.abstract_unet, names.abstract_vae))
 
 
 def shapes_in_torch(table, abstract):
-    """Names and shapes, without making a single weight, and the number of parameters."""
+    """Return names with shapes, and the number of parameters, without creating weights."""
     zeros = jax.tree.map(lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), abstract)
     leaves = jax.tree.leaves_with_path(zeros)
     arrays = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in leaves}
@@ -57,7 +57,7 @@ def test_the_whole_vae_has_the_reference_names_shapes_and_count(dialect):
     assert shapes == TABLES[f"vae_{dialect}"]
 
 
-def test_nemos_names_are_the_references():
+def test_nemos_names_match_the_reference():
     theirs = json.loads(np.load(FIXTURES / "sd_unet_block.npz")["nemo"].item())
     config = TINY | LINEAR | dict(channel_mult=[1, 2, 2], attention_resolutions=[1, 2])
     unet = formats.unet_from_ldm(config)
@@ -69,7 +69,7 @@ def test_nemos_names_are_the_references():
 
 @pytest.mark.parametrize("dialect", ["ldm", "nemo", "diffusers"])
 @pytest.mark.parametrize("change", [{"transformer_depth": 2, "num_res_blocks": [2, 1]}, LINEAR])
-def test_a_unets_params_go_out_and_back_bit_for_bit(change, dialect):
+def test_unet_params_convert_to_each_dialect_and_back_bit_for_bit(change, dialect):
     unet = formats.unet_from_ldm(TINY | change)
     state = unet_weights(unet, dialect)
     params = names.unet_from_torch(state, unet, TEXT_WIDTH)
@@ -80,7 +80,7 @@ def test_a_unets_params_go_out_and_back_bit_for_bit(change, dialect):
 
 
 @pytest.mark.parametrize("dialect", ["ldm", "diffusers"])
-def test_a_vaes_params_go_out_and_back_bit_for_bit(dialect):
+def test_vae_params_convert_to_each_dialect_and_back_bit_for_bit(dialect):
     vae = ldm_vae(TINY_VAE)
     state = vae_weights(vae, dialect)
     back = names.vae_to_torch(names.vae_from_torch(state, vae), vae, dialect)
@@ -89,7 +89,7 @@ def test_a_vaes_params_go_out_and_back_bit_for_bit(dialect):
         np.testing.assert_array_equal(back[name], array, strict=True)
 
 
-def test_a_vaes_attention_may_have_the_names_of_older_files():
+def test_older_names_of_vae_attention_can_be_read():
     vae = ldm_vae(TINY_VAE)
     state, older = vae_weights(vae, "diffusers"), {}
     words = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
@@ -102,7 +102,7 @@ def test_a_vaes_attention_may_have_the_names_of_older_files():
     jax.tree.map(np.testing.assert_array_equal, names.vae_from_torch(older, vae), expected)
 
 
-def test_weights_of_another_config_are_an_error_that_names_keys():
+def test_weights_of_another_config_are_errors_that_name_keys():
     unet = formats.unet_from_ldm(TINY)
     state = unet_weights(unet)
     linear = formats.unet_from_ldm(TINY | LINEAR)

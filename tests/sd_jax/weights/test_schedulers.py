@@ -1,7 +1,7 @@
-"""diffusers' schedulers: what each draws, and what it tells the network, reproduced.
+"""Our samplers match diffusers' schedulers: their images, and the times passed to the network.
 
-`diffusers_schedulers.npz` was written by diffusers 0.42 with a closed-form network in place of a
-UNet: configs as in scheduler_config.json, steps, the times told, and the latents at the end.
+`diffusers_schedulers.npz` was written by diffusers 0.42 with a closed-form network instead of a
+UNet. It holds configs as in scheduler_config.json, steps, times and final latents.
 """
 
 import json
@@ -25,7 +25,7 @@ SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"
 
 
 def images(z):
-    """[..., C, H, W] to [..., H, W, C]."""
+    """Transpose [..., C, H, W] to [..., H, W, C]."""
     return jnp.moveaxis(jnp.asarray(z), -3, -1)
 
 
@@ -40,16 +40,18 @@ def name(case):
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=name)
-def test_draws_as_diffusers_does(case):
+def test_times_and_samples_match_those_of_diffusers(case):
     steps, config = CASES[case]
     s = schedulers.read_sampler(config, Sampler(steps=steps))
     check(Sampler, s._asdict(), "sampler")
     predicts, noise = schedulers.read_diffusion(config)
     table = NOISES.function(noise)()
     grid = samplers.sampling_grid(table, s)
-    told = np.asarray(grid.time(grid.sigmas[:-1]))
-    seen = np.array(list(dict.fromkeys(SAVED[f"{case}_times"])))  # Heun's, PNDM's come twice.
-    np.testing.assert_allclose(told[: len(seen)], seen, atol=2e-2)
+    times = np.asarray(grid.time(grid.sigmas[:-1]))
+    expected_times = np.array(
+        list(dict.fromkeys(SAVED[f"{case}_times"]))
+    )  # Heun and PNDM repeat times.
+    np.testing.assert_allclose(times[: len(expected_times)], expected_times, atol=2e-2)
 
     scalings = precond.PRECONDS[predicts](grid.time)
     start = jnp.sqrt(1 + grid.sigmas[0] ** 2) if s.unit_start else grid.sigmas[0]
@@ -62,4 +64,4 @@ def test_draws_as_diffusers_does(case):
     expected = images(SAVED[str(case)])
     error = float(jnp.abs(actual - expected).max() / jnp.abs(expected).max())
     print(f"{error:.1e}")
-    assert error < 3e-5  # Euler from sigma 4096 loses digits in float32; all others reach 5e-6.
+    assert error < 3e-5  # Euler from sigma 4096 loses digits in float32. All others reach 5e-6.

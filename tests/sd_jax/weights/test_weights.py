@@ -1,4 +1,4 @@
-"""The command of the weights: its exit codes, its messages, and what it converts."""
+"""The weights command: conversion, exit codes and messages."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def run(*arguments):
     return commands.run("sd_jax.weights", *arguments, devices=1)
 
 
-def test_convert_says_what_it_mapped_and_that_it_is_the_same(tmp_path):
+def test_convert_prints_what_it_mapped_and_verifies_the_result(tmp_path):
     np.savez(tmp_path / "mlperf.npz", **unet_weights(WIDE))
     (tmp_path / "ldm.yaml").write_text(YAML)
     target = tmp_path / "nemo.safetensors"

@@ -1,0 +1,229 @@
+"""Continue a run in a new workdir with changed settings: --continue_from=RUN.
+
+The new workdir starts with one checkpoint: the state of the other run, in the arrays that the new
+config asks for. From there, training continues as from any other checkpoint of the workdir.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from diffusion_jax import files, runs, systems
+from diffusion_jax.config.settings import Optimizer, Run
+from diffusion_jax.data.pipeline import Batches, OtherData
+from diffusion_jax.devices import distributed
+from diffusion_jax.devices.sharding import placed
+from diffusion_jax.files import checksums, settings_record
+from diffusion_jax.logs import progress, run_log
+from diffusion_jax.train import checkpoint, loop, optimizer
+from diffusion_jax.train.state import TrainState
+from diffusion_jax.weights import finetune, restore
+
+# Prefixes of the config fields that --continue_from accepts: no array has another shape or meaning.
+_CHANGES = (
+    *runs.FREE, "batch_size", "seed", "deterministic", "log.", "optimizer.", "data.", "lora.scale",
+    "text.drop_prob", "text.weights", "text.dtype", "conditioning.drop_to", "unet.weights",
+    "unet.dropout", "unet.dtype", "vae.weights", "vae.dtype", "latents.image_size",
+    "diffusion.offset_noise", "diffusion.distance", "reconstruction.distance", "reconstruction.kl",
+)  # fmt: skip
+_RECORDS = ("data.source", "data.path", "data.mixture", "data.prior")
+"""Config fields that choose the records. If one of them changes, the data start anew."""
+
+
+class Source(NamedTuple):
+    """The checkpoint of another run that a new workdir continues from."""
+
+    run: str
+    """The workdir of the other run."""
+    step: int
+    changed: dict[str, tuple[Any, Any]]
+    """The config fields that differ: name -> (value in the other run, value in the new run)."""
+    adds_lora: bool
+    """Whether the new run trains a LoRA on the weights of the other run."""
+
+    @property
+    def name(self) -> str:
+        """The checkpoint as RUN@STEP, the form in which unet.weights names it."""
+        return f"{self.run}@{self.step}"
+
+    @property
+    def folder(self) -> Any:
+        """The folder of the checkpoint."""
+        return restore.absolute(files.path(self.run) / runs.CHECKPOINTS) / str(self.step)
+
+
+def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Source | None:
+    """Return the checkpoint from which a workdir continues, or None if it needs none.
+
+    It needs none if it has checkpoints of its own. If the start before was killed before it wrote
+    the first one, the result is the checkpoint that this start had chosen.
+
+    Args:
+        workdir: The workdir of the new run.
+        named: The value of --continue_from: RUN, RUN@STEP or RUN:STEP; "" for none. Without a step,
+            it is the newest undamaged checkpoint.
+        config: The config of the new run. If it adds a LoRA and names no weights of its own, its
+            field unet.weights becomes RUN@STEP.
+
+    Raises:
+        ValueError: `workdir` is a run already, or the config changes a setting that has to stay.
+        FileNotFoundError: There is no such run or checkpoint.
+    """
+    distributed.check_equal({"--continue_from": named}, "start all processes with the same value")
+    (run, step), lineage = _parsed(named), run_log.read_lineage(workdir)
+    started = restore.steps(workdir / runs.CHECKPOINTS)
+    if lineage:
+        same = not run or (run == lineage["run"] and step in (None, lineage["step"]))
+        origin, run, step = "{run}@{step}".format(**lineage), lineage["run"], lineage["step"]
+    else:
+        same, origin = not (run and started), "no other run"
+    if not same:
+        raise ValueError(
+            f"--continue_from={named}, but {workdir} holds a run that continues {origin}: choose a "
+            "new --workdir, or leave --continue_from out"
+        )
+    if started and lineage:
+        _adapt(config, f"{run}@{step}", run)
+    if started or not run:
+        return None
+    before, root = runs.load(run), files.path(run) / runs.CHECKPOINTS
+    restore.check_exists(restore.absolute(root), step)
+    newest = restore.newest_sound(root, until=step)
+    if step not in (None, newest):
+        raise restore.Damaged(
+            f"the checkpoint {run}@{step} is damaged: choose another of {restore.steps(root)}"
+        )
+    adds_lora = bool(_rank(config)) and not _rank(before)
+    _adapt(config, f"{run}@{newest}", run)
+    now = json.loads(json.dumps(systems.complete(config)))
+    free = ("version", *_CHANGES, *(["lora."] if adds_lora else []))
+    if refused := settings_record.differences(before, now, free):
+        group = "unet" if "unet" in now else "vae"
+        raise ValueError(
+            f"--continue_from={run} cannot change these settings ({refused}): use the stored "
+            f"values, or start from the weights alone with --config.{group}.weights={run}"
+        )
+    if now["steps"] <= newest:
+        raise ValueError(
+            f"steps is {now['steps']}, but {run}@{newest} has reached step {newest}: raise "
+            "--config.steps, the step at which training ends"
+        )
+    return Source(run, newest, settings_record.changed_fields(before, now, ("version",)), adds_lora)
+
+
+def prepare(
+    source: Source, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
+) -> str:
+    """Move the data to their position in the other run, and return a text on what will change.
+
+    The text has a line each for what changes, what is kept and what starts anew. The arguments are
+    those of `loop.train`. Raises ValueError if the arrays in the checkpoint have other shapes than
+    those of the new run.
+    """
+    abstract = _abstract(inputs, run, settings, mesh)
+    wanted, stored = set(abstract.ema), set(restore.stored(source.folder))
+    kept, anew, dropped = sorted(wanted & stored), sorted(wanted - stored), sorted(stored - wanted)
+    if source.adds_lora:
+        kept, anew, dropped = [], [], sorted(stored)
+        keeps = ["the averaged weights, which the LoRA adapts"]
+        starts = ["the LoRA factors, their averages and the optimizer"]
+    else:
+        checkpoint.check_changed(source.folder, abstract)
+        finetune.check_base(source.run, inputs.base)
+        keeps, starts = ["weights and optimizer"], []
+    keeps += [f"averages {', '.join(kept)}"] if kept else []
+    starts += [f"average {name}, from the weights of step {source.step}" for name in anew]
+    if reason := _move(source, inputs.batches):
+        starts.append(f"the data, because {reason}")
+    else:
+        samples = json.loads(inputs.batches.get_state())["samples"]
+        keeps.append(f"the position in the data (sample {samples:,})")
+    keeps.append(f"the count of steps, for schedule and noise (step {source.step:,})")
+    changes = [f"{name} {old!r} -> {new!r}" for name, (old, new) in source.changed.items()]
+    rows = [
+        ("continues", source.name),
+        ("changes", "; ".join(changes) or "nothing"),
+        ("keeps", "; ".join(keeps)),
+        *([("starts anew", "; ".join(starts))] if starts else []),
+        *([("drops", f"averages {', '.join(dropped)}")] if dropped else []),
+    ]
+    return progress.block(rows)
+
+
+def begin(
+    source: Source, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh,
+    workdir: pathlib.Path, config: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Write the first checkpoint of a workdir, after its lineage and the metrics up to this step.
+
+    The other arguments are those of `loop.train`. `prepare` must have been called.
+    """
+    run_log.begin_from(workdir, source.run, source.step, checksums.fingerprint(source.folder))
+    abstract = _abstract(inputs, run, settings, mesh)
+    if source.adds_lora:
+        state = _with_lora(source.step, inputs, run, settings, mesh)
+    else:
+        state = checkpoint.restore_changed(source.folder, abstract)
+    folder = workdir / runs.CHECKPOINTS
+    saved = checkpoint.Checkpointer(folder, run.keep_last, run.keep_every)
+    with contextlib.closing(saved):
+        saved.save(source.step, state, inputs.batches, config)
+
+
+def _abstract(inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh) -> TrainState:
+    _, key, create, layout = loop.plan(inputs.task, run, settings, mesh)
+    return placed(jax.eval_shape(create, key), layout)
+
+
+def _move(source: Source, batches: Batches) -> str:
+    """Move `batches` to the position of the other run, or return why they start anew."""
+    if other := [name for name in _RECORDS if name in source.changed]:
+        return f"{' and '.join(other)} changed"
+    try:
+        batches.set_state(checkpoint.position(source.folder))
+    except OtherData:
+        return "its records, the seed, or the batch size with aspect buckets changed"
+    return ""
+
+
+def _with_lora(
+    step: int, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
+) -> TrainState:
+    """Return the state of new LoRA factors at a step. Their learning rate is that of this step."""
+    _, key, create, layout = loop.plan(inputs.task, run, settings, mesh)
+
+    def create_at_step(key: Any) -> TrainState:
+        state = create(key)
+        opt_state = optimizer.at_step(state.opt_state, step)
+        return state._replace(step=jnp.int32(step), opt_state=opt_state)
+
+    return loop.new_state(create_at_step, key, layout)
+
+
+def _parsed(named: str) -> tuple[str, int | None]:
+    """Split RUN@STEP or RUN:STEP into (RUN, STEP). A workdir may have such a name itself."""
+    if not files.path(named).exists():
+        named = re.sub(r":(\d+)$", r"@\1", named)
+    workdir, step = finetune.at_step(named)
+    return os.fspath(files.path(workdir)) if workdir else "", step
+
+
+def _adapt(config: dict[str, Any], name: str, run: str) -> None:
+    """Let a new LoRA adapt `name`, a checkpoint of `run`, unless the config names other weights."""
+    former = runs.load(run) if (files.path(run) / runs.CONFIG).exists() else {}
+    if _rank(former) or not _rank(config):
+        return
+    if config["unet"]["weights"] in ("", former.get("unet", {}).get("weights")):
+        config["unet"]["weights"] = name
+
+
+def _rank(config: Mapping[str, Any]) -> int:
+    return config.get("lora", {}).get("rank", 0)

@@ -1,0 +1,313 @@
+"""--continue_from: another run's whole state in a new workdir, with what changed and what stays."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart
+from diffusion_jax import runs, systems
+from diffusion_jax.config.settings import Lora
+from diffusion_jax.data import pipeline
+from diffusion_jax.devices import sharding
+from diffusion_jax.examples.digits import rendering as digits
+from diffusion_jax.logs import run_log
+from diffusion_jax.train import checkpoint, continuing, loop, replay
+from diffusion_jax.weights import lora, restore
+from imagen_jax.settings import read_settings
+from tests import written_runs
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.train import test_loop
+from tests.diffusion_jax.train.test_loop import OPTIMIZER, RUN, TASK, assert_equal, train
+
+START = RUN._replace(log_every=1)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run of three steps of eight pictures."""
+    workdir = tmp_path_factory.mktemp("runs") / "begun"
+    train(workdir, log_every=1, steps=3, settings=OPTIMIZER)
+    return workdir
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The names of the pictures of each batch, in order."""
+    names, take = [], pipeline.Batches.__next__
+
+    def noting(self):
+        batch = take(self)
+        names.append(self.names(range(len(batch["image"]))))
+        return batch
+
+    monkeypatch.setattr(pipeline.Batches, "__next__", noting)
+    return names
+
+
+def go_on(
+    begun, workdir, task=TASK, changed=(), adds_lora=False, settings=OPTIMIZER, sizes=(1, 1, 1),
+    **changes
+):  # fmt: skip
+    """Continue `begun` at step 3 in another workdir: the last state, and what was told."""
+    run, workdir = START._replace(**changes), workdir / "next"
+    workdir.mkdir(exist_ok=True)
+    batches = pipeline.make_batches(
+        digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
+    )
+    mesh = sharding.make_mesh(*sizes)
+    source = continuing.Source(str(begun), 3, dict.fromkeys(changed, (1, 2)), adds_lora)
+    with batches:
+        inputs = loop.RunInputs(task, batches, test_loop.EXAMPLES)
+        text = continuing.prepare(source, inputs, run, settings, mesh)
+        continuing.begin(source, inputs, run, settings, mesh, workdir, {})
+        state = loop.train(inputs, run, settings, mesh, workdir, {})
+    told = {line[:14].strip(): line[15:] for line in text.splitlines()}
+    return jax.device_get(state), told
+
+
+def test_with_nothing_changed_it_ends_as_the_uninterrupted_run_bit_for_bit(begun, tmp_path, taken):
+    whole = train(tmp_path / "whole", log_every=1)
+    names, taken[:] = taken[3:], []
+    state, told = go_on(begun, tmp_path)
+    assert_equal(state, whole)
+    assert taken == names
+    assert told == {
+        "continues": f"{begun}@3",
+        "changes": "nothing",
+        "keeps": "weights and optimizer; averages 0.5, 0.9; the position in the data (sample 24); "
+        "the count of steps, for schedule and noise (step 3)",
+    }
+
+
+def test_a_doubled_batch_sees_exactly_the_next_pictures(begun, tmp_path, taken):
+    train(tmp_path / "whole", log_every=1)
+    following, taken[:] = [name for batch in taken[3:7] for name in batch], []
+    go_on(begun, tmp_path, steps=5, batch_size=16, changed=["batch_size"])
+    assert taken == [following[:16], following[16:]]
+    folder = tmp_path / "next" / runs.CHECKPOINTS / "5"
+    assert json.loads(checkpoint.position(restore.absolute(folder)))["samples"] == 24 + 32
+
+
+def test_the_learning_rate_changes_at_once_and_adams_moments_stay(begun, tmp_path):
+    state, _ = go_on(begun, tmp_path, settings=OPTIMIZER._replace(lr=5e-4), steps=4)
+    lines = run_log.read_metrics(tmp_path / "next" / run_log.METRICS)
+    np.testing.assert_allclose([line["lr"] for line in lines], [2.5e-4, 5e-4, 7.5e-4, 5e-4])
+    usual = train(tmp_path / "usual", steps=4, log_every=1)
+    assert_equal(state.opt_state[0], usual.opt_state[0])  # Of the same gradients.
+    with pytest.raises(AssertionError):
+        assert_equal(state.params, usual.params)
+
+
+def test_new_averages_start_at_the_weights_and_others_are_kept_or_dropped(begun, tmp_path):
+    settings = OPTIMIZER._replace(ema_decays=(0.9, 0.75), ema_widths=(0.1,))
+    state, told = go_on(begun, tmp_path, settings=settings, steps=4)
+    at_3 = restore.load_params(
+        begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "raw"
+    )
+    usual = train(tmp_path / "usual", steps=4)
+    assert_equal(state.params, usual.params)
+    assert_equal(state.ema["0.9"], usual.ema["0.9"])
+    jax.tree.map(
+        lambda e, old, new: np.testing.assert_allclose(e, 0.75 * old + 0.25 * new, atol=1e-6),
+        state.ema["0.75"], at_3, state.params,
+    )  # fmt: skip
+    assert told["starts anew"].count("from the weights of step 3") == 2
+    assert (told["drops"], set(state.ema)) == ("averages 0.5", {"0.9", "0.75", "power-0.1"})
+
+
+def test_moments_of_another_dtype_and_other_devices_are_accepted(begun, tmp_path):
+    settings = OPTIMIZER._replace(moment_dtype="bfloat16")
+    state, _ = go_on(begun, tmp_path, settings=settings, sizes=(2, 2, 1), steps=4)
+    usual = train(tmp_path / "usual", steps=4)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state[0].mu)} == {
+        jnp.dtype("bfloat16")
+    }
+    # bfloat16 has 8 bits, so a step of 1e-3 differs by up to about 1e-3 * 2^-8.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), state.params, usual.params
+    )
+
+
+def test_other_data_start_from_their_first_sample(begun, tmp_path, taken):
+    train(tmp_path / "whole", steps=1)
+    first, taken[:] = taken[0], []
+    _, told = go_on(begun, tmp_path, steps=4, changed=["data.path"])
+    assert taken[0] == first
+    assert told["starts anew"] == "the data, because data.path changed"
+    _, told = go_on(begun, tmp_path / "next", steps=4, seed=6)
+    assert "seed" in told["starts anew"] and "position" not in told["keeps"]
+
+
+def test_a_lora_on_top_keeps_steps_and_data_and_has_factors_of_its_own(
+    begun, tmp_path, monkeypatch, taken
+):
+    wrapped = lambda params: {"params": params}
+    plain = TASK._replace(
+        init=lambda key: wrapped(toy.init(key)),
+        loss=lambda params, *rest: TASK.loss(params["params"], *rest),
+    )
+    base = restore.load_params(
+        begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "ema"
+    )
+    task = lora.adapt(plain, wrapped(base), Lora(rank=2, targets="pixels"))
+    state, told = go_on(begun, tmp_path, task, adds_lora=True, steps=4)
+    assert list(state.params["lora"]) == ["pixels"] and int(state.step) == 4
+    assert int(state.opt_state[-1].updates) == 4 and int(state.opt_state[0].count) == 1
+    assert state.opt_state[-1].learning_rate == np.float32(1e-3)  # The warm-up is over.
+    assert json.loads(checkpoint.position(
+        restore.absolute(tmp_path / "next" / runs.CHECKPOINTS / "4")))["samples"] == 32  # fmt: skip
+    assert told["starts anew"] == "the LoRA factors, their averages and the optimizer"
+
+
+def test_the_manifest_holds_the_lineage_and_the_metrics_are_one_curve(begun, tmp_path):
+    go_on(begun, tmp_path, steps=5)
+    (tmp_path / "third").mkdir()
+    run_log.begin_from(tmp_path / "third", str(tmp_path / "next"), 4, "f")
+    lineage = run_log.read_lineage(tmp_path / "third")
+    assert lineage is not None
+    first = lineage.pop("continued_from")
+    assert lineage == {"run": str(tmp_path / "next"), "step": 4, "fingerprint": "f"}
+    assert (first["run"], first["step"]) == (str(begun), 3)
+    assert re.fullmatch("[0-9a-f]{64}", first["fingerprint"])
+    for name, last in (("next", 5), ("third", 4)):
+        lines = run_log.read_metrics(tmp_path / name / run_log.METRICS)
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, last + 1))
+    entries = run_log.read_manifest(tmp_path / "third")
+    assert [entry["first_step"] for entry in entries] == [0, 3]
+
+
+def test_steps_of_the_other_run_are_not_replayed_here(begun, tmp_path):
+    go_on(begun, tmp_path, steps=5)
+    with pytest.raises(ValueError, match=r"--step=3: .* has the steps 4 to 5"):
+        replay.replay(loop.RunInputs(TASK, None), START._replace(steps=5), OPTIMIZER,
+                      sharding.make_mesh(1, 1, 1), tmp_path / "next", 3)  # fmt: skip
+
+
+def test_a_network_of_another_shape_is_refused_before_anything_is_written(begun, tmp_path):
+    task = TASK._replace(init=lambda key: toy.init(key) | {"more": {"bias": jnp.zeros(3)}})
+    with pytest.raises(ValueError, match="another architecture"):
+        go_on(begun, tmp_path, task)
+    assert list((tmp_path / "next").iterdir()) == []
+
+
+# --- Which run and which settings: configs alone, without training -------------------------------
+
+
+def config(**changes):
+    c = quickstart.get_config()
+    c.unet.embed_dim = c.unet.cond_dim = c.text.width = 32
+    for name, value in changes.items():
+        group, _, field = name.rpartition("__")
+        (c[group] if group else c)[field] = value
+    return c
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A run of the quick start's system with checkpoints of step 0 alone."""
+    workdir = tmp_path_factory.mktemp("runs") / "a"
+    written_runs.write(workdir, config(), read_settings, toy.init)
+    return workdir
+
+
+def find(workdir, named, **changes):
+    return continuing.find(workdir, str(named), config(**changes).to_dict())
+
+
+@pytest.mark.parametrize("form", ["{}", "{}@0", "{}:0"])
+def test_the_step_is_optional_and_follows_an_at_sign_or_a_colon(stored, tmp_path, form):
+    source = find(tmp_path / "b", form.format(stored))
+    assert source and (source.name, source.changed) == (f"{stored}@0", {})
+
+
+def test_without_the_flag_nothing_is_continued(tmp_path):
+    assert find(tmp_path / "b", "") is None
+
+
+def test_what_may_change_is_listed_with_both_values(stored, tmp_path):
+    changes = {
+        "batch_size": 7, "steps": 9, "optimizer__lr": 0.5, "optimizer__schedule": "wsd",
+        "optimizer__warmup": 1, "optimizer__ema_decays": (0.5,), "optimizer__clip": 2.0,
+        "unet__dropout": 0.5, "text__drop_prob": 0.5, "data__path": "there", "data__source": "tfds",
+        "unet__dtype": "bfloat16", "mesh__fsdp": 1,
+    }  # fmt: skip
+    source = find(tmp_path / "b", stored, **changes)
+    assert source is not None
+    names = {name.replace("__", ".") for name in changes}
+    assert names - {"mesh.fsdp"} <= source.changed.keys() <= names
+    old = config().batch_size
+    assert source.changed["batch_size"] == (old, 7)
+    assert source.changed["optimizer.ema_decays"][1] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("unet__cond_dim", 64, "unet.cond_dim: 32 stored, 64 requested"),
+        ("diffusion__predicts", "eps", "diffusion.predicts: 'v' stored, 'eps' requested"),
+        ("text__max_tokens", 9, "text.max_tokens: 8 stored, 9 requested"),
+    ],
+)
+def test_what_cannot_change_is_one_line_with_both_values(stored, tmp_path, field, value, said):
+    before = config()[field.partition("__")[0]][field.rpartition("__")[2]]
+    said = re.sub(": .* stored", f": {before!r} stored", said)
+    with pytest.raises(ValueError) as refused:
+        find(tmp_path / "b", stored, **{field: value})
+    text = str(refused.value)
+    assert said in text and "\n" not in text and f"--config.unet.weights={stored}" in text
+
+
+def test_an_end_that_is_reached_already_and_a_missing_step_are_refused(stored, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 in .*choose from \[0\]"):
+        find(tmp_path / "b", f"{stored}@7")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        find(tmp_path / "b", tmp_path / "none")
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / runs.CONFIG).write_text((stored / runs.CONFIG).read_text())
+    (tmp_path / "late" / runs.CHECKPOINTS).symlink_to(stored / runs.CHECKPOINTS)
+    with pytest.raises(ValueError, match=r"steps is 0, but .*late@0 has reached step 0: raise"):
+        find(tmp_path / "b", tmp_path / "late", steps=0)
+
+
+def test_a_run_of_its_own_is_not_replaced(stored, tmp_path):
+    with pytest.raises(ValueError, match="holds a run that continues no other run"):
+        find(stored, stored)
+
+
+def test_a_start_that_was_killed_early_goes_on_from_the_checkpoint_it_had_chosen(stored, tmp_path):
+    workdir = tmp_path / "b"
+    workdir.mkdir()
+    run_log.begin_from(workdir, str(stored), 0, "")
+    for named in ("", stored, f"{stored}@0"):
+        source = find(workdir, named)
+        assert source and source.name == f"{stored}@0"
+    for named in (f"{stored}@1", tmp_path):
+        with pytest.raises(ValueError, match=rf"continues {stored}@0: choose a new --workdir"):
+            find(workdir, named)
+    (workdir / runs.CHECKPOINTS).symlink_to(stored / runs.CHECKPOINTS)
+    assert find(workdir, stored) is None and find(workdir, "") is None
+
+
+def complete(rank, weights=""):
+    values = systems.complete(config().to_dict())
+    values["lora"]["rank"], values["unet"]["weights"] = rank, weights
+    return values
+
+
+def test_an_added_lora_adapts_the_other_runs_weights(stored, tmp_path):
+    values = complete(rank=2)
+    source = continuing.find(tmp_path / "b", str(stored), values)
+    assert source and source.adds_lora and source.changed["lora.rank"] == (0, 2)
+    assert values["unet"]["weights"] == f"{stored}@0"
+    mine = complete(rank=2, weights="mine")
+    assert continuing.find(tmp_path / "b", str(stored), mine)
+    assert mine["unet"]["weights"] == "mine"
+
+
+def test_the_message_about_another_config_names_the_way_out(stored):
+    with pytest.raises(ValueError, match=rf"--continue_from={stored}"):
+        runs.claim(stored, config(batch_size=7).to_dict(), write=False)

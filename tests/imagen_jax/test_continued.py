@@ -1,0 +1,71 @@
+"""The training command with --continue_from: other settings, and a LoRA on top."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from diffusion_jax import runs
+from diffusion_jax.logs import run_log
+from diffusion_jax.weights import finetune, restore
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
+
+pytestmark = pytest.mark.slow
+
+
+def ended(trained, workdir, *arguments, devices=1):
+    """The command that continues `trained` at step 12, the last one, in `workdir`."""
+    return commands.run(
+        "train", *TINY, f"--workdir={workdir}", f"--continue_from={trained}", *arguments,
+        devices=devices,
+    )  # fmt: skip
+
+
+@pytest.mark.gate
+def test_the_command_tells_what_changes_and_repeats_itself_after_a_loss(trained, tmp_path):
+    workdir = tmp_path / "run"
+    changes = "--config.steps=14", "--config.batch_size=16", "--config.optimizer.lr=5e-4"
+    first = ended(trained, workdir, *changes, devices=2)
+    assert first.code == 0, first.err
+    lines = dict(line.split(maxsplit=1) for line in first.out.splitlines())
+    assert lines["continues"] == f"{trained}@12"
+    for change in ("batch_size 8 -> 16", "optimizer.lr 0.002 -> 0.0005", "steps 12 -> 14"):
+        assert change in lines["changes"].split("; ")
+    assert "the position in the data (sample 96)" in lines["keeps"]
+    losses = lambda: [
+        (line["step"], line["loss"])
+        for line in run_log.read_metrics(workdir / run_log.METRICS) if "loss" in line
+    ]  # fmt: skip
+    before = losses()
+    assert [step for step, _ in before] == list(range(1, 15))
+    # As if the first start had been killed before its first checkpoint was complete.
+    shutil.rmtree(workdir / runs.CHECKPOINTS)
+    again = commands.run("train", *TINY, *changes, f"--workdir={workdir}", devices=2)
+    assert again.code == 0, again.err
+    assert losses() == before
+    (lineage,) = [run_log.read_lineage(workdir)]
+    assert lineage and (lineage["run"], lineage["step"]) == (str(trained), 12)
+
+
+def test_a_lora_on_top_draws_with_the_other_runs_weights(trained, tmp_path):
+    workdir = tmp_path / "run"
+    arguments = "--config.steps=13", "--config.lora.rank=2"
+    for _ in range(2):  # The second start finds the run at its end.
+        told = ended(trained, workdir, *arguments)
+        assert told.code == 0, told.err
+    assert runs.load(workdir)["unet"]["weights"] == f"{trained}@12"
+    assert restore.steps(workdir / runs.CHECKPOINTS) == [12, 13]
+    assert json.loads((workdir / finetune.BASE).read_text())["fingerprint"]
+    (lr,) = [
+        line["lr"] for line in run_log.read_metrics(workdir / run_log.METRICS) if line["step"] == 13
+    ]
+    np.testing.assert_allclose(lr, 2e-3)  # Not at the start of its warm-up.
+
+
+def test_what_cannot_change_ends_the_command_with_one_line(trained, tmp_path):
+    told = ended(trained, tmp_path / "run", "--config.steps=14", "--config.unet.cond_dim=64")
+    assert told.code == 2 and "unet.cond_dim: 32 stored, 64 requested" in told.err
+    assert len([line for line in told.err.splitlines() if line.startswith("error")]) == 1
+    assert not (tmp_path / "run").exists()
