@@ -32,6 +32,7 @@ metadata.jsonl with all settings that are needed to draw an image again. Image n
 sixth image of --seed=0.
 """
 
+import collections
 import pathlib
 from collections.abc import Sequence
 
@@ -42,7 +43,13 @@ from diffusion_jax import files
 from diffusion_jax.config.ranges import Count, Share
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import input_pictures, option_flags
-from diffusion_jax.draw.sample_command import Session, command, warn_of_cuts, warn_of_new_words
+from diffusion_jax.draw.sample_command import (
+    Session,
+    command,
+    prompt_numbers,
+    warn_of_cuts,
+    warn_of_new_words,
+)
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
 from imagen_jax.cascade import Model
@@ -92,6 +99,8 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         warn_of_new_words(workdirs[0], stages[0].encoder, prompts)
     low_res = _low_res(stages[0], len(captions))
     texts = cascade.with_pictures(stages, texts, over, len(captions))
+    numbers = [prompt_numbers(stage.settings, len(captions)) for stage in stages]
+    texts = [{**text, **of_stage} for text, of_stage in zip(texts, numbers, strict=True)]
 
     def draw(rows, seeds):
         defaults = cascade.batch_sizes(stages, len(rows))
@@ -108,7 +117,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         card["strength"] = strengths
     inputs = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
     inputs |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
-    return Session(captions, draw, card, inputs, _ALL_SIZES.value)
+    return Session(captions, draw, card, inputs, _ALL_SIZES.value, collections.ChainMap(*numbers))
 
 
 def _strengths(num_stages: int) -> list[float]:

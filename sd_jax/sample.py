@@ -42,7 +42,13 @@ from diffusion_jax.devices import programs
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import input_pictures, option_flags
 from diffusion_jax.draw import model as models
-from diffusion_jax.draw.sample_command import Session, command, warn_of_cuts, warn_of_new_words
+from diffusion_jax.draw.sample_command import (
+    Session,
+    command,
+    prompt_numbers,
+    warn_of_cuts,
+    warn_of_new_words,
+)
 from diffusion_jax.files import sheets
 from sd_jax import drawing, file_flags
 
@@ -92,9 +98,11 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
     warn_of_new_words(path, model.encoder, prompts)
 
+    numbers = prompt_numbers(model.settings, len(prompts))
+
     def draw(rows, seeds):
         texts = [prompts[i] for i in rows]
-        over_rows = {name: array[rows] for name, array in over.items()}
+        over_rows = {name: array[rows] for name, array in {**over, **numbers}.items()}
         batches = drawing.draw_batches(
             model, texts, seeds, pictures=over_rows, batch_size=_BATCH.value
         )
@@ -102,7 +110,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
     files = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
     loras = {"lora": file.lora} if file.lora else {}
-    return Session(prompts, draw, drawing.card(model) | loras, files)
+    return Session(prompts, draw, drawing.card(model) | loras, files, numbers=numbers)
 
 
 def _preview(out: pathlib.Path) -> Preview:

@@ -14,7 +14,7 @@ from configs import quickstart
 from diffusion_jax import heldout
 from diffusion_jax.config import fields
 from diffusion_jax.devices import sharding
-from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.draw import program
 from diffusion_jax.train import loop, rehearse
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
@@ -102,22 +102,26 @@ def test_every_network_trains_measures_and_draws_with_a_score(folder, kind, tmp_
     other = records._replace(batch={**records.batch, KEY: 10 - records.batch[KEY]})
     assert score(records=records)(params)["loss"] != score(records=other)(params)["loss"]
 
-    # Two scores give two pictures, and the config's score is the batch's.
-    texts = {k: v for k, v in batch.items() if k not in (KEY, "image")}
+    # Two scores give two pictures with one program, which also draws without a score.
+    texts = {k: v[:2] for k, v in batch.items() if k not in (KEY, "image")}
     if kind == "sd":
         texts |= {f"negative_{name}": x for name, x in texts.items()}
     if kind == "efficient":
-        texts["low_res"] = np.zeros((8, 4, 4, 3), np.float32)
-    keys, scales = keys_of(halves([0] * 8)), jnp.full(8, 3.0)
-    draw = lambda task, **scores: np.asarray(
-        jax.jit(task.sample)(params, task.frozen, {**texts, **scores}, keys, scales)
+        texts["low_res"] = np.zeros((2, 4, 4, 3), np.float32)
+    made = []
+    begin_of = lambda *arguments: made.append(arguments) or task.begin
+    programs = program.make_programs(begin_of, task.frozen, mesh)
+    settings = s.pipeline if kind == "sd" else s
+    with_score = lambda text: settings._replace(sampler=settings.sampler._replace(fields=text))
+    draw = lambda text, **more: programs.draw(with_score(text))(
+        params, {**texts, **more}, [0, 0], np.full(2, 3, np.float32)
     )
-    low, high = (draw(task, **{KEY: np.full(8, x, np.float32)}) for x in (2.0, 9.0))
-    unknown = draw(task)
-    assert np.abs(low - high).max() > 1e-3 and np.abs(low - unknown).max() > 1e-3
-    configured = prepared(read_settings(folder, kind, fields="aesthetic=9"), kind)
-    configured.batches.close()
-    np.testing.assert_allclose(draw(configured.task), high, atol=1e-5)
+    low, high, unknown = draw("aesthetic=2"), draw("aesthetic=9"), draw("")
+    for one, other in ((low, high), (low, unknown), (high, unknown)):
+        assert np.abs(one - other).max() > 1e-3
+    own = draw("aesthetic=5", **{KEY: np.array([2, 9], np.float32)})
+    np.testing.assert_allclose(own, [low[0], high[1]], atol=1e-4)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

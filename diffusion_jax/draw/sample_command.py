@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags, logging
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 
 from diffusion_jax import cli, files
+from diffusion_jax.config import fields
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import seeds
@@ -51,6 +52,8 @@ class Session(NamedTuple):
     """
     all_sizes: bool = False
     """Whether to write the images of a cascade's earlier stages as well."""
+    numbers: Mapping[str, Float[np.ndarray, "N"]] = {}
+    """The numbers of fields for each caption, from the table of the prompts (`prompt_numbers`)."""
 
 
 def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
@@ -84,6 +87,22 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
         _draw(session, out, f["num_images"].value, f["seed"].value)
 
     cli.run(main, "write --prompt={!r}")
+
+
+def prompt_numbers(s: Any, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]]:
+    """Return the columns of fields in the table --prompts, with one row for each prompt.
+
+    The prompts of --prompt, which come first, and empty cells have the number in sampler.fields of
+    the settings `s`, or NaN if it names none.
+    """
+    file, named = flags.FLAGS.prompts, fields.read(s.fields)
+    columns = prompt_files.numbers(file, named) if file else {}
+    defaults = fields.arrays(named, fields.values(named, s.sampler.fields), num_prompts)
+    found = {}
+    for key, column in columns.items():
+        padded = np.pad(column, (num_prompts - len(column), 0), constant_values=np.nan)
+        found[key] = np.where(np.isnan(padded), defaults[key], padded).astype(np.float32)
+    return found
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
@@ -195,6 +214,8 @@ def _write_image(
     name = f"seed_{seed:06}"
     line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}
     line |= {kind: paths[text % len(paths)] for kind, paths in session.inputs.items() if paths}
+    numbers = {key: float(column[text]) for key, column in session.numbers.items()}
+    line |= {key: number for key, number in numbers.items() if not np.isnan(number)}
     line |= {"seed": seed}
     sheets.write_png(out / line["file_name"], sizes[-1])
     if session.all_sizes:

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from diffusion_jax.config.fields import PREFIX, Field
+from diffusion_jax.config.fields import PREFIX, Field, arrays
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import dense
 
@@ -29,11 +28,10 @@ def condition(
     The batch holds the numbers as float [B] under Field.key, with NaN for an unknown number. A
     field that the batch does not hold has its number in `values` or, without one, is unknown.
     """
-    inputs = {}
+    inputs, rows = {}, len(next(iter(batch.values()), ()))
+    defaults = arrays(fields, values, rows)
     for field in fields:
-        rows = len(next(iter(batch.values())))
-        default = np.full(rows, values.get(field.key, np.nan), np.float32)
-        number = jnp.asarray(batch.get(field.key, default))  # [B]
+        number = jnp.asarray(batch.get(field.key, defaults[field.key]))  # [B]
         known = jnp.isfinite(number)
         scaled = (jnp.where(known, number, field.low) - field.low) / (field.high - field.low)
         inputs[field.key] = jnp.stack([scaled, known.astype(scaled.dtype)], axis=1)  # [B, 2]

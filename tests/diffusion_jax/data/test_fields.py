@@ -171,7 +171,7 @@ def test_moments_keep_the_numbers_of_their_images(forms, tmp_path):
     data = Data("folder", str(forms / "csv"), "csv:text", fields=("score=0..10",))
     encode = lambda images: np.repeat(images[:, :4, :4, :1] / np.float32(255), 2, axis=3)
     assert moment_tars.run(
-        open_pictures(data, SIZE), encode, tmp_path, {}, moment_tars.Work(4, 2)
+        open_pictures(data, SIZE), encode, tmp_path, {}, moment_tars.MomentOptions(4, 2)
     ) == 2  # fmt: skip
     data = data._replace(source="moments", path=str(tmp_path), text="txt")
     run, mesh = Run(steps=1, batch_size=NUM), sharding.make_mesh(1, 1, 1)
