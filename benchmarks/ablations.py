@@ -41,8 +41,7 @@ from diffusion_jax import cli, files, heldout, runs, systems
 from diffusion_jax.config.named import one_of
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion import guidance, guides, samplers
-from diffusion_jax.draw import program
-from diffusion_jax.draw.options import Weights
+from diffusion_jax.draw import options, program
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits.scorer import open_scorer
 from diffusion_jax.train import loop, optimizer, scoring
@@ -350,10 +349,10 @@ def drawn(
     if chosen.get("guide") == GUIDE:
         chosen["guide"] = f"{workdir}@{restore.steps(workdir / runs.CHECKPOINTS)[0]}"
     ema = chosen.pop("ema", "ema")
-    s = cascade.read_run(workdir, cascade.choose(**chosen).overrides)
+    s = cascade.read_run(workdir, options.fields(cascade.OPTIONS, chosen))
     steps = chosen.pop("steps", steps_for(s))
     values = {**chosen, "steps": steps}
-    subject = evaluate.open_subject([str(workdir)], [[values]], [[Weights(ema)]])
+    subject = evaluate.open_subject([str(workdir)], [[values]], [[{"ema": ema}]])
     point = subject.points[0]()
     batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
     seconds = []

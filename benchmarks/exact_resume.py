@@ -134,9 +134,9 @@ def _params(workdir: pathlib.Path) -> Any:
 
 
 def _draw(workdir: pathlib.Path) -> None:
-    from imagen_jax import notebook
+    import imagen_jax
 
-    model, count = notebook.load(workdir), int(_PICTURES.value)
+    model, count = imagen_jax.load(workdir), int(_PICTURES.value)
     prompts = ["a red seven on gray paper"] * count
     drawn = {
         size: np.concatenate([

@@ -18,7 +18,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import exits, files, reference, systems
-from diffusion_jax.devices import distributed, tuning, xla_flags
+from diffusion_jax.devices import distributed, program_cache, tuning, xla_flags
 from diffusion_jax.files import untrusted
 
 flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
@@ -179,8 +179,9 @@ def _fields_in_help(argv: list[str]) -> str:
 def start(*, alone: bool = False) -> None:
     """Set up compilers, logging and the compilation cache, and join the other processes of a job.
 
-    The cache is in JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder. Call this
-    first in main. Commands that always run in a single process pass alone=True.
+    The cache is in JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder (see
+    `program_cache`). Call this first in main. Commands that always run in a single process pass
+    alone=True.
     """
     with bad_input():
         xla_flags.check()
@@ -194,14 +195,12 @@ def start(*, alone: bool = False) -> None:
     warnings.filterwarnings("ignore", module=r"PIL\.")
     # After a failed save, Python would warn about Orbax's unfinished coroutines.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
-    elif bucket := files.store_path(os.environ["JAX_COMPILATION_CACHE_DIR"]):
-        from diffusion_jax.weights import buckets  # Imports Orbax.
+    with bad_input():
+        if bucket := files.store_path(os.environ.get(program_cache.VARIABLE, "")):
+            from diffusion_jax.weights import buckets  # Imports Orbax.
 
-        with bad_input():
             buckets.absolute(str(bucket))  # Otherwise JAX would open the bucket through TensorFlow.
+        program_cache.use()
     if not alone:
         with bad_input():
             distributed.join()

@@ -7,4 +7,4 @@ from typing import Any
 def __getattr__(name: str) -> Any:  # Imports `load` on use, so that `import imagen_jax` is fast.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("imagen_jax.notebook").load
+    return importlib.import_module("imagen_jax.cascade").load

@@ -32,14 +32,11 @@ everything on one page.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from absl import flags
 
-from diffusion_jax import files
-from diffusion_jax.draw import option_flags, options
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Values, Weights
-from diffusion_jax.draw.program import Images
+from diffusion_jax.draw import option_flags
+from diffusion_jax.draw.options import Values
+from diffusion_jax.draw.stage import Stage
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate.evaluate_command import Subject
 from diffusion_jax.web import frozen
@@ -51,7 +48,7 @@ GUIDANCE = (1, 1.5, 2, 3, 4, 5, 6)
 def open_subject(
     workdirs: Sequence[str],
     points: Sequence[Sequence[Values]] = (),
-    weights: Sequence[Sequence[Weights]] = (),
+    weights: Sequence[Sequence[Values]] = (),
 ) -> Subject:
     """Open a single model or a cascade for evaluation.
 
@@ -60,8 +57,9 @@ def open_subject(
         points: For each combination of sampler settings to score, a list with the option values of
             every stage, keyed as in cascade.OPTIONS. By default, there is one combination, with the
             values of the configs.
-        weights: For each stage, a list of the saved weights to evaluate. Stages beyond the end of
-            this sequence use the newest checkpoint, and its average with the largest decay.
+        weights: For each stage, a list of the weights to evaluate, each as the values of the
+            options "ema" and "checkpoint". Stages beyond the end of this sequence use the newest
+            checkpoint, and its average with the largest decay.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
@@ -69,44 +67,13 @@ def open_subject(
             first stage is a super-resolution model, a stage does not draw images of the size that
             the next stage enlarges, or the images are not square.
     """
-    points = points or [[{}] * len(workdirs)]
-    if len(weights) > len(workdirs):
-        raise ValueError(
-            f"--ema or --checkpoint is given {len(weights)} times for {len(workdirs)} stages: give "
-            "each flag at most once per stage, with commas between the values to compare"
-        )
-    weights = [*weights, *([Weights()] for _ in workdirs[len(weights) :])]
-    choices = [
-        cascade.choose(**values)._replace(weights=first)
-        for values, (first, *_) in zip(points[0], weights, strict=True)
-    ]
-    stages = cascade.load(workdirs, choices)
-    cascade.check_low_res(stages[0], None)
-    last = stages[-1].settings
-    height, width = cascade.output_shapes(stages)[0]
-    if height != width:
-        raise ValueError(
-            f"sampler.height and sampler.width give images of {height}x{width} pixels, but only "
-            "square images can be scored: set both to 0"
-        )
-    sizes = stages[0].settings.output_size, last.output_size
-    name = files.path(stages[-1].workdir).name
-    overrides = [[options.changes(cascade.OPTIONS, v) for v in point] for point in points]
-    return evaluation.of_models(
-        stages, _draw, _describe, last.data.source, sizes, weights, name, overrides
-    )
+    points = evaluation.with_weights(points or [[{}] * len(workdirs)], weights)
+    model = cascade.open_stages(workdirs, points[0])
+    model.check([], [])
+    return evaluation.of_model(model, points, _describe, model.stages[-1].settings.data.source)
 
 
-def _draw(
-    stages: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], guidance: float
-) -> Images:
-    texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
-    sizes = [len(seeds), *cascade.batch_sizes(stages, len(seeds))[1:]]
-    batches = cascade.draw_batches(stages, texts, seeds, sizes, None, guidance)
-    return np.concatenate([by_stage[-1] for by_stage in batches])
-
-
-def _describe(stage: Model) -> dict[str, Any]:
+def _describe(stage: Stage) -> dict[str, Any]:
     described = cascade.describe(stage)
     del described["sampler"]["guidance"]  # The metadata of a score hold the point's own guidance.
     return described
@@ -118,7 +85,7 @@ if __name__ == "__main__":
     )
     _OPTIONS = option_flags.define_axes(cascade.OPTIONS, without=evaluation.AXES)
 
-    def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
+    def open_subjects(weights: Sequence[Sequence[Values]]) -> list[Subject]:
         """Open the model or cascade that the flags name, as the only Subject."""
         points = option_flags.points(cascade.OPTIONS, _OPTIONS, len(_WORKDIR.value))
         return [open_subject(_WORKDIR.value, points, weights)]

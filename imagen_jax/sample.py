@@ -32,9 +32,7 @@ metadata.jsonl with all settings that are needed to draw an image again. Image n
 sixth image of --seed=0.
 """
 
-import collections
 import pathlib
-from collections.abc import Sequence
 
 import numpy as np
 from absl import flags
@@ -43,16 +41,9 @@ from diffusion_jax import files
 from diffusion_jax.config.ranges import Count, Share
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import input_pictures, option_flags
-from diffusion_jax.draw.sample_command import (
-    Session,
-    command,
-    prompt_numbers,
-    warn_of_cuts,
-    warn_of_new_words,
-)
-from diffusion_jax.task import Texts
+from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
 from imagen_jax import cascade
-from imagen_jax.cascade import Model
 
 _WORKDIR = flags.DEFINE_multi_string(
     "workdir", None, "The workdir of a training run; repeat it for a cascade.", required=True
@@ -72,8 +63,8 @@ _OPTIONS = option_flags.define_by_stage(cascade.OPTIONS)
 _BATCH = flags.DEFINE_list("batch_size", [], "Images per batch: one value, or one per stage.")
 
 
-def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the models and input files that the flags name, and return them as a Session.
+def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
+    """Open the models and input files that the flags name.
 
     `prompts` holds the texts of --prompt and --prompts. It must be empty if --embeddings is given.
     The output folder `out` is not used.
@@ -89,35 +80,18 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     workdirs = _WORKDIR.value
     batch_sizes = option_flags.each("batch_size", _BATCH.value, Count, len(workdirs))
     values = option_flags.by_stage(cascade.OPTIONS, _OPTIONS, len(workdirs))
-    choices = [cascade.choose(**of_stage) for of_stage in values]
-    over = _PICTURES(len(prompts or _EMBEDDINGS.value))
-    strengths = _strengths(len(workdirs)) if over else []
-    stages = cascade.load(workdirs, choices, embedded=not prompts, strengths=strengths)
-    captions, texts = _texts(stages, prompts)
+    pictures = _PICTURES(len(prompts or _EMBEDDINGS.value))
+    model = cascade.open_stages(workdirs, values, embedded=not prompts)
+    if pictures:
+        model = model.changed([{}] * len(workdirs), strengths=_strengths(len(workdirs)))
     if prompts:
-        warn_of_cuts(stages[0].encoder, prompts)
-        warn_of_new_words(workdirs[0], stages[0].encoder, prompts)
-    low_res = _low_res(stages[0], len(captions))
-    texts = cascade.with_pictures(stages, texts, over, len(captions))
-    numbers = [prompt_numbers(stage.settings, len(captions)) for stage in stages]
-    texts = [{**text, **of_stage} for text, of_stage in zip(texts, numbers, strict=True)]
-
-    def draw(rows, seeds):
-        defaults = cascade.batch_sizes(stages, len(rows))
-        sizes = [
-            min(size or default, len(rows))
-            for size, default in zip(batch_sizes, defaults, strict=True)
-        ]
-        row_texts = [{name: array[rows] for name, array in stage.items()} for stage in texts]
-        small = None if low_res is None else low_res[rows]
-        return cascade.draw_batches(stages, row_texts, seeds, sizes, small)
-
-    card = cascade.card(stages)
-    if over:
-        card["strength"] = strengths
-    inputs = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
-    inputs |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
-    return Session(captions, draw, card, inputs, _ALL_SIZES.value, collections.ChainMap(*numbers))
+        warn_of_cuts(model.stages[0].encoder, prompts)
+        warn_of_new_words(model, prompts)
+    captions, texts = (prompts, prompts) if prompts else _embeddings()
+    paths = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
+    paths |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
+    low_res = _low_res(len(captions))
+    return model, Inputs(captions, texts, pictures, low_res, batch_sizes, paths, _ALL_SIZES.value)
 
 
 def _strengths(num_stages: int) -> list[float]:
@@ -129,34 +103,25 @@ def _strengths(num_stages: int) -> list[float]:
     return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
 
 
-def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list[Texts]]:
-    """Return the captions, and for each stage the tokens or embeddings of all captions."""
-    if not _EMBEDDINGS.value:
-        return prompts, [stage.encoder.tokenize(prompts) for stage in stages]
+def _embeddings() -> tuple[list[str], list[np.ndarray]]:
+    """Return the names of the files of --embeddings, and the arrays that they hold."""
     paths = [files.path(path) for path in _EMBEDDINGS.value]
     arrays = [embeddings.read(path.read_bytes(), str(path)) for path in paths]
-    return [path.stem for path in paths], [stage.encoder.tokenize(arrays) for stage in stages]
+    return [path.stem for path in paths], arrays
 
 
-def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
-    """Return the pictures of --low_res as float32 [num_texts, h, w, 3] in [-1, 1], or None.
+def _low_res(num_texts: int) -> list[np.ndarray]:
+    """Return the pictures of --low_res, uint8 [h, w, 3].
 
-    Raises ValueError if the first stage cannot enlarge them, or if the number of pictures is not
-    the number of texts.
+    Raises ValueError if their number is not the number of texts.
     """
-    low_res = [input_pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
-    arrays = [np.asarray(image) for image in low_res]
-    if not arrays:
-        cascade.check_low_res(first, None)
-        return None
-    for array in arrays:
-        cascade.check_low_res(first, array.shape[:2])
-    if len(arrays) != num_texts:
+    images = [input_pictures.open_picture(path, "RGB", "--low_res") for path in _LOW_RES.value]
+    if images and len(images) != num_texts:
         raise ValueError(
-            f"--low_res has {len(arrays)} pictures for {num_texts} texts: give one per text"
+            f"--low_res has {len(images)} pictures for {num_texts} texts: give one per text"
         )
-    return np.stack(arrays).astype(np.float32) / 127.5 - 1
+    return [np.asarray(image) for image in images]
 
 
 if __name__ == "__main__":
-    command(open_session)
+    command(open_model)

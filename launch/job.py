@@ -208,10 +208,12 @@ def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
     """Return the environment variables of a run, by name.
 
     They are the variables in job.env, the folder of the compilation cache, and the compiler
-    settings for the target. `folder` is the --workdir of the run's command. Raises ValueError if an
-    entry of job.env is not NAME=VALUE.
+    settings for the target. `folder` is the --workdir of the run's command. If it is in a bucket,
+    the cache is not, because others who can write there could run code through it. Raises
+    ValueError if an entry of job.env is not NAME=VALUE.
     """
-    variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
+    local = not files.store_path(folder)
+    variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"} if local else {}
     for pair in job.env:
         name, separator, value = pair.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_]\w*", name):

@@ -10,4 +10,4 @@ from typing import Any
 def __getattr__(name: str) -> Any:  # Imports `load` at its first use, to keep `import sd_jax` fast.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("sd_jax.notebook").load
+    return importlib.import_module("sd_jax.drawing").load

@@ -31,42 +31,40 @@ command python -m diffusion_jax.report WORKDIR --rcp adds MLPerf's reference run
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from absl import flags
 
-from diffusion_jax import files
 from diffusion_jax.draw import option_flags, options
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Values, Weights
-from diffusion_jax.draw.program import Images
+from diffusion_jax.draw.options import Values
+from diffusion_jax.draw.stage import Stage
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate.evaluate_command import Subject
 from diffusion_jax.web import frozen
 from sd_jax import drawing, file_flags
-from sd_jax.drawing import NO_FACTS, File
+from sd_jax.drawing import NO_FACTS, File, StableDiffusion
 from sd_jax.weights.trained import read_run
 
 GUIDANCE = (1.5, 2, 3, 4, 5, 6, 7, 8)
 
 
 def open_run(
-    workdir: str, points: Sequence[Values] = ({},), weights: Sequence[Weights] = (Weights(),)
+    workdir: str, points: Sequence[Values] = ({},), weights: Sequence[Values] = ({},)
 ) -> Subject:
     """Open the model of a training run for evaluation.
 
     Args:
         workdir: The workdir of the run.
         points: The option values of each point of the sweep, keyed as in drawing.OPTIONS.
-        weights: The saved weights to evaluate, each a checkpoint and an average (EMA).
+        weights: The weights to evaluate, each as the values of the options "ema" and "checkpoint".
 
     Raises:
         FileNotFoundError: There is no such run.
         ValueError: An option value is invalid for this run, or the images are not square.
     """
-    choice = drawing.choose(**points[0])._replace(weights=weights[0])
-    s, model = read_run(workdir, choice.overrides), drawing.load(workdir, *choice)
+    chosen = evaluation.with_weights([[values] for values in points], [weights])
+    values = options.read(drawing.OPTIONS, chosen[0][0])
+    s = read_run(workdir, options.fields(drawing.OPTIONS, values))
     described = {"training_seed": s.run.seed, "vae": s.vae_weights}
-    return _subject(model, described, s.data.source, [weights], points)
+    return _subject(drawing.load(workdir, **values), described, s.data.source, chosen)
 
 
 def open_model(
@@ -85,41 +83,23 @@ def open_model(
         ValueError: The model lacks a part, its images are not square, or an option value is invalid
             for this model.
     """
-    choice = drawing.choose(**points[0])._replace(weights=Weights(ema))
+    chosen = evaluation.with_weights([[values] for values in points], [[{"ema": ema}]])
     described = {"lora": list(file.lora)} if file.lora else {}
-    return _subject(drawing.load(path, *choice, file=file), described, "", [], points)
+    return _subject(drawing.load(path, file=file, **chosen[0][0]), described, "", chosen)
 
 
 def _subject(
-    model: Model,
+    model: StableDiffusion,
     described: Mapping[str, Any],
     source: str,
-    weights: Sequence[Sequence[Weights]],
-    points: Sequence[Values],
+    points: Sequence[Sequence[Values]],
 ) -> Subject:
-    height, width = model.settings.output_shape
-    if height != width:
-        raise ValueError(
-            f"{model.workdir} draws images of {width}x{height} pixels, but evaluation needs square "
-            "images: choose another model"
-        )
+    def describe(stage: Stage) -> dict[str, Any]:
+        s = stage.settings.sampler
+        card = {"workdir": stage.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
+        return {**described, **card, **drawing.describe_grid(s), **drawing.describe_guidance(stage)}
 
-    def describe(model: Model) -> dict[str, Any]:
-        s = model.settings.sampler
-        card = {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
-        return {**described, **card, **drawing.describe_grid(s), **drawing.describe_guidance(model)}
-
-    name, sizes = files.path(model.workdir).name, (height, height)
-    overrides = [[options.changes(drawing.OPTIONS, values)] for values in points]
-    return evaluation.of_models([model], _draw, describe, source, sizes, weights, name, overrides)
-
-
-def _draw(
-    models: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], guidance: float
-) -> Images:
-    (model,), at_once = models, len(seeds)
-    batches = drawing.draw_batches(model, prompts, seeds, guidance=guidance, batch_size=at_once)
-    return np.concatenate(list(batches))
+    return evaluation.of_model(model, points, describe, source)
 
 
 if __name__ == "__main__":
@@ -134,7 +114,7 @@ if __name__ == "__main__":
     )
     _FILE = file_flags.define()
 
-    def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
+    def open_subjects(weights: Sequence[Sequence[Values]]) -> list[Subject]:
         """Open the models that --workdir and --model name, each with all points of the sweep."""
         if not (_WORKDIR.value or _MODEL.value):
             raise ValueError(
@@ -151,7 +131,7 @@ if __name__ == "__main__":
                 "each flag once, with commas between values"
             )
         points = [values for (values,) in option_flags.points(drawing.OPTIONS, _OPTIONS, 1)]
-        ema = "raw" if all(one.ema == "raw" for one in weights[0]) else "ema"
+        ema = "raw" if all(one["ema"] == "raw" for one in weights[0]) else "ema"
         return [
             *(open_run(workdir, points, weights[0]) for workdir in _WORKDIR.value),
             *(open_model(path, points, _FILE(), ema) for path in _MODEL.value),

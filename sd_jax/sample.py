@@ -32,7 +32,6 @@ sixth image of --seed=0.
 
 import itertools
 import pathlib
-from collections.abc import Mapping
 
 import numpy as np
 from absl import flags
@@ -41,14 +40,9 @@ from jaxtyping import ArrayLike
 from diffusion_jax.devices import programs
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import input_pictures, option_flags
-from diffusion_jax.draw import model as models
-from diffusion_jax.draw.sample_command import (
-    Session,
-    command,
-    prompt_numbers,
-    warn_of_cuts,
-    warn_of_new_words,
-)
+from diffusion_jax.draw.input_pictures import Pictures
+from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
 from diffusion_jax.files import sheets
 from sd_jax import drawing, file_flags
 
@@ -70,8 +64,8 @@ _PREVIEW = flags.DEFINE_integer(
 )  # fmt: skip
 
 
-def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the model and the pictures that the flags name, and return them as a Session.
+def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
+    """Open the model and the pictures that the flags name.
 
     Args:
         prompts: The prompts, at least one.
@@ -86,31 +80,18 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     file_flags.check_unused(bool(_MODEL.value), file)
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
-    values, strength, over = option_flags.values(_OPTIONS), 1.0, _pictures(len(prompts))
-    if over:
-        height, width = over[input_pictures.IMAGE].shape[1:3]
-        values |= {"height": height, "width": width}
-        strength = _STRENGTH.value
-    path = str(_WORKDIR.value or _MODEL.value)
-    model = drawing.load(path, *drawing.choose(**values), file=file, strength=strength)
-    if _PREVIEW.value:
-        model = models.with_overrides(model, {}, _preview(out))
-    warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
-    warn_of_new_words(path, model.encoder, prompts)
-
-    numbers = prompt_numbers(model.settings, len(prompts))
-
-    def draw(rows, seeds):
-        texts = [prompts[i] for i in rows]
-        over_rows = {name: array[rows] for name, array in {**over, **numbers}.items()}
-        batches = drawing.draw_batches(
-            model, texts, seeds, pictures=over_rows, batch_size=_BATCH.value
-        )
-        return ([images] for images in batches)
-
-    files = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
-    loras = {"lora": file.lora} if file.lora else {}
-    return Session(prompts, draw, drawing.card(model) | loras, files, numbers=numbers)
+    values, pictures = option_flags.values(_OPTIONS), _PICTURES(len(prompts))
+    if pictures:
+        values |= _size(pictures)
+    model = drawing.load(str(_WORKDIR.value or _MODEL.value), file=file, **values)
+    model = model.changed(
+        [{}], _preview(out) if _PREVIEW.value else None, [_STRENGTH.value] if pictures else None
+    )
+    (stage,) = model.stages
+    warn_of_cuts(stage.encoder, [*prompts, stage.settings.sampler.negative_prompt])
+    warn_of_new_words(model, prompts)
+    paths = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
+    return model, Inputs(prompts, prompts, pictures, batch_sizes=[_BATCH.value], paths=paths)
 
 
 def _preview(out: pathlib.Path) -> Preview:
@@ -126,22 +107,19 @@ def _preview(out: pathlib.Path) -> Preview:
     return show
 
 
-def _pictures(num_texts: int) -> Mapping[str, np.ndarray]:
-    """Return arrays of the pictures of --image and --mask, with one row per text.
+def _size(pictures: Pictures) -> dict[str, int]:
+    """Return the height and width of --height and --width, or those of the pictures to draw over.
 
-    They have the keys input_pictures.IMAGE and input_pictures.MASK. Without --image, return {}.
+    Raises ValueError if neither determines the size.
     """
-    opened = _PICTURES(num_texts)
-    if opened is None:
-        return {}
     width, height = (_OPTIONS[side].value for side in ("width", "height"))
-    first = opened.images[0]
-    if not (width and height) and len({image.size for image in opened.images}) > 1:
+    first = pictures.images[0]
+    if not (width and height) and len({image.size for image in pictures.images}) > 1:
         raise ValueError(
             "the pictures of --image differ in size: give --height and --width, to resize them all"
         )
-    return opened.at((width or first.width, height or first.height), num_texts)
+    return {"height": height or first.height, "width": width or first.width}
 
 
 if __name__ == "__main__":
-    command(open_session)
+    command(open_model)

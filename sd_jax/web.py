@@ -12,14 +12,13 @@ starlette uvicorn.
 
 from collections.abc import Sequence
 
-from diffusion_jax.draw.loaded import Loaded
+from diffusion_jax.draw.loaded import Model
 from diffusion_jax.draw.options import Values
 from diffusion_jax.web.web_command import command
 from sd_jax import drawing
-from sd_jax.notebook import load
 
 
-def open_model(stages: Sequence[str], values: Values) -> Loaded:
+def open_model(stages: Sequence[str], values: Values) -> Model:
     """Open the model in the workdir `stages[0]`, to draw with the given option values.
 
     Raises:
@@ -30,7 +29,7 @@ def open_model(stages: Sequence[str], values: Values) -> Loaded:
             f"--workdir={','.join(stages)} does not exist, and Stable Diffusion has no cascades of "
             "several models: repeat --workdir for each model"
         )
-    return load(stages[0], **values)
+    return drawing.load(stages[0], **values)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ BUCKET = "bkt"
 
 @contextlib.contextmanager
 def locked(s3: str) -> Iterator[dict[str, str]]:
-    """Let S3 require credentials; yield the keys of a user who can read but not write."""
+    """Let S3 require credentials, and yield the keys of a user who can read but not write."""
     import boto3
 
     iam = boto3.client(
@@ -51,7 +51,7 @@ def locked(s3: str) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """Serve both, each with an empty bucket; yield the environment variables that select them."""
+    """Serve both, each with an empty bucket. Yield the environment variables that select them."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, __file__], text=True, **pipes) as server:
         assert server.stdout

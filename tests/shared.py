@@ -12,7 +12,7 @@ import pytest
 def folder(
     factory: pytest.TempPathFactory, name: str, fill: Callable[[pathlib.Path], None]
 ) -> pathlib.Path:
-    """Return the session's folder NAME. The first worker that requests it fills it; others wait."""
+    """Return the session's folder NAME. The first worker that requests it fills it, others wait."""
     root = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # Each worker has its own folder within the session's.

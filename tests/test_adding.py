@@ -1,4 +1,4 @@
-"""An example of each kind of thing can be added in one place, as docs/design.md says."""
+"""An example of each extension in docs/design.md can be added in one place."""
 
 import dataclasses
 
@@ -132,7 +132,7 @@ LEVELS = jnp.array([9.0, 3.0, 1.0])
 
 
 def three_levels(*, middle=3.0, low=0.1):
-    """A noise with three levels in training, and no grid of its own."""
+    """A noise with three levels in training, and no special grid."""
     levels = jnp.array([9.0, middle, low])
     pick = lambda key, batch: jax.random.choice(key, levels, (batch,))
     return noise.Noise(pick, precond.log_snr)
@@ -149,7 +149,7 @@ def test_a_noise_and_a_grid_are_added_in_one_place_each(monkeypatch, grid):
     )  # fmt: skip
     loss, norm, images, counts = train_and_sample(*model)
     assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()
-    # Losses are reported in five ranges of sigma; 1, 3 and 9 are in the last three.
+    # Losses are reported in five ranges of sigma. 1, 3 and 9 are in the last three.
     assert counts[:2].sum() == 0 and counts[2:].sum() == 2
 
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("diffusion_jax", "imagen_jax", "sd_jax", "launch", "configs")
 FILES = sorted(path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
-# What each package must not import, at the top of a file or inside a function.
+# Modules that a package must not import, at the top of a file or inside a function.
 FORBIDDEN = {
     "diffusion_jax": {"imagen_jax", "sd_jax", "configs", "launch", "benchmarks", "tests"},
     "imagen_jax": {"sd_jax", "configs", "launch", "benchmarks", "tests"},
@@ -74,7 +74,7 @@ WRITERS = {
 REFERENCE = rf"({'|'.join(PACKAGES)})(\.\w+)+:\w+"
 """A "module:function" string."""
 CONTRACT = (pathlib.Path("imagen_jax/task.py"), pathlib.Path("sd_jax/task.py"))
-# Parts of paths that the contract must not load; of text/ it loads the type and the table only.
+# Parts of paths that the contract must not load. In text/, it loads only the type and the table.
 HEAVY = ("data", "precache", "metrics", "evaluate", "draw", "weights", "checkpoint.py", "loop.py")
 TEXT = {f"diffusion_jax/text/{name}.py" for name in ("__init__", "encoder", "registry")}
 
@@ -102,7 +102,7 @@ def imports(file, anywhere=False):
 
 
 def file_of(module):
-    """Return the project's file that holds a module, or a name in it; None for other packages."""
+    """Return the project's file that holds a module or a name in it. None for other packages."""
     parts = module.split(".")
     if parts[0] not in PACKAGES:
         return None
@@ -134,7 +134,7 @@ def reached(file):
 
 
 def folder(file):
-    """Return the folder of a file in diffusion_jax, "" for files beside them; None elsewhere."""
+    """Return the folder of a file in diffusion_jax, "" for files in no folder, None elsewhere."""
     if file.parts[0] != "diffusion_jax":
         return None
     return file.parts[1] if len(file.parts) > 2 else ""
@@ -211,7 +211,7 @@ def test_the_task_interface_does_not_import_heavy_folders(file):
         assert not heavy and not encoder, f"{file} loads {path}"
 
 
-# Imports imagen_jax.task and traces a loss and a sample of the quick start; prints all modules.
+# Imports imagen_jax.task, traces a loss and a sample of the quick start, and prints all modules.
 TRACE = """
 import sys
 import jax, jax.numpy as jnp

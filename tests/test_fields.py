@@ -1,4 +1,4 @@
-"""An aesthetic score of each picture as an input of every network, from a column to a picture."""
+"""An aesthetic score as an input of every network, from a column of the data to sampling."""
 
 import functools
 
@@ -37,7 +37,7 @@ KINDS = [*NETWORKS, "sd"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pictures whose brightness is their score, from 0 to 10, and a VAE."""
+    """Write pictures whose brightness equals their score from 0 to 10, and a VAE."""
     root = tmp_path_factory.mktemp("scored")
     rows = ["file_name,text,aesthetic"]
     for n in range(NUM):
@@ -79,7 +79,7 @@ def prepared(s, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_network_trains_measures_and_draws_with_a_score(folder, kind, tmp_path):
+def test_every_network_is_trained_evaluated_and_sampled_with_a_score(folder, kind, tmp_path):
     s = read_settings(folder, kind)
     mesh, inputs = sharding.make_mesh(1, 1, 1), prepared(s, kind)
     with inputs.batches as batches:
@@ -90,7 +90,7 @@ def test_every_network_trains_measures_and_draws_with_a_score(folder, kind, tmp_
     shares = batch[KEY] / 10
     np.testing.assert_allclose(batch["image"][:, 0, 0, 0] / 250, shares, atol=0.01)
 
-    # The score changes the loss, its gradient reaches the embedding, and the held-out loss sees it.
+    # The score changes the loss and the held-out loss, and its embedding has a gradient.
     keys = training_noise.keys_of(8)
     loss = jax.jit(jax.value_and_grad(lambda p, b: task.loss(p, task.frozen, b, keys)[0]))
     value, gradient = loss(params, batch)
@@ -113,7 +113,7 @@ def test_every_network_trains_measures_and_draws_with_a_score(folder, kind, tmp_
     programs = program.make_programs(begin_of, task.frozen, mesh)
     settings = s.pipeline if kind == "sd" else s
     with_score = lambda text: settings._replace(sampler=settings.sampler._replace(fields=text))
-    draw = lambda text, **more: programs.draw(with_score(text))(
+    draw = lambda text, **more: programs(with_score(text), None, 1.0)(
         params, {**texts, **more}, [0, 0], np.full(2, 3, np.float32)
     )
     low, high, unknown = draw("aesthetic=2"), draw("aesthetic=9"), draw("")
@@ -146,7 +146,7 @@ def test_a_new_field_changes_neither_the_other_weights_nor_the_output(folder, ki
     np.testing.assert_array_equal(of(task, both, scored)[0], of(plain, trained, batch)[0])
 
 
-def test_a_run_starts_from_weights_that_lack_its_field(folder, tmp_path):
+def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     s = read_settings(folder, "unet")
     inputs = prepared(s, "unet")
     inputs.batches.close()
@@ -180,12 +180,12 @@ def test_an_unknown_argument_of_a_network_is_an_error(folder):
         ("aesthetic=11", r"the field aesthetic is '11': it must be a number from 0 to 10"),
     ],
 )
-def test_mistakes_in_the_scores_to_draw_with_are_named(folder, system, text, message):
+def test_invalid_scores_for_sampling_are_errors(folder, system, text, message):
     with pytest.raises(ValueError, match=message):
         read_settings(folder, "sd" if system == "sd" else "unet", fields=text)
 
 
-def test_several_fields_are_read_from_one_text():
+def test_one_text_can_set_several_fields():
     named = fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
     assert fields.values(named, " year = 1950.5, aesthetic=7 ") == {
         "field_year": 1950.5, "field_aesthetic": 7

@@ -39,8 +39,8 @@ def test_importing_drawing_and_training_needs_only_the_core_dependencies():
     """Importing a package fails if sys.modules maps it to None."""
     train = "array_record clu datasets grain jinja2 matplotlib pyarrow sklearn starlette"
     absent = [*train.split(), "tensorboard", "tensorflow", "tensorflow_datasets", "uvicorn"]
-    modules = "imagen_jax.notebook imagen_jax.web imagen_jax.train imagen_jax.evaluate"
-    modules += " sd_jax.notebook sd_jax.drawing sd_jax.train launch.plan launch.gke"
+    modules = "imagen_jax.cascade imagen_jax.web imagen_jax.train imagen_jax.evaluate"
+    modules += " sd_jax.drawing sd_jax.train launch.plan launch.gke"
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
     python(
         "-c",

@@ -68,7 +68,7 @@ sys.addaudithook(_hook)  # It cannot be removed, and does nothing unless a Fault
 
 
 def full():
-    """What a full disk raises."""
+    """Raise the error of a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -76,9 +76,9 @@ class Command(NamedTuple):
     """A command that writes a folder."""
 
     run: Callable[[Any, Any], Any]
-    """Called with the folder of the inputs and the path of the output."""
+    """Called with the folder of inputs and the path of the output."""
     result: Callable[[Any], dict[str, Any]]
-    """Everything that matters of the output."""
+    """Returns all relevant content of the output."""
 
 
 def contents(out):
@@ -99,8 +99,8 @@ def weights(out):
     others = {path.name for path in out.iterdir() if not path.name.startswith(".")}
     shapes = restore.shapes(root / str(step), restore.items_of(root / str(step), "raw")[0])
     params = jax.device_get(restore.load_params(root, shapes, "raw", step))
-    found = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(params)}
-    return {"step": step, "files": others, "config": runs.load(out)} | found
+    arrays = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(params)}
+    return {"step": step, "files": others, "config": runs.load(out)} | arrays
 
 
 def write_shards(inputs, out):

@@ -8,10 +8,12 @@ for byte if the batch size is the same too, and otherwise up to rounding.
 """
 
 import collections
+import copy
 import dataclasses
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +25,20 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.config import ranges
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.draw import input_pictures, options
-from diffusion_jax.draw import model as models
+from diffusion_jax.diffusion.guidance import Preview
+from diffusion_jax.draw import input_pictures, options, program
+from diffusion_jax.draw import stage as stage_module
 from diffusion_jax.draw.input_pictures import Pictures
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Options, Values, Weights
+from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.draw.program import Images
 from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.draw.stage import Stage
 from diffusion_jax.files import sheets
 from diffusion_jax.task import Texts
 from diffusion_jax.text import vocabulary
 from diffusion_jax.text.vocabulary import Vocabulary
 from diffusion_jax.weights import power_averages, restore
 
-_WEIGHTS = 4  # Sets of weights per stage that stay loaded, including the first set.
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
 """A function of (predicted images, noise level). It is called on the host at each evaluation of the
 network."""
@@ -49,15 +51,6 @@ class Cancelled(Exception):
     """
 
 
-class Inputs(NamedTuple):
-    """The pictures that a drawing starts from."""
-
-    over: Pictures | None = None
-    """The picture to draw over, and a mask of the part to redraw."""
-    low_res: UInt8[np.ndarray, "h w 3"] | None = None
-    """The picture to enlarge."""
-
-
 class Enlarger(NamedTuple):
     """The first stage of a cascade that enlarges images."""
 
@@ -65,24 +58,6 @@ class Enlarger(NamedTuple):
     """The index of the stage in the cascade, from 0."""
     side: int
     """The height and width of the pictures that the stage enlarges, in pixels."""
-
-
-class System(NamedTuple):
-    """The functions and options with which a system draws and tokenizes."""
-
-    options: Options
-    """The options that users may choose, by name."""
-    draw: Callable[..., Iterator[Sequence[Images]]]
-    """A function (stages, prompts, seeds, inputs) -> batches. A batch holds one array of images per
-    stage. `inputs` is an Inputs."""
-    tokenize: Callable[[Model, Sequence[str]], Texts]
-    """A function (stage, prompts) -> the tokens of the prompts, for the stage's text encoder."""
-    describe: Callable[[Sequence[Model]], dict[str, Any]]
-    """A function stages -> the metadata that the command `sample` writes for each picture."""
-    enlarger: Callable[[Sequence[Model]], Enlarger | None] = lambda stages: None
-    """A function stages -> the first stage that enlarges images, or None."""
-    any_shape: bool = False
-    """Whether a drawing gets the height and width of the picture that it draws over."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -117,26 +92,33 @@ def png(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
     return buffer.getvalue()
 
 
-class Loaded:
-    """A run, or the runs of a cascade, whose weights and compiled programs stay in memory."""
+class Model:
+    """A run, or the runs of a cascade, whose weights and compiled programs stay in memory.
 
-    vocabulary: Vocabulary | None = None
-    """The words of the first stage's training captions; None if the run has no vocabulary."""
+    A subclass adds what differs between systems: `options`, `tokenize`, `check` and `card`.
+    """
+
+    options: ClassVar[Options] = {}
+    """The options that users may choose, by name."""
     any_shape = False
     """Whether a drawing has the height and width of the picture that it draws over."""
+    vocabulary: Vocabulary | None = None
+    """The words of the first stage's training captions; None if the run has no vocabulary."""
+    strengths: Sequence[float] | None = None
+    """For each stage, the share of its steps that draw over a picture; None without a picture."""
+    sets_of_weights = 4
+    """The number of sets of weights per stage that stay in memory, including the first set."""
 
-    def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
+    def __init__(self, stages: Sequence[Stage], values: Sequence[Values]) -> None:
         """Store opened stages. `values` are the option values with which each stage was opened."""
-        self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
+        self.stages = self._first = tuple(stages)
+        self.values = [options.read(self.options, of_stage) for of_stage in values]
         self.vocabulary = vocabulary.read(self.stages[0].workdir)
-        self._system = system
-        self.any_shape = system.any_shape
         self._progress: Progress | None = None
         self._cancelled = False
         self._averages: dict[tuple[int, int], list[str]] = {}
-        chosen = [options.choose(system.options, of_stage) for of_stage in values]
-        self._first = [self._key(n, choice.weights) for n, choice in enumerate(chosen)]
-        self._weights: collections.OrderedDict[Any, Model] = collections.OrderedDict()
+        self._first_keys = [self._key(n, of_stage) for n, of_stage in enumerate(self.values)]
+        self._weights: collections.OrderedDict[Any, Stage] = collections.OrderedDict()
 
     def __repr__(self) -> str:
         return " -> ".join(map(_in_words, self.stages))
@@ -180,16 +162,24 @@ class Loaded:
             logging.warning("%s", line)
         over = input_pictures.opened(image, mask)
         small = low_res and input_pictures.upright(low_res, "RGB", "the picture to enlarge")
-        inputs = Inputs(over, small and np.asarray(small))
         values = {**values, **self._size_of(over and over.images[0], values)}
-        strengths = self._strengths(strength) if image else [None] * len(self.stages)
-        stages = self._stages_with(values, progress is not None, strengths)
-        if low_res is not None and (enlarger := self.enlarger) is not None:
-            stages = stages[enlarger.stage :]
+        for name in values:
+            if name in self.options and self.options[name].at_load:
+                raise ValueError(f"{name} cannot change after loading: pass it to load()")
+        model = self.changed(
+            options.by_stage(values, len(self.stages)),
+            self._show if progress else None,
+            self.each_strength(strength) if image else None,
+        )
+        if small is not None and model.enlarger is not None:
+            model.stages = model.stages[model.enlarger.stage :]
         self._progress, self._cancelled, batches = progress, False, []
         try:
-            for batch in self._system.draw(stages, prompts, seeds, inputs):
-                batches.append(list(batch))
+            for batch in model.batches(
+                prompts, range(len(prompts)), seeds, pictures=over,
+                low_res=[np.asarray(small)] if small else (),
+            ):  # fmt: skip
+                batches.append(batch)
                 if self._cancelled:
                     raise Cancelled
         except jax.errors.JaxRuntimeError as error:
@@ -201,8 +191,59 @@ class Loaded:
         *smaller, images = (
             sheets.to_uint8(np.concatenate(sizes)) for sizes in zip(*batches, strict=True)
         )
-        card = self._system.describe(stages) | ({"strength": strengths} if image else {})
-        return Drawing(images, prompts, seeds, card, smaller)
+        return Drawing(images, prompts, seeds, model.card(), smaller)
+
+    def batches(
+        self,
+        prompts: Sequence[Any],
+        rows: Sequence[int],
+        seeds: Sequence[int],
+        *,
+        pictures: Pictures | None = None,
+        low_res: Sequence[UInt8[np.ndarray, "h w 3"]] = (),
+        guidance: float | None = None,
+        batch_sizes: Sequence[int | None] = (),
+        numbers: Sequence[Mapping[str, Float[np.ndarray, "_"]]] = (),
+    ) -> Iterator[list[Images]]:
+        """Check the arguments, then draw in batches. Image n draws prompts[rows[n]] with seeds[n].
+
+        Each batch is a list with one array of images per stage, in about [-1, 1]. The arrays show
+        the same images at the sizes of the stages.
+
+        Args:
+            prompts: Texts. Models opened with `embedded` need embeddings [tokens, width] instead.
+            rows: For each image, the index of its prompt.
+            seeds: One seed per image.
+            pictures: The pictures that all stages draw over: one for all prompts, or one for each.
+            low_res: The pictures that the first stage enlarges: one for all prompts, or one for
+                each.
+            guidance: The guidance scale of all stages. By default, each stage uses its own.
+            batch_sizes: The batch size of each stage. None, or a missing value, means a default,
+                which is smaller for larger images.
+            numbers: For each stage, the numbers of fields, one for each prompt, by Field.key.
+
+        Raises:
+            ValueError: A picture does not fit, or the model cannot draw images of this size.
+        """
+        index, shapes = np.asarray(rows), self.shapes
+        sizes = [
+            min(size or program.default_batch_size(*shape), len(rows))
+            for shape, size in itertools.zip_longest(shapes, batch_sizes)
+        ]
+        self.check([image.shape[:2] for image in low_res], sizes)
+        texts = [dict(self.tokenize(stage, prompts)) for stage in self.stages]
+        if pictures is not None:
+            if not self.any_shape:
+                _check_aspect(pictures, *shapes[0])
+            for of_stage, (height, width) in zip(texts, shapes, strict=True):
+                of_stage |= pictures.at((width, height), len(prompts))
+        if low_res:
+            small = np.stack(low_res).astype(np.float32) / 127.5 - 1
+            texts[0]["low_res"] = small[np.arange(len(prompts)) % len(small)]
+        for of_stage, columns in zip(texts, numbers, strict=False):
+            of_stage |= columns
+        texts = [{name: array[index] for name, array in of_stage.items()} for of_stage in texts]
+        return draw_stages(self.stages, texts, seeds, sizes, guidance)
 
     def denoiser(self, prompts: str | Sequence[str], **values: Any) -> "PromptedDenoiser":
         """Return the guided denoiser D(x, sigma) for these prompts, for use in custom samplers.
@@ -214,9 +255,39 @@ class Loaded:
                 f"a denoiser needs a single model, but {self!r} is a cascade of "
                 f"{len(self.stages)} models: load one of them alone"
             )
-        (model,) = self._stages_with(values, False, [None])
+        (stage,) = self.changed([values]).stages
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        return PromptedDenoiser(model, self._system.tokenize(model, texts))
+        return PromptedDenoiser(stage, self.tokenize(stage, texts))
+
+    def changed(
+        self,
+        values: Sequence[Values],
+        preview: Preview | None = None,
+        strengths: Sequence[float] | None = None,
+    ) -> "Model":
+        """Return the model with other weights and settings. Compiled programs are reused.
+
+        Args:
+            values: New option values for each stage.
+            preview: Called on the host at each evaluation of the network, with the predicted images
+                and their noise level.
+            strengths: For each stage, the share of its steps to run when drawing over a picture;
+                None if there is no picture.
+        """
+        model = copy.copy(self)
+        model.values, model.strengths = self._merged(values), strengths
+        model.stages = tuple(
+            self._with_weights(n, of_stage).changed(
+                self._fields(of_stage), preview, strengths[n] if strengths else 1.0
+            )
+            for n, of_stage in enumerate(model.values)
+        )
+        return model
+
+    def check_values(self, values: Sequence[Values]) -> None:
+        """Raise ValueError if `changed` cannot use these values. No weights are loaded."""
+        for stage, of_stage in zip(self.stages, self._merged(values), strict=True):
+            stage.changed(self._fields(of_stage))
 
     def averages(self, n: int, step: int) -> list[str]:
         """Return the names of the averages in a checkpoint of stage n.
@@ -224,14 +295,35 @@ class Loaded:
         The names are cached, because training may remove the checkpoint later.
         """
         if not self._averages.get((n, step)):
-            folder = restore.absolute(self.stages[n].workdir) / runs.CHECKPOINTS
+            folder = restore.absolute(self._first[n].workdir) / runs.CHECKPOINTS
             self._averages[n, step] = restore.stored(folder / str(step))
         return self._averages[n, step]
 
     @property
     def enlarger(self) -> Enlarger | None:
         """The first stage that enlarges images, or None if no stage enlarges images."""
-        return self._system.enlarger(self.stages)
+        return None
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The height and width in pixels of the images that each stage draws."""
+        return [stage.settings.output_shape for stage in self.stages]
+
+    def tokenize(self, stage: Stage, prompts: Sequence[Any]) -> Texts:
+        """Return the tokens of prompts, for the text encoder of a stage."""
+        raise NotImplementedError
+
+    def check(self, low_res: Sequence[tuple[int, ...]], batch_sizes: Sequence[int]) -> None:
+        """Raise ValueError if the model cannot draw from these pictures, or so many at once.
+
+        `low_res` holds the height and width of each picture to enlarge, and `batch_sizes` the batch
+        size of each stage.
+        """
+        raise NotImplementedError
+
+    def card(self) -> dict[str, Any]:
+        """Return the models and their settings, for a line of `sample`'s metadata.jsonl."""
+        raise NotImplementedError
 
     def _size_of(self, image: Image.Image | None, values: Values) -> Values:
         """Return option values that set the height and width to those of the picture `image`.
@@ -244,7 +336,7 @@ class Loaded:
         chosen = {name for name, value in {**self.values[0], **values}.items() if value is not None}
         return {side: getattr(image, side) for side in ("height", "width") if side not in chosen}
 
-    def _strengths(self, strength: float | Sequence[float]) -> list[float | None]:
+    def each_strength(self, strength: float | Sequence[float]) -> list[float]:
         """Return the strength of each stage. A single value is for the first stage; others get 1.
 
         Raises:
@@ -256,53 +348,38 @@ class Loaded:
             ranges.check_value("strength", value, ranges.Share)
         return [of["strength"] for of in options.by_stage({"strength": values}, len(self.stages))]
 
-    def _stages_with(
-        self, values: Values, watched: bool, strengths: Sequence[float | None]
-    ) -> list[Model]:
-        """Return the stages with the weights and settings in `values`.
+    def _merged(self, values: Sequence[Values]) -> list[dict[str, Any]]:
+        both = zip(self.values, values, strict=True)
+        return [options.read(self.options, {**old, **new}) for old, new in both]
 
-        Compiled programs are reused. If `watched`, self._progress gets the images that each
-        evaluation predicts. `strengths` holds one value per stage: the share of the sampler's
-        steps used to draw over the picture, or None if there is no picture.
-        """
-        for name in values:
-            if name in self.options and self.options[name].at_load:
-                raise ValueError(f"{name} cannot change after loading: pass it to load()")
-        stages = []
-        for n, changed in enumerate(options.by_stage(values, len(self.stages))):
-            of_stage = {**self.values[n], **changed}
-            weights = options.choose(self.options, of_stage).weights
-            overrides = options.changes(self.options, of_stage)
-            model = self._with_weights(n, weights)
-            preview = self._show if watched else None
-            stages.append(models.with_overrides(model, overrides, preview, strengths[n]))
-        return stages
+    def _fields(self, values: Values) -> dict[str, Any]:
+        return options.fields(options.changeable(self.options), values)
 
-    def _with_weights(self, n: int, weights: Weights) -> Model:
-        """Return stage n with these weights. The most recently used weights stay in memory."""
-        first, key = self.stages[n], self._key(n, weights)
-        if key == self._first[n]:
-            model = first
+    def _with_weights(self, n: int, values: Values) -> Stage:
+        """Return stage n with the chosen weights. The most recently used weights stay in memory."""
+        first, key = self._first[n], self._key(n, values)
+        if key == self._first_keys[n]:
+            stage = first
         elif key in self._weights:
             self._weights.move_to_end(key)
-            model = self._weights[key]
+            stage = self._weights[key]
         else:
-            while len(self._weights) >= (_WEIGHTS - 1) * len(self.stages):
+            while len(self._weights) >= (self.sets_of_weights - 1) * len(self._first):
                 self._weights.popitem(last=False)
-            model = models.with_weights(first, weights._replace(step=key[2]))
-            self._weights[key] = model
-        ema = power_averages.canonical(weights.ema, self.averages(n, key[2]))
-        return model._replace(ema=ema) if first.step else model
+            stage = stage_module.with_weights(first, values.get("ema", "ema"), key[2])
+            self._weights[key] = stage
+        ema = power_averages.canonical(values.get("ema", "ema"), self.averages(n, key[2]))
+        return stage._replace(ema=ema) if first.step else stage
 
-    def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
+    def _key(self, n: int, values: Values) -> tuple[int, str, int]:
         """Return (n, average, step), which identifies the chosen weights of stage n.
 
         The average "ema" is replaced by the name of the average with the largest decay.
         """
-        step = self.stages[n].step if weights.step is None else weights.step
+        step = values.get("checkpoint", self._first[n].step)
         stored = self.averages(n, step)
         largest = stored[-1] if stored else "raw"
-        name = power_averages.canonical(weights.ema, stored)
+        name = power_averages.canonical(values.get("ema", "ema"), stored)
         return n, largest if name == "ema" else name, step
 
     def _show(self, images: ArrayLike, sigma: ArrayLike) -> None:
@@ -329,14 +406,13 @@ class PromptedDenoiser:
         D.pictures(x)
     """
 
-    def __init__(self, model: Model, texts: Texts) -> None:
-        """Prepare a model to draw prompts that are already tokenized."""
-        assert model.programs
-        self._begin, frozen = model.programs.begin(model.settings)
+    def __init__(self, stage: Stage, texts: Texts) -> None:
+        """Prepare a stage to draw prompts that are already tokenized."""
+        self._begin = stage.begin(stage.settings, None, 1.0)
         self.num_prompts = len(next(iter(texts.values())))
-        s = model.settings.sampler
+        s = stage.settings.sampler
         guidance = guidance_module.by_image(s, s.guidance, self.num_prompts)
-        self._arguments = model.params, frozen, dict(texts), guidance
+        self._arguments = stage.params, stage.frozen, dict(texts), guidance
         zeros = halves([0] * self.num_prompts)
         begin = self._start
         self._first = jax.jit(lambda *arguments: begin(*arguments).x)
@@ -371,10 +447,54 @@ class PromptedDenoiser:
         return self._begin(params, frozen, texts, keys_of(seeds), guidance)
 
 
+def draw_stages(
+    stages: Sequence[Stage],
+    texts: Sequence[Texts],
+    seeds: Sequence[int],
+    sizes: Sequence[int],
+    guidance: float | None = None,
+) -> Iterator[list[Images]]:
+    """Draw in batches: the first stage draws small images, and the others enlarge them.
+
+    Images pass from a stage to the next one without being clipped or rounded. For each batch, yield
+    a list with one array of images per stage, in about [-1, 1].
+
+    Args:
+        stages: The stages, from the first to the last.
+        texts: The inputs of each stage, with one row per image.
+        seeds: One seed per image.
+        sizes: The batch size of each stage.
+        guidance: The guidance scale of all stages. By default, each stage uses its own.
+    """
+    stage, s = stages[0], stages[0].settings.sampler
+    scale = s.guidance if guidance is None else guidance
+    by_image = guidance_module.by_image(s, scale, len(seeds))
+    first = 0
+    for images in program.in_batches(stage.draw, stage.params, texts[0], seeds, by_image, sizes[0]):
+        rows = slice(first, first + len(images))
+        first = rows.stop
+        if len(stages) == 1:
+            yield [images]
+            continue
+        later = [{name: array[rows] for name, array in t.items()} for t in texts[1:]]
+        later[0]["low_res"] = images
+        done = 0
+        for larger in draw_stages(stages[1:], later, seeds[rows], sizes[1:], guidance):
+            yield [images[done : done + len(larger[0])], *larger]
+            done += len(larger[0])
+
+
+def _check_aspect(pictures: Pictures, height: int, width: int) -> None:
+    for image in pictures.images:
+        if image.width * height != image.height * width:
+            wanted = "a square" if height == width else f"the shape {width}x{height}"
+            raise ValueError(f"the picture is {image.width}x{image.height}: crop it to {wanted}")
+
+
 def _paired(
     prompts: str | Sequence[str], seeds: int | Sequence[int] | None
 ) -> tuple[list[str], list[int]]:
-    """Return lists of prompts and seeds of equal length, as described in `Loaded.draw`.
+    """Return lists of prompts and seeds of equal length, as described in `Model.draw`.
 
     Raises ValueError if the numbers of prompts and seeds differ, or if there are no prompts.
     """
@@ -391,7 +511,7 @@ def _paired(
     return texts, seeds
 
 
-def _in_words(stage: Model) -> str:
+def _in_words(stage: Stage) -> str:
     s = stage.settings.sampler
     parts = [f"step {stage.step}, {stage.ema}"] if stage.step else []
     return ", ".join([stage.workdir, *parts, f"{s.name}, {s.steps} steps, guidance {s.guidance:g}"])

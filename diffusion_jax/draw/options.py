@@ -31,31 +31,6 @@ class Option(NamedTuple):
 Options = Mapping[str, Option]
 Values = Mapping[str, Any]
 """Values keyed by option name, such as {"steps": 20}."""
-Overrides = Mapping[str, Any]
-"""Values keyed by the config field that they override, such as {"sampler.steps": 20}."""
-
-
-class Weights(NamedTuple):
-    """A choice among the saved weights of a run."""
-
-    ema: str = "ema"
-    """The average: a decay such as "0.9999", a width such as "0.05", "ema" (the largest decay) or
-    "raw" (no average)."""
-    step: int | None = None
-    """The step of the checkpoint, or None for the newest undamaged one."""
-
-
-NEWEST = Weights()
-
-
-class Choice(NamedTuple):
-    """The user's choice of settings and weights with which a run is opened."""
-
-    overrides: Mapping[str, Any] = {}
-    """Settings that replace those of the run, keyed by config field."""
-    weights: Weights = NEWEST
-    guide: str = ""
-    """The run whose model guides this one, as WORKDIR or WORKDIR@STEP, or "" for none."""
 
 
 def of_group(group: str, kind: type) -> dict[str, Option]:
@@ -126,30 +101,26 @@ def read(options: Options, values: Values) -> dict[str, Any]:
     return typed
 
 
-def choose(options: Options, values: Values) -> Choice:
-    """Convert option values to a Choice.
+def changeable(options: Options) -> Options:
+    """Return the options that override a config field and can change after a model is loaded."""
+    return {name: o for name, o in options.items() if o.field and not o.at_load}
 
-    Raises ValueError if a name is unknown, or a value has another type or is out of range.
+
+def fields(options: Options, values: Values) -> dict[str, Any]:
+    """Return the values of those options that override a config field, keyed by this field."""
+    return {
+        options[name].field: value
+        for name, value in values.items()
+        if name in options and options[name].field
+    }
+
+
+def override(s: Any, values: Mapping[str, Any]) -> Any:
+    """Return the settings `s`, a NamedTuple of config groups, with some fields replaced.
+
+    `values` holds the new values, keyed by config field, such as "sampler.steps".
     """
-    typed = read(options, values)
-    overrides = {options[name].field: v for name, v in typed.items() if options[name].field}
-    weights = Weights(typed.get("ema", "ema"), typed.get("checkpoint"))
-    return Choice(overrides, weights, typed.get("guide", ""))
-
-
-def changes(options: Options, values: Values) -> Overrides:
-    """Return the config overrides that `values` imply, except those fixed when a model is loaded.
-
-    Raises ValueError if a name is unknown, or a value has another type or is out of range.
-    """
-    typed = read(options, values)
-    changeable = {n: v for n, v in typed.items() if options[n].field and not options[n].at_load}
-    return {options[name].field: value for name, value in changeable.items()}
-
-
-def override(s: Any, overrides: Overrides) -> Any:
-    """Return the settings `s`, a NamedTuple of config groups, with some fields replaced."""
-    for field, value in overrides.items():
+    for field, value in values.items():
         group, _, name = field.partition(".")
         s = s._replace(**{group: getattr(s, group)._replace(**{name: value})})
     return s
@@ -173,14 +144,14 @@ def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
     return [{name: of_stage(v, n) for name, v in values.items()} for n in range(num_stages)]
 
 
-def varied(points: Sequence[Sequence[Overrides]]) -> list[dict[str, str]]:
-    """Return, for each point of a sweep, the overrides that differ between points, as strings.
+def varied(points: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, str]]:
+    """Return, for each point of a sweep, the values that differ between points, as strings.
 
-    A point holds the overrides of each stage. If the stages of a point have different values, the
-    string joins these values by commas.
+    A point holds the values of each stage, keyed by config field. If the stages of a point have
+    different values, the string joins these values by commas.
     """
-    fields = dict.fromkeys(field for point in points for stage in point for field in stage)
+    names = dict.fromkeys(field for point in points for stage in point for field in stage)
     values = lambda point, field: [stage.get(field) for stage in point]
-    differing = [f for f in fields if any(values(p, f) != values(points[0], f) for p in points)]
+    differing = [f for f in names if any(values(p, f) != values(points[0], f) for p in points)]
     text = lambda row: ",".join(map(str, row if len(set(row)) > 1 else row[:1]))
     return [{field: text(values(point, field)) for field in differing} for point in points]

@@ -7,7 +7,7 @@ The batch size and the number of devices change only the order of floating-point
 import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,27 +27,6 @@ from diffusion_jax.task import Params, Sample, Texts
 Images = Float[np.ndarray, "B H W 3"]  # In about [-1, 1]; sheets.to_uint8 returns pixels.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 """A function (params, texts, seeds [B], guidance [B] or None) -> images (see `make_draw`)."""
-BeginOf = Callable[[Any, Preview | None, float | None], Begin]
-"""A function (settings, preview, strength) -> a task's `begin`.
-
-`strength` is the share of the steps to run when the model draws over a picture; None keeps the
-share with which the model was opened. The function raises ValueError if settings do not fit
-together.
-"""
-
-
-class Programs(NamedTuple):
-    """The sampling programs of a model, one for each choice of settings."""
-
-    draw: Callable[..., Draw]
-    """A function (settings, preview=None, strength=None) -> the Draw for these settings.
-
-    `preview` and `strength` are as in `model.with_overrides`. The Draw is compiled at first use.
-    """
-    begin: Callable[[Any], tuple[Begin, Any]]
-    """A function settings -> (the task's `begin` for these settings, the task's frozen weights)."""
-
-
 _PIXELS = 2**22  # Default limit on the pixels that a device draws at once.
 
 
@@ -78,18 +57,23 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
     return draw
 
 
-def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int = 16) -> Programs:
-    """Return Programs: functions that build and cache the sampling programs of a model.
+def make_programs(
+    begin_of: Callable[[Any, Preview | None, float], Begin],
+    frozen: Any,
+    mesh: Mesh,
+    max_programs: int = 16,
+) -> Callable[[Any, Preview | None, float], Draw]:
+    """Return a function (settings, preview, strength) -> Draw, which compiles each choice once.
 
-    `begin_of` builds the `begin` of the model's task for given settings (see BeginOf). `frozen` is
-    the task's frozen weights, already on the devices, which every program gets as an argument.
+    `begin_of` maps the same arguments to the `begin` of a Task (see Stage.begin). `frozen` is the
+    task's frozen weights, already on the devices, which every program gets as an argument.
 
     The `max_programs` most recently used programs stay compiled. Settings that differ only in
     sampler.guidance or sampler.fields share a program, because these are arguments of the program.
     """
     draws: collections.OrderedDict[Any, Draw] = collections.OrderedDict()
 
-    def draw(s: Any, preview: Preview | None = None, strength: float | None = None) -> Draw:
+    def draw_with(s: Any, preview: Preview | None, strength: float) -> Draw:
         inputs = ("guidance", "fields")
         compiled_in = {k: v for k, v in s.sampler._asdict().items() if k not in inputs}
         key = s._replace(sampler=tuple(compiled_in.items())), preview, strength
@@ -107,7 +91,7 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
             params, {**arrays(len(seeds)), **texts}, seeds, guidance
         )
 
-    return Programs(draw, lambda s: (begin_of(s, None, None), frozen))
+    return draw_with
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:

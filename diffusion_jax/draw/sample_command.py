@@ -23,6 +23,8 @@ from diffusion_jax.config import fields
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import seeds
+from diffusion_jax.draw.input_pictures import Pictures
+from diffusion_jax.draw.loaded import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
@@ -34,34 +36,46 @@ flags.disclaim_key_flags()  # --help lists these flags with those of the module 
 _SHOWN = 5  # The log shows the ignored parts of at most this many texts.
 
 
-class Session(NamedTuple):
-    """Opened and checked models, and the texts to draw."""
+class Inputs(NamedTuple):
+    """What to draw: the texts and pictures that the flags of a sampling command name."""
 
     captions: Sequence[str]
-    draw: Callable[[Sequence[int], Sequence[int]], Iterator[Sequence[Images]]]
-    """A function (indices of captions [N], seeds [N]) -> batches.
-
-    A batch holds one array of images per stage of the cascade, the largest images last.
-    """
-    card: dict[str, Any]
-    """A description of the models and settings, written into each line of metadata.jsonl."""
-    inputs: Mapping[str, Sequence[str]] = {}
+    """The texts, or the names of the files that hold their embeddings."""
+    prompts: Sequence[Any]
+    """The texts, or their embeddings."""
+    pictures: Pictures | None = None
+    """Pictures to draw over."""
+    low_res: Sequence[UInt8[np.ndarray, "h w 3"]] = ()
+    """Pictures to enlarge, one per text."""
+    batch_sizes: Sequence[int | None] = ()
+    """The batch size of each stage; None for a default."""
+    paths: Mapping[str, Sequence[str]] = {}
     """Paths of input files, keyed by their names in metadata.jsonl, such as "image" and "mask".
 
-    A key has one path for all captions, or one per caption.
+    A key has one path for all texts, or one per text.
     """
     all_sizes: bool = False
     """Whether to write the images of a cascade's earlier stages as well."""
-    numbers: Mapping[str, Float[np.ndarray, "N"]] = {}
-    """The numbers of fields for each caption, from the table of the prompts (`prompt_numbers`)."""
+    numbers: Sequence[Mapping[str, Float[np.ndarray, "_"]]] = ()
+    """For each stage, the numbers of fields of each text, from the table of the prompts."""
+
+    def batches(
+        self, model: Model, rows: Sequence[int], seeds: Sequence[int]
+    ) -> Iterator[list[Images]]:
+        """Draw image n from text rows[n] and seed seeds[n], in batches (see Model.batches)."""
+        return model.batches(
+            self.prompts, rows, seeds, pictures=self.pictures, low_res=self.low_res,
+            batch_sizes=self.batch_sizes, numbers=self.numbers,
+        )  # fmt: skip
 
 
-def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
+def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]]) -> None:
     """Run `python -m SYSTEM.sample --out=FOLDER`. Its --help shows the calling module's docstring.
 
     Args:
-        open_session: Takes the prompts (possibly none) and the output folder, and returns a
-            Session. A ValueError or OSError from it becomes a one-line message and exit code 2.
+        open_model: Takes the prompts (possibly none) and the output folder. It opens the model and
+            the input files that the system's flags name. A ValueError or OSError from it becomes a
+            one-line message and exit code 2.
     """
     f = _define_flags()
 
@@ -77,14 +91,22 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
                 folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory()))
             file = f["prompts"].value
             prompts = [*f["prompt"].value, *(prompt_files.read(file) if file is not None else ())]
-            session = open_session(prompts, folder)
-            last = f["seed"].value + len(session.captions) * f["num_images"].value - 1
-            seeds.halves([last])
+            model, inputs = open_model(prompts, folder)
+            columns = [prompt_numbers(of.settings, len(inputs.captions)) for of in model.stages]
+            inputs = inputs._replace(numbers=columns)
+            rows = [i for i in range(len(inputs.captions)) for _ in range(f["num_images"].value)]
+            numbers = range(f["seed"].value, f["seed"].value + len(rows))
+            seeds.halves(numbers[-1:])
             if f["rehearse"].value:
-                print(_rehearse(session, out, f["num_images"].value, folder))
+                print(_rehearse(model, inputs, out, len(rows), folder))
                 return
+            batches = inputs.batches(model, rows, numbers)
             out.mkdir(parents=True, exist_ok=True)
-        _draw(session, out, f["num_images"].value, f["seed"].value)
+        reported = progress.reported(
+            batches, len(rows), "images", size=lambda batch: len(batch[-1])
+        )
+        _write(model, inputs, out, rows, numbers, reported)
+        logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(rows), out)
 
     cli.run(main, "write --prompt={!r}")
 
@@ -120,9 +142,9 @@ def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
         logging.warning("%d of %d texts are not read in full", len(lost), len(texts))
 
 
-def warn_of_new_words(workdir: files.Path, encoder: TextEncoder, texts: Sequence[str]) -> None:
+def warn_of_new_words(model: Model, texts: Sequence[str]) -> None:
     """Log one line that lists the words of `texts` that no training caption of a run contains."""
-    if line := vocabulary.warning(vocabulary.read(workdir), texts, encoder.name):
+    if line := vocabulary.warning(model.vocabulary, texts, model.stages[0].encoder.name):
         logging.warning("%s", line)
 
 
@@ -141,7 +163,9 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
     return {holder.name: holder for holder in holders}
 
 
-def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
+def _rehearse(
+    model: Model, inputs: Inputs, out: pathlib.Path, total: int, folder: pathlib.Path
+) -> str:
     """Trace the drawing of the first text without compiling anything, and return a report.
 
     The report names the devices, the number and size of the images, and the models. The files of
@@ -149,41 +173,29 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
     """
     start = time.time()
     with programs.rehearsal():
-        ((images, *larger),) = session.draw([0], [0])
-    _write(session, folder, [0], [0], [(images, *larger)])
+        ((images, *larger),) = inputs.batches(model, [0], [0])
+    _write(model, inputs, folder, [0], [0], [(images, *larger)])
     sizes = " to ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (images, *larger))
-    total, device = len(session.captions) * num_images, jax.devices()[0]
+    device, card = jax.devices()[0], model.card()
     rows = [
         ("device", f"{jax.device_count()} x {device.device_kind}"),
-        ("draws", f"{total:,} images of {sizes}, for {len(session.captions):,} texts, into {out}"),
-        *((name, str(value)) for name, value in session.card.items() if name != "stages"),
-        *(
-            ("stage", ", ".join(f"{k} {v}" for k, v in s.items()))
-            for s in session.card.get("stages", ())
-        ),
+        ("draws", f"{total:,} images of {sizes}, for {len(inputs.captions):,} texts, into {out}"),
+        *((name, str(value)) for name, value in card.items() if name != "stages"),
+        *(("stage", ", ".join(f"{k} {v}" for k, v in s.items())) for s in card.get("stages", ())),
         ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
     ]
     return progress.block(rows)
 
 
-def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
-    rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
-    seeds = [first_seed + n for n in range(len(rows))]
-    batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
-    reported = progress.reported(batches, len(rows), "images", size=size)
-    _write(session, out, rows, seeds, reported)
-    logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(rows), out)
-
-
 def _write(
-    session: Session, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
+    model: Model, inputs: Inputs, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
     batches: Iterable[Sequence[Images]],
 ) -> None:  # fmt: skip
     """Write each image of the batches, then metadata.jsonl and the contact sheet.
 
-    Image n draws caption rows[n] with seed seeds[n]. Only process 0 writes.
+    Image n draws text rows[n] with seed seeds[n]. Only process 0 writes.
     """
-    lines, images = [], []
+    lines, images, card = [], [], model.card()
     for batch in batches:
         with cli.bad_input():
             pixels = [sheets.to_uint8(images) for images in batch]
@@ -191,7 +203,7 @@ def _write(
             continue
         for sizes in zip(*pixels, strict=True):
             n = len(lines)
-            lines.append(_write_image(session, out, rows[n], seeds[n], sizes))
+            lines.append(_write_image(inputs, out, rows[n], seeds[n], sizes) | card)
             images.append(sizes[-1])
     if jax.process_index() == 0:
         index = "".join(json.dumps(line) + "\n" for line in lines)
@@ -201,25 +213,25 @@ def _write(
 
 
 def _write_image(
-    session: Session,
+    inputs: Inputs,
     out: pathlib.Path,
     text: int,
     seed: int,
     sizes: Sequence[UInt8[np.ndarray, "_ _ 3"]],
 ) -> dict[str, Any]:
-    """Write the PNG files of one image, and return its line of metadata.jsonl.
+    """Write the PNG files of one image, and return the first part of its line of metadata.jsonl.
 
-    `text` is the index of the image's caption. `sizes` holds the image at the size of each stage.
+    `text` is the index of the image's text. `sizes` holds the image at the size of each stage.
     """
     name = f"seed_{seed:06}"
-    line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}
-    line |= {kind: paths[text % len(paths)] for kind, paths in session.inputs.items() if paths}
-    numbers = {key: float(column[text]) for key, column in session.numbers.items()}
+    line: dict[str, Any] = {"file_name": f"{name}.png", "text": inputs.captions[text]}
+    line |= {kind: paths[text % len(paths)] for kind, paths in inputs.paths.items() if paths}
+    numbers = {key: float(x[text]) for of_stage in inputs.numbers for key, x in of_stage.items()}
     line |= {key: number for key, number in numbers.items() if not np.isnan(number)}
     line |= {"seed": seed}
     sheets.write_png(out / line["file_name"], sizes[-1])
-    if session.all_sizes:
+    if inputs.all_sizes:
         line["smaller"] = [f"{name}_{image.shape[0]}.png" for image in sizes[:-1]]
         for smaller, image in zip(line["smaller"], sizes, strict=False):
             sheets.write_png(out / smaller, image)
-    return line | session.card
+    return line

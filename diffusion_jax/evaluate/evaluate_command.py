@@ -25,9 +25,10 @@ from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import options, program
-from diffusion_jax.draw.model import Model, fingerprint, with_overrides, with_weights
-from diffusion_jax.draw.options import Overrides, Weights
+from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.options import Values
 from diffusion_jax.draw.program import Images
+from diffusion_jax.draw.stage import Stage, fingerprint
 from diffusion_jax.evaluate import (
     copies,
     curve,
@@ -99,74 +100,90 @@ AXES = ("ema", "checkpoint", "guidance")
 """Drawing options whose flags sweep_flags defines. Each of these flags takes several values."""
 
 
-def of_models(
-    models: Sequence[Model],
-    draw: Callable[[Sequence[Model], Sequence[str], Sequence[int], float], Images],
-    describe: Callable[[Model], dict[str, Any]],
+def of_model(
+    model: Model,
+    points: Sequence[Sequence[Values]],
+    describe: Callable[[Stage], dict[str, Any]],
     source: str,
-    sizes: tuple[int, int],
-    weights: Sequence[Sequence[Weights]] = (),
-    name: str = "",
-    overrides: Sequence[Sequence[Overrides]] = ((),),
 ) -> Subject:
     """Return the Subject of a model or a cascade.
 
-    The Subject has a point for each combination of weights (one per stage) and overrides.
-
     Args:
-        models: The model of each stage, loaded with the first weights and the first overrides.
-        draw: Maps (models of the stages, prompts, seeds, guidance) to images in about [-1, 1].
-        describe: Maps the model of a stage to its entry in the card's list "models".
+        model: The model, loaded with the values of the first point.
+        points: For each point of the sweep, the option values of each stage.
+        describe: Maps a stage to its entry in the card's list "models".
         source: The config field data.source of the training run.
-        sizes: The sides in pixels of the first stage's images and of the final pictures.
-        weights: A list of weights to evaluate for each stage, in the order of the stages. Stages
-            without a list keep their loaded weights.
-        name: The label of the subject in tables and figures.
-        overrides: For each combination of sampler settings, the config overrides of each stage.
 
     Raises:
-        ValueError: The overrides of a stage are invalid.
+        ValueError: A point has invalid values, or the images are not square.
     """
     joined = lambda values: ", ".join(map(str, values))
-    varied = options.varied(overrides)
-    for point in overrides[1:]:  # Raise errors of invalid settings before anything is drawn.
-        for model, of_stage in zip(models, point, strict=True):
-            with_overrides(model, of_stage)
+    (height, width), (side, _) = model.shapes[0], model.shapes[-1]
+    if height != width:
+        raise ValueError(
+            f"{model.stages[0].workdir} draws images of {height}x{width} pixels, but only square "
+            "images can be scored: set sampler.height and sampler.width to 0, or to equal values"
+        )
+    typed = [[options.read(model.options, of_stage) for of_stage in point] for point in points]
+    for point in typed[1:]:  # Raise errors of invalid settings before anything is drawn.
+        model.check_values(point)
+    changeable = options.changeable(model.options)
+    varied = options.varied([[options.fields(changeable, one) for one in p] for p in typed])
+    later_weights = [[(v.get("ema"), v.get("checkpoint")) for v in point[1:]] for point in typed]
+    vary = any(weights != later_weights[0] for weights in later_weights)
+    model.sets_of_weights = 2  # A sweep may have many points.
 
-    def open_point(chosen: Sequence[tuple[int, Weights]], number: int) -> Point:
-        stages = [
-            with_weights(model, of_stage) if n else model
-            for model, (n, of_stage) in zip(models, chosen, strict=True)
-        ]
-        if number:
-            pairs = zip(stages, overrides[number], strict=True)
-            stages = [with_overrides(model, of_stage) for model, of_stage in pairs]
-        each = [model.settings for model in stages]
+    def open_point(number: int) -> Point:
+        opened = model.changed(typed[number])
+        first, *others = stages = opened.stages
+        each = [stage.settings for stage in stages]
         card = {
             "sampler": joined(s.sampler.name for s in each),
             "steps": joined(s.sampler.steps for s in each),
             "precision": joined(s.unet.dtype for s in each),
-            "models": [describe(model) for model in stages],
+            "models": [describe(stage) for stage in stages],
         }
-        params = [model.params for model in stages]
-        vary = any(len(of_stage) > 1 for of_stage in weights[1:])
-        later = ", ".join(f"{model.step} {model.ema}" for model in stages[1:] if vary)
-        first, draw_point = stages[0], functools.partial(draw, stages)
-        return Point(first.step, first.ema, params, draw_point, card, later, varied[number])
+        later = ", ".join(f"{stage.step} {stage.ema}" for stage in others if vary)
+        params, draw = [stage.params for stage in stages], functools.partial(_draw, opened)
+        return Point(first.step, first.ema, params, draw, card, later, varied[number])
 
-    loaded = [[Weights(model.ema)] for model in models[len(weights) :]]
-    chosen = list(itertools.product(*(enumerate(of_stage) for of_stage in [*weights, *loaded])))
-    points = [
-        functools.partial(open_point, of_stages, number)
-        for of_stages in chosen
-        for number in range(len(overrides))
+    name = files.path(model.stages[-1].workdir).name
+    batch_size = program.default_batch_size(height, height)
+    opened = [functools.partial(open_point, number) for number in range(len(points))]
+    return Subject(files.path(model.stages[0].workdir), source, side, batch_size, opened, name)
+
+
+def with_weights(
+    points: Sequence[Sequence[Values]], weights: Sequence[Sequence[Values]]
+) -> list[list[Values]]:
+    """Return each of `points` with each combination of the weights that `weights` lists per stage.
+
+    Both hold option values. Stages beyond the end of `weights` have the weights of the points.
+    Raises ValueError if there are weights for more stages than there are.
+    """
+    num_stages = len(points[0])
+    if len(weights) > num_stages:
+        raise ValueError(
+            f"--ema or --checkpoint is given {len(weights)} times for {num_stages} stages: give "
+            "each flag at most once per stage, with commas between the values to compare"
+        )
+    chosen = itertools.product(*weights, *[[{}]] * (num_stages - len(weights)))
+    return [
+        [{**of_stage, **of_weights} for of_stage, of_weights in zip(point, stages, strict=True)]
+        for stages in chosen
+        for point in points
     ]
-    batch_size = program.default_batch_size(sizes[0], sizes[0])
-    return Subject(files.path(models[0].workdir), source, sizes[1], batch_size, points, name)
+
+
+def _draw(model: Model, prompts: Sequence[str], seeds: Sequence[int], guidance: float) -> Images:
+    batches = model.batches(
+        prompts, range(len(prompts)), seeds, guidance=guidance, batch_sizes=[len(seeds)]
+    )
+    return np.concatenate([by_stage[-1] for by_stage in batches])
 
 
 def command(
-    open_subjects: Callable[[Sequence[Sequence[Weights]]], Sequence[Subject]],
+    open_subjects: Callable[[Sequence[Sequence[Values]]], Sequence[Subject]],
     guidance: Sequence[float],
     write_page: Callable[[pathlib.Path], pathlib.Path],
 ) -> None:
@@ -175,9 +192,10 @@ def command(
     --help prints the docstring of the main module, which calls this function.
 
     Args:
-        open_subjects: Called with a list of weights for each stage, which --ema and --checkpoint
-            select. It opens the models that the other flags name. If it raises ValueError or
-            OSError, the command prints a one-line message and exits with code 2.
+        open_subjects: Called with a list for each stage. It holds, for each choice of weights that
+            --ema and --checkpoint make, the values of the two options. The function opens the
+            models that the other flags name. If it raises ValueError or OSError, the command prints
+            a one-line message and exits with code 2.
         guidance: The default guidance scales.
         write_page: Writes a web page about a run's folder and returns the path of the page.
     """

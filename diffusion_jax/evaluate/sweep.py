@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ For a prompt without a real picture, the sheet shows a picture with another capt
 """
 ScoreRow = Mapping[str, Any]
 _ENDS = ("_low", "_high")
+_NUMBERS = ("guidance", "checkpoint")
+_ALWAYS = (*_NUMBERS, "ema")
 _MAX_LETTERS = 60  # Largest number of characters of a setting's value in a file name.
 
 
@@ -46,9 +49,35 @@ class SweepResult(NamedTuple):
 
 
 def read(folder: pathlib.Path) -> SweepResult:
-    """Read a finished or unfinished sweep from its folder."""
-    with (folder / TABLE).open() as file:
-        return SweepResult(folder, list(csv.DictReader(file)), read_scored(folder / SCORED))
+    """Read a finished or unfinished sweep from its folder.
+
+    Raises ValueError, which names the file and the line, if the table is not one of a sweep.
+    """
+    path = folder / TABLE
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, 2):
+        if problem := _problem(row):
+            raise ValueError(f"{path}, line {number}: {problem}: correct or remove this file")
+    return SweepResult(folder, rows, read_scored(folder / SCORED))
+
+
+def _problem(row: Mapping[str | None, str | None]) -> str:
+    """Return why a row is not one of a sweep's table, or ""."""
+    if missing := [name for name in _ALWAYS if name not in row]:
+        return f"the table has no column {missing[0]}"
+    if None in row or None in row.values():
+        return "it has another number of cells than the first line"
+    is_score = lambda name: re.sub("_(low|high)$", "", name) in table.shown()
+    for name, cell in row.items():
+        assert name is not None and cell is not None
+        try:
+            number = float(cell) if name in _NUMBERS or (is_score(name) and cell) else 0.0
+        except ValueError:
+            return f"{name} is {cell!r}, not a number"
+        if name in _NUMBERS and not math.isfinite(number):
+            return f"{name} is {cell}"
+    return ""
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:

@@ -11,7 +11,7 @@ from diffusion_jax.config import ranges
 from diffusion_jax.config.ranges import WholeNumber
 from diffusion_jax.config.settings import INCEPTION_MODES
 from diffusion_jax.draw import seeds
-from diffusion_jax.draw.options import Weights
+from diffusion_jax.draw.options import Values
 
 flags.disclaim_key_flags()  # --help lists them with the command that defines them.
 
@@ -103,8 +103,8 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
     return {holder.name: holder for holder in holders}
 
 
-def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
-    """Return a list of weights per stage, made from the values of --ema and --checkpoint.
+def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Values]]:
+    """Return a list of option values per stage, made from the values of --ema and --checkpoint.
 
     A stage's list combines each of the stage's averages with each of its checkpoints. By default,
     the average is "ema" and the checkpoint is None, the newest. The result has one list for each
@@ -115,7 +115,7 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
     steps = [numbers(text.split(","), "checkpoint", WholeNumber) for text in checkpoints]
     pairs = itertools.zip_longest(names, steps)
     return [
-        [Weights(*pair) for pair in itertools.product(ema or ["ema"], step or [None])]
+        [{"ema": e, "checkpoint": s} for e, s in itertools.product(ema or ["ema"], step or [None])]
         for ema, step in pairs
     ]
 

@@ -53,9 +53,9 @@ class Meter:
         rate = (self._done - self._first) / seconds if seconds else math.inf
         speed = _speed(rate, self._noun)
         if self._total is None:
-            return f"{self._done:,} {self._noun} | {speed} | {_clock(seconds)} so far"
+            return f"{self._done:,} {self._noun} | {speed} | {clock(seconds)} so far"
         left = (self._total - self._done) / rate if rate else math.inf
-        return f"{self._done:,}/{self._total:,} {self._noun} | {speed} | {_clock(left)} left"
+        return f"{self._done:,}/{self._total:,} {self._noun} | {speed} | {clock(left)} left"
 
 
 def reported(
@@ -99,7 +99,7 @@ def step_line(
         f"step {step:,}/{steps:,}",
         _speed(images_per_second, "images"),
         f"loss {loss:.4f}",
-        f"{_clock(seconds_left)} left",
+        f"{clock(seconds_left)} left",
     ]
     if memory:
         parts.append(f"{memory.peak / 2**30:.1f}/{memory.limit / 2**30:.1f} GiB")
@@ -112,7 +112,8 @@ def _speed(rate: float, noun: str) -> str:
     return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 1 else 2}f} {noun}/s"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return seconds as hours:minutes:seconds, such as "0:03:12"."""
     if not math.isfinite(seconds):
         return "-:--:--"
     minutes, second = divmod(round(seconds), 60)

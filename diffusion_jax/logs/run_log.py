@@ -22,7 +22,7 @@ from jaxtyping import UInt8
 from diffusion_jax import files
 from diffusion_jax.devices import tuning
 from diffusion_jax.files import remote, untrusted
-from diffusion_jax.logs import events, weights_and_biases
+from diffusion_jax.logs import events, goodput, weights_and_biases
 from diffusion_jax.task import LEVELS
 
 METRICS = "metrics.jsonl"
@@ -189,7 +189,9 @@ def _metrics(line: Any) -> dict[str, Any]:
         raise ValueError("the line has no whole number `step`")
     if not all(value is None or is_number(value) for value in line.values()):
         raise ValueError("the line holds a value that is not a number")
-    return line
+    # Other programs write NaN and inf; this one writes null.
+    finite = lambda value: not isinstance(value, float) or math.isfinite(value)
+    return {name: value if finite(value) else None for name, value in line.items()}
 
 
 def write_manifest(
@@ -198,11 +200,35 @@ def write_manifest(
 ) -> None:  # fmt: skip
     """Append an entry for this start of the run to the list "runs" in manifest.json.
 
-    A damaged file is replaced by one with only this entry. For the arguments, see `manifest_entry`.
+    If the start before had logged steps after `step`, which this one repeats, the entry also holds
+    their seconds. A damaged file is replaced by one with only this entry. For the arguments, see
+    `manifest_entry`.
     """
     entry = manifest_entry(config, seed, step, autotuning)
-    if jax.process_index() == 0:
-        _write_runs(workdir, [*read_manifest(workdir), entry], read_lineage(workdir))
+    if jax.process_index():
+        return
+    entries, metrics = read_manifest(workdir), files.path(workdir) / METRICS
+    lines = read_sound_metrics(metrics) if entries and metrics.exists() else []
+    if repeated := [line for line in lines if line["step"] > step]:
+        begins = max([step, *(e["first_step"] for e in entries[-1:])])
+        times = goodput.in_steps(repeated, begins, config.get("batch_size", 0))
+        entry["seconds"] = {goodput.REPEATED: sum(times.values())}
+    _write_runs(workdir, [*entries, entry], read_lineage(workdir))
+
+
+def write_seconds(workdir: str | os.PathLike[str], seconds: Mapping[str, float]) -> None:
+    """Write the seconds that this start has spent so far, keyed by goodput.BESIDE, to its entry."""
+    entries = [] if jax.process_index() else read_manifest(workdir)
+    for entry in entries[-1:]:  # There is none if the manifest was damaged since the start.
+        entry["seconds"] = entry.get("seconds", {}) | dict(seconds)
+        _write_runs(workdir, entries, read_lineage(workdir))
+
+
+def read_starts(workdir: str | os.PathLike[str]) -> list[goodput.Start]:
+    """Return the times of all starts of a run, from its manifest and metrics."""
+    metrics = files.path(workdir) / METRICS
+    lines = read_sound_metrics(metrics) if metrics.exists() else []
+    return goodput.starts(read_manifest(workdir), lines)
 
 
 def begin_from(workdir: str | os.PathLike[str], run: str, step: int, fingerprint: str) -> None:
@@ -274,14 +300,28 @@ def read_lineage(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
     return _read_manifest(workdir).get("continued_from")
 
 
+def _entry(entry: Any) -> dict[str, Any]:
+    """Return an entry of a manifest. Raises an error if a value that `goodput` reads is missing."""
+    datetime.datetime.fromisoformat(entry["start"])
+    config = dict(entry["config"])
+    counts = [entry["first_step"], config.get("batch_size", 0)]
+    numbers = [*counts, *entry.get("seconds", {}).values()]
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in numbers):
+        raise ValueError("a time is not a number")
+    return {**entry, "config": config}
+
+
 def _read_manifest(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     path = files.path(workdir) / MANIFEST
     if not path.exists():
         return {"runs": []}
     try:
         content = untrusted.parse_json(path.read_bytes())
-        return {**content, "runs": list(content["runs"])}
-    except (ValueError, TypeError, KeyError) as error:
+        lineage = content.get("continued_from")
+        if lineage and not (type(lineage["run"]) is str and type(lineage["step"]) is int):
+            raise ValueError("continued_from does not name a run and a step")
+        return {**content, "runs": list(map(_entry, content["runs"]))}
+    except (AttributeError, ValueError, TypeError, KeyError) as error:
         logging.warning("%s is damaged (%r): ignoring its entries", path, error)
         return {"runs": []}
 

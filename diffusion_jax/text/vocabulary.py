@@ -26,6 +26,7 @@ _WORDS = 50_000  # The largest number of words in a vocabulary. Rarer words are 
 _EXAMPLES = 1_000
 _LENGTH = 200  # The largest number of characters of an example.
 _SIMILAR = 3  # The largest number of similar phrases for an unknown word.
+_SEARCHED = 30  # The largest number of unknown words for which similar phrases are searched.
 _PHRASE = 3  # The largest number of words of a similar phrase.
 _ARTICLE = re.compile(r"^(an?|the) ")
 _FUNCTION_WORDS = frozenset(
@@ -45,24 +46,26 @@ class Vocabulary(NamedTuple):
     examples: tuple[str, ...]
     """At most 1,000 captions with different beginnings. A beginning ends at the first comma."""
 
-    def unknown(self, text: str) -> dict[str, list[str]]:
-        """Return the words of a text that are not in `words`, each with similar known phrases.
+    def unknown(self, *texts: str) -> dict[str, list[str]]:
+        """Return the words of texts that are not in `words`, each with similar known phrases.
 
-        The result maps each such word to at most three phrases. The first ones are words of the
-        vocabulary with a similar spelling. If the package with MiniLM's weights is installed (the
-        extra [words]) and there are at most 5,000 phrases, phrases with a similar meaning follow,
-        such as "police officer". In this case, a word that is frequent in English is no typing
-        error, so it gets only phrases with a similar meaning. Function words such as "and" are not
-        reported.
+        The result maps each such word to at most three phrases. The words after the first thirty
+        get none, because a search takes up to a tenth of a second. The first phrases are words of
+        the vocabulary with a similar spelling. If the package with MiniLM's weights is installed
+        (the extra [words]) and there are at most 5,000 phrases, phrases with a similar meaning
+        follow, such as "police officer". In this case, a word that is frequent in English is no
+        typing error, so it gets only phrases with a similar meaning. Function words such as "and"
+        are not reported.
         """
         known = self.words | _FUNCTION_WORDS
-        new = [word for word in dict.fromkeys(hashed.words(text)) if word not in known]
-        return {word: self._similar(word) for word in new}
+        words = dict.fromkeys(word for text in texts for word in hashed.words(text))
+        new, sorted_words = [word for word in words if word not in known], sorted(self.words)
+        similar = {word: self._similar(word, sorted_words) for word in new[:_SEARCHED]}
+        return {word: similar.get(word, []) for word in new}
 
-    def _similar(self, word: str) -> list[str]:
+    def _similar(self, word: str, known: Sequence[str]) -> list[str]:
         from diffusion_jax.text import meaning  # Rarely needed, and it imports a text encoder.
 
-        known = sorted(self.words)
         spelled = lambda cutoff: difflib.get_close_matches(word, known, n=_SIMILAR, cutoff=cutoff)
         phrases = self._phrases()
         if len(phrases) > meaning.LARGEST or not meaning.available():
@@ -152,10 +155,7 @@ def warning(vocabulary: Vocabulary | None, texts: Sequence[str], encoder: str) -
         encoder: The name of the model's text encoder. With "hashed", the line adds that the model
             does not know these words. The other encoders know the meaning of most words.
     """
-    new: dict[str, list[str]] = {}
-    for text in texts:
-        new |= vocabulary.unknown(text) if vocabulary else {}
-    if not (vocabulary and new):
+    if not (vocabulary and (new := vocabulary.unknown(*texts))):
         return ""
     hint = lambda similar: f" (similar: {', '.join(similar)})" if similar else ""
     listed = ", ".join(f"{word!r}{hint(similar)}" for word, similar in new.items())

@@ -36,7 +36,7 @@ from diffusion_jax.devices.sharding import (
 from diffusion_jax.draw.program import make_draw
 from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.logs import events
-from diffusion_jax.logs.run_log import MetricWriter, write_manifest
+from diffusion_jax.logs.run_log import MetricWriter, write_manifest, write_seconds
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
@@ -133,10 +133,10 @@ def train(
         checkpoints = Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every)
         stack.callback(checkpoints.close)
         newest = checkpoints.latest_step()
+        tuned, began = autotuning.find(workdir, run.deterministic), time.time()
+        write_manifest(workdir, config, run.seed, newest or 0, tuned.loaded)
         state = first_state(workdir, newest, create, key, layout, batches, inputs.start)
         first_step = int(state.step)
-        tuned = autotuning.find(workdir, run.deterministic)
-        write_manifest(workdir, config, run.seed, first_step, tuned.loaded)
         draw = make_draw(task.sample, frozen, mesh)
         rows = run.batch_size // settings.accumulate
         heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
@@ -163,6 +163,7 @@ def train(
             workdir, {**state._asdict(), "frozen": frozen, "batch": batch}, rows // batch_ways(mesh)
         )
         sizes = stack.enter_context(explained)
+        compiling = time.time()
         if program is None:
             train_step = make_step(task, settings, tx, layout)
             programs = compiled_all(train_step, state, frozen, batch, key, batches, tuned.options)
@@ -174,17 +175,19 @@ def train(
         )
 
         # Set up metrics, reports and snapshots.
+        seconds = {"starting": compiling - began, "compiling": time.time() - compiling}
         writer = MetricWriter(workdir, config, first_step)
         stack.callback(writer.close)
         stack.callback(trace.close)
-        progress = StepReport(run, writer, mesh.size, batches)
+        progress = StepReport(run, writer, mesh.size, batches, seconds)
+        write_seconds(workdir, progress.seconds)
         skips = not_finite.SkippedSteps(
             first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped
         )
         snapshot_steps = snapshot_every(settings, run.steps)
         snapshots = checkpoints.snapshots() if snapshot_steps else None
         if missing:
-            with progress.paused(), watchdog.paused():
+            with progress.paused("drawing and scoring"), watchdog.paused():
                 measurements.take(missing, first_step, state, writer)
 
         for step in range(first_step + 1, run.steps + 1):
@@ -206,7 +209,7 @@ def train(
             if skipped:  # The first skipped step: run its batch again to find the module at fault.
                 skipped_step, skipped_batch = skipped
                 names = functools.partial(batches.names, back=step - skipped_step)
-                with progress.paused(), watchdog.paused():
+                with progress.paused("checking"), watchdog.paused():
                     not_finite.investigate(
                         workdir / not_finite.REPORT, skipped_step, step, task.loss, state.params,
                         frozen, skipped_batch, image_keys(key, skipped_step - 1, run.batch_size),
@@ -215,23 +218,25 @@ def train(
 
             # Save. The watchdog is not paused, because a save waits for all processes and may hang.
             if evaluation and measurements.is_scored(step, before_save=True):
-                with progress.paused(), watchdog.paused():
+                with progress.paused("drawing and scoring"), watchdog.paused():
                     writer.write_scalars(step, evaluation.score(draw, averaged(state)))
             if snapshots and is_due(step, snapshot_steps, run.steps):
-                with progress.paused():
+                with progress.paused("saving"):
                     snapshots.save(step, state)
             if step % run.save_every == 0 or last:
-                with progress.paused():
+                with progress.paused("saving"):
                     writer.flush()  # Write the metrics to disk before the checkpoint.
                     checkpoints.save(step, state, batches, config, read_back=not stopped)
+                write_seconds(workdir, progress.seconds)
 
             # Draw the examples, score pictures, and measure the held-out loss. A run that is told
             # to stop does so when it continues.
             due = measurements.due(step)
             if due and (not stopped or step == run.steps):
-                with progress.paused(), watchdog.paused():
+                with progress.paused("drawing and scoring"), watchdog.paused():
                     measurements.take(due, step, state, writer)
             if last:
+                write_seconds(workdir, progress.seconds)
                 break
 
             # Get the next batch.

@@ -35,8 +35,9 @@ from diffusion_jax.weights import restore
 
 Decode = Callable[[Frozen, Batch], jax.Array]
 """Converts a batch without "image" to pictures in [-1, 1]: (frozen, batch) -> pictures."""
-_CHANGING = ("start", "first_step", "command", "autotuning", "config.steps")
-"""Fields of the manifest that `changes` ignores, because each start of a run may change them."""
+_CHANGING = ("start", "first_step", "command", "autotuning", "config.steps", "seconds.")
+"""Prefixes of the fields of the manifest that `changes` ignores, because each start of a run may
+change them."""
 
 
 class Window(NamedTuple):
@@ -186,7 +187,8 @@ def changes(workdir: pathlib.Path, step: int, config: Mapping[str, Any]) -> str:
         return ""
     then = settings_record.flat(entries[-1])
     now = settings_record.flat(run_log.manifest_entry(config, then["seed"], 0))
-    names = [name for name in then if now.get(name) != then[name] and name not in _CHANGING]
+    different = [name for name in then if now.get(name) != then[name]]
+    names = [name for name in different if not name.startswith(_CHANGING)]
     return "; ".join(f"{name} was {then[name]} and is {now.get(name)}" for name in names)
 
 

@@ -12,6 +12,7 @@ from absl import logging
 from diffusion_jax.config.settings import Run
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.devices import hardware
+from diffusion_jax.logs import goodput
 from diffusion_jax.logs.progress import step_line
 from diffusion_jax.logs.run_log import MetricWriter, noise_level_means
 from diffusion_jax.task import Metrics
@@ -34,10 +35,15 @@ def mean_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class StepReport:
     """Collects metrics and training time, and reports them.
 
-    Time for drawing, scoring, the held-out loss and saving does not count.
+    Time for drawing, scoring, the held-out loss and saving does not count. `seconds` holds this
+    time, keyed by goodput.BESIDE.
     """
 
-    def __init__(self, run: Run, writer: MetricWriter, num_devices: int, batches: Batches) -> None:
+    def __init__(
+        self, run: Run, writer: MetricWriter, num_devices: int, batches: Batches,
+        seconds: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        self.seconds = dict.fromkeys(goodput.BESIDE, 0.0) | dict(seconds)
         self._run, self._writer, self._batches = run, writer, batches
         self._num_devices, self._flops = num_devices, 0.0
         self._metrics: list[Metrics] = []
@@ -87,9 +93,14 @@ class StepReport:
         self._waited += time.time() - start
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Wait until all steps so far are computed, then stop the clock inside this context."""
+    def paused(self, kind: str) -> Iterator[None]:
+        """Wait until all steps so far are computed, then stop the clock inside this context.
+
+        The time inside this context counts as `kind`, one of goodput.BESIDE.
+        """
         jax.block_until_ready(self._metrics)
         start = time.time()
         yield
-        self._since += time.time() - start
+        spent = time.time() - start
+        self.seconds[kind] += spent
+        self._since += spent

@@ -23,7 +23,7 @@ from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import OtherData
 from diffusion_jax.devices import distributed, sharding, stop_signals
 from diffusion_jax.files import settings_record
-from diffusion_jax.logs import weights_and_biases
+from diffusion_jax.logs import goodput, run_log, weights_and_biases
 from diffusion_jax.text import vocabulary
 from diffusion_jax.train import continuing, loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
@@ -144,6 +144,8 @@ def command(
             stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
             state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
+        if times := jax.process_index() == 0 and goodput.summary(run_log.read_starts(workdir)):
+            logging.info("where the time went: %s", times)
         logging.info("done: %s", workdir)
 
     cli.run(main)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion_jax import files, runs
-from diffusion_jax.draw.loaded import Loaded
+from diffusion_jax.draw.loaded import Model
 from diffusion_jax.weights import restore
 
 _CARD = "README.md"
 
 
-def describe(model: Loaded) -> dict[str, Any]:
+def describe(model: Model) -> dict[str, Any]:
     """Return a dict of texts about a model for the page.
 
     "prompts" lists the prompts of the config. "examples" lists examples of training captions.
@@ -26,21 +26,19 @@ def describe(model: Loaded) -> dict[str, Any]:
     return {"prompts": _prompts(workdir), "examples": list(examples), "card": _card(workdir)}
 
 
-def unknown(model: Loaded, prompts: Sequence[str]) -> dict[str, Any]:
+def unknown(model: Model, prompts: Sequence[str]) -> dict[str, Any]:
     """Find the words of the prompts that the vocabulary of the training captions lacks.
 
     Return a dict. "words" maps each such word to words and phrases of the captions with a similar
     spelling or meaning. "meaningless" is True if there is such a word and the model's text encoder
     is "hashed", for which words that are not in the training captions have no meaning.
     """
-    new: dict[str, list[str]] = {}
-    for prompt in prompts:
-        new |= model.vocabulary.unknown(prompt) if model.vocabulary else {}
+    new = model.vocabulary.unknown(*prompts) if model.vocabulary else {}
     meaningless = bool(new) and model.stages[0].encoder.name == "hashed"
     return {"words": new, "meaningless": meaningless}
 
 
-def needs_prompt(model: Loaded) -> bool:
+def needs_prompt(model: Model) -> bool:
     """Return whether a model cannot draw with an empty prompt.
 
     This is the case if its training never dropped the captions.

@@ -21,6 +21,7 @@ SAFE = {
 }
 """Headers of every response, including errors."""
 _TOKEN = "token"
+_LENGTHS = {b"transfer-encoding", b"content-length"}
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(?::\d*)?")
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -31,12 +32,18 @@ def with_headers(application: Any) -> Any:
     names = {name for name, _ in safe}
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
+        lengths = {name for name, _ in scope.get("headers", ())} & _LENGTHS
+
         async def send_safely(message: Any) -> None:
             if message["type"] == "http.response.start":
                 others = [(k, v) for k, v in message["headers"] if k.lower() not in names]
                 message = {**message, "headers": [*others, *safe]}
             await send(message)
 
+        if lengths == _LENGTHS:  # A proxy may take the rest of the body for another request.
+            refusal = _error(400, "a request has transfer-encoding or content-length, not both")
+            refusal.headers["connection"] = "close"
+            return await refusal(scope, receive, send_safely)
         await application(scope, receive, send_safely)
 
     return answer

@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 from PIL import Image
 
-from diffusion_jax.draw.loaded import Cancelled, Loaded, png
+from diffusion_jax.draw.loaded import Cancelled, Model, png
 from diffusion_jax.web.uploads import Edit, Uploads
 
 WAITING = 16
@@ -66,6 +66,8 @@ class DrawingJob:
     """The number of changes to the job. The server reports each change to the watching tabs."""
     cancelled: bool = False
     watchers: int = 0
+    streams: int = 0
+    """The number of event streams that were opened for the job."""
     left: float = dataclasses.field(default_factory=time.monotonic)
     """The time (of time.monotonic) at which the last tab stopped watching."""
 
@@ -100,7 +102,7 @@ class DrawingJob:
 class Queue:
     """A queue of drawing jobs. One thread draws them in order. Recent pictures stay in memory."""
 
-    def __init__(self, models: Mapping[str, Loaded]) -> None:
+    def __init__(self, models: Mapping[str, Model]) -> None:
         """Start the thread that draws. `models` maps names to models."""
         self._models, self.uploads = models, Uploads()
         self._files: collections.OrderedDict[Picture, tuple[bytes, ...]] = collections.OrderedDict()
@@ -193,7 +195,7 @@ class Queue:
         """Draw pictures that share model, settings and edit, unless they are in memory already.
 
         `rows` holds (index in the job, picture) pairs, `name` is the model's name, and `arguments`
-        are the keyword arguments of Loaded.draw. Raises Cancelled if the job is unwanted.
+        are the keyword arguments of Model.draw. Raises Cancelled if the job is unwanted.
         """
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
         if job.unwanted:
@@ -225,7 +227,7 @@ class Queue:
 
 
 class _Looks:
-    """Callback of Loaded.draw that updates a job's previews and stops an unwanted job.
+    """Callback of Model.draw that updates a job's previews and stops an unwanted job.
 
     The callback gets images without their indices, so it counts batches to know which pictures the
     images belong to. A new batch begins if the size of the images changes, as between the stages of

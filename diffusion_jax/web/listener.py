@@ -13,6 +13,8 @@ from diffusion_jax import exits
 from diffusion_jax.web.access import SAFE
 
 _HEADER_SECONDS = 10.0  # Time limit for the head of a request.
+_BODY_SECONDS = 60.0  # Time limit for the body of a request, which may be a picture of 24 MB.
+_SHUTDOWN_SECONDS = 3  # Time limit for the responses under way when the server is stopped.
 _CONNECTIONS = 256  # The largest number of connections, if file descriptors allow.
 
 
@@ -38,7 +40,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(application: Any, listening: socket.socket, opened: str) -> None:
     """Serve the application until interrupted. Print the line `opened` when the server is ready."""
-    config = uvicorn.Config(application, log_level="warning", http=Bounded, ws="none")
+    config = uvicorn.Config(
+        application, log_level="warning", http=Bounded, ws="none",
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     start = server.startup
 
@@ -52,27 +57,27 @@ def serve(application: Any, listening: socket.socket, opened: str) -> None:
 
 
 class Bounded(H11Protocol):
-    """A connection that is closed if it does not send the head of a request in time.
+    """A connection that is closed if it does not send a request in time.
 
-    If there are too many connections, the one that has been without a request for longest is
-    closed. So idle connections cannot make the page unreachable.
+    The head of a request and its body have time limits. If there are too many connections, one is
+    closed. So neither idle connections nor stalled ones make the page unreachable.
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    _awaited = ""  # "head", "body", or "" while a request is being answered.
+    _opened = 0.0
 
     def connection_made(self, transport: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """If there are too many connections, close the oldest one that has sent no request.
+        """If there are too many connections, close the oldest one that has sent no whole request.
 
-        If every other connection has sent a request that is being answered, close the new one.
+        If every other connection has sent a request that is being answered, close the oldest of
+        them. Browsers open a closed event stream again.
         """
         super().connection_made(transport)
+        self._opened = self.loop.time()
         if len(self.connections) > most_connections():
-            owing = {
-                c._deadline.when(): c
-                for c in self.connections
-                if isinstance(c, Bounded) and c._deadline
-            }
-            oldest = owing[min(owing)] if owing else self
+            others = [c for c in self.connections if isinstance(c, Bounded) and c is not self]
+            oldest = min(others, key=lambda c: (not c._deadline, c._due()))
             oldest.transport.abort()
             self.connections.discard(oldest)
         self._watch()
@@ -93,11 +98,18 @@ class Bounded(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Start the timeout while waiting for a request, and cancel it while answering one."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        """Start the timeout of the head or of the body, and cancel it while answering."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        awaited = "head" if not answering else "body" if self.cycle.more_body else ""
+        if awaited != self._awaited or not self._deadline:
             self._forget()
-        elif self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(_HEADER_SECONDS, self.transport.abort)
+            self._awaited = awaited
+            if awaited and not self.transport.is_closing():
+                seconds = _BODY_SECONDS if awaited == "body" else _HEADER_SECONDS
+                self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+    def _due(self) -> float:
+        return self._deadline.when() if self._deadline else self._opened
 
     def _forget(self) -> None:
         if self._deadline is not None:

@@ -195,12 +195,14 @@ function showRuns(now) {
   const shown = now.runs.filter((run) => !hiddenRuns.has(run.name));
   $("runs").replaceChildren(...now.runs.map((run) => element("div", {class: "run panel"},
     now.runs.length > 1 ? chooser(run.name, now) : element("strong", {}, run.name),
+    run.continues ? element("span", {class: "note"}, `continues ${run.continues}`) : "",
     ...logged(run) ? [element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
     element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
     run.live && !frozen ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
       : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running")]
       : [element("span", {class: "note"}, "a packed model, or a run that has not logged yet")])));
   $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(shown, ...one)));
+  $("times").replaceChildren(...shown.flatMap(times));
   showSamples(shown);
   const columns = now.names.map((name, n) => [name, n]).filter(([name]) => !hiddenRuns.has(name));
   const rows = now.differing.map((d) => [d.field, ...columns.map(([, n]) => d.values[n])])
@@ -236,6 +238,24 @@ function curves(runs, title, fits, log, words, number) {
   const note = words && `${words}: ` + lines.map((line) =>
     `${line.name} ${short(number(line.points.map((p) => p.y)))}`.trim()).join(", ");
   return lines.length ? [plot({title, x: "step", y: title, lines, log, note})] : [];
+}
+
+// Return the table of how long each start of a run trained, compiled, saved and so on.
+function times(run, _, shown) {
+  if (!run.starts.length) return [];
+  const clock = (s) => s >= 60 ? `${Math.floor(s / 3600)}:${String(Math.floor(s / 60) % 60).padStart(2, "0")}:${
+    String(Math.floor(s % 60)).padStart(2, "0")}` : `${s.toFixed(1)} s`;
+  const total = run.starts.at(-1).seconds, kinds = Object.keys(total).filter((kind) => total[kind]);
+  const goodput = ({seconds: {steps = 0, "not running": idle, ...others}}) => {
+    const whole = Object.values(others).reduce((a, b) => a + b, steps);
+    return whole ? `${(100 * steps / whole).toFixed(1)} %` : "";
+  };
+  const rows = run.starts.map((start) => [start.name, start.steps, goodput(start),
+    ...kinds.map((kind) => start.seconds[kind] ? clock(start.seconds[kind]) : "")]);
+  return [element("h2", {}, shown.length > 1 ? `Where the time of ${run.name} went` : "Where the time went"),
+    element("div", {class: "panel"}, table(rows, ["start (UTC)", "after step", "goodput", ...kinds]),
+      element("p", {class: "note"}, "Goodput is the share of steps in the time that the run was running. Repeated: "
+        + "steps that were taken after the last checkpoint of the start before, and again."))];
 }
 
 function showSamples(runs) {

@@ -4,15 +4,16 @@ import itertools
 import math
 import pathlib
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from diffusion_jax import files, runs
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.evaluate.sweep import SweepResult
 from diffusion_jax.files import settings_record, untrusted
-from diffusion_jax.logs import run_log
+from diffusion_jax.logs import goodput, run_log
 from diffusion_jax.metrics import table
 from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
@@ -22,9 +23,10 @@ Show = Callable[[pathlib.Path], str]
 _SAMPLES = "samples"
 _MAX_POINTS = 400  # The largest number of points in a curve.
 _LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
-_CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), parsed content).
-_METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]]]] = {}
-"""The content and the parsed lines of metrics files. Later requests parse only new lines."""
+_CACHE: dict[Any, tuple[Any, Any]] = {}  # (path, reader) -> ((mtime, size), content).
+_METRICS: dict[pathlib.Path, tuple[bytes, list[dict[str, Any]], "dict[str, _Curve]"]] = {}
+"""The content, lines and curves of metrics files. Later requests read only new lines."""
+_LOCK = threading.Lock()  # Requests run in several threads.
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
@@ -195,16 +197,8 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
     root = files.path(workdir)
     path = root / run_log.METRICS
     is_there = untrusted.is_plain(path, root)
-    known = _METRICS.get(path, (b"", []))
-    _METRICS[path] = run_log.read_more_metrics(path, *known) if is_there else (b"", [])
-    rows = _METRICS[path][1]
+    rows, curves = _metrics(path) if is_there else ([], {})
     age = time.time() - path.stat().st_mtime if is_there else None
-    keys = dict.fromkeys(key for row in rows for key in row if key != "step")
-    curves = {}
-    for key in keys:
-        pairs = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        every = -(-len(pairs) // _MAX_POINTS)
-        curves[key] = list(_means(pairs, every))
     last = rows[-1]["step"] if rows else 0
     planned = _config(workdir).get("steps", 0)
     samples = sorted(_samples(workdir).items())
@@ -217,16 +211,82 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
         "steps": planned,
         "live": age is not None and age < _LIVE and last < planned,
         "seconds": _seconds_left(rows, _config(workdir), planned - last),
-        "curves": curves,
+        "curves": {key: curve.points() for key, curve in curves.items()},
+        "starts": _starts(root, rows),
+        "continues": _continues(root),
         "samples": [[step, show(picture)] for step, picture in chosen],
     }
 
 
-def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[float, float]]:
-    """Yield the mean of each group of `every` successive points, for a curve with fewer points."""
-    for i in range(0, len(pairs), max(1, every)):
-        part = pairs[i : i + every]
-        yield sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)
+def _starts(root: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the times of each start of a run, and of all: [{"name", "steps", "seconds"}, ...].
+
+    "seconds" maps the kinds in goodput.KINDS and "not running" to seconds. The result is [] if no
+    time was logged.
+    """
+    every = goodput.starts(_of_manifest(root, run_log.read_manifest) or [], rows)
+    shown = [
+        {
+            "name": one.time[:16].replace("T", " "),
+            "steps": f"{one.first:,} to {one.last:,}",
+            "seconds": {**one.seconds, "not running": one.idle},
+        }
+        for one in every
+    ]
+    sums = {**goodput.total(every), "not running": sum(one.idle for one in every)}
+    return [*shown, {"name": "total", "steps": "", "seconds": sums}] if goodput.total(every) else []
+
+
+def _continues(root: pathlib.Path) -> str:
+    lineage = _of_manifest(root, run_log.read_lineage)
+    return "{run}@{step}".format(**lineage) if lineage else ""
+
+
+def _of_manifest(root: pathlib.Path, read: Callable[[Any], Any]) -> Any:
+    """Return read(root), which reads the manifest of a run, or None without a manifest."""
+    path = root / run_log.MANIFEST
+    return _read(read, root, path) if untrusted.is_plain(path, root) else None
+
+
+def _metrics(path: pathlib.Path) -> tuple[list[dict[str, Any]], "dict[str, _Curve]"]:
+    """Return the lines of a metrics file and the curve of each metric. Only new lines are read."""
+    with _LOCK:
+        content, before, curves = _METRICS.get(path, (b"", [], {}))
+        now, rows = run_log.read_more_metrics(path, content, before)
+        if not now.startswith(content):  # The run was continued from an earlier step.
+            before, curves = [], {}
+        for row in rows[len(before) :]:
+            for key, value in row.items():
+                if key != "step":
+                    curve = curves.setdefault(key, _Curve())
+                    if value is not None:
+                        curve.add(row["step"], value)
+        _METRICS[path] = now, rows, curves
+        return rows, {key: curve.copy() for key, curve in curves.items()}
+
+
+class _Curve:
+    """A curve of at most _MAX_POINTS points: means of 1, 2, 4, ... successive values each."""
+
+    def __init__(self, every: int = 1, groups: Sequence[tuple[int, float, float]] = ()) -> None:
+        self._every, self._groups = every, list(groups)  # (count, sum of steps, sum of values)
+
+    def add(self, step: int, value: float) -> None:
+        count, steps, values = self._groups.pop() if self._is_open() else (0, 0.0, 0.0)
+        self._groups.append((count + 1, steps + step, values + value))
+        if len(self._groups) > _MAX_POINTS:
+            pairs = itertools.zip_longest(*[iter(self._groups)] * 2, fillvalue=(0, 0.0, 0.0))
+            self._groups = [(a + d, b + e, c + f) for (a, b, c), (d, e, f) in pairs]
+            self._every *= 2
+
+    def copy(self) -> "_Curve":
+        return _Curve(self._every, self._groups)
+
+    def points(self) -> list[tuple[float, float]]:
+        return [(steps / count, values / count) for count, steps, values in self._groups]
+
+    def _is_open(self) -> bool:
+        return bool(self._groups) and self._groups[-1][0] < self._every
 
 
 def _seconds_left(
@@ -260,9 +320,9 @@ def _config(workdir: str) -> dict[str, Any]:
 def _read(read: Callable[[Any], Any], source: Any, path: pathlib.Path) -> Any:
     stat = path.stat()
     stamp = stat.st_mtime_ns, stat.st_size
-    if path not in _CACHE or _CACHE[path][0] != stamp:
-        _CACHE[path] = stamp, read(source)
-    return _CACHE[path][1]
+    if (path, read) not in _CACHE or _CACHE[path, read][0] != stamp:
+        _CACHE[path, read] = stamp, read(source)
+    return _CACHE[path, read][1]
 
 
 def _plain(value: Any) -> str:

@@ -25,8 +25,8 @@ from starlette.routing import Route
 from diffusion_jax import files, runs
 from diffusion_jax.config import field_docs, ranges
 from diffusion_jax.draw import options
-from diffusion_jax.draw.loaded import Loaded
-from diffusion_jax.draw.options import Option, Options, Values
+from diffusion_jax.draw.loaded import Model
+from diffusion_jax.draw.options import Option, Values
 from diffusion_jax.draw.seeds import MOST
 from diffusion_jax.files import untrusted
 from diffusion_jax.web import about, results, uploads
@@ -45,6 +45,7 @@ _FILES = {
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _MAX_LETTERS = 2_000  # The largest length of a prompt or other text.
 _MAX_BODY = 2**20  # The largest size of a request in bytes.
+_STREAMS = 4  # The largest number of tabs that watch one job.
 _MAX = {"steps": 1_000, "height": 2_048, "width": 2_048}  # Limits on settings that cost time.
 _PER_STAGE = ("guidance", "steps")  # The page has a field for each stage of a cascade.
 _KINDS = {bool: "switch", int: "whole", float: "number", str: "text"}
@@ -56,9 +57,9 @@ class Site:
     def __init__(
         self,
         package: str,
-        models: Mapping[str, Loaded],
+        models: Mapping[str, Model],
         workdirs: Mapping[str, Sequence[str]],
-        load: Callable[[str], Loaded] | None = None,
+        load: Callable[[str], Model] | None = None,
     ) -> None:
         """Start the queue of jobs.
 
@@ -105,7 +106,7 @@ class Site:
         folder = files.path(last.workdir) / runs.CHECKPOINTS
         steps = restore.steps(folder)
         stored = model.averages(len(model.stages) - 1, last.step) if last.step else []
-        chosen = options.choose(model.options, model.values[-1]).weights.ema
+        chosen = model.values[-1].get("ema", "ema")
         averages = dict.fromkeys(["ema", *stored, "raw", chosen])
         return {
             "name": name,
@@ -120,7 +121,10 @@ class Site:
             "square": not model.any_shape,
             "enlarger": model.enlarger and model.enlarger._asdict(),
             "needs_prompt": about.needs_prompt(model),
-            "fields": [_field(name, option, model) for name, option in settings(model).items()],
+            "fields": [
+                _field(name, option, model)
+                for name, option in options.changeable(model.options).items()
+            ],
         }
 
     def picture(self, request: Any) -> Picture:
@@ -161,7 +165,7 @@ class Site:
         values = {
             name: value
             for name, value in model.values[0].items()
-            if value is not None and (name, value) != ("ema", "ema")
+            if (name, value) != ("ema", "ema")
         }
         if steps := tuple(stage.step for stage in model.stages if stage.step):
             values["checkpoint"] = steps
@@ -183,11 +187,6 @@ class Site:
         }
 
 
-def settings(model: Loaded) -> Options:
-    """Return the drawing options, keyed by name, that can change a loaded model's settings."""
-    return {n: option for n, option in model.options.items() if option.field and not option.at_load}
-
-
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
     """Return the web application. For `hosts` and `token`, see access.guarded.
 
@@ -200,6 +199,8 @@ def app(site: Site, hosts: Sequence[str], token: str = "") -> Any:
 
 
 def _drawing(site: Site) -> list[Route]:
+    looking_up = asyncio.Lock()
+
     async def models(request: Request) -> Response:
         waiting = await asyncio.to_thread(site.open_waiting)
         return JSONResponse({"models": [site.describe(name) for name in site.models],
@@ -210,11 +211,15 @@ def _drawing(site: Site) -> list[Route]:
         if not isinstance(asked, dict) or not isinstance(asked.get("prompts"), list):
             raise ValueError("a request must be a JSON object with model and prompts")
         prompts = [prompt for prompt in asked["prompts"] if isinstance(prompt, str)]
+        if sum(map(len, prompts)) > _MAX_LETTERS * PICTURES:
+            raise ValueError(f"the prompts must have at most {_MAX_LETTERS * PICTURES:,} letters")
         model = site.models[str(asked.get("model"))]
-        return JSONResponse(await asyncio.to_thread(about.unknown, model, prompts))
+        async with looking_up:  # So that other requests find a free thread.
+            return JSONResponse(await asyncio.to_thread(about.unknown, model, prompts))
 
     async def upload(request: Request) -> Response:
-        return JSONResponse(site.queue.uploads.add(await _json(request, uploads.MAX_BODY)))
+        sent = await _json(request, uploads.MAX_BODY)
+        return JSONResponse(await asyncio.to_thread(site.queue.uploads.add, sent))
 
     async def draw(request: Request) -> Response:
         requests = await _json(request)
@@ -230,9 +235,10 @@ def _drawing(site: Site) -> list[Route]:
         job = _job(site, request)
 
         async def lines() -> AsyncIterator[str]:
-            sent = None
+            sent, job.streams = None, job.streams + 1
+            number = job.streams
             with job.watched():
-                while True:
+                while job.streams - number < _STREAMS:  # Newer streams replace old ones.
                     now = job.version, site.queue.ahead(job) if job.state == "waiting" else 0
                     if now != sent:
                         sent = now
@@ -249,8 +255,8 @@ def _drawing(site: Site) -> list[Route]:
         return JSONResponse({})
 
     async def picture(request: Request) -> Response:
-        job, number = _job(site, request), int(request.path_params["number"])
-        stage = int(request.path_params.get("stage", -1))
+        job, number = _job(site, request), _number(request.path_params["number"])
+        stage = _number(request.path_params.get("stage", "-1"))
         return _png((site.queue.files(job.pictures[number]) or {})[stage])
 
     async def zipped(request: Request) -> Response:
@@ -267,8 +273,8 @@ def _drawing(site: Site) -> list[Route]:
         Route("/api/jobs/{job}.zip", zipped),
         Route("/api/jobs/{job}", events),
         Route("/api/jobs/{job}/cancel", cancel, methods=["POST"]),
-        Route("/api/jobs/{job}/{number:int}.png", picture),
-        Route("/api/jobs/{job}/{number:int}/{stage:int}.png", picture),
+        Route("/api/jobs/{job}/{number}.png", picture),
+        Route("/api/jobs/{job}/{number}/{stage}.png", picture),
     ]
 
 
@@ -332,6 +338,13 @@ async def _json(request: Request, max_body: int = _MAX_BODY) -> Any:
     return json.loads(b"".join(parts) or b"null")
 
 
+def _number(text: str) -> int:
+    """Return a number in a path. Raises LookupError if it is not one, or has too many digits."""
+    if not re.fullmatch(r"-1|[0-9]{1,6}", text):
+        raise LookupError
+    return int(text)
+
+
 def _job(site: Site, request: Request) -> DrawingJob:
     return site.queue.jobs[request.path_params["job"]]
 
@@ -349,7 +362,7 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 128 else f"\\U{code:08x}"
 
 
-def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
+def _field(name: str, option: Option, model: Model) -> dict[str, Any]:
     group, _, field = option.field.partition(".")
     values = [getattr(getattr(stage.settings, group), field) for stage in model.stages]
     shown = [str(value) if value == float("inf") else value for value in values]
@@ -368,14 +381,14 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
+def _checked(model: Model, values: Values) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of a request, with checked types.
 
     A list, which holds one value per stage, becomes a tuple. Raises ValueError for a name, type or
     value that is not allowed.
     """
     weights = {name: model.options[name] for name in ("ema", "checkpoint")}
-    allowed, checked = {**settings(model), **weights}, []
+    allowed, checked = {**options.changeable(model.options), **weights}, []
     for name, value in values.items():
         each = value if type(value) is list else [value]
         each = tuple(options.read(allowed, {name: one}).get(name) for one in each)

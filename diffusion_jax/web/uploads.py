@@ -4,6 +4,7 @@ import base64
 import binascii
 import collections
 import hashlib
+import threading
 from typing import Any, NamedTuple
 
 from PIL import ImageOps
@@ -32,11 +33,15 @@ class Edit(NamedTuple):
 
 
 class Uploads:
-    """Uploaded pictures, keyed by name. The most recently used pictures stay in memory."""
+    """Uploaded pictures, keyed by name. The most recently used pictures stay in memory.
+
+    Several threads may use an object of this class.
+    """
 
     def __init__(self) -> None:
         """Start without uploads."""
         self._files: collections.OrderedDict[str, bytes] = collections.OrderedDict()
+        self._lock = threading.Lock()
 
     def add(self, request: Any) -> dict[str, Any]:
         """Keep the picture of a request {"png": BASE64}, which holds a PNG, JPEG or WebP file.
@@ -48,8 +53,9 @@ class Uploads:
         try:
             content = base64.b64decode(text or "", validate=True)
             image = untrusted.open_image(content, untrusted.WEB_FORMATS)
-            image.load()
-            image = ImageOps.exif_transpose(image)
+            if max(image.size) <= MAX_SIDE:  # Larger ones are not decoded.
+                image.load()
+                image = ImageOps.exif_transpose(image)
         except (binascii.Error, TypeError, ValueError, OSError, SyntaxError) as error:
             raise ValueError(
                 "the picture cannot be read: send a PNG, JPEG or WebP file in base64"
@@ -60,17 +66,21 @@ class Uploads:
                 f"{MAX_SIDE:,} pixels on each side"
             )
         name = hashlib.blake2b(content, digest_size=12).hexdigest()
-        self._files[name] = content
-        while sum(map(len, self._files.values())) > _MAX_BYTES and len(self._files) > 1:
-            self._files.popitem(last=False)
+        with self._lock:
+            self._files[name] = content
+            while sum(map(len, self._files.values())) > _MAX_BYTES and len(self._files) > 1:
+                self._files.popitem(last=False)
         return {"picture": name, "width": image.width, "height": image.height}
 
     def file(self, name: str) -> bytes:
         """Return the bytes of an uploaded file. Raises ValueError if it is no longer in memory."""
-        if name not in self._files:
-            raise ValueError("the server has dropped the uploaded picture: choose the file again")
-        self._files.move_to_end(name)
-        return self._files[name]
+        with self._lock:
+            if name not in self._files:
+                raise ValueError(
+                    "the server has dropped the uploaded picture: choose the file again"
+                )
+            self._files.move_to_end(name)
+            return self._files[name]
 
     def edit(self, request: Any) -> Edit:
         """Check `request`, the field "edit" of a drawing request, and return it as an Edit.

@@ -9,7 +9,7 @@ from absl import flags, logging
 
 from diffusion_jax import cli, files
 from diffusion_jax.draw import option_flags
-from diffusion_jax.draw.loaded import Loaded
+from diffusion_jax.draw.loaded import Model
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.web import about, results
 
@@ -17,9 +17,7 @@ flags.disclaim_key_flags()  # --help lists them with the command that calls `com
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
-def command(
-    package: str, load: Callable[[Sequence[str], Values], Loaded], options: Options
-) -> None:
+def command(package: str, load: Callable[[Sequence[str], Values], Model], options: Options) -> None:
     """Run the command `python -m PACKAGE.web`: define flags, load models and serve the page.
 
     --help prints the docstring of the main module, which calls this function.

@@ -5,7 +5,7 @@ import pathlib
 import tarfile
 import zipfile
 
-SAFETENSORS, NPZ, TORCH, NEMO = "safetensors", "npz", "torch", "nemo"
+SAFETENSORS, NPZ, TORCH, NEMO, FLAX = "safetensors", "npz", "torch", "nemo", "flax"
 _OTHERS = (
     (b"version https://git-lfs", "a Git LFS pointer instead of the weights: run git lfs pull"),
     (b"GGUF", "a GGUF file of llama.cpp"),
@@ -20,7 +20,7 @@ _HTML = (b"<!doctype", b"<html", b"<?xml")
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return the format of a file of weights: SAFETENSORS, NPZ, TORCH or NEMO.
+    """Return the format of a file of weights: SAFETENSORS, NPZ, TORCH, NEMO or FLAX.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -47,6 +47,8 @@ def kind_of(path: str | os.PathLike[str]) -> str:
         )
     if head[8:9] == b"{":  # After the length of the header.
         return SAFETENSORS
+    if _is_msgpack(head):
+        return FLAX
     if _is_text(head):
         start = head[:60].decode()
         raise ValueError(f"cannot read {path}: it holds no weights, but the text {start!r}")
@@ -69,6 +71,14 @@ def _kind_of_zip(path: pathlib.Path) -> str:
     raise ValueError(
         f"cannot read {path}: it is a zip archive of {', '.join(names[:3]) or 'nothing'}: unpack it"
     )
+
+
+def _is_msgpack(head: bytes) -> bool:
+    """Return whether a file starts with a msgpack dictionary whose first key is a string."""
+    sizes = {0xDE: 2, 0xDF: 4}  # Bytes that hold the number of keys, if there are more than 15.
+    after = 1 + sizes.get(head[0], 0)
+    is_dictionary = 0x81 <= head[0] <= 0x8F or head[0] in sizes
+    return is_dictionary and len(head) > after and (head[after] >> 5 == 5 or head[after] == 0xD9)
 
 
 def _is_text(head: bytes) -> bool:

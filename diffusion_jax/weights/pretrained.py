@@ -1,8 +1,8 @@
 """Find pretrained weights in a folder or on the Hugging Face Hub, and open them.
 
 Files are mapped into memory, and arrays stay in their files until they are used. Each device reads
-only the parts that it needs (devices/lazy_arrays.py), so a host never
-holds a second copy of a model.
+only the parts that it needs (devices/lazy_arrays.py), so a host never holds a
+second copy of a model.
 """
 
 import contextlib
@@ -19,27 +19,30 @@ from absl import logging
 
 from diffusion_jax import files
 from diffusion_jax.files import untrusted
-from diffusion_jax.weights import file_kinds, torch_files
+from diffusion_jax.weights import file_kinds, flax_files, torch_files
 from diffusion_jax.weights.safetensors_files import map_safetensors
 
 INDEX = "model.safetensors.index.json"
 _LAYOUT = re.compile(
-    r"(?:model|(?:diffusion_|open_clip_)?pytorch_model|open_clip_model)(?:\.(?P<variant>\w+))?"
-    r"\.(?P<kind>safetensors|bin)(?P<index>\.index(?:\.(?P<of_shards>\w+))?\.json)?"
+    r"(?:model|(?:diffusion_|open_clip_)?pytorch_model|open_clip_model|(?:diffusion_)?flax_model)"
+    r"(?:\.(?P<variant>\w+))?\.(?P<kind>safetensors|bin|msgpack)"
+    r"(?P<index>\.index(?:\.(?P<of_shards>\w+))?\.json)?"
 )
 """The file names under which transformers, diffusers and OpenCLIP save models or shard indices.
 
 Examples are "model.fp16.safetensors" and "diffusion_pytorch_model.bin.index.fp16.json".
 """
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)\b.*")
-_OTHERS = (".flashpack", ".msgpack", ".h5", ".onnx", ".gguf", ".xml")
+_OTHERS = (".flashpack", ".h5", ".onnx", ".gguf", ".xml")
+_KINDS = ("safetensors", "bin", "msgpack")  # The preferred kinds of files first.
 _HUB = ("*.json", "*.txt", "*.model", "*.txt.gz")
 _HUB_KINDS = {
     kind: tuple(
-        f"{name}{ending}.{kind}" for name in ("model", "pytorch_model", "open_clip*model")
+        f"{name}{ending}.{kind}"
+        for name in ("model", "pytorch_model", "open_clip*model", "flax_model")
         for ending in ("", "-*")
     )
-    for kind in ("safetensors", "bin")
+    for kind in _KINDS
 }  # fmt: skip
 
 
@@ -69,7 +72,7 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
     import huggingface_hub  # Slow to import, and only needed for downloads.
 
     try:
-        for kind in _HUB_KINDS.values():  # Pickles are downloaded only if there are no safetensors.
+        for kind in _HUB_KINDS.values():  # The next kind is downloaded only if one is missing.
             patterns = [*_HUB, *kind]
             folder = huggingface_hub.snapshot_download(str(name), allow_patterns=patterns)
             if _layouts(pathlib.Path(folder)):
@@ -125,9 +128,12 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 def open_weights(folder: str | os.PathLike[str], variant: str = "") -> dict[str, np.ndarray]:
     """Map the weights in a model's folder into memory, and return the arrays, keyed by name.
 
-    All files that `save_pretrained` of transformers and diffusers writes are supported: safetensors
-    or pickles (.bin), in one file or in shards with an index. Code in a pickle is never executed. A
-    variant such as fp16 is read only if the folder has no other weights, or if `variant` names it.
+    All files that `save_pretrained` of transformers and diffusers writes are supported:
+    safetensors, pickles (.bin) and Flax models (.msgpack), in one file or in shards with an index.
+    The first of these kinds that the folder holds is read. Flax models are not mapped but loaded,
+    and their arrays get the names and layouts of the torch model. Code in a pickle is never
+    executed. A variant such as fp16 is read only if the folder has no other weights, or if
+    `variant` names it.
 
     Raises:
         FileNotFoundError: The folder has no weights, or shards are missing.
@@ -190,15 +196,21 @@ def digest(params: Any) -> str:
     return result.hexdigest()
 
 
-def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
+def _layouts(folder: pathlib.Path) -> list[tuple[str, int, bool, str, pathlib.Path]]:
     """Return a row for each file that holds or indexes weights, the preferred files first.
 
-    A row is (variant, is pickle, is no index, file name, path). The rows are sorted by these
-    values.
+    A row is (variant, number of the kind, is no index, file name, path). The rows are sorted by
+    these values.
     """
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
-        (m["variant"] or m["of_shards"] or "", m["kind"] == "bin", not m["index"], path.name, path)
+        (
+            m["variant"] or m["of_shards"] or "",
+            _KINDS.index(m["kind"]),
+            not m["index"],
+            path.name,
+            path,
+        )
         for path, m in matches
         if m
     )
@@ -210,7 +222,10 @@ def _is_stale(path: pathlib.Path) -> bool:
 
 
 def _map(path: pathlib.Path) -> dict[str, np.ndarray]:
-    is_safe = file_kinds.kind_of(path) == file_kinds.SAFETENSORS
+    kind = file_kinds.kind_of(path)
+    if kind == file_kinds.FLAX:
+        return flax_files.read(path)
+    is_safe = kind == file_kinds.SAFETENSORS
     return map_safetensors(path) if is_safe else torch_files.map_state_dict(path)
 
 
@@ -227,7 +242,9 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
     arrays = {}
     for name in shards:
         arrays |= _map(index.parent / name)
-    unresolved = sorted(set(weight_map) - set(arrays))
+    flax = index.name.startswith(("flax", "diffusion_flax"))
+    listed = map(flax_files.torch_name, weight_map) if flax else weight_map
+    unresolved = sorted(set(listed) - set(arrays))
     if unresolved:
         raise ValueError(
             f"{index} lists the array {unresolved[0]}, but none of its shards holds this array: "

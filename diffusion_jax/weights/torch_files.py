@@ -27,13 +27,13 @@ import numpy as np
 
 from diffusion_jax import files
 from diffusion_jax.files import untrusted
-from diffusion_jax.weights import file_kinds, torch_weights
+from diffusion_jax.weights import file_kinds, flax_files, torch_weights
 
 _NEMO_WEIGHTS, _NEMO_CONFIG = "model_weights.ckpt", "model_config.yaml"
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read the arrays of a torch or Lightning checkpoint, or of a .nemo, .safetensors or .npz file.
+    """Read the arrays of a torch checkpoint, or of a .nemo, .safetensors, .npz or Flax file.
 
     The file's content, not its name, shows its format, except for .nemo files. If a checkpoint has
     the key "state_dict", only the arrays under this key are read.
@@ -49,6 +49,8 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     kind = file_kinds.kind_of(path)
     if kind in (file_kinds.SAFETENSORS, file_kinds.NPZ):
         return torch_weights.read(path)
+    if kind == file_kinds.FLAX:
+        return flax_files.read(path)
     if kind == file_kinds.TORCH:
         return map_state_dict(path, check=True)
     with _readable(path), _nemo_member(path, _NEMO_WEIGHTS) as file:

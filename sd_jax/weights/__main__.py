@@ -4,11 +4,12 @@
         [--config=YAML] [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER] [--lora=FILE:0.7]
 
 The command reads the UNet, the VAE and the text encoder from a checkpoint file of CompVis,
-Stability, MLPerf or NeMo (.ckpt, .nemo, .safetensors, .npz), a diffusers directory, or a workdir.
-If --to ends in .safetensors or .npz, the command writes one file with LDM's or NeMo's parameter
-names. Otherwise it writes a new diffusers directory, and copies the tokenizer from the directory
---tokenizer, or by default from --from if that is a diffusers directory. The command prints the
-parts that it has read, reads the written checkpoint back, and compares the two bit by bit.
+Stability, MLPerf or NeMo (.ckpt, .nemo, .safetensors, .npz), a diffusers directory (safetensors,
+.bin or Flax), or a workdir. If --to ends in .safetensors or .npz, the command writes one file with
+LDM's or NeMo's parameter names. Otherwise it writes a new diffusers directory, with Flax weights if
+--names=flax, and copies the tokenizer from the directory --tokenizer, or by default from --from if
+that is a diffusers directory. The command prints the parts that it has read, reads the written
+checkpoint back, and compares the two bit by bit.
 
 A checkpoint file may lack settings of its model. Set --norm_groups=16 for MLPerf's models, and
 --predicts=v for models that predict v. The number of attention heads is known only for the sizes of
@@ -30,16 +31,16 @@ from diffusion_jax import cli, files, runs
 from sd_jax.weights import checkpoints, lora_files, trained
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo|
-           diffusers|kohya] [--ema=ema|raw] [--config=YAML] [--norm_groups=16] [--predicts=eps|v]
-           [--tokenizer=FOLDER] [--lora=FILE:STRENGTH] [--unet_weights=PATH]"""
+           flax|diffusers|kohya] [--ema=ema|raw] [--config=YAML] [--norm_groups=16]
+           [--predicts=eps|v] [--tokenizer=FOLDER] [--lora=FILE:STRENGTH] [--unet_weights=PATH]"""
 
 _FROM = flags.DEFINE_string("from", None, "Input: a file, a diffusers directory, or a workdir.")
 _TO = flags.DEFINE_string("to", None, "Output: a file, or a new diffusers directory.")
 _NAMES = flags.DEFINE_string(
     "names",
     "ldm",
-    'Parameter names in an output file: "ldm" or "nemo"; "diffusers" or "kohya" to write only the '
-    "factors of a LoRA run.",
+    'Parameter names in an output file: "ldm" or "nemo"; "flax" to write a directory with Flax '
+    'weights; "diffusers" or "kohya" to write only the factors of a LoRA run.',
 )
 _LORA = flags.DEFINE_multi_string(
     "lora", [], "A LoRA to merge, as FILE or FILE:STRENGTH; may be repeated."
@@ -100,7 +101,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
         checkpoints.save_file(checkpoint, target, _NAMES.value)
     else:
         tokenizer = _TOKENIZER.value or source
-        checkpoints.save_diffusers(checkpoint, target, _PREDICTS.value, tokenizer)
+        is_flax = _NAMES.value == "flax"
+        checkpoints.save_diffusers(checkpoint, target, _PREDICTS.value, tokenizer, flax=is_flax)
     written = checkpoints.load(target)
     if not checkpoints.equal(checkpoint, written):
         raise ValueError(

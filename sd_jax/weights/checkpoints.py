@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from diffusion_jax import files
-from diffusion_jax.weights import pretrained, torch_files, torch_weights
+from diffusion_jax.weights import flax_files, pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax.unet import UNet
 from sd_jax.vae import SCALE, VAE
@@ -25,6 +25,7 @@ from sd_jax.weights.text import TextPart
 
 PARTS = ("unet", "vae", "text")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+_FLAX_NAMES = {"diffusers": "diffusion_flax_model.msgpack", "transformers": "flax_model.msgpack"}
 _PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_checker",
              "feature_extractor", "image_encoder")  # fmt: skip
 
@@ -113,6 +114,8 @@ def save_diffusers(
     folder: str | os.PathLike[str],
     predicts: str | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    *,
+    flax: bool = False,
 ) -> None:
     """Write a diffusers directory, which StableDiffusionPipeline.from_pretrained opens.
 
@@ -126,6 +129,8 @@ def save_diffusers(
             "eps" if there is none.
         tokenizer: A diffusers directory whose tokenizer is copied, if it has one. Without a
             tokenizer, the caller of from_pretrained must pass one.
+        flax: Whether to write the weights as .msgpack files, for diffusers' former
+            FlaxStableDiffusionPipeline.
 
     Raises:
         ValueError: `folder` is not empty, or diffusers cannot express one of the networks.
@@ -142,7 +147,10 @@ def save_diffusers(
     with files.whole(folder) as temporary:
         for part, (library, name, network, state) in _for_diffusers(checkpoint).items():
             _write_json(temporary / part / "config.json", network)
-            torch_weights.write(temporary / part / name, state)
+            if flax:
+                flax_files.write(temporary / part / _FLAX_NAMES[library], state)
+            else:
+                torch_weights.write(temporary / part / name, state)
             index[part] = [library, network.get("_class_name") or network["architectures"][0]]
         _write_json(temporary / "scheduler" / "scheduler_config.json", config)
         source = None if tokenizer is None else pretrained.snapshot(files.path(tokenizer))
@@ -219,10 +227,10 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str], variant: str) ->
     _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     if not places:
-        config = pretrained.read_json(folder / "config.json")
+        config = _diffusers_config(folder / "config.json")
         places = {"vae" if config.get("_class_name") == "AutoencoderKL" else "unet": folder}
     unet_part, vae_part, text_part, report = None, None, None, []
-    configs = {part: pretrained.read_json(places[part] / "config.json") for part in places}
+    configs = {part: _diffusers_config(places[part] / "config.json") for part in places}
     if "unet" in wanted and "unet" in places:
         state = pretrained.open_weights(places["unet"], variant)
         unet_part = _unet(formats.unet_from_diffusers(configs["unet"]), state)
@@ -351,12 +359,20 @@ def _prediction(predicts: str) -> str:
     return schedulers.PREDICTS[predicts]
 
 
+def _diffusers_config(path: pathlib.Path) -> dict[str, Any]:
+    """Read a config of diffusers, with the torch class's name in place of a Flax class's."""
+    config = pretrained.read_json(path)
+    if "_class_name" in config:
+        config["_class_name"] = str(config["_class_name"]).removeprefix("Flax")
+    return config
+
+
 def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
     """Return the scheduler config in a file, or None if there is no such file.
 
     Raises ValueError if its noise schedule or prediction type is not supported.
     """
-    config = pretrained.read_json(path) if path.is_file() else None
+    config = _diffusers_config(path) if path.is_file() else None
     try:
         schedulers.read_diffusion(config or {})
     except ValueError as error:

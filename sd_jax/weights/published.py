@@ -11,9 +11,8 @@ from jax.typing import DTypeLike
 
 from diffusion_jax import files
 from diffusion_jax.devices import sharding
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Overrides
 from diffusion_jax.draw.program import check_fits, make_programs
+from diffusion_jax.draw.stage import Stage
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task
@@ -57,21 +56,19 @@ class File(NamedTuple):
 NO_FACTS = File()
 
 
-def load_model(
+def load_stage(
     path: pathlib.Path,
-    overrides: Mapping[str, Any] = {},
+    fields: Mapping[str, Any] = {},
     ema: str = "ema",
     file: File = NO_FACTS,
-    strength: float = 1.0,
-) -> Model:
-    """Open the model in a diffusers directory or a file. The model's settings are a Pipeline.
+) -> Stage:
+    """Open the model in a diffusers directory or a file. The settings of the stage are a Pipeline.
 
     Args:
         path: The diffusers directory or the file.
-        overrides: Values that replace settings, keyed by field, such as "sampler.steps".
+        fields: Values that replace settings, keyed by field, such as "sampler.steps".
         ema: "raw" for the raw weights, or "ema" for their averages if the file has any.
         file: Settings that the files may lack.
-        strength: The share of the sampling steps that the model takes when it draws over a picture.
 
     Raises:
         FileNotFoundError: If a file is missing.
@@ -79,9 +76,9 @@ def load_model(
     """
     # The networks.
     opened = checkpoints.load(path, ema, file.norm_groups, config=file.config)
-    vae_weights, text_weights = overrides.get("vae.weights"), overrides.get("text.weights")
+    vae_weights, text_weights = fields.get("vae.weights"), fields.get("text.weights")
     unet, vae, text = _whole(path, opened, vae_weights, text_weights, file.lora or ())
-    p = _pipeline(path, opened, file, unet.network, vae.network)._replace(strength=strength)
+    p = _pipeline(path, opened, file, unet.network, vae.network)
     tokenizer = path / "tokenizer"
     if file.tokenizer:
         tokenizer = files.local(file.tokenizer)
@@ -90,10 +87,10 @@ def load_model(
     encoder = _encoder(path, text, tokenizer, unet.text_width, p.unet.dtype)
 
     # The sampler.
-    settle = lambda changes: p._replace(
-        sampler=_sampler(path, opened.scheduler, {**overrides, **changes})
+    settings_with = lambda changes: p._replace(
+        sampler=_sampler(path, opened.scheduler, {**fields, **changes})
     )
-    s = settle({})
+    s = settings_with({})
     settings.check_pipeline(s)
     check_fits(*s.output_shape, s.vae.width * s.vae.channel_mult[0])
     for line in opened.report:
@@ -109,13 +106,16 @@ def load_model(
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
     frozen, params = {"text": place(text.params), "vae": place(vae.params)}, place(unet.params)
 
-    def begin_of(p, preview, of_picture):
-        p = p if of_picture is None else p._replace(strength=of_picture)
+    def begin(p, preview, strength):
+        p = p._replace(strength=strength)
         settings.check_pipeline(p)
         return sampling.make_begin(p, encoder, preview)
 
-    programs = make_programs(begin_of, frozen, mesh)
-    return Model(str(path), s, encoder, programs.draw(s), params, ema, 0, "", programs, settle)
+    programs = make_programs(begin, frozen, mesh)
+    return Stage(
+        str(path), s, encoder, params, ema, 0, frozen, begin, programs, settings_with,
+        programs(s, None, 1.0),
+    )  # fmt: skip
 
 
 def _whole(
@@ -174,16 +174,16 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
 
 
 def _sampler(
-    path: pathlib.Path, scheduler: Mapping[str, Any] | None, overrides: Overrides
+    path: pathlib.Path, scheduler: Mapping[str, Any] | None, fields: Mapping[str, Any]
 ) -> Sampler:
-    """Return the sampler settings of a diffusers scheduler, changed by the overrides.
+    """Return the sampler settings of a diffusers scheduler, changed by the config fields `fields`.
 
     DEFAULTS takes the place of the scheduler's settings if there is no scheduler, if it is not
-    supported, or if the overrides name another sampler.
+    supported, or if `fields` names another sampler.
     """
     chosen = {
         field.removeprefix("sampler."): value
-        for field, value in overrides.items()
+        for field, value in fields.items()
         if field.startswith("sampler.")
     }
     sampler = DEFAULTS._replace(steps=chosen.get("steps", DEFAULTS.steps))

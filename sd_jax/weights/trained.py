@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from diffusion_jax.config import fields
 from diffusion_jax.devices import sharding
-from diffusion_jax.draw import model, program
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import NEWEST, Weights
+from diffusion_jax.draw import program
+from diffusion_jax.draw import stage as stage_module
+from diffusion_jax.draw.options import Values
+from diffusion_jax.draw.stage import Stage
 from diffusion_jax.weights import finetune, lora, pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
@@ -24,72 +25,60 @@ from sd_jax.weights.initial import of_run, read_unet, read_vae
 from sd_jax.weights.text import from_folder
 
 
-def load_model(
-    workdir: str | os.PathLike[str],
-    overrides: Mapping[str, Any] = {},
-    weights: Weights = NEWEST,
-    guide: str = "",
-    strength: float = 1.0,
-) -> Model:
-    """Open the model of a training run. The model's settings are a Pipeline.
+def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> Stage:
+    """Open the model of a training run. The settings of the stage are a Pipeline.
 
     Args:
         workdir: The workdir of the run.
-        overrides: Values that replace values of the config, keyed by field, such as
-            {"sampler.steps": 20}.
-        weights: The checkpoint and the average to draw with.
-        guide: The run whose model guides this one, as WORKDIR or WORKDIR@STEP; "" for none.
-        strength: The share of the sampling steps that the model takes when it draws over a picture.
+        s: The settings to draw with.
+        values: The chosen values of options, which `s` contains already. They name the checkpoint,
+            the average and the guide.
 
     Raises:
-        FileNotFoundError: If there is no such run, checkpoint or guide.
-        ValueError: If an override is invalid, the checkpoint is damaged or has no such average, or
-            the run `guide` cannot guide this one.
+        FileNotFoundError: If there is no such checkpoint or guide.
+        ValueError: If the checkpoint is damaged or has no such average, the config names no VAE, or
+            the guide cannot guide this run.
     """
-    s = read_run(workdir, overrides)
     if not s.vae_weights:
         raise ValueError(
             f"the config of {workdir} names no VAE, because it was trained on moments, but drawing "
             "needs the VAE: give it with --vae_weights=PATH"
         )
-    p = s.pipeline._replace(strength=strength)
+    p = s.pipeline
     check_pipeline(p)
     program.check_fits(*p.output_shape, p.vae.width * p.vae.channel_mult[0])
     mesh = sharding.make_mesh()  # Training may have used other devices.
 
     # The frozen networks.
-    encoder, text_params = model.open_encoder(s.text, mesh, task.RULES)
+    encoder, text_params = stage_module.open_encoder(s.text, mesh, task.RULES)
     vae_params = sharding.place_all(read_vae(s.vae_weights, s.vae), mesh, task.RULES)
-    frozen = {"text": text_params, "vae": vae_params}
-    init_of = lambda settings: task.make_task(settings, encoder, None).init
-    guiding = model.load_guide(guide, "sd_jax", s, init_of, mesh, task.RULES)
-    guide_settings = guiding.settings if guiding else None
-    if guiding:
-        frozen["guide"] = guiding.params
+    frozen, guide_settings = {"text": text_params, "vae": vae_params}, None
+    if guide := values.get("guide"):
+        init_of = lambda settings: task.make_task(settings, encoder, None).init
+        guide_settings, frozen["guide"] = stage_module.load_guide(
+            guide, s, read_run, init_of, mesh, task.RULES
+        )
 
     # The UNet, to which a LoRA run adds its factors.
     trained = task.make_task(s, encoder, None)._replace(frozen=frozen)
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh)
 
-    def begin_of(p, preview, of_picture):
-        p = p if of_picture is None else p._replace(strength=of_picture)
+    def begin(p, preview, strength):
+        p = p._replace(strength=strength)
         check_pipeline(p)
         begin = make_begin(p, encoder, preview, guide_settings)
         return lora.drawn(begin, s.lora) if s.lora.rank else begin
 
-    return model.load_model(
-        workdir, p, encoder, trained, mesh, begin_of, weights,
-        guide=guide, lora_scale=s.lora.scale,
-    )  # fmt: skip
+    return stage_module.load_stage(workdir, p, encoder, trained, mesh, begin, values, s.lora.scale)
 
 
-def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
-    """Return the settings of a run, changed by the overrides.
+def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}) -> Settings:
+    """Return the settings of a run, with new values, keyed by config field, in `fields`.
 
-    Raises FileNotFoundError if there is no run, and ValueError if an override is invalid.
+    Raises FileNotFoundError if there is no run, and ValueError if a value is invalid for it.
     """
-    return model.read_run(workdir, overrides, "sd_jax")
+    return stage_module.read_run(workdir, fields, "sd_jax")
 
 
 def to_checkpoint(

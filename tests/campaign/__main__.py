@@ -1,16 +1,17 @@
-"""Ends commands at random moments and harms their files, lets them finish, and compares.
+"""Kill commands at random moments, damage their files, let them finish, and compare the results.
 
     python -m tests.campaign --rounds=100 --seed=0
 
-Each round takes one command (training in one and in two processes, a store of texts, moments, a
+Each round runs one command (training in one and in two processes, a store of texts, moments, a
 sweep, a download, a conversion, a packed model, a judge) and one fault: SIGKILL, SIGTERM or SIGSTOP
-at a random moment, a full disk (a small tmpfs, where one can be mounted), files that are damaged or
-gone, no more memory (a limit of the address space, and a cgroup where one can be made), a clock set
-back, two starts one second apart, or the takeover of a frozen run by another host. Then the same
-command runs again until it is done, and all that matters of what it wrote is compared byte for byte
-with that of an undisturbed one. A line a round, and a table at the end; the exit code is 1 if
-anything differs. --record=FILE keeps each round's outcome: the rounds in it are not run again, so
-that a campaign that was stopped goes on by the same command.
+at a random moment, a full disk (a small tmpfs, if it can be mounted), damaged or missing files, no
+more memory (a limit of the address space, or a cgroup if it can be created), a clock set back, two
+starts one second apart, or another host that takes over a frozen run. Then the same command runs
+again until it is done, and its results are compared byte for byte with those of an undisturbed run.
+
+It prints a line per round and a table. The exit code is 1 if anything differs. --record=FILE stores
+the outcome of each round. Rounds in it are not run again, so that the same command continues a
+stopped campaign.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from tests.campaign.rounds import Outcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the campaign; returns the exit code."""
+    """Runs the campaign, and returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +51,7 @@ def campaign(
     folder: pathlib.Path, count: int, seed: int, minutes: float = 1e9, only: str = "",
     record: pathlib.Path | None = None,
 ) -> list[Outcome]:  # fmt: skip
-    """The outcomes of the rounds, in order; each command's faults come in turn."""
+    """Run rounds and return their outcomes in order. Each command gets its faults in turn."""
     end, outcomes = time.monotonic() + 60 * minutes, read(record, seed)[:count]
     with subjects.every(folder / "inputs") as (every, trained):
         undisturbed = {}
@@ -77,7 +78,7 @@ def campaign(
 
 
 def read(record: pathlib.Path | None, seed: int) -> list[Outcome]:
-    """The outcomes in a file, in order; ValueError if they are of another seed."""
+    """Return the outcomes in a file in order. Raise ValueError if they are of another seed."""
     lines = record.read_text().splitlines() if record and record.exists() else []
     rows = [json.loads(line) for line in lines]
     if any(row.pop("seed") != seed for row in rows):
@@ -86,16 +87,16 @@ def read(record: pathlib.Path | None, seed: int) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row for each command and fault: how often, how it was noticed, what became of it."""
+    """Return a table with a row for each command and fault."""
     groups = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.name, outcome.fault].append(outcome)
     lines = ["| command | fault | rounds | hit | the same | how it was noticed |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     for (name, fault), some in sorted(groups.items()):
-        said = sorted({word for outcome in some for word in outcome.noticed})
+        noticed = sorted({word for outcome in some for word in outcome.noticed})
         hit, same = sum(o.hit for o in some), sum(not o.different for o in some)
-        row = (name, fault, str(len(some)), str(hit), str(same), "; ".join(said))
+        row = (name, fault, str(len(some)), str(hit), str(same), "; ".join(noticed))
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What befalls files between two processes: flipped bits, cuts, files that are gone."""
+"""Damage files between two processes: flip bits, truncate files, delete files."""
 
 import pathlib
 import random
@@ -12,20 +12,20 @@ told; None where there is nothing yet to be damaged."""
 
 
 def flip(path: pathlib.Path, rng: random.Random) -> None:
-    """One bit, anywhere."""
+    """Flip one random bit of a file."""
     content = bytearray(path.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
 
 
 def cut(path: pathlib.Path, rng: random.Random) -> None:
-    """What follows some byte."""
+    """Truncate a file at a random byte."""
     content = path.read_bytes()
     path.write_bytes(content[: rng.randrange(len(content))])
 
 
 def vanish(path: pathlib.Path, rng: random.Random) -> None:
-    """All of it."""
+    """Delete a file."""
     del rng
     path.unlink()
 
@@ -34,24 +34,24 @@ HARMS = {"flipped bit": flip, "cut file": cut, "vanished file": vanish}
 
 
 def nothing() -> None:
-    """The same command is all that it takes."""
+    """Repair nothing, because running the command again is enough."""
 
 
 def copy(source: pathlib.Path, target: pathlib.Path) -> None:
-    """A folder with all that is in it."""
+    """Copy a folder with all its files."""
     shutil.copytree(source, target)
 
 
 def _inside(folder: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    found = folder.glob(pattern) if folder.exists() else []
-    return sorted(path for path in found if path.is_file() and path.stat().st_size)
+    paths = folder.glob(pattern) if folder.exists() else []
+    return sorted(path for path in paths if path.is_file() and path.stat().st_size)
 
 
 FINISHED = "when it is done"
 
 
 def files(folder: str, pattern: str, finished: bool = False) -> Mapping[str, Damage]:
-    """Harm to one of the files that a subject wrote, before or after it was done."""
+    """Return damages of a file that a subject wrote, before or after it finished."""
 
     def damage_by(harm):
         def damage(out, rng):
@@ -88,7 +88,7 @@ CHECKPOINT: Mapping[str, Damage] = {
 
 
 def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
-    """A bit of the listing of tars, and a tar that is away for a while."""
+    """Return damages of inputs: a flipped bit in the listing of tars, and a missing tar."""
 
     def listing(out, rng):
         paths = _inside(tars, "*.index")
@@ -99,7 +99,7 @@ def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
 
     def away(out, rng):
         if not _inside(out / "run" / "checkpoints", "*/checksums/*"):
-            return None  # Nothing that it has done could tell it of what is missing.
+            return None  # It has not stored anything yet by which it could notice.
         path = rng.choice(_inside(tars, "*.tar"))
         aside = path.with_suffix(".away")
         path.rename(aside)
@@ -109,12 +109,12 @@ def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
 
 
 def of_table(table: pathlib.Path) -> Mapping[str, Damage]:
-    """A table whose end is damaged or cut off, or that is away; a person restores the copy."""
+    """Return damages of a table: a flipped bit, a truncated end, or a missing file."""
 
     def damage_by(harm):
         def damage(out, rng):
             if not _inside(out / "run" / "checkpoints", "*/checksums/*"):
-                return None  # Nothing that it has done could tell it of what is missing.
+                return None  # It has not stored anything yet by which it could notice.
             content = table.read_bytes()
             harm(table, rng)
             return table.name, lambda: table.write_bytes(content)

@@ -1,4 +1,4 @@
-"""What befalls a process besides signals: no memory, a clock set back, other processes."""
+"""Disturb a process without signals: no memory, a clock set back, other processes."""
 
 import contextlib
 import functools
@@ -15,12 +15,12 @@ from typing import Any
 OOM, NO_MEMORY, CLOCK = "OOM kill", "no more address space", "clock set back"
 TWINS, TAKEOVER = "two starts", "takeover of a frozen run"
 _CGROUPS = pathlib.Path("/sys/fs/cgroup/memory")
-_ROOM = 2**20  # Bytes that a process may still take.
+_ROOM = 2**20  # Bytes that a process may still allocate.
 _DAY = 86_400.0
 
 
 def can_limit() -> bool:
-    """Return whether processes here can be given a memory cgroup, which takes root."""
+    """Return whether a memory cgroup can be created, which needs root."""
     try:
         with _cgroup():
             return True
@@ -29,11 +29,11 @@ def can_limit() -> bool:
 
 
 def kill_for_memory(job: Any) -> bool:
-    """Let the kernel kill a job's process for want of memory. Return whether it did."""
+    """Let the kernel kill a job's process that runs out of memory. Return whether it did."""
     pid = job.processes[-1].pid
     with contextlib.suppress(OSError), _cgroup() as group:
         (group / "cgroup.procs").write_text(str(pid))
-        # Pages that the process took before do not count: it dies when it takes more than this.
+        # Earlier pages of the process do not count. It is killed when it allocates more than this.
         (group / "memory.limit_in_bytes").write_text(str(_ROOM))
         job.end(60)
         events = (group / "memory.oom_control").read_text()
@@ -42,7 +42,7 @@ def kill_for_memory(job: Any) -> bool:
 
 
 def take_address_space(job: Any) -> None:
-    """Allow a job's process little more address space than it has, as `ulimit -v` does."""
+    """Limit a job's address space to slightly more than it uses, like `ulimit -v`."""
     pid = job.processes[-1].pid
     with contextlib.suppress(OSError):  # It has ended.
         status = pathlib.Path(f"/proc/{pid}/status").read_text()
@@ -51,13 +51,13 @@ def take_address_space(job: Any) -> None:
 
 
 def set_clock_back(seconds: float) -> None:
-    """Set this process's clock back by a day, so many seconds from now."""
+    """Set this process's clock back by a day, after a number of seconds."""
     real, since = time.time, time.monotonic()
     time.time = lambda: real() - _DAY * (time.monotonic() - since > seconds)
 
 
 def another_host() -> None:
-    """Make this process look like one of another machine, with little patience."""
+    """Make this process look like one on another machine, with a short timeout for locks."""
     from diffusion_jax.files import folder_lock
 
     folder_lock._machine = lambda: "another machine"
@@ -67,23 +67,23 @@ def another_host() -> None:
 
 
 def chained(*calls: Any) -> Any:
-    """Return a function that makes these calls, without those that are None."""
+    """Return a function that makes all calls that are not None."""
     return functools.partial(_call, [call for call in calls if call])
 
 
 def freeze(job: Any) -> None:
-    """Stop a job's process, as a suspended machine does."""
+    """Stop a job's process, like on a suspended machine."""
     job.send(signal.SIGSTOP)
 
 
 def thaw(job: Any) -> None:
-    """Let a job's process go on. It ends by itself once it sees who took over."""
+    """Continue a job's process. It ends when it notices that another process took over."""
     job.send(signal.SIGCONT)
     job.end(120)
 
 
 def moment(rng: random.Random, seconds: float) -> float:
-    """Return a random moment of a run that takes so many seconds."""
+    """Return a random moment of a run that takes `seconds`."""
     return rng.uniform(0.1, 1.0) * seconds
 
 
@@ -94,7 +94,7 @@ def _call(calls: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _cgroup() -> Iterator[pathlib.Path]:
-    """Make a memory cgroup for the time being."""
+    """Create a memory cgroup, which is removed at the end of the context."""
     group = _CGROUPS / f"campaign-{uuid.uuid4().hex[:8]}"
     group.mkdir()
     try:

@@ -27,7 +27,7 @@ FULL = "full disk"
 PATIENCE = 600
 _ATTEMPTS = 6
 _PAGE = 4096
-# What a command says when it notices something, in the table's words.
+# Messages of commands that notice a fault, and the words for them in the table.
 _WORDS = {
     "skipping the damaged checkpoint": "checksum, passed over",
     "all checkpoints in": "checksum, no sound checkpoint",
@@ -45,44 +45,44 @@ _WORDS = {
 
 
 class Outcome(NamedTuple):
-    """How a round went."""
+    """The outcome of a round."""
 
     name: str
     fault: str
     hit: bool
-    """Whether the fault came while the command ran, or found something to harm."""
+    """Whether the fault happened while the command ran, or damaged a file."""
     codes: tuple[int | None, ...]
     noticed: tuple[str, ...]
     different: tuple[str, ...]
-    """Names of what is not as undisturbed; empty if all is the same."""
+    """Names of results that differ from an undisturbed run."""
     seconds: float
 
     def __str__(self) -> str:
-        """A line."""
+        """Return one line."""
         result = f"DIFFERENT: {', '.join(self.different)}" if self.different else "the same"
-        said = f" [{'; '.join(self.noticed)}]" if self.noticed else ""
+        noticed = f" [{'; '.join(self.noticed)}]" if self.noticed else ""
         hit = "" if self.hit else " (came to nothing)"
         codes = " ".join(map(str, self.codes))
-        return (f"{self.name}, {self.fault}{hit}: exit codes {codes}{said}: {result} "
+        return (f"{self.name}, {self.fault}{hit}: exit codes {codes}{noticed}: {result} "
                 f"({self.seconds:.0f} s)")  # fmt: skip
 
 
 class Job:
-    """A subject's processes, as one."""
+    """All processes of a subject."""
 
     def __init__(
         self, subject: Subject, out: pathlib.Path, more: tuple[str, ...] = (),
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        said = out.with_name(f"{out.name} said")
-        said.mkdir(exist_ok=True)
-        self.number = len(list(said.iterdir()))
+        output = out.with_name(f"{out.name} output")
+        output.mkdir(exist_ok=True)
+        self.number = len(list(output.iterdir()))
         name, *arguments = (*subject.arguments(out), *more)
         if subject.processes > 1:
             arguments += [f"--coordinator=127.0.0.1:{free_port()}",
                           f"--num_processes={subject.processes}"]  # fmt: skip
         self.outputs = [
-            (said / f"{self.number:03}.{i}.out", said / f"{self.number:03}.{i}.err")
+            (output / f"{self.number:03}.{i}.out", output / f"{self.number:03}.{i}.err")
             for i in range(subject.processes)
         ]
         for path in itertools.chain(*self.outputs):
@@ -101,35 +101,35 @@ class Job:
             )  # fmt: skip
 
     def end(self, seconds: float = PATIENCE) -> bool:
-        """Whether all have ended within some time."""
+        """Return whether all processes ended within some time."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         return not any(process.is_alive() for process in self.processes)
 
     def send(self, number: int) -> None:
-        """A signal: to one process of several, or to the only one."""
+        """Send a signal to the last process."""
         process = self.processes[-1]
         if process.is_alive():
             os.kill(process.pid or 0, number)
 
     def kill(self) -> None:
-        """Ends all, and waits for them."""
+        """Kill all processes and wait for them."""
         for process in self.processes:
             process.kill()
             process.join()
 
     def codes(self) -> list[int | None]:
-        """The exit codes."""
+        """Return the exit codes."""
         return [process.exitcode for process in self.processes]
 
     def printed(self) -> str:
-        """All that they have written."""
+        """Return all output of the processes."""
         return "".join(path.read_text(errors="replace") for pair in self.outputs for path in pair)
 
 
 def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
-    """(subject, fault) of each round: subjects in turn, each with its faults in turn, shuffled."""
+    """Yield (subject, fault) of each round: subjects in turn, each with its faults in turn."""
     rng = random.Random(seed)
     faults, disks = {}, [FULL] if can_mount() else []
     if not disks:
@@ -144,12 +144,12 @@ def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
         faults[name] = itertools.cycle(mine)
     for turn in itertools.count():
         for name, subject in every.items():
-            if subject.processes == 1 or turn % 5 == 0:  # Two take five times as long.
+            if subject.processes == 1 or turn % 5 == 0:  # Two processes take five times as long.
                 yield name, next(faults[name])
 
 
 def undisturbed(subject: Subject, out: pathlib.Path) -> tuple[Result, float, int]:
-    """What a subject writes when nothing happens, the seconds it takes, and the bytes it leaves."""
+    """Run a subject without faults. Return its results, its seconds, and its size in bytes."""
     _begin(subject, out)
     started = time.monotonic()
     job = Job(subject, out)
@@ -159,7 +159,7 @@ def undisturbed(subject: Subject, out: pathlib.Path) -> tuple[Result, float, int
 
 
 def train_once(subject: Subject, out: pathlib.Path, target: pathlib.Path) -> None:
-    """A trained run at `target`, for what reads one."""
+    """Train a run and move it to `target`, for subjects that read one."""
     _begin(subject, out)
     job = Job(subject, out)
     assert job.end() and not any(job.codes()), (job.codes(), job.printed()[-3000:])
@@ -170,39 +170,39 @@ def run(
     name: str, subject: Subject, fault: str, expected: Result, seconds: float, size: int,
     out: pathlib.Path, rng: random.Random,
 ) -> Outcome:  # fmt: skip
-    """One round, of which nothing is left on the disk if all is the same."""
+    """Run one round. Its files are deleted if all results are the same."""
     started = time.monotonic()
     _begin(subject, out)
-    room = rng.uniform(0.05, 0.9) * (size - _size(out))  # For what the command writes.
+    room = rng.uniform(0.05, 0.9) * (size - _size(out))  # For the files of the command.
     with disk(out, int(_size(out) + room) if fault == FULL else 0) as grow:
         if fault == FULL:
             _begin(subject, out)
-        hit, codes, said, mend = _disturb(subject, fault, seconds, out, rng, grow)
-        done = not any(codes) and fault not in subject.harms  # A stop that it slept through.
+        hit, codes, printed, mend = _disturb(subject, fault, seconds, out, rng, grow)
+        done = not any(codes) and fault not in subject.harms  # It continued after a stop.
         for attempt in range(0 if done else _ATTEMPTS):
             job = Job(subject, out, subject.verify if fault in subject.harms else ())
             ended = job.end()
             job.kill()
-            codes, said = [*codes, *job.codes()], said + job.printed()
+            codes, printed = [*codes, *job.codes()], printed + job.printed()
             if ended and not any(job.codes()):
                 break
             if attempt == 0:
-                mend()  # As a person would who has read what it says.
+                mend()  # Like a user who read the message.
         unfinished = any(codes[-subject.processes :])
         different = ["unfinished"] if unfinished else _compare(subject, out, expected)
-    noticed = list(dict.fromkeys(word for text, word in _WORDS.items() if text in said))
-    noticed += ["TRACEBACK"] if re.search(r"^Traceback", said, re.MULTILINE) else []
+    noticed = list(dict.fromkeys(word for text, word in _WORDS.items() if text in printed))
+    noticed += ["TRACEBACK"] if re.search(r"^Traceback", printed, re.MULTILINE) else []
     if different:
-        pathlib.Path(f"{out} said", "all").write_text(said)
+        pathlib.Path(f"{out} output", "all").write_text(printed)
     else:
-        for path in (out, out.with_name(f"{out.name} taken"), out.with_name(f"{out.name} said")):
+        for path in (out, out.with_name(f"{out.name} taken"), out.with_name(f"{out.name} output")):
             shutil.rmtree(path, ignore_errors=True)
     took = time.monotonic() - started
     return Outcome(name, fault, hit, tuple(codes), tuple(noticed), tuple(different), took)
 
 
 def _disturb(subject, fault, seconds, out, rng, grow):
-    """(whether it hit, exit codes, what was said, how to mend it) of a process that is harmed."""
+    """Run with a fault. Return (whether it hit, exit codes, output, a function that repairs it)."""
     nothing = lambda: None
     if fault in (disturbances.TWINS, disturbances.TAKEOVER, disturbances.CLOCK):
         return *_accompany(subject, fault, seconds, out, rng), nothing
@@ -212,20 +212,20 @@ def _disturb(subject, fault, seconds, out, rng, grow):
         job.kill()
         grow()
         return ended and any(job.codes()), job.codes(), job.printed(), nothing
-    # What harms files needs some that are there.
+    # Damages need existing files, so they happen later.
     moment = rng.uniform(0.5 if fault in subject.harms else 0.1, 1.0) * seconds
     hit = not job.end(PATIENCE if fault.endswith(FINISHED) else moment)
     if fault == disturbances.OOM:
         hit = disturbances.kill_for_memory(job)
     elif fault == disturbances.NO_MEMORY:
         disturbances.take_address_space(job)
-        job.end(150)  # A save that hangs ends after two minutes.
+        job.end(150)  # A hanging save ends after two minutes.
     elif fault == "SIGSTOP":
         job.send(signal.SIGSTOP)
         time.sleep(rng.uniform(0.5, 3))
         if subject.processes == 1:
             job.send(signal.SIGCONT)
-        job.processes[0].join(PATIENCE)  # Of two the other one ends.
+        job.processes[0].join(PATIENCE)  # Of two processes, the other one ends.
     else:
         job.send(signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
         job.end(60)
@@ -237,7 +237,7 @@ def _disturb(subject, fault, seconds, out, rng, grow):
 
 
 def _accompany(subject, fault, seconds, out, rng):
-    """(whether it hit, exit codes, what was said) with a second process or another clock."""
+    """Run with a second process or another clock. Return (whether it hit, exit codes, output)."""
     if fault == disturbances.CLOCK:
         set_back = functools.partial(disturbances.set_clock_back, rng.uniform(0, 1) * seconds)
         jobs = [Job(subject, out, before=set_back)]
@@ -260,7 +260,7 @@ def _accompany(subject, fault, seconds, out, rng):
 
 
 def _size(folder: pathlib.Path) -> int:
-    """The bytes of a folder on a disk, which holds pages and not bytes."""
+    """Return the bytes that a folder takes on a disk, where files take whole pages."""
     pages = [-(-path.stat().st_size // _PAGE) + path.is_dir() for path in folder.rglob("*")]
     return _PAGE * (sum(pages) + 1)
 
@@ -272,7 +272,7 @@ def _begin(subject: Subject, out: pathlib.Path) -> None:
 
 
 def can_mount() -> bool:
-    """Whether `disk` works here: it takes root."""
+    """Return whether `disk` works here, which needs root."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with disk(pathlib.Path(folder, "disk"), 65536):
@@ -283,7 +283,7 @@ def can_mount() -> bool:
 
 @contextlib.contextmanager
 def disk(out: pathlib.Path, size: int):
-    """`out` as a file system of its own of this size, if it is not 0; yields what makes it grow."""
+    """Mount a file system at `out` if `size` is not 0. Yield a function that enlarges it."""
     if not size:
         yield lambda: None
         return
@@ -307,7 +307,7 @@ def _result(subject: Subject, out: pathlib.Path) -> Result:
 def _compare(subject: Subject, out: pathlib.Path, expected: Result) -> list[str]:
     try:
         actual = _result(subject, out)
-    except Exception as error:  # Whatever the reading of what is damaged ends in.
+    except Exception as error:  # Reading damaged files can raise any error.
         return [f"unreadable ({type(error).__name__}: {error})"[:300]]
     names = expected.keys() | actual.keys()
     return sorted(name for name in names if expected.get(name) != actual.get(name))

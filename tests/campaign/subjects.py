@@ -1,6 +1,6 @@
-"""What the campaign disturbs: commands that write, their inputs, and what must be the same.
+"""The commands that the campaign disturbs, their inputs, and the results that must be the same.
 
-Each is as small as it gets; programs come from the compilation cache.
+All are as small as possible, and load compiled programs from the cache.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ Result = Mapping[str, bytes]
 
 
 class Subject(NamedTuple):
-    """A command that can be ended at any moment, and gone on with by the same command."""
+    """A command that can be killed at any moment and then continued by the same command."""
 
     arguments: Callable[[pathlib.Path], tuple[str, ...]]
     """Of the folder that it may write into: the module and its arguments."""
@@ -63,7 +63,7 @@ class Subject(NamedTuple):
 
 @contextlib.contextmanager
 def every(inputs: pathlib.Path):
-    """The subjects by their names, whose inputs lie in a folder."""
+    """Write inputs to a folder, and yield {name: subject}."""
     inputs.mkdir(parents=True)
     broken = tars_of_digits(inputs / "tars", broken=0.05)
     images = tars_of_digits(inputs / "images", broken=0.0)
@@ -139,31 +139,31 @@ NEMO = (
 
 
 def run_result(out: pathlib.Path) -> Result:
-    """Parameters, averages, optimizer, position, metrics and the order of samples."""
+    """Return parameters, averages, optimizer, position, metrics and the order of samples."""
     lines = run_log.read_metrics(out / "run" / run_log.METRICS)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "lines of the metrics"
-    # Speed, and what a process has skipped since it began, are not of the run.
+    # Speed and skipped records depend on the process.
     own = lambda name: name == "images_per_second" or name.startswith("data/")
     keep = [{k: v for k, v in line.items() if not own(k)} for line in lines]
     return {**arrays(out / "run"), "metrics": json.dumps(keep).encode(), "samples": samples(out)}
 
 
 def arrays(workdir: pathlib.Path) -> Result:
-    """Every array of the newest checkpoint, and the position of the data."""
+    """Return all arrays of the newest checkpoint, and the position in the data."""
     folder = workdir / runs.CHECKPOINTS
     root = restore.absolute(folder) / str(restore.newest_sound(folder))
-    found = {f"data/{path.name}": path.read_bytes() for path in (root / "data").glob("process_*")}
+    result = {f"data/{path.name}": path.read_bytes() for path in (root / "data").glob("process_*")}
     spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     for item in ("params", "optimizer", *(path.name for path in root.glob("ema_*"))):
         tree = ocp.StandardCheckpointHandler().metadata(root / item).tree
         read = restore.load_items(root, {item: jax.tree.map(spec, tree)})[item]
         for path, leaf in jax.tree.leaves_with_path(read):
-            found[f"{item}{jax.tree_util.keystr(path)}"] = np.asarray(leaf).tobytes()
-    return found
+            result[f"{item}{jax.tree_util.keystr(path)}"] = np.asarray(leaf).tobytes()
+    return result
 
 
 def samples(out: pathlib.Path) -> bytes:
-    """Which pictures each step took, as the last process that took it noted."""
+    """Return the pictures of each step, recorded by the last process that made this step."""
     taken: dict[int, Any] = {}
     paths = sorted((out / "taken").glob("*.jsonl"), key=lambda path: int(path.stem))
     for path in paths:
@@ -174,35 +174,35 @@ def samples(out: pathlib.Path) -> bytes:
 
 
 def store_result(out: pathlib.Path) -> Result:
-    """The keys of a store with their rows."""
+    """Return the keys of a store with their rows."""
     opened = store.Store(out / "store")
-    found = {"captions": str(len(opened)).encode()}
+    result = {"captions": str(len(opened)).encode()}
     for path in sorted((out / "store").glob("shard-*.safetensors")):
         shard = safetensors.numpy.load_file(path) | {"errors": np.zeros(0)}
-        found |= {f"{path.name}/{name}": array.tobytes() for name, array in shard.items()}
-    return found
+        result |= {f"{path.name}/{name}": array.tobytes() for name, array in shard.items()}
+    return result
 
 
 def sweep_result(out: pathlib.Path) -> Result:
-    """The features of every image, and the table; not the seconds that they took."""
-    folder, found = out / "run" / "evaluation" / "sweep", {}
+    """Return the features of all images, and the table without durations."""
+    folder, result = out / "run" / "evaluation" / "sweep", {}
     for path in sorted(folder.rglob("images_*.npz")):
         with np.load(path) as features:
             for name in set(features.files) - {"seconds"}:
-                found[f"{path.parent.name}/{path.name}/{name}"] = features[name].tobytes()
+                result[f"{path.parent.name}/{path.name}/{name}"] = features[name].tobytes()
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     keep = [{k: v for k, v in row.items() if k != "features_share_of_time"} for row in rows]
-    return found | {"table": json.dumps(keep).encode()}
+    return result | {"table": json.dumps(keep).encode()}
 
 
 def contents(folder: pathlib.Path, pattern: str) -> Result:
-    """Files as they are."""
+    """Return {name: bytes} of matching files."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob(pattern))}
 
 
 def tars_of_digits(folder: pathlib.Path, broken: float) -> pathlib.Path:
-    """Three tars of 40 digits, of which some images are no images any more."""
+    """Write three tars of 40 digits, with a share of broken images."""
     digits.write_examples(folder / "plain.tar", 120, size=16, format="webdataset")
     index, records = tars.load_index(str(folder / "plain.tar")), []
     whole = bytearray((folder / "plain.tar").read_bytes())
@@ -221,7 +221,7 @@ def tars_of_digits(folder: pathlib.Path, broken: float) -> pathlib.Path:
 
 
 def table_of_digits(path: pathlib.Path) -> pathlib.Path:
-    """A Parquet file of 120 digits with their captions."""
+    """Write a Parquet file of 120 digits with captions."""
     images, captions = digits.Digits(16).read(np.arange(120))
     encoded = []
     for image in images:
@@ -235,7 +235,7 @@ def table_of_digits(path: pathlib.Path) -> pathlib.Path:
 
 
 def text_flags(weights: pathlib.Path, path: pathlib.Path) -> tuple[str, ...]:
-    """The flags of a store by a tiny T5."""
+    """Return the flags of a store of a tiny T5's embeddings."""
     text = {"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 16, "dtype": "float32"}
     fields = [f"--config.text.{k}={v}" for k, v in {**text, "weights": weights}.items()]
     store = (f"--config.text.store={path}", "--shard_captions=16", "--batch_tokens=128")
@@ -243,19 +243,23 @@ def text_flags(weights: pathlib.Path, path: pathlib.Path) -> tuple[str, ...]:
 
 
 def moment_flags(images: pathlib.Path, vae: pathlib.Path) -> tuple[str, ...]:
-    """The flags of moments by a tiny VAE."""
+    """Return the flags of moments of a tiny VAE."""
     c = tiny.config(vae, data__source="webdataset", data__path=str(images))
-    said = [f"--config.vae.{name}={c.vae[name]}" for name in (*tiny.VAE_FIELDS, "weights", "dtype")]
+    vae_flags = [
+        f"--config.vae.{name}={c.vae[name]}" for name in (*tiny.VAE_FIELDS, "weights", "dtype")
+    ]
     unet = ("width", "channel_mult", "num_res_blocks", "attention_levels", "num_heads", "head_dim")
-    said += [f"--config.unet.{name}={c.unet[name]}" for name in unet]
-    said += [f"--config.latents.image_size={c.latents.image_size}"]
-    said += [f"--config.data.{name}={c.data[name]}" for name in ("source", "path", "threads")]
-    said += [f"--config.text.{name}={c.text[name]}" for name in ("encoder", "width", "weights")]
-    return ("--config=configs/sd1_256_pretrain.py", *said, "--shard_images=8", "--batch=4")
+    vae_flags += [f"--config.unet.{name}={c.unet[name]}" for name in unet]
+    vae_flags += [f"--config.latents.image_size={c.latents.image_size}"]
+    vae_flags += [f"--config.data.{name}={c.data[name]}" for name in ("source", "path", "threads")]
+    vae_flags += [
+        f"--config.text.{name}={c.text[name]}" for name in ("encoder", "width", "weights")
+    ]
+    return ("--config=configs/sd1_256_pretrain.py", *vae_flags, "--shard_images=8", "--batch=4")
 
 
 def nemo_weights(path: pathlib.Path) -> pathlib.Path:
-    """A state dict of NeMo's for NEMO's config."""
+    """Write a state dict of NeMo for the config NEMO."""
     from configs import quickstart
     from imagen_jax.settings import read_settings
     from imagen_jax.weights import nemo
@@ -272,7 +276,7 @@ def nemo_weights(path: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def slow_server():
-    """(URL, lines of sha256sum) of a server that takes its time over a.bin, b.bin and c.bin."""
+    """Start a slow server of a.bin, b.bin and c.bin. Yield (URL, lines of sha256sum)."""
     files = {f"/{name}.bin": np.random.default_rng(i).bytes(2**20) for i, name in enumerate("abc")}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -284,7 +288,7 @@ def slow_server():
             self.send_response(206 if start else 200)
             self.send_header("Content-Length", str(len(content) - start))
             self.end_headers()
-            with contextlib.suppress(OSError):  # Who asked has been killed.
+            with contextlib.suppress(OSError):  # The client was killed.
                 for i in range(start, len(content), 2**15):
                     self.wfile.write(content[i : i + 2**15])
                     time.sleep(0.03)

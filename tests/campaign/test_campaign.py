@@ -1,4 +1,4 @@
-"""Twenty rounds of the campaign: whatever befalls a command, it ends where it would have."""
+"""In twenty rounds of the campaign, disturbed commands end with the same results."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.campaign import __main__ as command
 
 
 @pytest.mark.slow
-def test_what_is_disturbed_ends_as_if_it_were_not(tmp_path):
+def test_disturbed_commands_end_with_the_results_of_undisturbed_ones(tmp_path):
     outcomes = command.campaign(tmp_path, 20, seed=1)
     assert len(outcomes) == 20
     assert not [str(outcome) for outcome in outcomes if outcome.different]

@@ -262,7 +262,7 @@ def read_yaml(path, megabytes, answer):
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_deeply_nested_and_exponentially_growing_yaml_are_one_line_errors(tmp_path, deep):
-    """In a process with limited memory, because tracing allocations is slow with a deep stack."""
+    """Runs in a process with limited memory. Tracing allocations is slow with a deep stack."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     for i in range(1, 30):
         lines.append(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]")

@@ -91,9 +91,8 @@ def test_an_extra_network_input_is_used_in_training_measuring_and_sampling():
 
 
 def test_losses_are_summed_and_counted_by_ranges_of_sigma():
-    sigma = jnp.array(
-        [0.01, 0.1, 0.11, 0.5, 2.0, 3.5, 80.0]
-    )  # An edge belongs to the range below it.
+    # An edge belongs to the range below it.
+    sigma = jnp.array([0.01, 0.1, 0.11, 0.5, 2.0, 3.5, 80.0])
     loss = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
     metrics = model.loss_by_noise_level(loss, sigma)
     np.testing.assert_array_equal(metrics["level_loss"], [3, 4, 8, 16, 96])

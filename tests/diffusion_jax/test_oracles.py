@@ -255,9 +255,8 @@ def edm_sample(sigmas, draws, scale, churn, s_noise):
 def compare_calls(calls, case):
     close([sigma[0] for _, sigma in calls], SAMPLERS[f"{case}/call_sigma"], atol=0)
     inputs = [calls[i][0] for i in SAMPLERS[f"{case}/call_index"]]
-    close(
-        jnp.stack(inputs), images(SAMPLERS[f"{case}/call_x"])
-    )  # Relative, because x starts at 240.
+    # Relative, because x starts at 240.
+    close(jnp.stack(inputs), images(SAMPLERS[f"{case}/call_x"]))
 
 
 EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_churn40"]
@@ -332,7 +331,7 @@ def ddpm_denoise(x, sigma, scale, threshold):
 def test_ddpm_trajectories_match_nemo(name, scale, schedule, threshold, unrolled):
     draws = images(SAMPLERS["ddpm/noise"])
     sigmas = noise.sigma_of(SCHEDULES[schedule](jnp.linspace(1, 0, 9)))
-    # The reference starts from variance 1 in its coordinates; ours are larger by 1 / alpha.
+    # The reference starts from variance 1 in its coordinates. Ours are larger by 1 / alpha.
     x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
     denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))
     out = onestep.ddpm(denoise, x, sigmas, lambda i: draws[i])

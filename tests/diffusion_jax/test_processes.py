@@ -43,7 +43,7 @@ def hung(workdir, killed):
 
 
 def stop_one(workdir, number, which=1):
-    """Send a signal to one process; return the other's exit code and the group."""
+    """Send a signal to one process. Return the other's exit code and the group."""
     group = train(workdir, 2, "--step_timeout=20")
     group.wait_for_step(workdir, 3 + last_step(workdir))
     os.kill(group.processes[which].pid, number)

@@ -51,7 +51,7 @@ def test_every_config_group_names_the_files_that_read_it(kind):
         (settings.Run, "system", systems.KNOWN),
     ],
 )
-def test_the_description_of_a_field_lists_the_names_of_its_table(group, field, names):
+def test_the_description_of_a_choice_lists_all_names_of_its_table(group, field, names):
     for name in names:
         assert re.search(rf"\b{name}\b", sentences(group)[field]), name
 

@@ -42,7 +42,7 @@ def denoiser(predicts, scale):
 
 
 def run(predicts, scale, times, sampler, draws=lambda i: 0.0):
-    """Start and end like LDM: from N(0, 1) at the first time, with alpha * x at the last."""
+    """Sample like LDM: start with N(0, 1) at the first time, and return alpha * x at the last."""
     sigmas = noise.sigma_at(TABLE, jnp.asarray(times, jnp.float32))
     x = images(CASES["xT"]) * jnp.sqrt(1 + sigmas[0] ** 2)
     sample = jax.jit(lambda x: sampler(denoiser(predicts, scale), x, sigmas, draws))

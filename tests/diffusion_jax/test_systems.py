@@ -91,10 +91,8 @@ def test_an_added_unet_option_works_in_files_flags_and_workdirs(monkeypatch, tmp
     runs.claim(tmp_path, before)
     monkeypatch.setitem(imagen_settings.UNETS, "unet", Sharper)
     loaded = imagen_settings.read_settings(runs.load(tmp_path)).unet
-    assert (type(loaded), loaded.sharpness) == (
-        Sharper,
-        0.5,
-    )  # A run without the option gets its default.
+    # A run without the option gets its default.
+    assert (type(loaded), loaded.sharpness) == (Sharper, 0.5)
     flag = ("--config.sample_every=0", "--config.unet.sharpness=2")
     with pytest.raises(ValueError, match=r"unet\.sharpness: 0\.5 stored, 2\.0 requested"):
         runs.claim(tmp_path, parse(monkeypatch, f"--config={file}", *flag).to_dict())

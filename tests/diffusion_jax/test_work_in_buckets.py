@@ -43,9 +43,8 @@ def finish(work, writes):
         def limited(write):
             def call(self, *args, **options):
                 nonlocal left
-                if (
-                    threading.current_thread().name == "writer"
-                ):  # The lock's heartbeat can come at any time.
+                # The lock's heartbeat can come at any time.
+                if threading.current_thread().name == "writer":
                     return write(self, *args, **options)
                 if not left:
                     raise Killed

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from PIL import Image
 
 import imagen_jax
 from configs import base64_500m, sr256_600m, sr1024_600m
+from diffusion_jax.draw.program import default_batch_size
 from imagen_jax import cascade
-from imagen_jax.cascade import Model, choose
 from imagen_jax.settings import read_settings
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
@@ -84,19 +85,33 @@ def test_the_smaller_pictures_of_a_cascade_match_the_first_stage_alone(drawn, tr
 @pytest.mark.slow
 def test_cascade_draw_matches_the_sample_command(drawn, trained, enlarger):
     _, _, images = drawn
-    choices = [choose(guidance=3.0, steps=2), choose(guidance=1.5, steps=3)]
-    stages = cascade.load([trained, enlarger], choices)
-    small, large = cascade.draw(stages, PROMPTS[1:], seeds=[1, 2])
+    model = imagen_jax.load(trained, enlarger, guidance=[3.0, 1.5], steps=[2, 3])
+    drawing = model.draw(PROMPTS[1:], seeds=[1, 2])
+    (small,), large = drawing.smaller, drawing.images
     assert small.shape == (2, 16, 16, 3) and large.dtype == np.uint8
     np.testing.assert_allclose(large.astype(int), images[1:], atol=2)
 
 
 def test_default_batch_sizes_decrease_with_the_image_size():
     models = (base64_500m, sr256_600m, sr1024_600m)
-    read = lambda model: read_settings(model.get_config().to_dict())
-    stages = [Model("", read(model), *[None] * 4, 0) for model in models]
-    assert cascade.batch_sizes(stages, 10_000) == [512, 512, 32]
-    assert cascade.batch_sizes(stages, 5) == [5, 5, 5]
+    settings = [read_settings(model.get_config().to_dict()) for model in models]
+    shapes = cascade.output_shapes(settings)
+    assert [default_batch_size(*shape) for shape in shapes] == [512, 512, 32]
+
+
+def test_the_first_stage_must_fit_the_pictures_to_enlarge():
+    base, enlarger = (
+        SimpleNamespace(settings=read_settings(model.get_config().to_dict()), workdir=name)
+        for model, name in ((base64_500m, "base"), (sr256_600m, "sr"))
+    )
+    cascade.check_low_res(base, None)
+    cascade.check_low_res(enlarger, (64, 64))
+    with pytest.raises(ValueError, match=r"^base is a base model, which draws from text alone"):
+        cascade.check_low_res(base, (64, 64))
+    with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64: name a model that draws"):
+        cascade.check_low_res(enlarger, None)
+    with pytest.raises(ValueError, match=r"^sr enlarges images of 64x64, but .* of 32x64: resize"):
+        cascade.check_low_res(enlarger, (64, 32))
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ SMALL = {
     "emoji64_transformer": 9_132_224,
 }
 SAME = {"base64_500m_ddpm": "base64_500m", "base64_500m_online": "base64_500m"}
-OTHERS = ("__init__", "sd", "mine")  # Not configs of Imagen, or written by start.
+OTHERS = ("__init__", "sd", "mine")  # These are not configs of Imagen, or were written by start.
 CONFIGS = sorted(
     path.stem for path in (ROOT / "configs").glob("*.py") if not path.stem.startswith(OTHERS)
 )

@@ -1,4 +1,4 @@
-"""The training command with --continue_from: other settings, and a LoRA on top."""
+"""The training command with --continue_from: other settings, and an added LoRA."""
 
 import json
 import shutil
@@ -15,8 +15,8 @@ from tests.imagen_jax.conftest import TINY
 pytestmark = pytest.mark.slow
 
 
-def ended(trained, workdir, *arguments, devices=1):
-    """The command that continues `trained` at step 12, the last one, in `workdir`."""
+def continue_run(trained, workdir, *arguments, devices=1):
+    """Run the command that continues `trained` in `workdir` from its last step, 12."""
     return commands.run(
         "train", *TINY, f"--workdir={workdir}", f"--continue_from={trained}", *arguments,
         devices=devices,
@@ -24,10 +24,10 @@ def ended(trained, workdir, *arguments, devices=1):
 
 
 @pytest.mark.gate
-def test_the_command_tells_what_changes_and_repeats_itself_after_a_loss(trained, tmp_path):
+def test_continuing_prints_the_changes_and_repeats_the_steps_after_a_kill(trained, tmp_path):
     workdir = tmp_path / "run"
     changes = "--config.steps=14", "--config.batch_size=16", "--config.optimizer.lr=5e-4"
-    first = ended(trained, workdir, *changes, devices=2)
+    first = continue_run(trained, workdir, *changes, devices=2)
     assert first.code == 0, first.err
     lines = dict(line.split(maxsplit=1) for line in first.out.splitlines())
     assert lines["continues"] == f"{trained}@12"
@@ -49,23 +49,25 @@ def test_the_command_tells_what_changes_and_repeats_itself_after_a_loss(trained,
     assert lineage and (lineage["run"], lineage["step"]) == (str(trained), 12)
 
 
-def test_a_lora_on_top_draws_with_the_other_runs_weights(trained, tmp_path):
+def test_an_added_lora_uses_the_weights_of_the_original_run(trained, tmp_path):
     workdir = tmp_path / "run"
     arguments = "--config.steps=13", "--config.lora.rank=2"
-    for _ in range(2):  # The second start finds the run at its end.
-        told = ended(trained, workdir, *arguments)
-        assert told.code == 0, told.err
+    for _ in range(2):  # The second start finds a finished run.
+        ended = continue_run(trained, workdir, *arguments)
+        assert ended.code == 0, ended.err
     assert runs.load(workdir)["unet"]["weights"] == f"{trained}@12"
     assert restore.steps(workdir / runs.CHECKPOINTS) == [12, 13]
     assert json.loads((workdir / finetune.BASE).read_text())["fingerprint"]
     (lr,) = [
         line["lr"] for line in run_log.read_metrics(workdir / run_log.METRICS) if line["step"] == 13
     ]
-    np.testing.assert_allclose(lr, 2e-3)  # Not at the start of its warm-up.
+    np.testing.assert_allclose(lr, 2e-3)  # The warm-up does not start again.
 
 
-def test_what_cannot_change_ends_the_command_with_one_line(trained, tmp_path):
-    told = ended(trained, tmp_path / "run", "--config.steps=14", "--config.unet.cond_dim=64")
-    assert told.code == 2 and "unet.cond_dim: 32 stored, 64 requested" in told.err
-    assert len([line for line in told.err.splitlines() if line.startswith("error")]) == 1
+def test_changing_a_fixed_setting_ends_the_command_with_one_line(trained, tmp_path):
+    ended = continue_run(
+        trained, tmp_path / "run", "--config.steps=14", "--config.unet.cond_dim=64"
+    )
+    assert ended.code == 2 and "unet.cond_dim: 32 stored, 64 requested" in ended.err
+    assert len([line for line in ended.err.splitlines() if line.startswith("error")]) == 1
     assert not (tmp_path / "run").exists()

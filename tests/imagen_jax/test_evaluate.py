@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import imagen_jax
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import events
-from imagen_jax.cascade import load_model
 from tests.diffusion_jax.event_files import points
 from tests.imagen_jax import commands
 
@@ -33,7 +33,7 @@ def evaluated(trained):
 
 def test_evaluate_writes_a_row_and_a_card_per_guidance_scale(evaluated, trained):
     folder, rows, _ = evaluated
-    step = load_model(trained).step
+    step = imagen_jax.load(trained).stages[0].step
     assert folder.name == f"step_{step:08}"
     assert [float(row["guidance"]) for row in rows] == [1, 3]
     for row in rows:
@@ -57,11 +57,11 @@ def test_evaluate_writes_a_row_and_a_card_per_guidance_scale(evaluated, trained)
 def test_the_scores_match_a_judge_on_images_drawn_again(evaluated, trained):
     """The images are drawn again in one larger batch."""
     _, rows, _ = evaluated
-    model = load_model(trained)
+    (stage,) = imagen_jax.load(trained).stages
     prompts = digits.seen_prompts() + digits.heldout_prompts()
     scale = np.full(len(prompts), 3, np.float32)
     seeds = range(len(prompts))
-    images = model.draw(model.params, model.encoder.tokenize(prompts), list(seeds), scale)
+    images = stage.draw(stage.params, stage.encoder.tokenize(prompts), list(seeds), scale)
     read = judges.fit_judge()(sheets.to_uint8(images))[:272]
     _, ink, paper = judges.compare(read, prompts[:272]).mean(0)
     assert abs(float(rows[1]["seen_ink_accuracy"]) - ink) < 2 / 272

@@ -76,10 +76,8 @@ def test_lora_scale_0_draws_like_the_base_model(adapting, trained, tmp_path):
     (stage,) = lines[0]["stages"]
     assert np.abs(with_it - base).max() > 0 and stage["checkpoint"] == 4
     fingerprint = json.loads((adapting[0] / finetune.BASE).read_text())["fingerprint"]
-    assert (stage["lora_scale"], stage["base"]) == (
-        0,
-        fingerprint,
-    )  # Stored features of a sweep depend on them.
+    # Stored features of a sweep depend on them.
+    assert (stage["lora_scale"], stage["base"]) == (0, fingerprint)
 
 
 def test_the_weights_that_a_lora_adapts_can_be_moved(adapting):

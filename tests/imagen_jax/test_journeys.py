@@ -122,7 +122,7 @@ def test_drawing_and_evaluating_without_the_text_encoder_is_an_error(tmp_path):
         r"of training were made by 't5', and new texts need the same encoder.*--text_weights=FOLDER"
     )
     with pytest.raises(ValueError, match=message):
-        cascade.load([tmp_path])
+        cascade.load(tmp_path)
     with pytest.raises(ValueError, match=message):
         evaluate.open_subject([str(tmp_path)])
 

@@ -161,9 +161,10 @@ def test_an_average_has_magnitudes_below_1_and_equal_outputs_when_normalized(tra
     lengths = np.concatenate([a.ravel() for a in magnitudes(average).values()])
     assert lengths.max() < 1.0001 and lengths.min() < 0.9995
     apply = jit(lambda params: unet.apply(params, **example()))
+    # The 1e-4 added to lengths has more effect on short ones.
     np.testing.assert_allclose(
         apply(average), apply(magnitude.forced(average)), rtol=2e-3, atol=2e-3
-    )  # The 1e-4 added to lengths has more effect on short ones.
+    )
 
 
 def test_a_step_that_is_not_finite_does_not_change_the_weights(trained):

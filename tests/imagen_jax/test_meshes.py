@@ -19,7 +19,8 @@ from imagen_jax.settings import read_settings
 from tests.diffusion_jax import training_noise
 
 MESHES = [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4)]
-MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]  # The micro batch per device; four passes each.
+# The micro batch per device. Each step has four passes.
+MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_frozen_t5_is_sharded_not_trained_and_not_in_checkpoints(folder, tmp_path, monkeypatch):
-    """With Imagen's config, data, sharding rules and loop, and a toy network."""
+    """Runs Imagen's config, data, sharding rules and loop with a toy network."""
     from diffusion_jax.config.settings import Data
     from diffusion_jax.data import pipeline
     from diffusion_jax.data.sources import open_pictures

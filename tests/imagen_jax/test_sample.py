@@ -16,7 +16,7 @@ PROMPTS = ("a red seven on gray paper", "a white two on cyan paper", "a blue one
 
 
 def draw(workdir, out, *arguments):
-    """Run the command; return its metadata, pictures and messages."""
+    """Run the command, and return its metadata, pictures and messages."""
     ended = commands.run("sample", f"--workdir={workdir}", f"--out={out}", *arguments)
     assert ended.code == 0, ended.err
     lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
@@ -96,9 +96,8 @@ def test_a_seed_draws_the_same_image_alone_and_in_a_batch(six, trained, tmp_path
         trained, tmp_path, f"--prompt={PROMPTS[2]}", "--seed=5", "--guidance=3", "--batch_size=1"
     )
     assert (len(images), lines[0]["seed"]) == (1, 5)
-    np.testing.assert_allclose(
-        images[0].astype(int), six[2][5], atol=1
-    )  # Rounding to uint8 can differ.
+    # Rounding to uint8 can differ.
+    np.testing.assert_allclose(images[0].astype(int), six[2][5], atol=1)
 
 
 def test_steps_and_ema_are_recorded_and_change_the_picture(six, trained, tmp_path):

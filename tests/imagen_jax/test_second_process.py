@@ -32,7 +32,6 @@ def test_a_second_sample_command_compiles_nothing_and_draws_the_same(tmp_path):
     first, programs = draw("first", 2)
     assert len(programs) == 1
     assert draw("second", 2) == (first, programs)
-    other, programs_then = draw(
-        "third", 3
-    )  # Guidance is an argument of the program, so nothing is compiled.
+    # Guidance is an argument of the program, so nothing is compiled.
+    other, programs_then = draw("third", 3)
     assert other != first and programs_then == programs

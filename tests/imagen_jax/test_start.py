@@ -72,9 +72,8 @@ def test_start_writes_a_config_that_trains_and_draws(tmp_path, package, captione
     again = commands.run(f"{package}.start", *arguments, devices=1)
     assert again.code == 2 and "exists already" in again.err
     after = ended.out.partition("next:\n")[2].replace("runs/", f"{tmp_path}/runs/").splitlines()
-    for config in tmp_path.glob(
-        "mine*.py"
-    ):  # The config refers to the autoencoder that is trained first.
+    # The config refers to the autoencoder that is trained first.
+    for config in tmp_path.glob("mine*.py"):
         config.write_text(config.read_text().replace("runs/", f"{tmp_path}/runs/"))
     trained = [line for line in after if ".train" in line and "--config=" in line]
     assert len(trained) == 2 if package == "sd_jax" else len(trained) in (1, 2)

@@ -241,9 +241,8 @@ def test_samples_without_guidance_or_outside_its_interval_are_conditional():
     conditional = 0.02 * WORDS + 0.3
     images = draw(settings(), None)
     np.testing.assert_allclose(images[:, 0, 0, 0], conditional, atol=1e-5)
-    images = draw(
-        settings(sampler__guidance_high=0.01), jnp.full(4, 3.0)
-    )  # The interval is below sigma_min.
+    # The interval is below sigma_min.
+    images = draw(settings(sampler__guidance_high=0.01), jnp.full(4, 3.0))
     np.testing.assert_allclose(images[:, 0, 0, 0], conditional, atol=1e-5)
 
 

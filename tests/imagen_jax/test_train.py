@@ -76,7 +76,7 @@ def a_source_of_ones_own(path, monkeypatch):
     "kind", ["digits", "folder", "webdataset", "embeddings", "synthetic", "stripes"]
 )
 def test_train_accepts_every_data_source_and_draws_samples(tmp_path, monkeypatch, kind):
-    """With the command's data and examples, and a toy system that compiles in a second."""
+    """Runs the command's data and examples with a toy system that compiles in a second."""
     data = {
         "digits": lambda: {"source": "diffusion_jax.examples.digits"},
         "synthetic": lambda: {"source": "synthetic"},

@@ -98,9 +98,8 @@ def test_a_workdir_in_use_is_an_error_until_its_process_is_killed(tmp_path):
     workdir = tmp_path / "run"
     run = ("train", *TINY, f"--workdir={workdir}", "--config.save_every=1")
     first = Group(tmp_path / "first", 1, *run, "--config.steps=1000000")
-    first.wait_for_step(
-        workdir, 3
-    )  # A save waits for the previous one, so that of step 1 is complete.
+    # A save waits for the previous one, so that of step 1 is complete.
+    first.wait_for_step(workdir, 3)
     pid = first.processes[0].pid
     for count in (1, 2):
         second = Group(tmp_path / f"second_{count}", count, *run)

@@ -34,7 +34,7 @@ def test_two_processes_together_read_every_picture_once_per_epoch(two, path):
     np.testing.assert_array_equal(np.concatenate(shares, axis=1), whole)
 
 
-def test_one_process_can_continue_the_data_of_two(two, path):
+def test_one_process_can_continue_reading_the_data_after_two(two, path):
     assert two[0]["saved"] == two[1]["saved"]
     shares = np.array([process["taken"] for process in two])[:, SAVED:]
     rest, _ = two_processes.read(path, two[1]["saved"].encode(), STEPS - SAVED)

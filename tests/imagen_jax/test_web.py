@@ -194,9 +194,8 @@ def test_the_page_of_a_cascade_draws_like_the_sample_command(browser, trained, e
     assert both == [of_command["seed_000000_16.png"], of_command["seed_000000.png"]]
     assert larger == [both[1], of_command["seed_000001.png"]]
     first, second, alone = (np.int16(Image.open(io.BytesIO(png))) for png in (*larger, alone))
-    assert (
-        np.abs(alone - first).max() <= 1 < np.abs(first - second).max()
-    )  # The difference in grey levels.
+    # The difference in grey levels.
+    assert np.abs(alone - first).max() <= 1 < np.abs(first - second).max()
     assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]
 
 

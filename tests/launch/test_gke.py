@@ -44,7 +44,7 @@ def validator():
 
 @pytest.fixture(scope="module")
 def rendered(validator):
-    """Return a function from a command's arguments to its validated manifests and its table."""
+    """Return a function that renders arguments of the command as valid manifests and a table."""
 
     def render(*arguments, **options):
         text, table = printed("gke", *arguments, **options)
@@ -119,7 +119,6 @@ def test_the_container_runs_the_command_with_an_unmounted_bucket_as_workdir(tpu)
 def test_a_manifest_refers_to_a_secret_without_containing_its_value(tpu):
     *_, container = parts(tpu)
     assert container["env"] == [
-        {"name": "JAX_COMPILATION_CACHE_DIR", "value": "gs://bucket/runs/base64/compiled"},
         {"name": "LIBTPU_INIT_ARGS", "value": TPU},
         {"name": "HF_TOKEN", "valueFrom": {
             "secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}},
@@ -163,7 +162,7 @@ def test_gpu_pods_have_the_coordinators_address_and_their_index(sweep):
     assert (worker["replicas"], job["completions"]) == (1, 8)
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    _, memory, first, number, which = container["env"]
+    memory, first, number, which = container["env"]
     assert memory == {"name": "XLA_CLIENT_MEM_FRACTION", "value": "0.9"}
     assert first["name"] == "JAX_COORDINATOR_ADDRESS"
     assert first["value"] == "quickstart-1-worker-0-0.quickstart-1:55527"
@@ -208,9 +207,8 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
     # Kubernetes replaces $$ by $, and $(NAME) by a variable.
     assert (env["A"], container["args"][-2]) == ("$$(B) $$$$ $$C", "--only=$$(HOME)")
     assert container["ports"] == [{"containerPort": 55527}]
-    assert (
-        container["args"][0] == "imagen_jax.train"
-    )  # Fields that the patch does not set are kept.
+    # Fields that the patch does not set are kept.
+    assert container["args"][0] == "imagen_jax.train"
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
     assert len(pod["nodeSelector"]) == 3
     assert job["template"]["metadata"]["annotations"] == {
@@ -225,7 +223,7 @@ def test_env_mounts_and_patch_are_merged_into_the_manifest(rendered):
     assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
-def test_gke_can_run_benchmarks_which_the_image_contains(rendered):
+def test_the_image_contains_the_benchmarks_that_gke_can_run(rendered):
     ((manifest,), _) = rendered(SCALING, *THERE)
     worker, job, pod, container = parts(manifest)
     assert (worker["replicas"], job["completions"]) == (1, 8)

@@ -49,7 +49,7 @@ def test_the_script_starts_one_process_per_node_with_all_gpus(script):
 
 
 def run(script, folder, *, work="true", code=0, signal=None, **environment):
-    """Run a script; return its exit code and the stand-ins' calls. /shared is in the folder."""
+    """Run a script, and return its exit code and the stand-ins' calls. /shared is in the folder."""
     script = script.replace("/shared/", f"{folder}/shared/")
     for name, content in STAND_INS.items():
         path = folder / name

@@ -111,7 +111,7 @@ def test_a_run_is_requeued_until_its_workdir_is_unlocked(cluster, train, tmp_pat
 
 
 def test_preemption_and_a_lost_node_do_not_change_the_trained_weights(cluster, train, tmp_path):
-    """One run is preempted before its first save, another loses a node between two saves."""
+    """One run is preempted before its first save. Another run loses a node between two saves."""
     more = ("--job.restarts=0", "--job.slurm.options=('--exclude=n1',)")
     run = functools.partial(train, *more, steps=400)
     (tmp_path / f"undisturbed{train_slowly.GO}").touch()

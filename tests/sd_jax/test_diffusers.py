@@ -148,10 +148,12 @@ def test_the_scheduler_in_a_directory_chooses_our_sampler_with_equal_images(
     )
     rows = lambda keys, shape: lambda i: jnp.asarray(draws)[i].repeat(len(keys), 0)
     monkeypatch.setattr("diffusion_jax.diffusion.samplers.gaussian_noise", rows)
-    choice = drawing.choose(steps=5, guidance=3.0, negative_prompt="b", height=32, width=48)
-    model = drawing.load(tmp_path / "d", *choice)
-    assert model.settings.sampler.name == sampler + "_v" * (sampler == "plms" and version == "2.x")
-    (ours,) = drawing.draw_batches(model, ["a c d"], [0], batch_size=1)
+    values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
+    model = drawing.load(tmp_path / "d", **values)
+    assert model.stages[0].settings.sampler.name == sampler + "_v" * (
+        sampler == "plms" and version == "2.x"
+    )
+    ((ours,),) = model.batches(["a c d"], [0], [0])
     left = iter(draws.transpose(0, 1, 4, 2, 3).copy())
     monkeypatch.setattr(
         sys.modules[kind.__module__], "randn_tensor",
@@ -200,18 +202,16 @@ def test_every_format_that_diffusers_saves_can_be_loaded(folder, pipeline, tmp_p
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])
 def test_text_to_image_matches_the_pipeline_of_diffusers(folder, pipeline, sampler, monkeypatch):
     """Takes five steps from the same noise, at guidance 3, with a negative prompt."""
-    choice = drawing.choose(
-        sampler=sampler, steps=5, guidance=3.0, negative_prompt="b", height=32, width=48
-    )
-    # Their PLMS combines v from several times without converting it, so this compares eps.
+    values = {"steps": 5, "guidance": 3.0, "negative_prompt": "b", "height": 32, "width": 48}
+    # Their PLMS combines v's of several times, each in directions of its own: compared of eps.
     predicts = "eps" if sampler == "plms" else None
-    model = drawing.load(folder, *choice, file=File(predicts))
+    model = drawing.load(folder, file=File(predicts), sampler=sampler, **values)
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
     monkeypatch.setattr(
         "diffusion_jax.diffusion.samplers.initial_noise",
         lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
     )
-    (ours,) = drawing.draw_batches(model, ["a c d"], [0], batch_size=1)
+    ((ours,),) = model.batches(["a c d"], [0], [0])
     scheduler = {"ddim": diffusers.DDIMScheduler, "plms": diffusers.PNDMScheduler}[sampler]
     changes = {"skip_prk_steps": True} | ({"prediction_type": "epsilon"} if predicts else {})
     monkeypatch.setattr(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.devices import sharding
@@ -19,18 +20,18 @@ from sd_jax.weights import checkpoints, published, trained
 from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
-CHOICE = drawing.choose(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
+VALUES = {"sampler": "ddim", "steps": 2, "guidance": 3.0, "height": 6, "width": 4}
 PROMPTS = [*"abcdef"]  # Eight devices need two more, which repeat one of them.
 
 
 @pytest.fixture(scope="module")
 def model(published):
-    return drawing.load(published / "d", *CHOICE)
+    return drawing.load(published / "d", **VALUES)
 
 
 @pytest.fixture(scope="module")
 def six(model):
-    return drawing.draw(model, PROMPTS, range(6))
+    return model.draw(PROMPTS).images
 
 
 def same(ours, theirs):
@@ -44,9 +45,9 @@ def test_six_prompts_give_six_different_pictures(six):
 
 
 def test_an_image_sampled_alone_equals_the_one_in_a_batch(model, six):
-    same(drawing.draw(model, ["d"], [3]), six[3:4])
-    assert np.abs(drawing.draw(model, ["d"], [4]).astype(int) - six[3]).max() > 5
-    assert np.abs(drawing.draw(model, ["e"], [3]).astype(int) - six[3]).max() > 1
+    same(model.draw(["d"], seeds=[3]).images, six[3:4])
+    assert np.abs(model.draw(["d"], seeds=[4]).images.astype(int) - six[3]).max() > 5
+    assert np.abs(model.draw(["e"], seeds=[3]).images.astype(int) - six[3]).max() > 1
 
 
 def test_a_file_on_one_device_matches_its_directory_on_eight(published, six, monkeypatch):
@@ -54,28 +55,35 @@ def test_a_file_on_one_device_matches_its_directory_on_eight(published, six, mon
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
     tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
     file = File(predicts="v", tokenizer=tokenizer, config=config)
-    model = drawing.load(published / "a.npz", *CHOICE, file=file)
-    same(drawing.draw(model, PROMPTS[3:5], [3, 4]), six[3:5])
+    model = drawing.load(published / "a.npz", file=file, **VALUES)
+    same(model.draw(PROMPTS[3:5], seeds=[3, 4]).images, six[3:5])
 
 
 def test_guidance_and_the_negative_prompt_change_the_image(model, six):
     """Both are arguments of the compiled program."""
-    away = drawing.draw(model, PROMPTS, range(6), negative_prompt="b")
+    away = model.draw(PROMPTS, negative_prompt="b").images
     assert np.abs(away.astype(int) - six).max() > 1
-    more = drawing.draw(model, PROMPTS, range(6), guidance=4.0)
+    more = model.draw(PROMPTS, guidance=4.0).images
     assert np.abs(more.astype(int) - six).max() > 1
 
 
 def test_settings_of_a_directory_come_from_its_configs(model):
-    p = model.settings
+    p = model.stages[0].settings
     assert (p.diffusion.predicts, p.latents.image_size, p.latents.scale) == ("v", 128, vae.SCALE)
     assert (p.sampler.name, p.sampler.steps, p.output_shape) == ("ddim", 2, (6, 4))
     assert published.DEFAULTS[:4] == ("plms", 50, 0.0, 7.5)
 
 
+def test_the_card_of_a_drawing_over_a_picture_has_its_strength(model):
+    """As a line of the command's metadata.jsonl."""
+    before, after = model.card(), model.changed([{"steps": 4}], strengths=[0.5]).card()
+    assert after == {**before, "steps": 4, "strength": 0.5, "steps_taken": 2}
+    assert "steps" in before and "strength" not in before
+
+
 def test_kernels_are_stored_in_the_computing_dtype_and_biases_in_float32(published):
-    model = drawing.load(published / "d", *CHOICE, file=File(dtype="bfloat16"))
-    layer = model.params["params"]["init_conv"]
+    model = drawing.load(published / "d", file=File(dtype="bfloat16"), **VALUES)
+    layer = model.stages[0].params["params"]["init_conv"]
     assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
 
 
@@ -100,9 +108,9 @@ def run(tmp_path_factory):
 @pytest.mark.gate
 @pytest.mark.slow
 def test_a_run_can_be_sampled_and_saved_as_a_diffusers_directory(run, tmp_path):
-    model = drawing.load(run, *drawing.choose(steps=2))
-    images = drawing.draw(model, ["a red one"], [3])
-    assert (images.shape, model.settings.sampler.name) == ((1, 8, 8, 3), "ddim")
+    model = drawing.load(run, steps=2)
+    images = model.draw(["a red one"], seeds=[3]).images
+    assert (images.shape, model.stages[0].settings.sampler.name) == ((1, 8, 8, 3), "ddim")
     written = trained.to_checkpoint(run)
     checkpoints.save_diffusers(written, tmp_path / "d")
     read = checkpoints.load(tmp_path / "d")
@@ -131,14 +139,15 @@ def test_a_file_with_missing_parts_is_an_error_that_names_them(tmp_path, left_ou
     (tmp_path / "ldm.yaml").write_text(YAML)
     with pytest.raises(ValueError, match=re.escape(message)):
         file = file._replace(config=str(tmp_path / "ldm.yaml"))
-        drawing.load(tmp_path / "a.npz", *CHOICE, file=file)
+        drawing.load(tmp_path / "a.npz", file=file, **VALUES)
 
 
 def test_wrong_numbers_of_seeds_or_images_and_odd_sizes_are_errors(model):
-    with pytest.raises(ValueError, match="2 prompts and 1 seeds: give one seed per prompt"):
-        drawing.draw(model, ["a", "b"], [0])
-    images = np.zeros((2, 6, 4, 3), np.uint8)
-    with pytest.raises(ValueError, match="2 images and 1 seeds: give one image per seed"):
-        drawing.draw(model, ["a"], [0], images=images)
-    with pytest.raises(ValueError, match="the images' height is 5: it must be a multiple of 2"):
-        drawing.draw(model, ["a"], [0], images=images[:1, :5])
+    with pytest.raises(ValueError, match="2 prompts and 1 seeds: give at least one prompt, and"):
+        model.draw(["a", "b"], seeds=[0])
+    model = drawing.StableDiffusion(model.stages, [{}])  # No chosen height and width.
+    for name, size in (("height", (4, 5)), ("width", (5, 4))):
+        with pytest.raises(ValueError, match=f"sampler.{name} is 5: it must be a multiple of 2"):
+            model.draw("a", image=Image.new("RGB", size))
+    with pytest.raises(ValueError, match="low_res is given, but Stable Diffusion has no stage"):
+        model.draw("a", low_res=Image.new("RGB", (4, 4)))

@@ -13,7 +13,6 @@ from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.draw import program
-from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.examples.digits import judge as judges
@@ -57,7 +56,7 @@ def scorer():
 @pytest.fixture(scope="module")
 def evaluated(workdir, scorer):
     """Return the rows of two guidance scales at both checkpoints, and the folder."""
-    weights = [Weights("ema", step) for step in STEPS]
+    weights = [{"ema": "ema", "checkpoint": step} for step in STEPS]
     subject = evaluate.open_run(str(workdir), [{"steps": 2}], weights)
     plan = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
     out = evaluation.evaluate([subject], scorer, plan)
@@ -70,7 +69,7 @@ def test_scores_match_the_judges_on_pictures_that_are_sampled_again(evaluated, w
     rows, _ = evaluated
     points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
     assert points == [("2", 2), ("2", 4), ("4", 2), ("4", 4)]
-    model = drawing.load(workdir, *drawing.choose(steps=2, checkpoint=4))
+    (model,) = drawing.load(workdir, steps=2, checkpoint=4).stages
     texts = sampling.prompts(model.encoder, scorer.prompts, "")
     scales = np.full(len(scorer.prompts), 4, np.float32)
     drawn = program.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
@@ -114,10 +113,13 @@ def test_a_published_model_and_a_run_are_evaluated_together(workdir, scorer, pub
     _, card = sweep.read_scored(out / sweep.SCORED)["theirs_step_00000000_ema_guidance_2_digits"]
     assert (card["sampler"], card["resized"]) == ("ddim", "Pillow's bicubic from 16x16")
     assert card["models"][0]["grid"] == "leading"
-    model = drawing.load(folder, *drawing.choose(steps=2))
+    model = drawing.load(folder, steps=2)
     numbers = range(len(scorer.prompts))
-    drawn = drawing.draw_batches(model, scorer.prompts, numbers, guidance=2.0, batch_size=64)
-    bicubic, pictures = Image.Resampling.BICUBIC, sheets.to_uint8(np.concatenate(list(drawn)))
+    drawn = model.batches(scorer.prompts, numbers, numbers, guidance=2.0, batch_sizes=[64])
+    bicubic, pictures = (
+        Image.Resampling.BICUBIC,
+        sheets.to_uint8(np.concatenate([images for (images,) in drawn])),
+    )
     small = np.stack([Image.fromarray(i).resize((8, 8), bicubic) for i in pictures])
     expected = scorer.score(scorer.features(small, scorer.prompts))["digits"]["fd_digits"]
     assert float(rows[1]["fd_digits"]) == pytest.approx(expected, rel=1e-6)

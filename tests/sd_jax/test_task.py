@@ -50,7 +50,7 @@ class PlainVAE(VAE):
     """A VAE whose images are three times its latents, and whose moments are means of pixels."""
 
     def setup(self):
-        """No layers."""
+        """The VAE has no layers."""
 
     def encode(self, images):
         means = images.reshape(-1, 4, 2, 4, 2, 3).mean((2, 4))

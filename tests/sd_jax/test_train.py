@@ -198,8 +198,8 @@ def test_unet_weights_start_a_run_from_the_average_of_another_run(whole, stored,
 
 
 def test_a_trained_model_is_sampled_with_the_chosen_settings(whole, vae):
-    choice = drawing.choose(sampler="euler", steps=1, height=16, negative_prompt="ugly")
-    model = drawing.load(whole[0], *choice)
+    values = {"sampler": "euler", "steps": 1, "height": 16, "negative_prompt": "ugly"}
+    (model,) = drawing.load(whole[0], **values).stages
     assert (model.step, model.settings.output_shape) == (4, (16, 8))
     batch = sampling.prompts(model.encoder, ["a red seven"] * 2, "ugly")
     drawn = model.draw(model.params, batch, [3, 4], np.float32([2, 2]))

@@ -83,7 +83,8 @@ def test_a_field_that_a_config_omits_gets_its_default():
     completed = settings.complete(ranges.defaults(Sampler), {"eta": 1, "name": "ddim"}, "sampler")
     assert completed == {"name": "ddim", "eta": 1.0, "sizes": (1, 2)}
     assert list(completed) == ["name", "eta", "sizes"]
-    assert type(completed["eta"]) is float  # So that --config.sampler.eta=0.5 may change it.
+    # It is a float, so that --config.sampler.eta=0.5 may change it.
+    assert type(completed["eta"]) is float
 
 
 def test_a_field_of_a_network_defaults_to_the_value_in_its_module():

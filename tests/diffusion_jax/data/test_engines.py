@@ -160,9 +160,8 @@ def test_beam_writes_and_counts_the_same_items_as_one_process(tmp_path, beam, op
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # Raised by Beam itself.
+# Raised by Beam itself.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_beam_repeats_the_items_of_a_killed_worker(tmp_path, beam):
     assert fill(beam(TWO), tmp_path, dying) == {"odd": 5, "all": 10}
     expected = {f"{i}.txt": f"{i}" for i in range(2, 12)}

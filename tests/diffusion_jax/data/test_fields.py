@@ -1,6 +1,6 @@
-"""A number of each record reaches the batch beside its own picture, from every kind of source.
+"""Numbers of records reach the batch together with their pictures, from every kind of source.
 
-The red of picture n is 20 n, and its score is n / 2, so that each shows the other.
+The red value of picture n is 20 n, and its score is n / 2, so that they can be compared.
 """
 
 import io
@@ -32,7 +32,7 @@ def png(n, shape=(SIZE, SIZE)):
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory):
-    """The six pictures with their scores in every form."""
+    """Write six pictures with scores in every format."""
     root = tmp_path_factory.mktemp("fields")
     for form in ("csv", "jsonl", "json", "beside"):
         (root / form).mkdir()
@@ -64,7 +64,7 @@ def forms(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def numbers_alone(tmp_path_factory):
-    """An ArrayRecord file whose scores are float features, as TFDS and Grain write them."""
+    """Write an ArrayRecord file with scores as float features, like TFDS and Grain."""
     path = tmp_path_factory.mktemp("floats") / "a.array_record"
     writer = arrayrecord.array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for n in range(NUM):
@@ -161,7 +161,7 @@ def test_reshard_writes_the_numbers(forms, tmp_path, format):
         check(next(batches))
 
 
-def test_moments_keep_the_numbers_of_their_images(forms, tmp_path):
+def test_stored_moments_have_the_numbers_of_their_images(forms, tmp_path):
     data = Data("folder", str(forms / "csv"), "csv:text", fields=("score=0..10",))
     encode = lambda images: np.repeat(images[:, :4, :4, :1] / np.float32(255), 2, axis=3)
     assert moment_tars.run(
@@ -183,7 +183,7 @@ def test_moments_keep_the_numbers_of_their_images(forms, tmp_path):
         ("-1", r"a\.csv, line 3: the field score is '-1': it must be a number from 0 to 10"),
     ],
 )
-def test_a_table_with_a_value_that_is_no_number_is_refused_with_its_place(tmp_path, cell, message):
+def test_a_table_cell_without_a_number_is_an_error_that_names_its_place(tmp_path, cell, message):
     for n in range(2):
         (tmp_path / f"{n}.png").write_bytes(png(n))
     (tmp_path / "a.csv").write_text(f"file_name,text,score\n0.png,a,1\n1.png,b,{cell}")
@@ -191,7 +191,7 @@ def test_a_table_with_a_value_that_is_no_number_is_refused_with_its_place(tmp_pa
         open_pictures(Data("folder", str(tmp_path), "csv:text", fields=("score=0..10",)), SIZE)
 
 
-def test_images_without_a_number_are_named_before_training(forms, tmp_path):
+def test_images_without_a_number_are_an_error_before_training(forms, tmp_path):
     for n in range(2):
         (tmp_path / f"{n}.png").write_bytes(png(n))
         (tmp_path / f"{n}.txt").write_text("a")
@@ -203,14 +203,14 @@ def test_images_without_a_number_are_named_before_training(forms, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["csv", "arrow"])
-def test_a_field_that_the_data_do_not_hold_is_refused_when_they_are_opened(forms, name):
+def test_a_field_missing_in_the_data_is_an_error_when_it_is_opened(forms, name):
     source, path, text, _ = SOURCES[name]
     with pytest.raises(ValueError, match=r"'taste'.*columns.* score"):
         open_pictures(Data(source, str(forms / path), text, fields=("taste",)), SIZE)
 
 
 @pytest.mark.parametrize("name", ["webdataset", "arrayrecord"])
-def test_a_field_that_no_record_holds_is_refused_at_the_first_batch(forms, name):
+def test_a_field_missing_in_all_records_is_an_error_at_the_first_batch(forms, name):
     source, path, text, _ = SOURCES[name]
     data = Data(source, str(forms / path), text, fields=("taste",))
     with batches_of(data) as batches, pytest.raises(ValueError, match="the field taste is missing"):
@@ -232,7 +232,7 @@ def test_a_record_with_a_damaged_number_is_counted_and_replaced(forms, tmp_path)
     assert "3.png: broken_number: the field score is missing" in report["unusable_first"][0]
 
 
-def test_sources_without_numbers_refuse_fields():
+def test_fields_are_an_error_for_sources_without_numbers():
     with pytest.raises(ValueError, match="the data source 'synthetic' gives no numbers"):
         open_pictures(Data("synthetic", fields=("score",)), SIZE)
 
@@ -248,7 +248,7 @@ def test_rows_of_one_image_must_agree_in_their_number(tmp_path):
         open_records(data)
 
 
-def test_fields_are_read_with_their_places_and_ranges():
+def test_the_text_of_a_field_gives_its_name_place_and_range():
     read = fields.read(("aesthetic=0..10", "csv:meta/year=-50..2030.5", "share"))
     assert read == (
         ("", "aesthetic", 0, 10), ("csv", "meta/year", -50, 2030.5), ("", "share", 0, 1)
@@ -259,11 +259,11 @@ def test_fields_are_read_with_their_places_and_ranges():
 @pytest.mark.parametrize(
     "text", ["", "a=", "a=1", "a=2..1", "a=x..1", "a=0..inf", "=0..1", "a:b:c"]
 )
-def test_a_field_in_another_form_is_refused(text):
+def test_a_malformed_field_is_an_error(text):
     with pytest.raises(ValueError, match=r"data\.fields holds .*: write NAME=LOW\.\.HIGH"):
         fields.read((text,))
 
 
-def test_two_fields_of_one_name_are_refused():
+def test_two_fields_with_one_name_are_an_error():
     with pytest.raises(ValueError, match="several fields 'a b': give each its own name"):
         fields.read(("a b", "a_b"))

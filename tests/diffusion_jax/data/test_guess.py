@@ -53,9 +53,8 @@ def test_pictures_without_captions_get_empty_captions(bare):
     assert opened.read(np.arange(3))[1] == ("", "", "")
     assert opened.skipped() == {"no_picture": 1}  # readme.txt.
     (bare / "00001.txt").write_text("one of three")
-    assert (
-        guess(str(bare)).uncaptioned == "drop"
-    )  # Pictures without captions are dropped if any picture has one.
+    # Pictures without captions are dropped if any picture has one.
+    assert guess(str(bare)).uncaptioned == "drop"
     both = data._replace(uncaptioned="empty")
     assert sources.open_records(both).texts([0, 1]) == ["", "one of three"]
 

@@ -85,9 +85,8 @@ def test_a_listing_is_built_once_and_takes_16_bytes_per_record(tmp_path, monkeyp
     monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
     again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), ["txt"])
     np.testing.assert_array_equal(again.spans, first.spans)
-    assert isinstance(
-        again.spans.base, np.memmap
-    )  # Memory-mapped, so that processes share its pages.
+    # Memory-mapped, so that processes share its pages.
+    assert isinstance(again.spans.base, np.memmap)
     assert sorted(p.suffix for p in (tmp_path / "s").iterdir()) == [
         ".index", *[".npz"] * 20, *[".tar"] * 20]  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_batches_of_one_row_can_be_resumed_and_have_names():
         assert int(next(first)["n"][0]) == int(next(second)["n"][0])
 
 
-def test_repetitions_names_data_smaller_than_its_share_of_a_batch():
+def test_data_smaller_than_its_share_of_a_batch_is_reported_as_repeated():
     buckets = Buckets([(16, 16), (48, 16)], np.array([0] * 8 + [1] * 3))
     assert pipeline.repetitions(Numbers(11), buckets, 8) == [
         "the bucket 48x16 has 3 pictures for 8 rows of a batch, so a batch repeats them: lower "
@@ -301,10 +301,8 @@ def test_global_arrays_hold_the_rows_in_order_on_every_device():
 
 def test_share_computes_a_processs_part_from_the_rows_of_its_devices():
     assert pipeline.share([(4, 6), (6, 8)], 8) == (1, 2)
-    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (
-        1,
-        4,
-    )  # Two devices hold the same rows.
+    # Two devices hold the same rows.
+    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (1, 4)
     with pytest.raises(ValueError, match=r"hold rows \[\(0, 2\), \(6, 8\)\] of a batch of 8"):
         pipeline.share([(6, 8), (0, 2)], 8)
 

@@ -53,10 +53,8 @@ def test_the_caption_column_of_a_table_is_found_or_named(tmp_path):
     parti = "Prompt\tCategory\nbond\tAbstract\nlife\tAbstract\n"
     assert read(tmp_path, "p.tsv", parti) == ["bond", "life"]
     assert read(tmp_path, "p.tsv", parti, "::Category") == ["Abstract", "Abstract"]
-    assert read(tmp_path, "p.csv", "id;Text\n1;a, b\n2;c\n") == [
-        "a, b",
-        "c",
-    ]  # Excel separates cells by semicolons in some languages.
+    # Excel separates cells by semicolons in some languages.
+    assert read(tmp_path, "p.csv", "id;Text\n1;a, b\n2;c\n") == ["a, b", "c"]
     rows = {"prompts": ["x", "y"], "key": [1, 2]}
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "p.parquet")
     assert prompts.read(tmp_path / "p.parquet") == ["x", "y"]

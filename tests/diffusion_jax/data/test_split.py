@@ -13,7 +13,7 @@ from diffusion_jax.devices import sharding
 
 
 class Numbered(Pictures):
-    """Pictures whose value is their number plus `first`."""
+    """Pictures whose pixels equal their number plus `first`."""
 
     def __init__(self, count, first=0):
         self.count, self.first = count, first

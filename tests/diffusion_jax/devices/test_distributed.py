@@ -1,4 +1,4 @@
-"""How processes find each other, from flags and schedulers' variables, without real processes.
+"""Processes find each other with flags or variables of schedulers. These tests start none.
 
 test_processes.py starts real ones.
 """

@@ -134,7 +134,7 @@ def test_the_interval_of_sdxl_saves_a_third_of_the_network_rows():
 
 
 def test_apg_matches_diffusers():
-    """Saved from adaptive_projected_guidance of diffusers 0.42, whose scale is smaller by 1."""
+    """Compares with adaptive_projected_guidance of diffusers 0.42, whose scale is smaller by 1."""
     saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
     d = {"cond": jnp.asarray(saved["cond"]), "negative": jnp.asarray(saved["uncond"])}
     for guiding, name in (("apg", "apg/0.0/0.0"), ("apg(eta=0.3, norm=5)", "apg/0.3/5.0")):
@@ -148,7 +148,7 @@ def test_apg_with_eta_1_equals_classifier_free_guidance():
 
 
 def test_rescale_of_v_predictions_matches_diffusers():
-    """Saved from rescale_noise_cfg of diffusers 0.42."""
+    """Compares with saved results of rescale_noise_cfg of diffusers 0.42."""
     saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
     x, sigma = jnp.asarray(saved["x"]), jnp.array([0.5, 3.0])
     c_skip, c_out, *_ = (c[:, None, None, None] for c in MODEL.scalings(sigma))
@@ -244,7 +244,7 @@ def test_sampling_guided_gaussians_reaches_the_extrapolated_mean():
 
 
 def test_guidance_of_a_sharded_batch_needs_no_communication():
-    """Both rows of an image are neighbours, so the program contains no collective."""
+    """Both rows of an image are on one device, so the program contains no collective operation."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = NamedSharding(mesh, P("data"))
     f = classifier_free(lambda x, sigma: x * sigma[:, None, None, None], 3.0)

@@ -61,7 +61,7 @@ def ours(guiding, step):
 
 
 def close(actual, expected):
-    """Equal to 1e-5 of the largest guided prediction: both compute in float32."""
+    """Compares up to 1e-5 of the largest guided prediction, because both compute in float32."""
     np.testing.assert_allclose(actual, expected, atol=1e-5 * max(1, np.abs(expected).max()))
 
 

@@ -54,7 +54,7 @@ def test_loss_and_gradients_match_the_authors_code(name):
 @pytest.mark.parametrize(
     "every", [2, 3]
 )  # 3 does not divide the batch of 8, so all rows have a derivative.
-def test_only_every_nth_image_trains_on_an_interval_of_times(every):
+def test_with_every_n_only_each_nth_image_has_an_interval_instead_of_one_time(every):
     x0, eps, t, r = INPUTS
     losses = lambda start, s: meanflow.losses(
         velocity, WEIGHTS, x0, eps, t, start, CONDITIONS, LABELLED, s

@@ -81,7 +81,7 @@ def test_the_flow_weight_turns_the_x0_loss_into_the_flow_loss():
 
 
 def test_the_v_loss_is_equal_for_every_prediction():
-    """One denoiser, expressed as each prediction: its v-loss is equal, its own loss differs."""
+    """If one denoiser is written as each prediction, v-losses are equal and other losses differ."""
     sigma = np.float64(SIGMA)[:, None, None, None]
     x = np.float64(X0) + sigma * np.float64(EPS)
     d = 0.3 * x + 0.1

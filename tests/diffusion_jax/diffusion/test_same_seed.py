@@ -1,4 +1,4 @@
-"""The same seed gives the same picture in every version: saved pixels of each sampler."""
+"""The same seed gives the same picture in every version. Fixtures hold pixels of each sampler."""
 
 from types import SimpleNamespace
 

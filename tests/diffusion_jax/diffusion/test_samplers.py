@@ -132,7 +132,7 @@ def test_an_sde_step_from_the_start_of_the_cosine_schedule_adds_all_its_noise(sa
 
 
 def test_restart_matches_algorithm_1_of_its_paper():
-    """In float64: sample down to the level nearest to `low`, add noise, and sample down again."""
+    """Sample in float64 to the level nearest to `low`, add noise, and sample to the end."""
     sigmas = np.float64(grids.karras_sigmas(6, sigma_min=0.05, sigma_max=10.0))
     d = lambda x, sigma: np.float64(STD**2 * x + sigma**2 * MU) / (STD**2 + sigma**2)
 
@@ -266,7 +266,7 @@ def test_ddim_matches_the_alpha_bar_update_of_the_paper():
 
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 def test_ddim_matches_equation_12_of_its_paper(eta):
-    """One step to abar_next with sigma_tau = eta * the posterior's deviation (equation 16)."""
+    """Take one step to abar_next with sigma_tau = eta * the posterior's deviation (equation 16)."""
     abar, abar_next = 0.5, 0.8
     sigmas = jnp.sqrt((1 - np.array([abar, abar_next])) / np.array([abar, abar_next]))
     x0 = np.asarray(denoise(X, np.full(3, sigmas[0])))
@@ -279,7 +279,7 @@ def test_ddim_matches_equation_12_of_its_paper(eta):
 
 
 def test_ddim_eta_1_has_ddpm_posterior_moments():
-    """One step from a fixed x: mean and variance of q(x_{t-1} | x_t, x0)."""
+    """Compares mean and variance of q(x_{t-1} | x_t, x0) after one step from a fixed x."""
     abar, abar_next = 0.5, 0.8
     sigma, sigma_next = np.sqrt((1 - abar) / abar), np.sqrt((1 - abar_next) / abar_next)
     x = jnp.full((2, 100, 100, 1), 0.7)
@@ -324,7 +324,7 @@ def test_ddpm_matches_ancestral_sampling_in_variance_preserving_coordinates(log_
 
 
 def test_dpmpp_2m_matches_algorithm_2_of_its_paper():
-    """In the paper's coordinates: alpha_t, sigma_t and lambda_t = ln(alpha_t / sigma_t)."""
+    """Uses the paper's coordinates: alpha_t, sigma_t and lambda_t = ln(alpha_t / sigma_t)."""
     abar = np.array([0.001, 0.02, 0.3, 0.8, 0.99])
     alpha, sigma = np.sqrt(abar), np.sqrt(1 - abar)
     h = np.diff(np.log(alpha / sigma))

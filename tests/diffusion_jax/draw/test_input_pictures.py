@@ -1,4 +1,4 @@
-"""Pictures to draw over: what cannot be opened is named with its flag."""
+"""Input pictures are opened as 8-bit images, and errors name their flag."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from PIL import ExifTags, Image
 from diffusion_jax.draw import input_pictures
 
 
-def test_the_flag_of_a_picture_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+def test_a_picture_that_cannot_be_opened_is_an_error_that_names_its_flag(tmp_path, monkeypatch):
     text, large = tmp_path / "text.png", tmp_path / "large.png"
     text.write_text("no picture")
     Image.new("L", (20, 20)).save(large)
@@ -22,17 +22,17 @@ def test_the_flag_of_a_picture_that_cannot_be_opened_is_named(tmp_path, monkeypa
 
 def test_a_jpeg_with_exif_rotation_is_upright(tmp_path):
     exif, stored = Image.Exif(), Image.new("RGB", (64, 40), "black")
-    exif[ExifTags.Base.Orientation] = 6  # The camera was turned: rotate by 90 degrees clockwise.
-    stored.paste("white", (0, 0, 16, 40))  # The left of the stored pixels is the top.
+    exif[ExifTags.Base.Orientation] = 6  # This value means: rotate by 90 degrees clockwise.
+    stored.paste("white", (0, 0, 16, 40))  # After rotation, this is the top.
     stored.save(tmp_path / "turned.jpg", exif=exif)
     image = input_pictures.open_picture(f"{tmp_path}/turned.jpg", "RGB", "--image")
     assert image.size == (40, 64)
     rows = np.asarray(image.convert("L")).mean(1)
     assert rows[:14].min() > 240 and rows[20:].max() < 15
-    given = input_pictures.opened(
+    inputs = input_pictures.opened(
         Image.open(tmp_path / "turned.jpg"), Image.new("L", (40, 64), 255)
     )
-    assert given is not None and given.images[0].size == (40, 64)
+    assert inputs is not None and inputs.images[0].size == (40, 64)
 
 
 def test_grey_levels_of_16_bits_are_scaled_to_8(tmp_path):
@@ -45,19 +45,20 @@ def test_grey_levels_of_16_bits_are_scaled_to_8(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "value"), [("F", 1.5), ("I", 2**20)])
-def test_pixels_without_a_known_range_are_refused(mode, value):
+def test_pixel_modes_without_a_known_range_are_errors(mode, value):
     image = Image.new(mode, (4, 4), value)
     with pytest.raises(ValueError, match=r"^--image=a\.tiff has pixels of mode [FI] from"):
         input_pictures.upright(image, "RGB", "--image=a.tiff")
 
 
-def test_transparent_pixels_are_white_in_a_picture_and_black_in_a_mask():
+def test_transparent_pixels_become_white_in_a_picture_and_black_in_a_mask():
     image = Image.new("RGBA", (2, 1), (255, 255, 255, 255))
     image.putpixel((0, 0), (255, 255, 255, 0))
     assert np.asarray(input_pictures.upright(image, "L", "mask")).tolist() == [[0, 255]]
     image.putpixel((0, 0), (0, 0, 0, 0))
     assert np.asarray(input_pictures.upright(image, "RGB", "image"))[0, :, 0].tolist() == [255, 255]
-    image.putpixel((1, 0), (255, 0, 0, 255))  # A photograph with a hole.
+    # A coloured picture with a transparent part cannot be a mask.
+    image.putpixel((1, 0), (255, 0, 0, 255))
     with pytest.raises(ValueError, match=r"^mask is a picture with transparent parts, which does"):
         input_pictures.upright(image, "L", "mask")
 
@@ -66,7 +67,7 @@ def test_transparent_pixels_are_white_in_a_picture_and_black_in_a_mask():
     ("level", "message"),
     [(255, "white throughout: the whole picture is redrawn"), (0, "black throughout: nothing")],
 )
-def test_a_mask_of_one_colour_is_named(caplog, level, message):
+def test_a_mask_of_one_colour_is_reported_as_a_warning(caplog, level, message):
     with caplog.at_level("WARNING"):
         input_pictures.opened(Image.new("RGB", (4, 4)), Image.new("L", (4, 4), level))
     assert f"the mask is {message}" in caplog.text

@@ -1,75 +1,78 @@
-"""Which weights a loaded run draws with, which it keeps, and what it calls them."""
+"""A loaded model reads other weights when needed, and checks strengths and sizes."""
 
 import pytest
 from PIL import Image
 
 from diffusion_jax.draw import loaded
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Weights
+from diffusion_jax.draw.stage import Stage
 from imagen_jax import cascade
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run whose step 9 was loaded, with a list of what is loaded after it: (average, step)."""
+    """Return a model that loaded step 9, and the list of (average, step) that it reads later."""
     for step in range(3, 10):
         for name in ("ema_0.99", "ema_0.999"):
             (tmp_path / "checkpoints" / str(step) / name).mkdir(parents=True)
-    first = Model(str(tmp_path), *[None] * 4, ema="ema", step=9)
-    system = loaded.System(cascade.OPTIONS, *[None] * 3)
-    model, read = loaded.Loaded([first], [{}], system), []
+    first = Stage(str(tmp_path), *[None] * 3, "ema", 9, *[None] * 5)
+    model, read = cascade.Cascade([first], [{}]), []
 
-    def with_weights(stage, weights):
-        assert len(model._weights) < loaded._WEIGHTS - 1  # There is room before it is read.
-        read.append(weights)
-        return stage._replace(ema=weights.ema, step=weights.step)
+    def with_weights(stage, ema, step):
+        assert len(model._weights) < model.sets_of_weights - 1  # Old weights go first.
+        read.append((ema, step))
+        return stage._replace(ema=ema, step=step)
 
-    monkeypatch.setattr(loaded.models, "with_weights", with_weights)
+    monkeypatch.setattr(loaded.stage_module, "with_weights", with_weights)
     return model, read
 
 
-def test_what_was_loaded_is_not_loaded_again_under_another_name(run):
+def stage_of(model, ema="ema", step=None):
+    """The first stage with chosen weights."""
+    return model._with_weights(0, {"ema": ema} | ({"checkpoint": step} if step else {}))
+
+
+def test_loaded_weights_are_not_read_again_under_another_name(run):
     model, read = run
-    found = [
-        model._with_weights(0, Weights(ema, step))
+    stages = [
+        stage_of(model, ema, step)
         for step in (None, 9) for ema in ("ema", "0.999")
     ]  # fmt: skip
-    assert (read, [one.ema for one in found]) == ([], ["ema", "0.999"] * 2)
+    assert (read, [one.ema for one in stages]) == ([], ["ema", "0.999"] * 2)
     for _ in range(2):
-        raw = model._with_weights(0, Weights("raw", 4))
+        raw = stage_of(model, "raw", 4)
         assert (raw.ema, raw.step) == ("raw", 4)
     assert read == [("raw", 4)]
 
 
-def test_as_many_stay_as_are_kept_and_the_first_always(run):
+def test_the_cache_of_weights_is_limited_and_always_keeps_the_first(run):
     model, read = run
     for step in (3, 4, 5, 6, 3, 9):
-        model._with_weights(0, Weights(step=step))
+        stage_of(model, step=step)
     assert read == [("ema", step) for step in (3, 4, 5, 6, 3)]
 
 
-def test_a_checkpoint_that_training_removed_still_draws(run, tmp_path):
+def test_weights_in_memory_can_be_used_after_training_removed_their_checkpoint(run, tmp_path):
     model, read = run
     (tmp_path / "checkpoints").rename(tmp_path / "gone")
     assert model.averages(0, 9) == ["0.99", "0.999"]
-    assert model._with_weights(0, Weights("0.999")).step == 9 and not read
+    assert stage_of(model, "0.999").step == 9 and not read
 
 
-def test_one_strength_is_of_the_first_stage_and_several_are_of_each(run):
+def test_one_strength_applies_to_the_first_stage_and_several_to_one_stage_each(run):
     model, _ = run
     model.stages *= 2
-    assert model._strengths(0.5) == [0.5, 1.0]
-    assert model._strengths([0.5, 0.25]) == [0.5, 0.25]
+    assert model.each_strength(0.5) == [0.5, 1.0]
+    assert model.each_strength([0.5, 0.25]) == [0.5, 0.25]
     with pytest.raises(ValueError, match="strength has 3 values for 2 stages"):
-        model._strengths([1.0, 1.0, 1.0])
+        model.each_strength([1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"strength is 1\.5: it must be"):
-        model._strengths(1.5)
+        model.each_strength(1.5)
 
 
-def test_a_picture_sets_the_size_of_systems_that_draw_any(run):
+def test_the_size_of_a_picture_is_used_by_systems_with_variable_sizes(run):
     model, _ = run
     image = Image.new("RGB", (48, 32))
-    assert model._size_of(image, {}) == {}  # Imagen draws squares of one size.
+    assert model._size_of(image, {}) == {}  # Imagen always samples squares of one size.
     model.any_shape = True
     assert model._size_of(image, {}) == {"height": 32, "width": 48}
     assert model._size_of(image, {"height": 64, "width": None}) == {"width": 48}

@@ -1,4 +1,4 @@
-"""Options of drawing: one function types and checks flags, keywords, requests and sweeps."""
+"""Options of sampling are converted and checked for flags, keywords, requests and sweeps."""
 
 from unittest import mock
 
@@ -6,12 +6,16 @@ import pytest
 from absl import flags
 
 from diffusion_jax.draw import option_flags, options
-from diffusion_jax.draw.options import Choice, Weights
 from diffusion_jax.evaluate import sweep
 from imagen_jax import cascade
 from imagen_jax.settings import Sampler
 from sd_jax import drawing
 from sd_jax import settings as sd_settings
+
+
+def fields_of(values):
+    """The config fields that these values of Imagen's options change."""
+    return options.fields(cascade.OPTIONS, options.read(cascade.OPTIONS, values))
 
 
 def holders(**values):
@@ -23,8 +27,8 @@ def holders(**values):
     [(cascade.OPTIONS, Sampler), (drawing.OPTIONS, sd_settings.Sampler)],
     ids=["imagen", "sd"],
 )
-def test_every_setting_of_the_sampler_is_an_option(table, kind):
-    """Its help is the meaning and the range of the config's field."""
+def test_every_field_of_the_sampler_config_is_an_option(table, kind):
+    """The help of an option has the meaning and the range of the config field."""
     names = {option.field: name for name, option in table.items()}
     for field in kind._fields:
         assert names[f"sampler.{field}"] == ("sampler" if field == "name" else field)
@@ -36,15 +40,18 @@ def test_every_setting_of_the_sampler_is_an_option(table, kind):
     assert "one of heun, euler," in table["sampler"].help and "apg, cfg_pp" in table["guiding"].help
 
 
-def test_values_and_text_have_the_type_of_their_option():
+def test_values_and_strings_are_converted_to_the_type_of_their_option():
     values = {"unit_start": "false", "offset": "0", "guidance_high": "inf", "rho": 7, "grid": "",
               "steps": None, "ema": "raw", "checkpoint": "3", "vae_weights": "a.npz"}  # fmt: skip
-    choice = drawing.choose(**values)
-    overrides = {"sampler.unit_start": False, "sampler.offset": 0, "sampler.rho": 7.0,
+    table = drawing.OPTIONS
+    typed = options.read(table, values)
+    fields = {"sampler.unit_start": False, "sampler.offset": 0, "sampler.rho": 7.0,
                  "sampler.guidance_high": float("inf"), "sampler.grid": ""}  # fmt: skip
-    assert choice == Choice({**overrides, "vae.weights": "a.npz"}, Weights("raw", 3), "")
-    assert type(choice.overrides["sampler.rho"]) is float
-    assert options.changes(drawing.OPTIONS, values) == overrides  # The VAE is read when it opens.
+    assert options.fields(table, typed) == {**fields, "vae.weights": "a.npz"}
+    assert (typed["ema"], typed["checkpoint"], "steps" in typed) == ("raw", 3, False)
+    assert type(typed["rho"]) is float
+    # The VAE is read when the model opens.
+    assert options.fields(options.changeable(table), typed) == fields
 
 
 @pytest.mark.parametrize(
@@ -62,12 +69,12 @@ def test_values_and_text_have_the_type_of_their_option():
         ({"checkpoint": 1.5}, "checkpoint is 1.5: it must be a whole number"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(values, message):
+def test_invalid_values_of_options_are_errors(values, message):
     with pytest.raises(ValueError, match=message):
-        cascade.choose(**values)
+        options.read(cascade.OPTIONS, values)
 
 
-def test_commas_are_points_of_one_model():
+def test_for_one_model_commas_separate_points_of_a_sweep():
     table = cascade.OPTIONS
     axes = holders(
         sampler=["ddim(eta=0.5),heun(churn=3,s_noise=1)"], steps=["4", "8"],
@@ -80,24 +87,24 @@ def test_commas_are_points_of_one_model():
         ("heun(churn=3,s_noise=1)", "4", "ugly, grey"),
         ("heun(churn=3,s_noise=1)", "8", "ugly, grey"),
     ]  # fmt: skip
-    varied = options.varied([[options.changes(table, stage) for stage in p] for p in points])
+    varied = options.varied([[fields_of(stage) for stage in point] for point in points])
     assert varied[1] == {"sampler.name": "ddim(eta=0.5)", "sampler.steps": "8"}
     row = {"checkpoint": 3, "ema": "ema", **varied[1]}
     assert sweep.point_name(row) == "step_00000003_ema_sampler_ddim_eta_0.5__steps_8"
     assert sweep.label(row) == "step 3, ema, sampler ddim(eta=0.5), steps 8"
 
 
-def test_commas_are_stages_of_a_cascade_and_repeated_flags_points():
+def test_for_a_cascade_commas_separate_stages_and_repeated_flags_points():
     points = option_flags.points(cascade.OPTIONS, holders(steps=["30,20", "10"], eta=["1"]), 2)
-    overrides = [[options.changes(cascade.OPTIONS, stage) for stage in p] for p in points]
-    assert overrides == [
+    fields = [[fields_of(stage) for stage in point] for point in points]
+    assert fields == [
         [{"sampler.steps": 30, "sampler.eta": 1.0}, {"sampler.steps": 20, "sampler.eta": 1.0}],
         [{"sampler.steps": 10, "sampler.eta": 1.0}, {"sampler.steps": 10, "sampler.eta": 1.0}],
     ]
-    assert options.varied(overrides) == [{"sampler.steps": "30,20"}, {"sampler.steps": "10"}]
+    assert options.varied(fields) == [{"sampler.steps": "30,20"}, {"sampler.steps": "10"}]
 
 
-def test_flags_of_stages_hold_one_value_for_all_or_one_for_each():
+def test_flags_have_one_value_for_all_stages_or_one_for_each():
     flags_given = holders(steps=["30", "20"], eta=["1"], negative_prompt=["a, b"], guide=[])
     assert option_flags.by_stage(cascade.OPTIONS, flags_given, 2) == [
         {"steps": "30", "eta": "1", "negative_prompt": "a, b", "guide": None},
@@ -109,6 +116,6 @@ def test_flags_of_stages_hold_one_value_for_all_or_one_for_each():
         option_flags.each("batch_size", ["3", "4"], int, 3)
 
 
-def test_what_is_read_when_a_model_opens_is_no_axis():
+def test_options_that_are_read_when_a_model_opens_cannot_vary_in_a_sweep():
     with pytest.raises(ValueError, match="--guide is given 2 times, but it cannot vary"):
         option_flags.points(cascade.OPTIONS, holders(guide=["a", "b"]), 1)

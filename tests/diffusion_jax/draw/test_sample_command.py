@@ -1,4 +1,4 @@
-"""The command sample: its files, and errors before a picture is written."""
+"""The sample command writes metadata, and no pictures that are not finite."""
 
 import json
 
@@ -6,24 +6,41 @@ import numpy as np
 import pytest
 
 from diffusion_jax.draw import sample_command
+from diffusion_jax.draw.loaded import Model
+
+INPUTS = sample_command.Inputs(["a", "b"], ["a", "b"])
 
 
-def session(images):
-    return sample_command.Session(["a", "b"], lambda rows, seeds: iter([[images]]), {})
+class Constant(Model):
+    """A model that draws the same images for all prompts."""
+
+    def __init__(self, images=None):
+        self.images = images
+
+    def batches(self, prompts, rows, seeds, **inputs):
+        return iter([[self.images]])
+
+    def card(self):
+        return {"steps": 3}
 
 
-def test_the_seed_of_a_picture_is_written_in_full(tmp_path):
-    seeds = [2**32 + 5, 2**64 - 1]
-    sample_command._write(session(None), tmp_path, [0, 1], seeds, [[np.zeros((2, 4, 4, 3))]])
+def test_seeds_of_64_bits_are_written_in_full(tmp_path):
+    seeds, images = [2**32 + 5, 2**64 - 1], [[np.zeros((2, 4, 4, 3))]]
+    sample_command._write(Constant(), INPUTS, tmp_path, [0, 1], seeds, images)
     lines = (tmp_path / "metadata.jsonl").read_text().splitlines()
     assert [json.loads(line)["seed"] for line in lines] == seeds
+    assert json.loads(lines[1]) == {
+        "file_name": "seed_18446744073709551615.png", "text": "b", "seed": seeds[1], "steps": 3
+    }  # fmt: skip
     assert (tmp_path / "seed_18446744073709551615.png").is_file()
 
 
-def test_no_picture_is_written_of_a_batch_with_nan(tmp_path, capsys):
+def test_a_batch_with_nan_is_an_error_and_writes_no_picture(tmp_path, capsys):
     images = np.zeros((2, 4, 4, 3), np.float32)
     images[1, 0, 0, 0] = np.nan
+    model = Constant(images)
+    batches = INPUTS.batches(model, [0, 1], [0, 1])
     with pytest.raises(SystemExit, match="2"):
-        sample_command._draw(session(images), tmp_path, 1, 0)
+        sample_command._write(model, INPUTS, tmp_path, [0, 1], [0, 1], batches)
     assert capsys.readouterr().err.startswith("error: 1 of 2 pictures are not finite: the sampler")
     assert not any(tmp_path.iterdir())

@@ -69,9 +69,8 @@ def test_copies_are_close_and_other_pictures_only_as_often_as_unseen_ones(tmp_pa
     others = pixels(RNG.integers(0, 256, (2000, 4, 4, 3)))
     row = opened.describe("pixels", opened.nearest("pixels", others))
     assert row["close_low"] < copies.CLOSE < row["close_high"] + 0.02
-    assert (
-        abs(row["close"] - copies.CLOSE) < 0.02
-    )  # The standard deviation with 2,000 and 400 pictures is 0.012.
+    # The standard deviation with 2,000 and 400 pictures is 0.012.
+    assert abs(row["close"] - copies.CLOSE) < 0.02
 
 
 @pytest.mark.parametrize("real", [UNSEEN, TRAINING])

@@ -20,15 +20,15 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.devices import sharding
-from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.options import Weights
+from diffusion_jax.draw import loaded, program
+from diffusion_jax.draw.stage import Stage
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate import evaluate_command as evaluation
 from diffusion_jax.evaluate.evaluate_command import Point, Subject, Sweep
 from diffusion_jax.files import folder_lock, sheets
 from diffusion_jax.logs import events
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
+from imagen_jax import cascade
 from tests import processes
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.event_files import points
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.gate]
 ROOT = pathlib.Path(__file__).parents[3]
 PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
 SCALES = (1.0, 4.0)
-LAST = (Weights(),)
+LAST = (("ema", None),)
 # Differences in the last bits of float32 can change 8-bit pixels. One changed pixel of 12,864
 # changes these scores by 1e-5.
 CLOSE = 5e-5
@@ -190,10 +190,8 @@ def test_a_killed_sweep_repeats_one_batch_and_gives_the_same_scores(one, inputs,
     out = tmp_path / "evaluation" / "step_00000003"
     check_same([*rows_of(out), one[1][1]], one[1])  # The row of the first scale is complete.
     evaluation.evaluate([make_subject(tmp_path, calls)], scorer, settings)
-    first, second = (
-        [*range(34)],
-        [*range(34, 67), 34],
-    )  # The second batch is filled up with row 34, which is dropped.
+    # The second batch is filled up with row 34, which is dropped.
+    first, second = [*range(34)], [*range(34, 67), 34]
     assert calls == [first, second, first, second, second]
     check_same(rows_of(out), one[1])
 
@@ -231,7 +229,7 @@ def test_a_sweep_over_checkpoints_and_averages_writes_one_table(inputs, tmp_path
 
 
 def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
-    """Pillow reduces the pictures of the larger model, and their card says so."""
+    """Pillow reduces the pictures of the larger model, and the card records that."""
     twice = lambda images, seeds: images.repeat(2, axis=1).repeat(2, axis=2)
     large = make_subject(tmp_path / "no", seed=1, spoil=twice, name="large")._replace(size=16)
     both = [make_subject(tmp_path, name="small"), large]
@@ -258,32 +256,53 @@ def test_models_of_different_sizes_are_compared_at_one_size(inputs, tmp_path):
     assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
 
 
-def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch):
+class Named(loaded.Model):
+    """Draws names instead of images: each stage's average and number of steps."""
+
+    options = cascade.OPTIONS
+
+    def batches(self, prompts, rows, seeds, **inputs):
+        yield [np.array([f"{stage.ema} {stage.settings.sampler.steps}" for stage in self.stages])]
+
+
+def named_model(folder, *names):
+    """A Named model whose stages, of 3 steps, are at step 9, and have two averages each."""
+    of = lambda steps: types.SimpleNamespace(
+        sampler=types.SimpleNamespace(name="heun", steps=steps),
+        unet=types.SimpleNamespace(dtype="x"), output_shape=(8, 8),
+    )  # fmt: skip
+    settings_with = lambda fields: of(fields.get("sampler.steps", 3))
+    for name, step, ema in itertools.product(names, (5, 7, 9), ("ema_0.9", "ema_0.99")):
+        (folder / name / "checkpoints" / str(step) / ema).mkdir(parents=True)
+    programs = lambda s, preview, strength: None
+    stages = [
+        Stage(str(folder / name), of(3), toy.ENCODER, {"a": 1}, "ema", 9, (), None, programs,
+              settings_with, None)
+        for name in names
+    ]  # fmt: skip
+    return Named(stages, [{}] * len(names))
+
+
+def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch, tmp_path):
     """The first combination is already loaded. Stages without an axis keep their weights."""
-    loaded = []
+    read = []
 
-    def with_weights(model, weights):
-        loaded.append((model.workdir, *weights))
-        return model._replace(ema=weights.ema, step=weights.step or 9)
+    def with_weights(stage, ema, step):
+        read.append((pathlib.Path(stage.workdir).name, ema, step))
+        return stage._replace(ema=ema, step=step)
 
-    monkeypatch.setattr(evaluation, "with_weights", with_weights)
-    settings = types.SimpleNamespace(
-        sampler=types.SimpleNamespace(name="heun", steps=3), unet=types.SimpleNamespace(dtype="x")
-    )
-    row = [
-        Model(name, settings, toy.ENCODER, lambda *_: np.zeros((0, 8, 8, 3)), {}, "ema", 9)
-        for name in ("base", "sr", "last")
-    ]
-    weights = [[Weights(), Weights("raw", 5)], [Weights(), Weights("0.9", 7)]]
-    draw = lambda models, prompts, seeds, guidance: [model.ema for model in models]
-    subject = evaluation.of_models(
-        row, draw, lambda model: {"ema": model.ema}, "folder", (8, 16), weights
-    )
+    monkeypatch.setattr(loaded.stage_module, "with_weights", with_weights)
+    model = named_model(tmp_path, "base", "sr", "last")
+    value = lambda ema, step=None: {"ema": ema, "checkpoint": step}
+    weights = [[value("ema"), value("raw", 5)], [value("ema"), value("0.9", 7)]]
+    points = evaluation.with_weights([[{}] * 3], weights)
+    subject = evaluation.of_model(model, points, lambda stage: {"ema": stage.ema}, "folder")
     points = [open_point() for open_point in subject.points]
-    assert [point.draw([], [], 1.0) for point in points] == [
+    drawn = [[text.split()[0] for text in point.draw([], [], 1.0)] for point in points]
+    assert drawn == [
         ["ema", "ema", "ema"], ["ema", "0.9", "ema"], ["raw", "ema", "ema"], ["raw", "0.9", "ema"]
     ]  # fmt: skip
-    assert loaded == [("sr", "0.9", 7), ("base", "raw", 5), ("base", "raw", 5), ("sr", "0.9", 7)]
+    assert read == [("sr", "0.9", 7), ("base", "raw", 5)]  # Each is read once.
     assert [(p.checkpoint, p.ema, p.later) for p in points[1:3]] == [
         (9, "ema", "7 0.9, 9 ema"), (5, "raw", "9 ema, 9 ema")
     ]  # fmt: skip
@@ -292,26 +311,17 @@ def test_a_sweep_over_a_cascade_combines_the_weights_of_all_stages(monkeypatch):
     assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
 
 
-def test_a_sweep_over_sampler_settings_does_not_reload_weights():
+def test_a_sweep_over_sampler_settings_does_not_reload_weights(tmp_path):
     """A point is the same model with another sampling program."""
-    of = lambda sampler: types.SimpleNamespace(
-        sampler=sampler, unet=types.SimpleNamespace(dtype="x")
-    )
-    settle = lambda overrides: of(
-        types.SimpleNamespace(name="heun", steps=overrides["sampler.steps"])
-    )
-    programs = types.SimpleNamespace(draw=lambda s, preview, strength: s.sampler.steps)
-    model = Model("run", of(types.SimpleNamespace(name="heun", steps=3)), toy.ENCODER, 3, {"a": 1},
-                  "ema", 9, "", programs, settle)  # fmt: skip
-    subject = evaluation.of_models(
-        [model], lambda models, *_: models[0].draw, lambda model: {}, "folder", (8, 8),
-        overrides=[[{"sampler.steps": n}] for n in (3, 5, 7)],
-    )  # fmt: skip
+    model = named_model(tmp_path, "run")
+    points = [[{"steps": n}] for n in (3, 5, 7)]
+    subject = evaluation.of_model(model, points, lambda stage: {}, "folder")
     points = [open_point() for open_point in subject.points]
-    assert [point.draw([], [], 1.0) for point in points] == [3, 5, 7]
+    drawn = [point.draw([], [], 1.0).tolist() for point in points]
+    assert drawn == [["ema 3"], ["ema 5"], ["ema 7"]]
     assert [point.card["steps"] for point in points] == ["3", "5", "7"]
     assert [point.settings for point in points] == [{"sampler.steps": n} for n in "357"]
-    assert all(point.params[0] is model.params for point in points)
+    assert all(point.params[0] is model.stages[0].params for point in points)
 
 
 def test_models_of_different_sizes_without_size_are_an_error(tmp_path):

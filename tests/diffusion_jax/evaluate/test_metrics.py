@@ -67,7 +67,7 @@ def lightness(rows):
 def test_an_added_metric_appears_in_sweeps_the_page_training_and_the_command(
     inputs, tmp_path, monkeypatch, run
 ):
-    """One entry in METRICS is enough for all of them."""
+    """A new metric needs only an entry in METRICS."""
     monkeypatch.setitem(METRICS, "lightness", Metric("mean <feature>", "inception", lightness))
     subject, scorer = make_subject(tmp_path), make_scorer(inputs, PROMPTS)
     out = evaluation.evaluate([subject], scorer, Sweep(SCALES))

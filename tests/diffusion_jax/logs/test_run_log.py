@@ -60,9 +60,8 @@ def test_read_more_metrics_parses_only_new_lines(tmp_path, monkeypatch):
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\nno\n')
     with pytest.raises(ValueError, match="line 4 is damaged: 'no'"):
         run_log.read_more_metrics(path, *content_and_rows)
-    path.write_bytes(
-        b'{"step": 1}\n{"step": 5}\n{"step": 6}\n'
-    )  # A run that was resumed from step 1.
+    # A run that was resumed from step 1.
+    path.write_bytes(b'{"step": 1}\n{"step": 5}\n{"step": 6}\n')
     assert [row["step"] for row in run_log.read_more_metrics(path, *content_and_rows)[1]] == [
         1,
         5,
@@ -156,3 +155,9 @@ def test_git_commit_names_the_commit_only_for_a_tracked_file(tmp_path):
     tracked.write_text("changed")
     assert run_log.git_commit(tracked) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
     assert run_log.git_commit(untracked) is None
+
+
+def test_nan_and_inf_of_other_writers_are_missing_values(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": NaN, "lr": Infinity, "a": 1e999, "b": 2.0}\n')
+    assert run_log.read_metrics(path) == [{"step": 1, "loss": None, "lr": None, "a": None, "b": 2}]

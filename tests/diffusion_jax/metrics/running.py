@@ -20,7 +20,7 @@ def run(capsys, monkeypatch):
         # Other commands' flags, some of them required, may be in the same process.
         own = flags.FlagValues()
         names = {flag.name for flag in flags.FLAGS.get_key_flags_for_module(commands.__name__)}
-        for name in {*names, *commands._SHARED}:  # Which engines.py defines.
+        for name in {*names, *commands._SHARED}:  # engines.py defines this flag.
             own[name] = flags.FLAGS[name]
         with flagsaver.flagsaver():
             words = own(["metrics", *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Cards and tables of scores: only an official FID is named fid; unlike scores are rejected."""
+"""Cards and tables of scores. Only an official FID is named fid, and scores must be comparable."""
 
 import pytest
 
@@ -18,9 +18,8 @@ def test_only_scores_with_the_public_weights_are_named_fid():
     assert table.column("fid_infinity", card()) == "fd_toy_infinity"
     assert table.column("kid", card(official=True)) == "kid"
     assert table.column("kid", card()) == "kid_toy"
-    assert (
-        table.column("clip_score", card()) == "clip_score"
-    )  # CLIP has no single public file of weights.
+    # CLIP has no single public file of weights.
+    assert table.column("clip_score", card()) == "clip_score"
 
 
 def test_a_card_records_extractor_images_sampler_and_versions():
@@ -47,7 +46,7 @@ def test_a_table_shows_only_the_card_fields_that_differ():
 
 
 @pytest.mark.parametrize("field", cards.ALIKE)
-def test_a_table_of_unlike_cards_is_an_error_that_names_the_field(field):
+def test_a_table_with_scores_of_different_settings_is_an_error_that_names_the_field(field):
     one, two = card(), card() | {field: "other"}
     scored = {"one": Scored({"fd_toy": 1.0}, one), "two": Scored({"fd_toy": 2.0}, two)}
     message = rf"their {field} differs \(one: {one[field]}, two: other\).*--allow={field}"

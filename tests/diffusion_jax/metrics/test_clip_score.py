@@ -48,7 +48,7 @@ def test_the_extractors_embed_images_and_texts_and_reject_unequal_numbers(folder
         clip_score.cosines(images, texts[:1])
 
 
-def test_the_digest_is_that_of_safetensors_if_both_files_exist(tmp_path):
+def test_the_digest_comes_from_safetensors_if_both_files_exist(tmp_path):
     digest = lambda: clip_towers._digest(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"one")
     assert digest() == hashlib.sha256(b"one").hexdigest()

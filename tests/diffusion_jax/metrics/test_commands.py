@@ -78,7 +78,7 @@ def test_spatial_adds_sfid_and_all_adds_the_inception_score(run, tmp_path, sides
     assert code == 2 and "--spatial works only with Inception's default features: remove" in err
 
 
-def test_statistics_without_a_card_require_mode(run, tmp_path, sides):
+def test_old_statistics_without_a_card_require_the_flag_mode(run, tmp_path, sides):
     np.savez(tmp_path / "c.npz", mu=sides[0].mean(0), sigma=np.cov(sides[0].T))
     code, _, err = run("fid", tmp_path / "c.npz", tmp_path / "b")
     assert code == 2 and "c.npz has no card that names the preprocessing: set --mode to" in err

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.devices.sharding import make_mesh
-from diffusion_jax.metrics import extractors
+from diffusion_jax.metrics import extractors, inception
 from tests import processes
 from tests.diffusion_jax.metrics import toy
 
@@ -77,6 +77,21 @@ def test_inception_extractors_have_the_name_of_their_level_and_preprocessing():
         extractors.inception_extractor(weights, "pil")
     with pytest.raises(ValueError, match="no level '100': choose from 64, 192, 768, 2048, logits"):
         extractors.inception_extractor(weights, level="100")
+
+
+def test_an_extractor_of_several_levels_returns_their_features_side_by_side(monkeypatch):
+    """Here, the features of a level equal the number of letters in its name."""
+    level = lambda outputs, name: jax.numpy.full((len(outputs), inception.LEVELS[name]), len(name))
+    monkeypatch.setattr(inception, "apply", lambda params, x: x)
+    monkeypatch.setattr(inception, "level", level)
+    weights = extractors.InceptionWeights({}, "abc", official=True)
+    several = extractors.inception_extractor(weights, level="2048+64")
+    assert (several.width, several.official) == (2048 + 64, True)
+    parts = extractors.split(several, np.asarray(several.apply({}, np.zeros((3, 2)))))
+    assert {name: rows.shape for name, rows in parts.items()} == {
+        "inception": (3, 2048), "inception_64": (3, 64)
+    }  # fmt: skip
+    assert (parts["inception"] == 4).all() and (parts["inception_64"] == 2).all()
 
 
 def test_two_processes_read_half_the_images_each_and_get_all_features(tmp_path):

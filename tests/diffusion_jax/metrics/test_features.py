@@ -1,4 +1,4 @@
-"""Streams of features: moments do not depend on batches; rows that are not finite are skipped."""
+"""Streams of features. Moments do not depend on batches, and skip rows that are not finite."""
 
 import numpy as np
 import pytest

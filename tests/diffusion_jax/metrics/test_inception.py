@@ -28,7 +28,7 @@ from tests.diffusion_jax.metrics import standin, toy
 
 ROOT = pathlib.Path(__file__).parents[3]
 ORACLE = ROOT.parent / "shared" / "oracles" / "eval" / "fid_inception_oracle.npz"
-RELATIVE = 1e-5  # Of the largest feature. float32's rounding over 94 layers causes 6e-7.
+RELATIVE = 1e-5  # Relative to the largest feature. Rounding in float32 over 94 layers causes 6e-7.
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_features_of_the_references_larger_images_match(run, size, mode):
 
 
 def test_a_scorers_fid_matches_pytorch_fids_features(reference, tmp_path):
-    """From files of weights and statistics to the score, against pytorch-fid's saved features."""
+    """Computes the score from files of weights and statistics, and compares with pytorch-fid."""
     safetensors.numpy.save_file(standin.state(), tmp_path / "inception.safetensors")
     real = np.random.default_rng(0).normal(0.8, 0.2, (3, 2048))
     card = {"extractor": "inception", "weights": standin.DIGEST, "preprocessing": "pytorch"}

@@ -16,7 +16,7 @@ def test_equal_images_score_1_and_perfect_classes_score_their_number():
 
 
 def test_the_inception_score_matches_a_loop_over_parts(monkeypatch):
-    """The parts are consecutive images; the last part is smaller."""
+    """The parts are consecutive images, and the last part is smaller."""
     monkeypatch.setattr(inception_score, "_PART", 8)
     x = draw(20)
     expected = []

@@ -50,7 +50,7 @@ def test_precision_and_recall_do_not_depend_on_the_block_size(monkeypatch):
 
 
 def test_all_four_scores_match_a_loop_over_pairs():
-    """In float64, with more images than a block has rows, and different numbers of both sets."""
+    """Compares in float64, with more images than a block has rows, and sets of different sizes."""
     rng = np.random.default_rng(1)
     real, generated = rng.normal(size=(300, 8)) + 5, rng.normal(size=(200, 8)) * 0.8 + 5.3
     away = lambda x, y: np.sqrt(np.square(x[:, None] - y).sum(-1))

@@ -93,9 +93,8 @@ def test_killed_late_and_restarted_workers_write_the_same_file(pictures, tmp_pat
     before = out.stat().st_mtime_ns
     take(pictures, out, engines.Worker(1, 2))
     assert out.stat().st_mtime_ns == before
-    Image.new("RGB", (12, 8)).save(
-        pictures / "002.png"
-    )  # A changed image, so the statistics change.
+    # A changed image, so the statistics change.
+    Image.new("RGB", (12, 8)).save(pictures / "002.png")
     assert take(pictures, out, engines.Worker(1, 2)) != expected
 
 

@@ -1,4 +1,4 @@
-"""Each implementation of attention, against numpy and against each other."""
+"""Implementations of attention match numpy and each other."""
 
 import functools
 
@@ -170,7 +170,7 @@ def test_attention_gradients_on_a_mesh_match_one_device(implementation, sizes):
 
 @pytest.mark.parametrize("implementation", ["xla", "blockwise", "splash"])
 def test_every_implementation_counts_the_same_operations(implementation):
-    """Two products forwards, four backwards. Recomputed products are not counted."""
+    """There are two products forwards and four backwards, without recomputed ones."""
     q, k, v = normal(2, 256, 3, 8), normal(2, 128, 3, 8), normal(2, 128, 3, 8)
     attend = lambda *qkv: attention.attend(*qkv, implementation=implementation).sum()
     product = 2 * 2 * 3 * 256 * 128 * 8

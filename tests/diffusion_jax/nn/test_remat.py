@@ -1,4 +1,4 @@
-"""Which values a block with remat stores in its forward pass, and which it recomputes."""
+"""A block with remat stores the configured values in its forward pass, and recomputes others."""
 
 import collections
 

@@ -103,7 +103,7 @@ TWO = MomentOptions(2, 2)
 
 
 def run(folder, out, encode=encode_red, work=TWO, identity=IDENTITY, **fields):
-    """Encode a folder; return the numbers of the pictures that were encoded."""
+    """Encode a folder, and return the numbers of the pictures that were encoded."""
     encoded = []
 
     def noting(images):

@@ -250,9 +250,8 @@ def edited(tmp_path):
 
 def test_captions_that_are_edited_after_a_kill_are_encoded(edited, monkeypatch):
     folder, c = edited
-    (folder / "00001.txt").write_text(
-        (folder / "00000.txt").read_text()
-    )  # Equal captions are encoded once.
+    # Equal captions are encoded once.
+    (folder / "00001.txt").write_text((folder / "00000.txt").read_text())
 
     def killed(*arguments):
         raise InterruptedError
@@ -384,7 +383,7 @@ def test_workers_are_counted_from_0():
 
 
 def test_stored_embeddings_of_a_bfloat16_t5_are_within_1_percent(tmp_path, weights):
-    """With the default dtype, and NeMo's default for read_tokens."""
+    """Uses the default dtype, and NeMo's default for read_tokens."""
     changes = {"text__dtype": "bfloat16", "text__read_tokens": 512}
     (tmp_path / "captions.txt").write_text("a red seven on gray paper\n")
     changed = config(tmp_path / "store", weights, prompts=(), **changes)

@@ -1,4 +1,4 @@
-"""A store of embeddings: written rows are read back; damage and other stores are errors."""
+"""A store of embeddings returns written rows. Damaged and different stores are errors."""
 
 import functools
 import hashlib

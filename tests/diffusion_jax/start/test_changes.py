@@ -1,4 +1,4 @@
-"""What captions, damaged records and a text encoder change of a config."""
+"""Captions, damaged records and a text encoder change the config that start writes."""
 
 import json
 import shutil
@@ -21,22 +21,23 @@ def folder(tmp_path_factory):
 
 
 def config(folder, weights="", uncaptioned="error"):
-    """The config that a set becomes, whole."""
+    """Return the complete config that start writes for a data set."""
     photos = training_pictures.read(Data("folder", str(folder), uncaptioned=uncaptioned))
     own = changes.of_data(photos, weights)(BASE)
     return written.config(BASE.base, own)
 
 
-def test_captions_give_the_prompts_and_the_tokens(folder):
+def test_prompts_and_the_number_of_tokens_come_from_the_captions(folder):
     c = config(folder)
     captions = set(Folder(folder).texts(range(20)))
     assert len(set(c["prompts"])) == 8 and set(c["prompts"]) <= captions
-    assert c["text"]["max_tokens"] == 8 and c["unet"]["dtype"] == "float32"  # Six words; a CPU.
+    # Captions have six words, and this is a CPU.
+    assert c["text"]["max_tokens"] == 8 and c["unet"]["dtype"] == "float32"
     assert (c["data"]["path"], c["data"]["max_broken"]) == (str(folder), 0.1)
 
 
 class Captions(Records):
-    """Records of which only the captions are read."""
+    """Records with captions only."""
 
     def __init__(self, texts):
         self._texts = texts
@@ -48,17 +49,17 @@ class Captions(Records):
         return [Record(b"", self._texts[i], str(i)) for i in indices]
 
 
-def test_prompts_are_short_captions_of_frequent_words():
+def test_prompts_are_short_captions_with_frequent_words():
     texts = ["red star, stars", "star, stars", "star, stars", "arrow, arrows", "arrow, arrows",
              "baggage check in, aiga", "", "→"]  # fmt: skip
-    # Rarest words: "star" 3 times, "arrow" 2, and once "red" and "aiga".
+    # The rarest words of captions: "star" occurs 3 times, "arrow" 2, "red" and "aiga" once.
     expected = ("star, stars", "arrow, arrows", "baggage check in, aiga", "red star, stars")
     assert changes.prompts(Captions(texts)) == expected
     assert changes.prompts(Captions(["", "→"])) == ("",) * 8
     assert len(changes.prompts(Captions([f"word{i}" for i in range(20)]))) == 8
 
 
-def test_shapes_that_are_kept_are_those_of_the_stage(folder):
+def test_aspect_buckets_have_the_size_of_the_stage(folder):
     photos = training_pictures.read(Data("folder", str(folder)))
     of_data = changes.of_data(photos, "", keep_shapes=True)
     data = {base: written.config(base, of_data(BASE._replace(base=base)))["data"]
@@ -67,14 +68,14 @@ def test_shapes_that_are_kept_are_those_of_the_stage(folder):
     assert data["sd64_11m"]["aspect_buckets"] == ((48, 80), (64, 64), (80, 48))
 
 
-def test_damaged_records_that_are_there_are_allowed_twice(folder, tmp_path):
+def test_max_broken_is_twice_the_share_of_damaged_records(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "set")
     (tmp_path / "set/00003.png").write_bytes(b"none")
     (tmp_path / "set/00007.png").write_bytes(b"none")
     assert config(tmp_path / "set")["data"]["max_broken"] == 0.2
 
 
-def test_without_captions_nothing_is_dropped_or_guided(folder, tmp_path):
+def test_without_captions_there_is_no_text_dropout_and_no_guidance(folder, tmp_path):
     (tmp_path / "0.png").write_bytes((folder / "00000.png").read_bytes())
     c = config(tmp_path, uncaptioned="empty")
     assert c["prompts"] == ("",) * 8 and c["sampler"]["guidance"] == 1.0
@@ -83,14 +84,14 @@ def test_without_captions_nothing_is_dropped_or_guided(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "group"),
+    ("encoder_config", "group"),
     [
         ({"model_type": "t5", "d_model": 64}, ("t5", 64, 16, 16)),
         ({"model_type": "clip", "text_config": {"hidden_size": 48}}, ("clip", 48, 77, 77)),
     ],
 )
-def test_a_folder_of_an_encoder_reads_the_captions(folder, tmp_path, said, group):
-    (tmp_path / "config.json").write_text(json.dumps(said))
+def test_text_weights_select_the_encoder_in_their_folder(folder, tmp_path, encoder_config, group):
+    (tmp_path / "config.json").write_text(json.dumps(encoder_config))
     text = config(folder, str(tmp_path))["text"]
     assert tuple(text[k] for k in ("encoder", "width", "max_tokens", "read_tokens")) == group
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))

@@ -1,4 +1,4 @@
-"""The questions of start: who answers them, and when they are asked."""
+"""The questions of start, answered in a terminal, by a flag or by their default."""
 
 import pathlib
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ def test_a_flag_answers_without_a_question(capsys):
     assert questions.tall("pad", photos(p95=1.0)) == "pad" and capsys.readouterr().out == ""
 
 
-def test_questions_are_asked_only_when_they_matter(capsys):
+def test_questions_are_asked_only_if_their_answer_matters(capsys):
     assert questions.method(ASK, photos(1_000), SHIPPED) == "no"
     assert questions.method(ASK, photos(), None) == "no"
     assert questions.tall(ASK, photos(p95=1.5)) == "crop"
@@ -65,7 +65,7 @@ def test_questions_are_asked_only_when_they_matter(capsys):
     assert "Reading is slow: 14 pictures per second" in capsys.readouterr().out
 
 
-def test_fine_tuning_without_a_model_or_captions_is_refused():
+def test_fine_tuning_without_a_model_or_captions_is_an_error():
     for one, shipped in ((photos(), None), (photos(words=()), SHIPPED)):
         with pytest.raises(ValueError, match=r"--finetune=lora needs captions"):
             questions.method("lora", one, shipped)

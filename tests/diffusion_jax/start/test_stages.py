@@ -1,4 +1,4 @@
-"""What a start chooses for a set, a machine and a time, and the file that it writes."""
+"""Start chooses models and steps for a data set, a machine and a time, and writes a config."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ MODELS = [
     Candidate(64, 1_000, [SMALL._replace(share=0.75), AFTER._replace(share=0.25)]),
     Candidate(64, 9_000, [LARGE]),
 ]
-GFLOPS = {"a": 1.0, "b": 4.0, "c": 1.0}  # An image's.
+GFLOPS = {"a": 1.0, "b": 4.0, "c": 1.0}  # Per image.
 
 
 def opened(stage, fits=True, **fields):
@@ -31,16 +31,17 @@ def chosen(side, seconds, fits=lambda stage: True):
     )
 
 
-def test_the_last_rung_that_size_time_and_memory_allow_is_chosen():
-    assert chosen(64, 3_600) is MODELS[2]  # 9,000 images at 2.5 a second.
+def test_the_largest_model_that_size_time_and_memory_allow_is_chosen():
+    assert chosen(64, 3_600) is MODELS[2]  # 9,000 images at 2.5 per second.
     assert chosen(64, 3_599) is MODELS[1]
-    assert chosen(64, 134) is MODELS[1] and chosen(64, 133) is MODELS[0]  # 750 ms of each second.
+    # It trains for 750 ms of each second.
+    assert chosen(64, 134) is MODELS[1] and chosen(64, 133) is MODELS[0]
     assert chosen(63, 10**6) is MODELS[0]
     assert chosen(8, 1) is MODELS[0]
     assert chosen(64, 3_600, lambda stage: stage is not LARGE) is MODELS[1]
 
 
-def test_a_stage_that_two_candidates_have_keeps_its_share_of_the_time(monkeypatch):
+def test_a_stage_shared_by_two_candidates_is_measured_once(monkeypatch):
     measured, traced = [], []
 
     def measure(stage, changes, workdir):
@@ -60,15 +61,16 @@ def test_a_stage_that_two_candidates_have_keeps_its_share_of_the_time(monkeypatc
     assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
         ("a", 0.75), ("c", 0.25)
     ]  # fmt: skip
-    assert measured == [("a", "mine"), ("c", "mine")]  # None of them twice.
-    assert traced == ["c"]  # Measuring traces too.
-    short = 100 / 3_600  # Too short for the second model, so its other stages are not traced.
+    assert measured == [("a", "mine"), ("c", "mine")]  # Each is measured once.
+    assert traced == ["c"]  # Measuring includes tracing.
+    # This is too short for the second model, so its other stages are not traced.
+    short = 100 / 3_600
     start_command._measure(MODELS[:2], photos, of_data, short, "mine")
     assert traced == ["c"]
 
 
 def small(**stage):
-    """A stage of 64 images per step, at 32 images per second; drawing a sheet takes 2 s."""
+    """Return a stage with 64 images per step and 32 images per second."""
     run = Run(steps=1, batch_size=64, prompts=("a",) * 8)
     optimizer = SimpleNamespace(warmup=500)
     sampler = SimpleNamespace(steps=12, guidance=2.0)
@@ -76,9 +78,10 @@ def small(**stage):
     return Measured(one, 32.0, 20.0)
 
 
-def test_steps_fill_the_time_that_drawing_and_compiling_leave():
+def test_training_steps_fill_the_time_without_sampling_and_compiling():
     changes, seconds = stages.timed(small(), 2_060.0, 10**6)
-    # A step takes 2 s; ten sheets of 8 pictures are 12 steps x 2 evaluations, a third of training.
+    # A step takes 2 s. Ten sheets of 8 pictures take 12 steps x 2 evaluations, each at a third of
+    # the cost of training.
     assert changes["steps"][0] == (2_060 - 40 - 10 * 8 * 12 * 2 / 3 / 32) // 2 == 1_000
     assert seconds == pytest.approx(2_060)
     assert changes["optimizer.warmup"][0] == 100
@@ -87,20 +90,20 @@ def test_steps_fill_the_time_that_drawing_and_compiling_leave():
 
 
 @pytest.mark.parametrize(("hours", "steps"), [(0.1, 15), (1, 150), (100, 150)])
-def test_a_run_draws_and_saves_early(hours, steps):
-    """After a tenth of the run, or after five minutes: a step takes 2 s."""
+def test_a_run_samples_and_saves_after_a_tenth_or_five_minutes(hours, steps):
+    """A step takes 2 s."""
     changes, _ = stages.timed(small(), 3_600.0 * hours, 10**6)
     assert changes["sample_every"][0] == changes["save_every"][0] == steps
     assert changes["log_every"][0] == 10
 
 
-def test_few_pictures_are_not_repeated_for_as_long_as_the_time_allows():
+def test_the_number_of_passes_over_few_pictures_is_limited():
     changes, seconds = stages.timed(small(max_epochs=300.0), 7_200.0, 64)
     assert changes["steps"] == (300, "300 passes over the pictures; more would only memorise them.")
     assert seconds < 1_200 and changes["sample_every"][0] == 30
 
 
-def test_a_hopeless_time_is_refused_before_anything_is_read():
+def test_a_time_too_short_for_compiling_is_an_error():
     stages.check_time(MODELS[0], 0.05)
     with pytest.raises(
         ValueError, match=r"^--hours=0\.04 is too short, because compiling the network takes"
@@ -110,7 +113,7 @@ def test_a_hopeless_time_is_refused_before_anything_is_read():
         stages.check_time(MODELS[1], 0.1)
 
 
-def test_a_written_config_is_what_it_says_and_reads_back():
+def test_a_written_config_has_comments_and_reads_back_unchanged():
     changes = {
         "steps": (12_345, "A night."),
         "prompts": (('a "red" seven', "é\\"), ""),

@@ -1,4 +1,4 @@
-"""What start finds out about pictures, and the copies that it trains on instead."""
+"""Start describes the training pictures, and writes small copies to train on."""
 
 import io
 import pathlib
@@ -13,7 +13,7 @@ from diffusion_jax.start import training_pictures
 
 @pytest.fixture
 def tall(tmp_path):
-    """Three pictures that are twice as tall as wide."""
+    """Return three pictures that are twice as tall as wide."""
     folder = tmp_path / "set"
     folder.mkdir()
     for name in "abc":
@@ -22,7 +22,7 @@ def tall(tmp_path):
     return training_pictures.read(Data("folder", str(folder)))
 
 
-def test_tall_pictures_are_noticed_and_padded(tall, tmp_path):
+def test_tall_pictures_are_detected_and_can_be_padded(tall, tmp_path):
     assert tall.is_tall and tall.side == 100
     padded = training_pictures.shrink(tall, 64, tmp_path / "small", pad=True)
     assert (padded.data.source, padded.data.text) == ("webdataset", "txt")
@@ -32,7 +32,7 @@ def test_tall_pictures_are_noticed_and_padded(tall, tmp_path):
     assert (first[:, 16:48] == [255, 0, 0]).all() and (first[:, :16] == 255).all()
 
 
-def test_what_is_left_out_is_in_the_description(tall):
+def test_the_description_lists_files_that_are_ignored(tall):
     root = pathlib.Path(tall.data.path)
     (root / "d.png").touch()
     (root / "e.svg").touch()
@@ -46,7 +46,7 @@ def test_what_is_left_out_is_in_the_description(tall):
     ]
 
 
-def test_warnings_of_the_image_library_become_one_line(tall, monkeypatch):
+def test_warnings_of_the_image_library_are_summarized_in_one_line(tall, monkeypatch):
     assert "warnings" not in dict(training_pictures.described(tall))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)  # Pillow warns of larger images.
     large = training_pictures.read(tall.data)

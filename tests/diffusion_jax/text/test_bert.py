@@ -50,7 +50,7 @@ def encoder(folder):
 
 
 def test_hidden_states_equal_transformers(case):
-    """Every layer, to 1e-5 of the largest value; one text is cut to six tokens, one to two."""
+    """Compares all layers up to 1e-5 of the largest value. Two texts are truncated."""
     state = tiny_weights.state(case)
     model, table = bert.from_state(state, tiny_weights.config(case))
     params = torch_weights.to_params(bert.used(state), table, bert.abstract_params(model))
@@ -155,7 +155,7 @@ NEIGHBOURS = {
 
 
 def test_minilm_maps_words_near_words_of_similar_meaning():
-    """With the real MiniLM, the mean state of each word is nearest to its synonym."""
+    """In the real MiniLM, the mean state of each word is nearest to that of its synonym."""
     try:
         encoder = bert.encoder("", width=384, max_tokens=16, dtype="float32")
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""CLIP: both towers against the references, folders of both origins, and bad folders."""
+"""Both CLIP towers match the references, and folders of both publishers can be read."""
 
 import jax
 import jax.numpy as jnp

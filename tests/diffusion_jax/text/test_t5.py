@@ -1,4 +1,4 @@
-"""T5 against transformers, NeMo's order of padding and cutting, bfloat16, and bad folders."""
+"""T5 matches transformers and NeMo, also in bfloat16, and invalid folders are errors."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_all_layers_match_the_saved_reference_outputs(name, parameters):
 
 
 def test_distance_buckets_match_the_paper():
-    """Per direction, eight single distances, then eight ranges; the last starts at 128 / 2^0.5."""
+    """Each direction has 8 single distances and 8 ranges. The last starts at 128 / 2^0.5."""
     buckets = t5.distance_buckets(601, 32, 128)
     expected = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -23: 11, -32: 12, -90: 14,
                 -91: 15, -600: 15, 1: 17, 7: 23, 16: 26, 600: 31}  # fmt: skip

@@ -174,3 +174,12 @@ def test_slow_storage_limits_the_vocabulary_to_one_chunk_of_captions(tmp_path, m
     run_inputs, rows = inputs([f"word{n}" for n in range(1000)])
     train_command.keep_vocabulary(tmp_path, run_inputs)
     assert rows == list(range(0, 1000, 4))
+
+
+def test_of_many_unknown_words_the_first_thirty_are_searched(monkeypatch):
+    words, searched = vocabulary.of(["a fox"]), []
+    similar = lambda self, word, known: searched.append(word) or ["fox"]
+    monkeypatch.setattr(vocabulary.Vocabulary, "_similar", similar)
+    new = words.unknown(" ".join(f"z{i}" for i in range(50)), "z0 z1 fox")
+    assert len(new) == 50 and searched == [f"z{i}" for i in range(30)]
+    assert new["z29"] == ["fox"] and new["z30"] == []

@@ -31,9 +31,8 @@ def test_on_a_cpu_autotuning_sets_and_writes_nothing(tmp_path):
 def test_kernel_choices_are_written_at_the_first_start_and_loaded_later(tmp_path):
     first = autotuning.find(tmp_path, deterministic=True)
     assert first.options == {ONLY: True, DUMP: str(first.written)} and first.loaded == ""
-    pathlib.Path(str(first.written)).write_text(
-        "kernel 7"
-    )  # In place of XLA, which writes it while compiling.
+    # In place of XLA, which writes it while compiling.
+    pathlib.Path(str(first.written)).write_text("kernel 7")
     autotuning.keep(tmp_path, first)
     assert first.written is not None and not first.written.parent.exists()
     digest = hashlib.sha256(b"kernel 7").hexdigest()[:16]
@@ -81,9 +80,8 @@ def test_all_gradients_of_cudnn_attention_are_marked_as_deterministic(determinis
         return x
 
     lowered = jax.jit(step).lower(jnp.ones(3))
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="fmhaSoftmax"
-    ):  # CPUs do not know this call.
+    # CPUs do not know this call.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="fmhaSoftmax"):
         autotuning.compile_step(lowered, {ONLY: deterministic})
     assert lowered.as_text().count("fmha_scale") == 3
     assert lowered.as_text().count("force_deterministic") == (2 if deterministic else 0)

@@ -102,7 +102,7 @@ def test_a_state_is_restored_bit_for_bit_on_other_meshes(tmp_path):
 def test_parameters_are_loaded_without_the_optimizer(saved, tmp_path, which, get):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     for step in (10, 20):
-        shutil.rmtree(tmp_path / str(step) / "optimizer")  # So it cannot be read.
+        shutil.rmtree(tmp_path / str(step) / "optimizer")  # So loading fails if it is read.
     for step, expected in ((10, random_state(10)), (None, random_state(20))):
         target = jax.eval_shape(lambda s=expected: s.params)
         actual = restore.load_params(tmp_path, target, which, step=step)
@@ -133,7 +133,7 @@ def test_keep_last_and_keep_every_select_the_kept_checkpoints(tmp_path):
 
 
 def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
-    """Otherwise, a kill during deletion would leave a folder that looks complete."""
+    """If a step was deleted under its own name, a kill could leave a folder that looks complete."""
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
     checkpointer.save(1, random_state(1), Position())
     checkpointer.save(2, random_state(2), Position())
@@ -398,7 +398,7 @@ def test_a_damaged_checkpoint_without_checksums_is_a_one_line_error(tmp_path, ha
 
 @pytest.mark.parametrize("call", ["steps", "_clear_deleted", "read_back"])
 def test_a_bucket_that_denies_access_during_a_save_is_one_line(tmp_path, monkeypatch, call):
-    """`steps` lists the folder before the save; the other two read and delete after it."""
+    """`steps` lists the folder before the save. The others read and delete after it."""
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
 
     def denied(*_, **__):
@@ -415,7 +415,7 @@ def test_a_bucket_that_denies_access_during_a_save_is_one_line(tmp_path, monkeyp
 
 
 def save_until_killed(directory, started):
-    """Send the restored step; then save states whose every number is their step.
+    """Send the restored step, and then save states in which every number equals the step.
 
     Each state is saved again immediately as the next step.
     """

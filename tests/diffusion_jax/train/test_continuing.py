@@ -1,4 +1,4 @@
-"""--continue_from: another run's whole state in a new workdir, with what changed and what stays."""
+"""--continue_from starts a run from the complete state of another one, with other settings."""
 
 import json
 import re
@@ -28,7 +28,7 @@ START = RUN._replace(log_every=1)
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A run of three steps of eight pictures."""
+    """Return the workdir of a run with three steps of eight pictures."""
     workdir = tmp_path_factory.mktemp("runs") / "begun"
     train(workdir, log_every=1, steps=3, settings=OPTIMIZER)
     return workdir
@@ -36,7 +36,7 @@ def begun(tmp_path_factory):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The names of the pictures of each batch, in order."""
+    """Return a list that gets the names of the pictures of each batch, in order."""
     names, take = [], pipeline.Batches.__next__
 
     def noting(self):
@@ -52,7 +52,7 @@ def go_on(
     begun, workdir, task=TASK, changed=(), adds_lora=False, settings=OPTIMIZER, sizes=(1, 1, 1),
     **changes
 ):  # fmt: skip
-    """Continue `begun` at step 3 in another workdir: the last state, and what was told."""
+    """Continue `begun` at step 3 in another workdir. Return the last state and the output."""
     run, workdir = START._replace(**changes), workdir / "next"
     workdir.mkdir(exist_ok=True)
     batches = pipeline.make_batches(
@@ -65,17 +65,19 @@ def go_on(
         text = continuing.prepare(source, inputs, run, settings, mesh)
         continuing.begin(source, inputs, run, settings, mesh, workdir, {})
         state = loop.train(inputs, run, settings, mesh, workdir, {})
-    told = {line[:14].strip(): line[15:] for line in text.splitlines()}
-    return jax.device_get(state), told
+    printed = {line[:14].strip(): line[15:] for line in text.splitlines()}
+    return jax.device_get(state), printed
 
 
-def test_with_nothing_changed_it_ends_as_the_uninterrupted_run_bit_for_bit(begun, tmp_path, taken):
+def test_without_changes_a_continued_run_equals_an_uninterrupted_one_bit_for_bit(
+    begun, tmp_path, taken
+):
     whole = train(tmp_path / "whole", log_every=1)
     names, taken[:] = taken[3:], []
-    state, told = go_on(begun, tmp_path)
+    state, printed = go_on(begun, tmp_path)
     assert_equal(state, whole)
     assert taken == names
-    assert told == {
+    assert printed == {
         "continues": f"{begun}@3",
         "changes": "nothing",
         "keeps": "weights and optimizer; averages 0.5, 0.9; the position in the data (sample 24); "
@@ -83,7 +85,9 @@ def test_with_nothing_changed_it_ends_as_the_uninterrupted_run_bit_for_bit(begun
     }
 
 
-def test_a_doubled_batch_sees_exactly_the_next_pictures(begun, tmp_path, taken):
+def test_after_doubling_the_batch_size_training_continues_with_the_next_pictures(
+    begun, tmp_path, taken
+):
     train(tmp_path / "whole", log_every=1)
     following, taken[:] = [name for batch in taken[3:7] for name in batch], []
     go_on(begun, tmp_path, steps=5, batch_size=16, changed=["batch_size"])
@@ -92,19 +96,19 @@ def test_a_doubled_batch_sees_exactly_the_next_pictures(begun, tmp_path, taken):
     assert json.loads(checkpoint.position(restore.absolute(folder)))["samples"] == 24 + 32
 
 
-def test_the_learning_rate_changes_at_once_and_adams_moments_stay(begun, tmp_path):
+def test_the_learning_rate_changes_immediately_and_adams_moments_are_kept(begun, tmp_path):
     state, _ = go_on(begun, tmp_path, settings=OPTIMIZER._replace(lr=5e-4), steps=4)
     lines = run_log.read_metrics(tmp_path / "next" / run_log.METRICS)
     np.testing.assert_allclose([line["lr"] for line in lines], [2.5e-4, 5e-4, 7.5e-4, 5e-4])
     usual = train(tmp_path / "usual", steps=4, log_every=1)
-    assert_equal(state.opt_state[0], usual.opt_state[0])  # Of the same gradients.
+    assert_equal(state.opt_state[0], usual.opt_state[0])  # The gradients are the same.
     with pytest.raises(AssertionError):
         assert_equal(state.params, usual.params)
 
 
-def test_new_averages_start_at_the_weights_and_others_are_kept_or_dropped(begun, tmp_path):
+def test_new_averages_start_at_the_weights_and_old_ones_are_kept_or_dropped(begun, tmp_path):
     settings = OPTIMIZER._replace(ema_decays=(0.9, 0.75), ema_widths=(0.1,))
-    state, told = go_on(begun, tmp_path, settings=settings, steps=4)
+    state, printed = go_on(begun, tmp_path, settings=settings, steps=4)
     at_3 = restore.load_params(
         begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "raw"
     )
@@ -115,8 +119,8 @@ def test_new_averages_start_at_the_weights_and_others_are_kept_or_dropped(begun,
         lambda e, old, new: np.testing.assert_allclose(e, 0.75 * old + 0.25 * new, atol=1e-6),
         state.ema["0.75"], at_3, state.params,
     )  # fmt: skip
-    assert told["starts anew"].count("from the weights of step 3") == 2
-    assert (told["drops"], set(state.ema)) == ("averages 0.5", {"0.9", "0.75", "power-0.1"})
+    assert printed["starts anew"].count("from the weights of step 3") == 2
+    assert (printed["drops"], set(state.ema)) == ("averages 0.5", {"0.9", "0.75", "power-0.1"})
 
 
 def test_moments_of_another_dtype_and_other_devices_are_accepted(begun, tmp_path):
@@ -132,17 +136,17 @@ def test_moments_of_another_dtype_and_other_devices_are_accepted(begun, tmp_path
     )
 
 
-def test_other_data_start_from_their_first_sample(begun, tmp_path, taken):
+def test_training_on_other_data_starts_from_its_first_sample(begun, tmp_path, taken):
     train(tmp_path / "whole", steps=1)
     first, taken[:] = taken[0], []
-    _, told = go_on(begun, tmp_path, steps=4, changed=["data.path"])
+    _, printed = go_on(begun, tmp_path, steps=4, changed=["data.path"])
     assert taken[0] == first
-    assert told["starts anew"] == "the data, because data.path changed"
-    _, told = go_on(begun, tmp_path / "next", steps=4, seed=6)
-    assert "seed" in told["starts anew"] and "position" not in told["keeps"]
+    assert printed["starts anew"] == "the data, because data.path changed"
+    _, printed = go_on(begun, tmp_path / "next", steps=4, seed=6)
+    assert "seed" in printed["starts anew"] and "position" not in printed["keeps"]
 
 
-def test_a_lora_on_top_keeps_steps_and_data_and_has_factors_of_its_own(
+def test_an_added_lora_keeps_steps_and_data_and_starts_with_new_factors(
     begun, tmp_path, monkeypatch, taken
 ):
     wrapped = lambda params: {"params": params}
@@ -154,16 +158,16 @@ def test_a_lora_on_top_keeps_steps_and_data_and_has_factors_of_its_own(
         begun / runs.CHECKPOINTS, jax.eval_shape(toy.init, jax.random.key(0)), "ema"
     )
     task = lora.adapt(plain, wrapped(base), Lora(rank=2, targets="pixels"))
-    state, told = go_on(begun, tmp_path, task, adds_lora=True, steps=4)
+    state, printed = go_on(begun, tmp_path, task, adds_lora=True, steps=4)
     assert list(state.params["lora"]) == ["pixels"] and int(state.step) == 4
     assert int(state.opt_state[-1].updates) == 4 and int(state.opt_state[0].count) == 1
     assert state.opt_state[-1].learning_rate == np.float32(1e-3)  # The warm-up is over.
     assert json.loads(checkpoint.position(
         restore.absolute(tmp_path / "next" / runs.CHECKPOINTS / "4")))["samples"] == 32  # fmt: skip
-    assert told["starts anew"] == "the LoRA factors, their averages and the optimizer"
+    assert printed["starts anew"] == "the LoRA factors, their averages and the optimizer"
 
 
-def test_the_manifest_holds_the_lineage_and_the_metrics_are_one_curve(begun, tmp_path):
+def test_the_manifest_has_the_lineage_and_the_metrics_have_all_steps(begun, tmp_path):
     go_on(begun, tmp_path, steps=5)
     (tmp_path / "third").mkdir()
     run_log.begin_from(tmp_path / "third", str(tmp_path / "next"), 4, "f")
@@ -180,21 +184,21 @@ def test_the_manifest_holds_the_lineage_and_the_metrics_are_one_curve(begun, tmp
     assert [entry["first_step"] for entry in entries] == [0, 3]
 
 
-def test_steps_of_the_other_run_are_not_replayed_here(begun, tmp_path):
+def test_replaying_steps_of_the_original_run_is_an_error(begun, tmp_path):
     go_on(begun, tmp_path, steps=5)
     with pytest.raises(ValueError, match=r"--step=3: .* has the steps 4 to 5"):
         replay.replay(loop.RunInputs(TASK, None), START._replace(steps=5), OPTIMIZER,
                       sharding.make_mesh(1, 1, 1), tmp_path / "next", 3)  # fmt: skip
 
 
-def test_a_network_of_another_shape_is_refused_before_anything_is_written(begun, tmp_path):
+def test_a_network_of_another_shape_is_an_error_and_writes_nothing(begun, tmp_path):
     task = TASK._replace(init=lambda key: toy.init(key) | {"more": {"bias": jnp.zeros(3)}})
     with pytest.raises(ValueError, match="another architecture"):
         go_on(begun, tmp_path, task)
     assert list((tmp_path / "next").iterdir()) == []
 
 
-# --- Which run and which settings: configs alone, without training -------------------------------
+# --- Choosing the run and the settings, without training -----------------------------------------
 
 
 def config(**changes):
@@ -208,7 +212,7 @@ def config(**changes):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A run of the quick start's system with checkpoints of step 0 alone."""
+    """Return a run of the quick start's system with a checkpoint of step 0."""
     workdir = tmp_path_factory.mktemp("runs") / "a"
     written_runs.write(workdir, config(), read_settings, toy.init)
     return workdir
@@ -219,16 +223,18 @@ def find(workdir, named, **changes):
 
 
 @pytest.mark.parametrize("form", ["{}", "{}@0", "{}:0"])
-def test_the_step_is_optional_and_follows_an_at_sign_or_a_colon(stored, tmp_path, form):
+def test_the_step_of_continue_from_is_optional_and_follows_an_at_sign_or_a_colon(
+    stored, tmp_path, form
+):
     source = find(tmp_path / "b", form.format(stored))
     assert source and (source.name, source.changed) == (f"{stored}@0", {})
 
 
-def test_without_the_flag_nothing_is_continued(tmp_path):
+def test_without_continue_from_no_run_is_continued(tmp_path):
     assert find(tmp_path / "b", "") is None
 
 
-def test_what_may_change_is_listed_with_both_values(stored, tmp_path):
+def test_changed_settings_are_listed_with_both_values(stored, tmp_path):
     changes = {
         "batch_size": 7, "steps": 9, "optimizer__lr": 0.5, "optimizer__schedule": "wsd",
         "optimizer__warmup": 1, "optimizer__ema_decays": (0.5,), "optimizer__clip": 2.0,
@@ -245,23 +251,25 @@ def test_what_may_change_is_listed_with_both_values(stored, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("unet__cond_dim", 64, "unet.cond_dim: 32 stored, 64 requested"),
         ("diffusion__predicts", "eps", "diffusion.predicts: 'v' stored, 'eps' requested"),
         ("text__max_tokens", 9, "text.max_tokens: 8 stored, 9 requested"),
     ],
 )
-def test_what_cannot_change_is_one_line_with_both_values(stored, tmp_path, field, value, said):
+def test_changing_a_fixed_setting_is_an_error_of_one_line_with_both_values(
+    stored, tmp_path, field, value, message
+):
     before = config()[field.partition("__")[0]][field.rpartition("__")[2]]
-    said = re.sub(": .* stored", f": {before!r} stored", said)
-    with pytest.raises(ValueError) as refused:
+    message = re.sub(": .* stored", f": {before!r} stored", message)
+    with pytest.raises(ValueError) as error:
         find(tmp_path / "b", stored, **{field: value})
-    text = str(refused.value)
-    assert said in text and "\n" not in text and f"--config.unet.weights={stored}" in text
+    text = str(error.value)
+    assert message in text and "\n" not in text and f"--config.unet.weights={stored}" in text
 
 
-def test_an_end_that_is_reached_already_and_a_missing_step_are_refused(stored, tmp_path):
+def test_a_missing_run_or_step_and_a_reached_end_are_errors(stored, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 in .*choose from \[0\]"):
         find(tmp_path / "b", f"{stored}@7")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
@@ -273,12 +281,12 @@ def test_an_end_that_is_reached_already_and_a_missing_step_are_refused(stored, t
         find(tmp_path / "b", tmp_path / "late", steps=0)
 
 
-def test_a_run_of_its_own_is_not_replaced(stored, tmp_path):
+def test_continuing_into_the_workdir_of_an_unrelated_run_is_an_error(stored, tmp_path):
     with pytest.raises(ValueError, match="holds a run that continues no other run"):
         find(stored, stored)
 
 
-def test_a_start_that_was_killed_early_goes_on_from_the_checkpoint_it_had_chosen(stored, tmp_path):
+def test_after_an_early_kill_the_run_continues_from_the_chosen_checkpoint(stored, tmp_path):
     workdir = tmp_path / "b"
     workdir.mkdir()
     run_log.begin_from(workdir, str(stored), 0, "")
@@ -298,7 +306,7 @@ def complete(rank, weights=""):
     return values
 
 
-def test_an_added_lora_adapts_the_other_runs_weights(stored, tmp_path):
+def test_an_added_lora_adapts_the_weights_of_the_original_run(stored, tmp_path):
     values = complete(rank=2)
     source = continuing.find(tmp_path / "b", str(stored), values)
     assert source and source.adds_lora and source.changed["lora.rank"] == (0, 2)
@@ -308,6 +316,6 @@ def test_an_added_lora_adapts_the_other_runs_weights(stored, tmp_path):
     assert mine["unet"]["weights"] == "mine"
 
 
-def test_the_message_about_another_config_names_the_way_out(stored):
+def test_the_error_about_a_changed_config_suggests_continue_from(stored):
     with pytest.raises(ValueError, match=rf"--continue_from={stored}"):
         runs.claim(stored, config(batch_size=7).to_dict(), write=False)

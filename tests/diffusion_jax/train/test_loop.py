@@ -271,6 +271,31 @@ def test_images_per_second_excludes_drawing_and_saving(tmp_path, monkeypatch):
     assert [line["images_per_second"] for line in read(tmp_path)] == [16, 8, 8]
 
 
+def test_the_manifest_holds_the_seconds_beside_training(tmp_path, monkeypatch):
+    now = [0.0]
+
+    def slowly(seconds, function):
+        def call(*args, **kwargs):
+            now[0] += seconds
+            return function(*args, **kwargs)
+
+        return call
+
+    clock = types.SimpleNamespace(time=lambda: now[0])
+    monkeypatch.setattr(step_report, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
+    monkeypatch.setattr(loop, "first_state", slowly(3, loop.first_state))
+    monkeypatch.setattr(loop, "compiled", slowly(20, loop.compiled))
+    monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))
+    train(tmp_path, steps=6, save_every=4, sample_every=3)
+    (start,) = run_log.read_manifest(tmp_path)
+    # The first of the batches, each of which takes a second, is there before the first step.
+    expected = {"starting": 3 + 1, "compiling": 20, "saving": 2000, "drawing and scoring": 200}
+    assert start["seconds"] == {**expected, "checking": 0}
+
+
 def test_sample_sheets_show_the_averaged_weights_with_fixed_seeds(tmp_path):
     state = train(tmp_path, steps=3, sample_every=2)
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
@@ -318,9 +343,8 @@ def test_checkpoints_hold_the_train_state_without_frozen_weights(tmp_path):
     items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
     assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata", "checksums"}
     assert json.loads((folder / "5" / "metadata" / "metadata").read_text()) == {"a": [1, 2]}
-    np.testing.assert_array_equal(
-        TASK.frozen["projection"]["kernel"].shape, (32, 32)
-    )  # The frozen weights are still usable.
+    # The frozen weights are still usable.
+    np.testing.assert_array_equal(TASK.frozen["projection"]["kernel"].shape, (32, 32))
 
 
 def test_metrics_of_repeated_steps_replace_the_old_ones(tmp_path):
@@ -369,9 +393,8 @@ def test_running_out_of_memory_while_drawing_does_not_stop_training(tmp_path, ca
     assert [step for step, name in names if name == "out_of_memory/samples"] == [2, 4]
     assert [step for step, name in names if name == "evaluation/mean"] == [2, 4]
     assert not (tmp_path / "samples").exists()
-    train(
-        tmp_path, task, evaluation=loop.Scoring(16, score), **changes
-    )  # Drawing is not tried again.
+    # Drawing is not tried again.
+    train(tmp_path, task, evaluation=loop.Scoring(16, score), **changes)
     assert len([line for line in read(tmp_path) if "out_of_memory/samples" in line]) == 2
 
 

@@ -216,10 +216,8 @@ def test_a_rehearsal_skips_damaged_checkpoints_and_names_another_writer(tmp_path
     assert lines["workdir"] == f"{tmp_path}: continues from step 1, whose checkpoint is sound"
     assert "skipping the damaged checkpoint" in caplog.text
     assert lines["in use"].startswith(f"{tmp_path} is being written by process {process.pid} on ")
-    assert sorted(restore.steps(tmp_path / "checkpoints")) == [
-        1,
-        2,
-    ]  # A rehearsal moves no checkpoint.
+    # A rehearsal moves no checkpoint.
+    assert sorted(restore.steps(tmp_path / "checkpoints")) == [1, 2]
 
 
 def test_rehearsing_with_another_architecture_than_the_checkpoint_is_an_error(tmp_path):
@@ -238,7 +236,7 @@ def test_a_rehearsal_warns_about_too_little_memory_and_disk_space(tmp_path, monk
     assert "the disk may fill up: " in caplog.text
 
 
-def test_device_memory_overrides_the_memory_of_local_devices(tmp_path, caplog):
+def test_the_flag_device_memory_overrides_the_memory_of_local_devices(tmp_path, caplog):
     lines = report_of(tmp_path, device_memory=1e5, ignore_memory=True)
     assert " of 0.0 GB per device, estimated: " in lines["memory"]
     assert "a training step may not fit into a device's memory: " in caplog.text

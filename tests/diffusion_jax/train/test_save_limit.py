@@ -15,7 +15,7 @@ from tests.imagen_jax import commands
 
 
 def save_twice(folder, before_second):
-    """Save steps 1 and 2, with stderr in a file; call `before_second` between them."""
+    """Save steps 1 and 2, with stderr in a file, and call `before_second` between them."""
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     checkpointer = checkpoint.Checkpointer(folder / "run", keep_last=3)
     checkpointer.save(1, random_state(1), Position(b"1"))

@@ -1,4 +1,4 @@
-"""One training step: against numpy, accumulated, on eight devices, and if it is not finite."""
+"""A training step matches numpy, with accumulation, on eight devices, and if it is not finite."""
 
 import functools
 import re
@@ -67,9 +67,8 @@ def run_line(step, batches, params, frozen):
 def test_training_steps_match_clipped_adamw_in_numpy():
     params, frozen, batches = line_problem()
     history = run_line(line_step(), batches, params, frozen)
-    w = np.array(
-        [*params["w"], params["b"]], np.float64
-    )  # The bias is appended as the last weight.
+    # The bias is appended as the last weight.
+    w = np.array([*params["w"], params["b"]], np.float64)
     mu = nu = np.zeros(6)
     for step, (batch, (state, metrics)) in enumerate(zip(batches, history, strict=True)):
         x = np.concatenate([1.5 * np.asarray(batch["x"], np.float64), np.ones((8, 1))], axis=1)
@@ -226,9 +225,8 @@ def test_on_an_accelerator_micro_batches_in_a_loop_give_the_same_gradient(monkey
     state = init_state(params, make_tx(), DECAYS)
     assert " while(" in step.lower(state, frozen, batches[0], KEY).compile().as_text()
     rolled = run_line(step, batches, params, frozen)[-1]
-    close = functools.partial(
-        np.testing.assert_allclose, rtol=1e-5, atol=1e-6
-    )  # XLA fuses differently.
+    # XLA fuses differently.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, rolled, unrolled)
 
 

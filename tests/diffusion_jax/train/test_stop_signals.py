@@ -88,7 +88,7 @@ def test_a_second_ctrl_c_ends_training_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_after_the_first_step_a_signal_only_asks_for_a_stop(number):
+def test_after_the_first_step_a_signal_only_requests_a_stop(number):
     before = [signal.getsignal(number) for number in CODES]
     with stop_signals.stopping() as should_stop:
         assert not should_stop(1)
@@ -117,7 +117,7 @@ def interrupted():
     cli.run(main)
 
 
-def test_ctrl_c_in_a_command_is_one_line_and_exit_code_130(capfd, monkeypatch):
+def test_ctrl_c_in_a_command_prints_one_line_and_exits_with_code_130(capfd, monkeypatch):
     monkeypatch.setattr("sys.argv", ["command"])
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:

@@ -1,11 +1,11 @@
-"""The page in a shared environment: hosts, origins, headers of errors, control characters."""
+"""Access to the page: hosts, origins, security headers and control characters."""
 
 import json
 
 import pytest
 
 from diffusion_jax.web import access, server
-from tests.diffusion_jax.web.test_server import HOSTS, JSON, Slow, ask, asked, post
+from tests.diffusion_jax.web.test_server import HOSTS, JSON, Slow, a_picture, ask, post
 
 
 @pytest.fixture
@@ -18,14 +18,14 @@ def app():
     ["127.0.0.1:80@evil", "[::1]evil.com", "127.0.0.1]", "[127.0.0.1", "127.0.0.1:8765:1", "",
      "127.0.0.1 evil", "127.0.0.1/evil", "evil", "127.0.0.1:x"],
 )  # fmt: skip
-def test_malformed_and_foreign_hosts_are_refused(app, host):
-    status, headers, said = ask(app, "/", host=host)
-    assert status == 421 and repr(host) in json.loads(said)["error"]
+def test_malformed_and_unknown_hosts_are_errors(app, host):
+    status, headers, content = ask(app, "/", host=host)
+    assert status == 421 and repr(host) in json.loads(content)["error"]
     assert headers["x-content-type-options"] == "nosniff"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8765", "127.0.0.1:"])
-def test_the_pages_own_host_is_answered(app, host):
+def test_requests_with_the_pages_own_host_are_allowed(app, host):
     assert ask(app, "/", host=host)[0] == 200
 
 
@@ -34,8 +34,8 @@ def test_the_pages_own_host_is_answered(app, host):
     [("http://127.0.0.1:8765", 200), ("http://127.0.0.1:9", 403), ("null", 403), ("", 403),
      ("https://evil.example", 403)],
 )  # fmt: skip
-def test_json_from_another_site_is_refused(app, origin, status):
-    assert post(app, [asked()], headers=(JSON, ("origin", origin)))[0] == status
+def test_requests_from_another_origin_are_errors(app, origin, status):
+    assert post(app, [a_picture()], headers=(JSON, ("origin", origin)))[0] == status
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,6 @@ def test_every_response_has_the_security_headers(app, path, status):
 
 
 def test_control_characters_of_a_prompt_are_escaped_in_the_command(app):
-    _, said = post(app, [asked(prompt="a'\x1b[31m\\ \n\u202e")])
-    command = said["pictures"][0]["command"]
+    _, content = post(app, [a_picture(prompt="a'\x1b[31m\\ \n\u202e")])
+    command = content["pictures"][0]["command"]
     assert r"$'--prompt=a\'\x1b[31m\\ \x0a\U0000202e'" in command and command.isprintable()

@@ -1,4 +1,4 @@
-"""The page as one file: its numbers, and how a real browser shows it without a server."""
+"""The page as one file, which a real browser shows without a server."""
 
 import io
 import json
@@ -26,13 +26,13 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """show(html): the page, opened as a file; nothing else may be asked for."""
-    asked, errors = [], []
+    """Return show(html), which opens a page as a file, and checks that it requests nothing else."""
+    urls, errors = [], []
     opened = browser.new_page(viewport={"width": 1200, "height": 900})
     opened.set_default_timeout(pages.PATIENCE)
-    opened.on("request", lambda request: asked.append(request.url))
+    opened.on("request", lambda request: urls.append(request.url))
     opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("console", lambda said: errors.append(said.text))
+    opened.on("console", lambda message: errors.append(message.text))
 
     def show(html, view="sweeps"):
         page = tmp_path / f"page_{len(list(tmp_path.glob('page_*')))}.html"
@@ -44,12 +44,12 @@ def show(browser, tmp_path):
     yield show
     opened.close()
     assert errors == []
-    known = ("data:", f"{tmp_path.as_uri()}/page_")
-    assert [url for url in asked if not url.startswith(known)] == []
+    own_urls = ("data:", f"{tmp_path.as_uri()}/page_")
+    assert [url for url in urls if not url.startswith(own_urls)] == []
 
 
-def kept(html):
-    """What a page keeps, by the addresses at which the live page asks for it."""
+def embedded(html):
+    """Return {path: JSON} that the page contains, instead of the responses of a server."""
     (text,) = re.findall('<script type="application/json" id="kept">(.*)</script>', html)
     return json.loads(text)
 
@@ -58,7 +58,7 @@ def captions(page):
     return page.locator(".figures figcaption").all_inner_texts()
 
 
-def test_a_browser_shows_the_trade_off_its_points_and_their_pictures(run, show):
+def test_a_browser_shows_the_plots_of_a_sweep_its_points_and_their_pictures(run, show):
     page = show(frozen.page([run]))
     assert (page.title(), page.locator("#tab-draw, form").count()) == ("a_run", 0)
     assert captions(page)[:3] == ["FID over CLIP score", "FID", "CLIP score"]
@@ -79,7 +79,7 @@ def test_a_browser_shows_the_trade_off_its_points_and_their_pictures(run, show):
     page.get_by_role("button", name="2", exact=True).click()
     assert page.locator("#point h2").inner_text() == "a_run, step 2, ema, guidance 2"
     assert "12 (11 to 13)" in page.locator("#point").inner_text()
-    assert page.locator("#point button").count() == 0  # Nothing is drawn here.
+    assert page.locator("#point button").count() == 0  # There is no server to sample.
     for n, colour in enumerate(((0, 200, 0), (200, 0, 200))):
         shot = page.locator("#point img").nth(n).screenshot()
         middle = np.asarray(Image.open(io.BytesIO(shot)).convert("RGB"))[20:-20, 20:-20]
@@ -88,7 +88,7 @@ def test_a_browser_shows_the_trade_off_its_points_and_their_pictures(run, show):
     assert "a <stand-in>" in page.locator("#point").inner_text()
 
 
-def test_a_browser_shows_the_training(run, show):
+def test_a_browser_shows_the_training_curves(run, show):
     page = show(frozen.page([run]), "training")
     assert captions(page) == ["Loss", "Images per second"]
     assert page.locator("#curves .note").all_inner_texts() == ["Median: 1", "Median: 100"]
@@ -100,7 +100,7 @@ def test_a_browser_shows_the_training(run, show):
     assert page.locator("#point h2").inner_text().endswith("guidance 1")
 
 
-def test_lines_are_called_by_what_tells_them_apart_before_the_reference_band(tmp_path, show):
+def test_legends_name_the_differing_settings_and_the_reference_band(tmp_path, show):
     run = written_sweeps.write_run(tmp_path / "run", (2, 7))
     page = show(frozen.page([run], [rcp.read_band()]))
     legends = [
@@ -108,13 +108,13 @@ def test_lines_are_called_by_what_tells_them_apart_before_the_reference_band(tmp
         for figure in page.locator(".figures figure").all()
     ]
     assert legends == [["step 2", "step 7", "MLPerf reference runs"], *[["step 2", "step 7"]] * 2]
-    assert page.locator("svg .band").count() == 2  # And its mark in the legend.
+    assert page.locator("svg .band").count() == 2  # One in the plot, one in the legend.
     page.select_option("#sweep-y", "CLIP score")
     assert captions(page)[:1] == ["CLIP score"] and page.locator("#sweep-plots figure").count() == 1
 
 
-def test_rows_of_a_sweep_of_settings_are_told_apart(tmp_path, show):
-    """Checkpoint, average and each axis are columns, and each point keeps its pictures."""
+def test_a_sweep_over_settings_has_a_column_for_each_axis(tmp_path, show):
+    """Checkpoint, average and each axis are columns, and each point has its own pictures."""
     folder = tmp_path / "evaluation" / "both"
     folder.mkdir(parents=True)
     rows = [
@@ -141,7 +141,7 @@ def test_rows_of_a_sweep_of_settings_are_told_apart(tmp_path, show):
     ]
 
 
-def test_prompts_seen_and_never_shown_share_figures(tmp_path, show):
+def test_scores_of_seen_and_held_out_prompts_share_plots(tmp_path, show):
     runs = [written_sweeps.write_digits(tmp_path / name) for name in "ab"]
     page = show(frozen.page(runs[:1]))
     assert captions(page)[:3] == [f"{DISTANCE} over {SHARE}", DISTANCE, SHARE]
@@ -154,7 +154,7 @@ def test_prompts_seen_and_never_shown_share_figures(tmp_path, show):
     ]
 
 
-def test_the_page_says_which_scores_cannot_be_compared(tmp_path, show):
+def test_the_page_lists_scores_that_cannot_be_compared(tmp_path, show):
     one, other, alike = (
         written_sweeps.write_digits(tmp_path / name, **card)
         for name, card in (("a", {}), ("b", {"n": 50}), ("c", {"seed": 3}))
@@ -163,35 +163,60 @@ def test_the_page_says_which_scores_cannot_be_compared(tmp_path, show):
     assert page.locator("#unlike").inner_text() == "Not comparable. digits: n differs (40, 50)"
     page.select_option("#sweep", "a: step_2")
     assert page.locator("#unlike").inner_text() == ""
-    assert kept(frozen.page([one, alike]))["/api/sweeps"]["unlike"] == []
+    assert embedded(frozen.page([one, alike]))["/api/sweeps"]["unlike"] == []
 
 
-def test_training_curves_are_means_of_neighbours(tmp_path):
+def test_a_browser_shows_where_the_time_went_and_what_a_run_continues(tmp_path, show):
+    entries = [
+        {"start": "2026-01-01T00:00:00+00:00", "first_step": 0, "config": {"batch_size": 8},
+         "seconds": {"compiling": 20.0, "saving": 10.0}},
+        {"start": "2026-01-01T01:01:30+00:00", "first_step": 10, "config": {"batch_size": 8},
+         "seconds": {"compiling": 20.0, "repeated": 30.0}},
+    ]  # fmt: skip
+    lineage = {"run": "runs/a", "step": 10, "fingerprint": ""}
+    manifest = json.dumps({"continued_from": lineage, "runs": entries})
+    (tmp_path / run_log.MANIFEST).write_text(manifest)
+    lines = [run_log.metrics_line(step, {"loss": 1.0, "images_per_second": 2.0})
+             for step in (5, 10, 15)]  # fmt: skip
+    (tmp_path / run_log.METRICS).write_text("".join(lines))
+    page = show(frozen.page([tmp_path]), "training")
+    assert "continues runs/a@10" in page.locator("#runs").inner_text()
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#times tr").all()]
+    assert rows == [
+        ["start (UTC)", "after step", "goodput", "steps", "compiling", "saving", "repeated",
+         "not running"],
+        ["2026-01-01 00:00", "0 to 10", "57.1 %", "40.0 s", "20.0 s", "10.0 s", "", ""],
+        ["2026-01-01 01:01", "10 to 15", "28.6 %", "20.0 s", "20.0 s", "", "30.0 s", "0:59:50"],
+        ["total", "", "42.9 %", "0:01:00", "40.0 s", "10.0 s", "30.0 s", "0:59:50"],
+    ]  # fmt: skip
+
+
+def test_long_training_curves_are_averaged_over_neighbouring_steps(tmp_path):
     lines = [run_log.metrics_line(s, {"loss": float(s % 2)}) for s in range(1, 601)]
     (tmp_path / run_log.METRICS).write_text("".join(lines) + run_log.metrics_line(601, {}))
-    (run,) = kept(frozen.page([tmp_path]))["/api/training"]["runs"]
+    (run,) = embedded(frozen.page([tmp_path]))["/api/training"]["runs"]
     steps, losses = zip(*run["curves"]["loss"], strict=True)
     assert len(steps) == 300 and set(losses) == {0.5} and steps[0] == 1.5
 
 
-def test_of_many_pictures_some_are_kept_from_the_first_to_the_last(tmp_path):
+def test_of_many_sample_sheets_a_subset_from_first_to_last_is_included(tmp_path):
     (tmp_path / run_log.METRICS).write_text(run_log.metrics_line(40, {"loss": 1.0}))
     for step in range(1, 41):
         path = tmp_path / "samples" / f"step_{step:08}.png"
         path.parent.mkdir(exist_ok=True)
         sheets.write_png(path, np.full((1, 1, 3), step, np.uint8))
-    (run,) = kept(frozen.page([tmp_path]))["/api/training"]["runs"]
+    (run,) = embedded(frozen.page([tmp_path]))["/api/training"]["runs"]
     assert [step for step, _ in run["samples"]] == [*range(1, 41, 4), 40]
     live = results.training({"a": [str(tmp_path)]}, str)["runs"][0]["samples"]
     assert [step for step, _ in live] == list(range(1, 41))
 
 
-def test_the_file_names_nothing_elsewhere(run):
+def test_the_file_has_no_links_and_escapes_html(run):
     text = frozen.page([run])
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "import " not in text
     assert r"a \u003cstand-in>" in text and "<stand-in>" not in text
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_not_a_run_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds neither metrics\.jsonl nor evaluation"):
         frozen.page([tmp_path])

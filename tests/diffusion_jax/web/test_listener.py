@@ -1,6 +1,7 @@
-"""The page's socket: exit codes of bad addresses, and connections that never send a request."""
+"""The page's socket: errors of addresses, and connections that never send a request."""
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -10,22 +11,34 @@ import uvicorn
 
 from diffusion_jax import exits
 from diffusion_jax.web import access, listener
+from tests import processes
+from tests.imagen_jax import commands
 
 
 async def hello(scope, receive, send):
-    """The smallest application."""
+    """The smallest application. /stream never ends, and /read waits for the body."""
     if scope["type"] == "http":
+        if scope["path"] == "/read":
+            while (await receive()).get("more_body"):
+                pass
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"hello"})
 
 
 @pytest.fixture
 def address(monkeypatch):
-    """The address of a running server that allows 20 connections and a second for a head."""
+    """Start a server that allows 20 connections and one second for the head of a request."""
     monkeypatch.setattr(listener, "_HEADER_SECONDS", 1.0)
     monkeypatch.setattr(listener, "_CONNECTIONS", 20)
     listening = listener.bind("127.0.0.1", 0)
-    config = uvicorn.Config(hello, http=listener.Bounded, ws="none", lifespan="off")
+    application = access.with_headers(hello)
+    config = uvicorn.Config(application, http=listener.Bounded, ws="none", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -35,13 +48,13 @@ def address(monkeypatch):
 
 
 def get(address):
-    """The response to a request."""
+    """Send a request and return the response."""
     with socket.create_connection(address, 30) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         return b"".join(iter(lambda: client.recv(4096), b"")).decode()
 
 
-def test_half_open_requests_do_not_make_the_page_unreachable(address):
+def test_unfinished_requests_do_not_make_the_page_unreachable(address):
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             client = stack.enter_context(socket.create_connection(address, 30))
@@ -62,12 +75,12 @@ def test_a_connection_without_a_request_is_closed(address):
 def test_a_malformed_request_gets_the_security_headers(address):
     with socket.create_connection(address, 30) as client:
         client.sendall(b"\x00\x01\r\n\r\n")
-        said = b"".join(iter(lambda: client.recv(4096), b"")).decode()
-    assert said.startswith("HTTP/1.1 400 ")
-    assert all(f"\r\n{name}: {value}\r\n" in said for name, value in access.SAFE.items())
+        response = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert response.startswith("HTTP/1.1 400 ")
+    assert all(f"\r\n{name}: {value}\r\n" in response for name, value in access.SAFE.items())
 
 
-def test_a_port_in_use_is_busy():
+def test_a_port_in_use_is_an_error_that_suggests_another():
     with listener.bind("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
         with pytest.raises(exits.Busy, match=rf"--port={port} on 127.0.0.1 is in use: choose"):
@@ -75,6 +88,69 @@ def test_a_port_in_use_is_busy():
 
 
 @pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1", "a" * 300, ""])
-def test_a_host_that_is_none_of_this_machine_is_named(host):
+def test_an_unknown_host_is_an_error_that_names_it(host):
     with pytest.raises(ValueError, match=f"--host={host} --port=0: "):
         listener.bind(host, 0)
+
+
+def stalled(address, count, stack):
+    """Open connections whose requests announce a body that never comes."""
+    for _ in range(count):
+        client = stack.enter_context(socket.create_connection(address, 30))
+        with contextlib.suppress(OSError):  # The oldest ones have been closed.
+            client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n[")
+
+
+def test_stalled_bodies_do_not_make_the_page_unreachable(address):
+    with contextlib.ExitStack() as stack:
+        stalled(address, 100, stack)
+        assert "\r\nhello\r\n" in get(address)
+
+
+def test_a_connection_whose_body_does_not_come_is_closed(address, monkeypatch):
+    monkeypatch.setattr(listener, "_BODY_SECONDS", 0.5)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(socket.create_connection(address, 30))
+        client.sendall(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n[")
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+
+
+def test_open_streams_do_not_make_the_page_unreachable(address):
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            client = stack.enter_context(socket.create_connection(address, 30))
+            with contextlib.suppress(OSError):
+                client.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+                client.recv(1)
+        assert "\r\nhello\r\n" in get(address)
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(address):
+    head, another = b"POST / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    both = b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n"
+    with socket.create_connection(address, 30) as client:
+        client.sendall(head + both + another)
+        said = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    assert said.startswith("HTTP/1.1 400 ") and "hello" not in said
+
+
+def serve(port):
+    listener.serve(hello, listener.bind("127.0.0.1", port), "opened")
+
+
+def test_sigterm_ends_a_server_with_an_open_stream():
+    port = processes.free_port()
+    process = commands.fork(serve, port)
+    deadline = time.monotonic() + 120
+    while True:
+        assert time.monotonic() < deadline and process.is_alive()
+        with contextlib.suppress(OSError):
+            client = socket.create_connection(("127.0.0.1", port), 30)
+            break
+    with client:
+        client.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(1)
+        process.terminate()
+        process.join(60)
+    assert process.exitcode == -signal.SIGTERM

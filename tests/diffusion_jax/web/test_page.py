@@ -1,4 +1,4 @@
-"""The drawing view in a real Chromium, with a model that draws at once: hints, edits, waiting."""
+"""The drawing view in a real Chromium, with a model that returns images immediately."""
 
 import contextlib
 import io
@@ -31,8 +31,8 @@ expect = playwright.expect
 PROMPTS = ["a cat, noto style", "a fox, noto style"]
 
 
-class Quick(loaded.Loaded):
-    """Draws pixels that are the seed, or the picture that it draws over."""
+class Quick(loaded.Model):
+    """A model whose pixels equal the seed, or the input picture."""
 
     def __init__(self, *workdirs):
         s = types.SimpleNamespace(
@@ -66,7 +66,7 @@ class Quick(loaded.Loaded):
 
 @contextlib.contextmanager
 def serving(site):
-    """The address of a site, which is served as long as this is open."""
+    """Serve a site while the context is open, and yield its address."""
     app = server.app(site, ("127.0.0.1",))
     listener = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=listener.run, daemon=True)
@@ -102,7 +102,7 @@ def page(browser, quick):
         yield opened
 
 
-def test_the_page_starts_with_the_models_prompts_and_lists_what_it_can_draw(page):
+def test_the_page_starts_with_the_prompts_of_the_model_and_its_readme(page):
     expect(page.locator("#prompts")).to_have_value(PROMPTS[0])
     own = ["a cat, noto style", "a fox, noto style", "a panda, noto style"]
     assert page.locator("#chips button").all_inner_texts() == own
@@ -116,7 +116,7 @@ def test_the_page_starts_with_the_models_prompts_and_lists_what_it_can_draw(page
     assert page.input_value("#prompts") in own
 
 
-def test_unknown_words_are_marked_while_typing_and_replaced_by_a_click(page):
+def test_unknown_words_are_marked_while_typing_and_a_click_replaces_them(page):
     page.fill("#prompts", "a foox, noto style\na kitty")
     expect(page.locator("#unknown mark")).to_have_text(["foox", "kitty"])
     expect(page.locator("#unknown span").first).to_contain_text("I do not know foox; similar: fox")
@@ -125,7 +125,7 @@ def test_unknown_words_are_marked_while_typing_and_replaced_by_a_click(page):
     expect(page.locator("#unknown mark")).to_have_text(["kitty"])
 
 
-def test_a_slider_sets_its_number_and_each_sampler_has_a_line(page):
+def test_a_slider_sets_its_number_and_samplers_have_descriptions(page):
     slider = page.get_by_label("steps slider")
     assert slider.input_value() == page.locator("#field-steps").input_value()
     slider.fill("7")
@@ -145,7 +145,8 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
                                       "buffer": photo.getvalue()})  # fmt: skip
     canvas = page.locator("#canvas")
     expect(canvas).to_be_visible()
-    assert page.evaluate("[canvas.width, canvas.height]") == [40, 40]  # A square out of the middle.
+    # A square cut from the middle.
+    assert page.evaluate("[canvas.width, canvas.height]") == [40, 40]
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -170,7 +171,7 @@ def test_a_picture_and_a_painted_mask_reach_the_model(page, quick):
     assert (np.asarray(Image.open(io.BytesIO(png))) == 0).all()
 
 
-def test_an_empty_prompt_draws_and_all_pictures_are_one_download(page, quick):
+def test_an_empty_prompt_works_and_all_pictures_are_one_download(page, quick):
     pages.draw(page, "", count=2)
     pages.drawn(page)
     assert quick.drawn[-1][0] == ["", ""]
@@ -184,7 +185,7 @@ def test_an_empty_prompt_draws_and_all_pictures_are_one_download(page, quick):
         assert "--prompt= --seed=1" in archive.read("commands.txt").decode().replace("''", "")
 
 
-def test_earlier_drawings_survive_reloading_and_draw_again(page, quick):
+def test_earlier_pictures_are_listed_after_reloading_and_can_be_sampled_again(page, quick):
     for prompt, first in (("a cat, noto style", "5"), ("a fox, noto style", "9")):
         page.fill("#seed", first)
         pages.draw(page, prompt, count=1)
@@ -219,7 +220,7 @@ def test_each_stage_of_a_cascade_has_its_own_guidance(browser, tmp_path):
         expect(page.get_by_label("steps of sr slider")).to_have_value("9")
 
 
-def test_a_cascade_enlarges_a_picture(browser, tmp_path):
+def test_the_second_stage_of_a_cascade_can_enlarge_a_picture(browser, tmp_path):
     folders = [write_run(tmp_path / name) for name in ("base", "sr")]
     both = Quick(*folders)
     photo = io.BytesIO()
@@ -243,14 +244,15 @@ def test_a_cascade_enlarges_a_picture(browser, tmp_path):
         command = page.locator("dialog pre").inner_text()
         assert f"--workdir={folders[1]}" in command and str(folders[0]) not in command
         assert "--guidance=4.0 --low_res=image.png" in command
-        expect(page.locator("dialog img")).to_have_count(1)  # The picture of the second stage.
+        # The picture of the second stage is shown.
+        expect(page.locator("dialog img")).to_have_count(1)
         page.reload()
         expect(page.locator("#use")).to_have_value("enlarge")
         pages.drawn(page)
         assert both.drawn[-1][-1]["low_res"].size == (16, 16)
 
 
-def test_a_run_is_hidden_from_the_comparison_of_configs(browser, tmp_path):
+def test_runs_can_be_hidden_in_the_comparison_of_configs(browser, tmp_path):
     long = tuple(f"a prompt of the number {n}" for n in range(9))
     folders = {
         "one": write_run(tmp_path / "one", steps=7, prompts=long),
@@ -276,7 +278,9 @@ def test_a_run_is_hidden_from_the_comparison_of_configs(browser, tmp_path):
         expect(page.locator("#differing")).to_be_empty()
 
 
-def test_a_run_without_a_checkpoint_shows_training_and_draws_later(browser, quick, tmp_path):
+def test_a_run_without_checkpoint_shows_its_training_and_can_be_sampled_later(
+    browser, quick, tmp_path
+):
     new = write_run(tmp_path / "new", save_every=500)
     site = server.Site("imagen_jax", {}, {"new": [str(new)]}, lambda name: quick)
     with serving(site) as address:

@@ -1,4 +1,4 @@
-"""Links, FIFOs and devices inside a run are not read, by the page or by a report."""
+"""The page and reports do not read links, FIFOs or devices inside a run."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ def run(tmp_path):
 
 
 def shown(run):
-    """The paths of all pictures that the page may request."""
+    """Return the paths of all pictures that the page may request."""
     paths = []
     show = lambda path: paths.append(path) or "url"
     results.training({"run": [str(run)]}, show)
@@ -26,7 +26,7 @@ def shown(run):
     return paths
 
 
-def test_links_are_not_followed(run, tmp_path):
+def test_linked_pictures_in_a_run_are_not_shown(run, tmp_path):
     before = shown(run)
     assert before and all(path.is_relative_to(run) for path in before)
     secret = tmp_path / "secret.png"
@@ -38,7 +38,7 @@ def test_links_are_not_followed(run, tmp_path):
     assert untrusted.read_plain(before[0]) is None
 
 
-def test_a_linked_folder_is_not_followed_but_a_linked_run_is(run, tmp_path):
+def test_linked_folders_in_a_run_are_ignored_but_a_run_may_be_a_link(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     assert len(shown(tmp_path / "link")) == len(shown(run)) > 0
     shutil.move(run / "evaluation", tmp_path / "elsewhere")
@@ -57,7 +57,7 @@ def test_fifos_and_devices_do_not_block(run):
     assert untrusted.read_plain(pathlib.Path("/dev/zero")) is None
 
 
-def test_a_pipe_is_refused_before_it_is_opened(tmp_path):
+def test_reading_a_pipe_is_an_error_before_it_is_opened(tmp_path):
     os.mkfifo(tmp_path / "prompts.txt")
     for read in (untrusted.read_text, prompts.read):
         with pytest.raises(ValueError, match=r"prompts.txt is a pipe: save its content"):

@@ -1,4 +1,4 @@
-"""The page's server without a browser: its queue, what it refuses, and that it opens no paths."""
+"""The page's server without a browser: its queue, errors, access, and results of runs."""
 
 import asyncio
 import base64
@@ -29,8 +29,8 @@ HOSTS = ("127.0.0.1",)
 JSON = ("content-type", "application/json")
 
 
-class Slow(loaded.Loaded):
-    """Draws pixels that are the seed, in steps that a test lets go on."""
+class Slow(loaded.Model):
+    """A model whose pixels equal the seed. A test releases each of its steps."""
 
     enlarger = None
 
@@ -57,13 +57,13 @@ class Slow(loaded.Loaded):
 def wait_for(condition):
     deadline = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition was never true"
         time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
-    """No job ends because a busy machine takes long to watch it."""
+    """Prevent jobs from being cancelled while a busy machine does not watch them."""
     monkeypatch.setattr(jobs, "_UNWATCHED", 1e6)
 
 
@@ -78,13 +78,13 @@ def site(slow):
 
 
 def ask(app, path, body=None, headers=(), host="127.0.0.1:8765", cookie=""):
-    """(status, headers, content) of a request, as a server hands it to the application."""
+    """Send a request to the application, and return (status, headers, content)."""
     path, _, query = path.partition("?")
-    given = [("host", host), *([("cookie", cookie)] if cookie else []), *headers]
+    all_headers = [("host", host), *([("cookie", cookie)] if cookie else []), *headers]
     scope = {
         "type": "http", "method": "GET" if body is None else "POST", "path": path, "raw_path": b"",
         "query_string": query.encode(), "root_path": "", "scheme": "http", "http_version": "1.1",
-        "headers": [(k.encode(), v.encode()) for k, v in given], "server": ("x", 1),
+        "headers": [(k.encode(), v.encode()) for k, v in all_headers], "server": ("x", 1),
         "client": ("x", 2), "asgi": {"spec_version": "2.4"},
     }  # fmt: skip
     sent = []
@@ -100,7 +100,7 @@ def ask(app, path, body=None, headers=(), host="127.0.0.1:8765", cookie=""):
     return sent[0]["status"], {k.decode(): v.decode() for k, v in sent[0]["headers"]}, content
 
 
-def asked(**changes):
+def a_picture(**changes):
     return {"model": "slow", "prompt": "a <b>", "seed": 3, "choices": {"steps": "4"}, **changes}
 
 
@@ -109,32 +109,32 @@ def post(app, pictures, path="/api/draw", headers=(JSON,)):
     return status, json.loads(content)
 
 
-def test_a_picture_is_drawn_looked_at_and_kept(site, slow):
+def test_a_picture_is_sampled_with_previews_and_stored(site, slow):
     app = server.app(site, HOSTS)
-    status, said = post(app, [asked(), asked(seed=5)])
+    status, content = post(app, [a_picture(), a_picture(seed=5)])
     assert status == 200
-    job = site.queue.jobs[said["job"]]
-    assert ask(app, said["pictures"][0]["url"])[0] == 404
+    job = site.queue.jobs[content["job"]]
+    assert ask(app, content["pictures"][0]["url"])[0] == 404
     slow.go.release()
     wait_for(lambda: job.level == 2.0)
     assert set(job.looks) == {0, 1}
     slow.go.release()
     wait_for(lambda: job.state == "done")
-    status, headers, png = ask(app, said["pictures"][1]["url"])
+    status, headers, png = ask(app, content["pictures"][1]["url"])
     assert (status, headers["content-type"], png[:4]) == (200, "image/png", b"\x89PNG")
     assert slow.drawn == [(["a <b>"] * 2, [3, 5], {"steps": 4})]
-    assert said["pictures"][0]["command"] == (
+    assert content["pictures"][0]["command"] == (
         "python -m imagen_jax.sample '--workdir=runs/no run' '--prompt=a <b>' --seed=3 --steps=4 "
         "--out=pictures"
     )
-    _, again = post(app, [asked(seed=5)])  # Nothing is left to draw of it.
+    _, again = post(app, [a_picture(seed=5)])  # It is already stored.
     wait_for(lambda: site.queue.jobs[again["job"]].state == "done")
     assert len(slow.drawn) == 1
 
 
 def test_jobs_wait_for_each_other_and_can_be_cancelled(site, slow):
     app = server.app(site, HOSTS)
-    names = [post(app, [asked(seed=seed)])[1]["job"] for seed in (1, 2, 3)]
+    names = [post(app, [a_picture(seed=seed)])[1]["job"] for seed in (1, 2, 3)]
     first, second, third = (site.queue.jobs[name] for name in names)
     wait_for(lambda: first.state == "drawing")
     assert [site.queue.ahead(job) for job in (second, third)] == [1, 2]
@@ -149,20 +149,20 @@ def test_jobs_wait_for_each_other_and_can_be_cancelled(site, slow):
     assert (report["state"], report["drawn"], report["looks"]) == ("cancelled", [], {})
 
 
-def test_the_queue_is_bounded(site, slow):
+def test_the_number_of_waiting_jobs_is_limited(site, slow):
     app = server.app(site, HOSTS)
-    many = [post(app, [asked(seed=n)])[0] for n in range(jobs.WAITING + 2)]
+    many = [post(app, [a_picture(seed=n)])[0] for n in range(jobs.WAITING + 2)]
     assert many[-1] == 429 and many[: jobs.WAITING] == [200] * jobs.WAITING
     for job in list(site.queue.jobs.values())[1:]:
         site.queue.cancel(job)
-    assert post(app, [asked(seed=99)])[0] == 200  # What is cancelled takes no place.
+    assert post(app, [a_picture(seed=99)])[0] == 200  # Cancelled jobs do not count.
     for job in site.queue.jobs.values():
         site.queue.cancel(job)
     slow.go.release(2)
 
 
-def test_a_job_that_nobody_watches_ends(site, slow):
-    first, second, third = (site.queue.add([site.picture(asked(seed=n))]) for n in (1, 2, 3))
+def test_a_job_that_no_page_watches_is_cancelled(site, slow):
+    first, second, third = (site.queue.add([site.picture(a_picture(seed=n))]) for n in (1, 2, 3))
     wait_for(lambda: first.state == "drawing")
     with second.watched():
         for job in (first, second, third):
@@ -175,8 +175,8 @@ def test_a_job_that_nobody_watches_ends(site, slow):
     assert second.watchers == 0
 
 
-def test_the_pictures_that_were_asked_for_last_are_kept(site, monkeypatch):
-    pictures = [site.picture(asked(seed=n)) for n in range(3)]
+def test_the_most_recently_requested_pictures_are_stored(site, monkeypatch):
+    pictures = [site.picture(a_picture(seed=n)) for n in range(3)]
     monkeypatch.setattr(jobs, "_MAX_BYTES", 20)
     for picture in pictures[:2]:
         site.queue._keep(picture, (b"12345", b"12345"))
@@ -185,7 +185,7 @@ def test_the_pictures_that_were_asked_for_last_are_kept(site, monkeypatch):
     assert [site.queue.files(p) is not None for p in pictures] == [True, False, True]
 
 
-def test_the_command_has_what_the_page_was_started_with(slow):
+def test_the_command_of_a_picture_has_the_flags_of_the_page(slow):
     slow.values = (
         {"ema": "raw", "guide": "runs/bad one", "lora_scale": 0.5, "steps": 9, "eta": 0.25},
     )
@@ -193,7 +193,7 @@ def test_the_command_has_what_the_page_was_started_with(slow):
         types.SimpleNamespace(**{**vars(slow.stages[0]), "step": n}) for n in (7, 5)
     )
     site = server.Site("imagen_jax", {"slow": slow}, {"slow": ["a", "b"]})
-    words = shlex.split(site.command(site.picture(asked())))
+    words = shlex.split(site.command(site.picture(a_picture())))
     assert words[3:] == [
         "--workdir=a", "--workdir=b", "--prompt=a <b>", "--seed=3", "--ema=raw",
         "--guide=runs/bad one", "--lora_scale=0.5", "--steps=4", "--eta=0.25", "--checkpoint=7,5",
@@ -204,32 +204,38 @@ def test_the_command_has_what_the_page_was_started_with(slow):
 @pytest.mark.parametrize(
     ("picture", "message"),
     [
-        (asked(model="other"), "there is no model 'other': choose from slow"),
-        (asked(prompt=" "), "enter a prompt, because this model was never trained without one"),
-        (asked(prompt="a" * 2001), "the prompt must be a string of at most 2,000 characters"),
-        (asked(seed=2**64), "the seed is 18446744073709551616"),
-        (asked(seed=-1), "the seed is -1"),
-        (asked(seed="1.5"), "the seed is '1.5'"),
-        (asked(choices={"steps": 1001}), "steps is 1001: it must be at most 1,000 on this page"),
-        (asked(choices={"steps": "many"}), "sampler.steps is 'many': it must be a whole number"),
-        (asked(choices={"guide": "/etc/passwd"}), "there is no option 'guide'"),
-        (asked(choices={"text_weights": "/etc"}), "there is no option 'text_weights'"),
+        (a_picture(model="other"), "there is no model 'other': choose from slow"),
+        (a_picture(prompt=" "), "enter a prompt, because this model was never trained without one"),
+        (a_picture(prompt="a" * 2001), "the prompt must be a string of at most 2,000 characters"),
+        (a_picture(seed=2**64), "the seed is 18446744073709551616"),
+        (a_picture(seed=-1), "the seed is -1"),
+        (a_picture(seed="1.5"), "the seed is '1.5'"),
         (
-            asked(choices={"checkpoint": float("inf")}),
+            a_picture(choices={"steps": 1001}),
+            "steps is 1001: it must be at most 1,000 on this page",
+        ),
+        (
+            a_picture(choices={"steps": "many"}),
+            "sampler.steps is 'many': it must be a whole number",
+        ),
+        (a_picture(choices={"guide": "/etc/passwd"}), "there is no option 'guide'"),
+        (a_picture(choices={"text_weights": "/etc"}), "there is no option 'text_weights'"),
+        (
+            a_picture(choices={"checkpoint": float("inf")}),
             "checkpoint is inf: it must be",
         ),
         ("a", "a picture must be a JSON object"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_a_line(site, picture, message):
-    status, said = post(server.app(site, HOSTS), [picture])
-    assert status == 400 and message in said["error"]
+def test_invalid_requests_for_pictures_are_errors_of_one_line(site, picture, message):
+    status, content = post(server.app(site, HOSTS), [picture])
+    assert status == 400 and message in content["error"]
 
 
-def test_a_drawing_has_a_bounded_number_of_pictures(site):
+def test_a_request_has_at_least_one_picture_and_limited_sizes(site):
     app = server.app(site, HOSTS)
     assert post(app, [])[0] == 400
-    assert post(app, [asked()] * (jobs.PICTURES + 1))[0] == 400
+    assert post(app, [a_picture()] * (jobs.PICTURES + 1))[0] == 400
     assert post(app, "x" * 2**20)[1]["error"].endswith("1,048,576 bytes are allowed")
 
 
@@ -239,22 +245,22 @@ def test_a_drawing_has_a_bounded_number_of_pictures(site):
      "/api/shown/../../etc/passwd", "/api/shown/none.png", "/api/shown/%2Fetc%2Fpasswd.png",
      "/page.html"],
 )  # fmt: skip
-def test_no_path_of_the_machine_is_opened(site, path):
+def test_paths_of_files_on_the_machine_are_not_found(site, path):
     assert ask(server.app(site, HOSTS), path)[0] == 404
 
 
-def test_other_sites_get_nothing(site):
-    """Neither under a name of theirs for this address, nor by a form that a browser sends."""
+def test_requests_of_other_sites_are_errors(site):
+    """Both with another host name for this address, and with a form sent by a browser."""
     app = server.app(site, HOSTS)
     assert ask(app, "/", host="evil.example:8765")[0] == 421
     assert ask(app, "/", host="[::1]:8765")[0] == 421
-    assert post(app, [asked()], headers=(("content-type", "text/plain"),))[0] == 400
+    assert post(app, [a_picture()], headers=(("content-type", "text/plain"),))[0] == 400
     status, headers, _ = ask(app, "/")
     assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
     assert "access-control-allow-origin" not in headers
 
 
-def test_an_address_for_others_asks_for_the_token(site):
+def test_a_page_for_other_machines_requires_the_token(site):
     app = server.app(site, (), token="secret")
     anywhere = {"host": "box.example:8765"}
     assert ask(app, "/", **anywhere)[0] == ask(app, "/api/models", **anywhere)[0] == 403
@@ -263,7 +269,8 @@ def test_an_address_for_others_asks_for_the_token(site):
     assert (status, headers["location"]) == (303, "/")
     cookie = headers["set-cookie"]
     assert "HttpOnly" in cookie and "samesite=lax" in cookie.lower()
-    assert cookie.startswith("token_1=secret;")  # Of this port, whose pages are not another's.
+    # The cookie's name has the port, because pages of other ports have other tokens.
+    assert cookie.startswith("token_1=secret;")
     assert ask(app, "/", cookie=cookie.partition(";")[0], **anywhere)[0] == 200
     assert ask(app, "/", cookie="token_1=é", **anywhere)[0] == 403
     local = [web_command.is_local(h) for h in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "box")]
@@ -271,7 +278,7 @@ def test_an_address_for_others_asks_for_the_token(site):
     assert [web_command.in_address(h) for h in ("::1", "127.0.0.2")] == ["[::1]", "127.0.0.2"]
 
 
-def test_models_say_what_can_be_chosen(site):
+def test_the_list_of_models_has_their_options(site):
     (one,) = json.loads(ask(server.app(site, HOSTS), "/api/models")[2])["models"]
     fields = {field["name"]: field for field in one["fields"]}
     assert fields["steps"]["value"] == 30 and fields["guidance_high"]["value"] == "inf"
@@ -280,7 +287,7 @@ def test_models_say_what_can_be_chosen(site):
     assert "dpmpp_2m" in fields["sampler"]["options"]
 
 
-def test_a_checkpoint_that_training_removed_is_offered_as_in_memory(site, slow):
+def test_a_removed_checkpoint_in_memory_is_listed(site, slow):
     slow.stages[0].step, slow.values = 7, ({"ema": "0.05"},)
     slow.averages = lambda n, step: ["0.99", "0.999"]
     one = site.describe("slow")
@@ -288,18 +295,18 @@ def test_a_checkpoint_that_training_removed_is_offered_as_in_memory(site, slow):
     assert (one["averages"], one["average"]) == (["ema", "0.99", "0.999", "raw", "0.05"], "0.05")
 
 
-def test_any_mistake_is_an_answer_in_json(site, monkeypatch):
+def test_all_errors_are_responses_in_json(site, monkeypatch):
     app = server.app(site, HOSTS)
     nested = ask(app, "/api/draw", b"[" * 200_000, (JSON,))
     assert nested[0] == 400 and "recursion" in json.loads(nested[2])["error"]
     monkeypatch.setattr(site, "describe", lambda name: 1 / 0)
-    status, _, said = ask(app, "/api/models")
-    assert (status, json.loads(said)) == (500, {"error": "ZeroDivisionError: division by zero"})
+    status, _, content = ask(app, "/api/models")
+    assert (status, json.loads(content)) == (500, {"error": "ZeroDivisionError: division by zero"})
 
 
 @pytest.fixture
 def swept(tmp_path):
-    """A base with a sweep of its own, one of a cascade that it begins, and one of two models."""
+    """Write a base with its own sweep, one of a cascade with this base, and one of two models."""
     row = {"guidance": 2.0, "checkpoint": 3, "ema": "ema", "fid": 9.0, "clip_score": math.nan}
     of = lambda *names: [{"workdir": str(tmp_path / name)} for name in names]
     for name, more, models in (
@@ -315,20 +322,23 @@ def swept(tmp_path):
     return tmp_path
 
 
-def test_sweeps_are_those_of_the_stages_that_drew_them(swept):
+def test_a_sweep_belongs_to_the_model_with_the_same_stages(swept):
     base, sr = str(swept / "base"), str(swept / "sr")
-    found = results.drawn_by({"base": [base], "sr": [base, sr], "other": [base, "other"]})
-    found = results.sweeps(found, str)["sweeps"]
-    assert [(one["run"], one["name"]) for one in found] == [
+    sweeps = results.drawn_by({"base": [base], "sr": [base, sr], "other": [base, "other"]})
+    sweeps = results.sweeps(sweeps, str)["sweeps"]
+    assert [(one["run"], one["name"]) for one in sweeps] == [
         ("base", "both"), ("base", "own"), ("sr", "row")
     ]  # fmt: skip
-    points = {one["name"]: one["points"][0] for one in found}
-    assert points["own"]["scores"] == {"guidance": 2.0, "fid": 9.0}  # What is not finite is left.
+    points = {one["name"]: one["points"][0] for one in sweeps}
+    assert points["own"]["scores"] == {
+        "guidance": 2.0,
+        "fid": 9.0,
+    }  # Scores that are not finite are omitted.
     assert points["own"]["choices"] == {"guidance": "2.0", "ema": "ema", "checkpoint": "3"}
     assert points["both"]["choices"] is points["row"]["choices"] is None
 
 
-def test_pictures_of_runs_have_names_of_the_pages_own(tmp_path, slow):
+def test_pictures_of_runs_have_urls_without_their_paths(tmp_path, slow):
     run = written_sweeps.write_run(tmp_path / "run")
     app = server.app(server.Site("imagen_jax", {"slow": slow}, {"slow": [str(run)]}), HOSTS)
     name = results.sweep.REAL
@@ -340,24 +350,25 @@ def test_pictures_of_runs_have_names_of_the_pages_own(tmp_path, slow):
     assert png == (run / "evaluation" / "step_00000002" / name).read_bytes()
 
 
-def test_stages_train_under_their_own_names_and_are_read_when_they_change(tmp_path, monkeypatch):
+def test_training_curves_of_stages_are_read_again_when_they_change(tmp_path, monkeypatch):
     base, sr = tmp_path / "base", tmp_path / "sr"
     for folder in (base, sr):
         folder.mkdir()
         (folder / run_log.METRICS).write_text(run_log.metrics_line(1, {"loss": 2.0}))
-    read, known = run_log.read_more_metrics, []
-    more = lambda path, tail, rows: known.append(len(rows)) or read(path, tail, rows)
+    read, lines_known = run_log.read_more_metrics, []
+    more = lambda path, tail, rows: lines_known.append(len(rows)) or read(path, tail, rows)
     monkeypatch.setattr(run_log, "read_more_metrics", more)
     workdirs = {"sr": [str(base), str(sr)], "base": [str(base)]}
-    found = [results.training(workdirs, str) for _ in range(2)][1]
-    assert [run["name"] for run in found["runs"]] == found["names"] == ["base", "sr"]
+    training = [results.training(workdirs, str) for _ in range(2)][1]
+    assert [run["name"] for run in training["runs"]] == training["names"] == ["base", "sr"]
     with (sr / run_log.METRICS).open("a") as file:
         file.write(run_log.metrics_line(2, {"loss": 1.0}))
     assert results.training(workdirs, str)["runs"][1]["curves"]["loss"] == [(1, 2.0), (2, 1.0)]
-    assert known == [0, 0, 1, 1, 1, 1]  # Of each run in turn: lines that are not parsed again.
+    # Numbers of lines that are not parsed again, for each run in turn.
+    assert lines_known == [0, 0, 1, 1, 1, 1]
 
 
-def test_a_folder_may_have_commas(tmp_path):
+def test_the_name_of_a_folder_may_contain_commas(tmp_path):
     (tmp_path / "a,b").mkdir()
     assert web_command.stages_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
     assert web_command.stages_of("a,b") == ["a", "b"]
@@ -365,32 +376,32 @@ def test_a_folder_may_have_commas(tmp_path):
         sd_web.open_model(["a", "b"], {})
 
 
-def test_runs_of_one_name_are_told_apart():
+def test_runs_with_equal_names_get_numbers():
     assert results.named([["a/run"], ["b/run"], ["c/base", "c/sr"]]) == {
         "run": ["a/run"], "run_2": ["b/run"], "base + sr": ["c/base", "c/sr"]
     }  # fmt: skip
 
 
-def test_a_model_that_fails_does_not_end_the_queue(site, slow, monkeypatch):
+def test_the_queue_continues_after_a_model_fails(site, slow, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("out of memory\nmore")
 
     queue = site.queue
     with monkeypatch.context() as patched:
         patched.setattr(slow, "draw", fail)
-        job = queue.add([site.picture(asked())])
+        job = queue.add([site.picture(a_picture())])
         wait_for(lambda: job.ended)
     assert (job.state, job.error) == ("failed", "RuntimeError: out of memory")
     slow.go.release(2)
-    after = queue.add([site.picture(asked())])
+    after = queue.add([site.picture(a_picture())])
     wait_for(lambda: after.state == "done")
 
 
-def test_looks_of_a_second_batch_belong_to_its_pictures():
+def test_previews_of_a_second_batch_belong_to_its_pictures():
     job = jobs.DrawingJob([])
     look = jobs._Looks(job, [4, 5, 6])
     two, seen = np.zeros((2, 2, 2, 3), np.uint8), []
-    for level in (9.0, 1.0, 9.0):  # The last batch is filled up, and cut off when it is drawn.
+    for level in (9.0, 1.0, 9.0):  # The last batch is padded, and the padding is removed.
         look._last = 0.0
         look(two, level)
         seen.append(sorted(job.looks))
@@ -400,8 +411,8 @@ def test_looks_of_a_second_batch_belong_to_its_pictures():
         look(two, 1.0)
 
 
-def test_looks_of_a_cascades_stages_belong_to_their_pictures():
-    """Four small ones at once, each enlarged two by two; a level may rise within a batch."""
+def test_previews_of_both_stages_of_a_cascade_belong_to_their_pictures():
+    """The first stage has batches of four, the second of two. Levels may rise within a batch."""
     job = jobs.DrawingJob([])
     look, seen = jobs._Looks(job, [4, 5, 6, 7, 8]), []
     small, large = np.zeros((4, 2, 2, 3), np.uint8), np.zeros((2, 600, 600, 3), np.uint8)
@@ -413,3 +424,44 @@ def test_looks_of_a_cascades_stages_belong_to_their_pictures():
     assert seen[::3] == seen[1::3] == seen[2::3] == [[4, 5, 6, 7], [4, 5], [6, 7], [8], [8]]
     shown = Image.open(io.BytesIO(base64.b64decode(job.looks[8])))
     assert shown.size == (200, 200)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-1", "1" * 7, "\u0663", "x"])
+def test_a_number_in_a_path_that_is_none_is_404(site, number):
+    app = server.app(site, HOSTS)
+    _, said = post(app, [a_picture()])
+    for path in (f"{number}.png", f"0/{number}.png"):
+        assert ask(app, f"/api/jobs/{said['job']}/{path}")[0] == 404
+
+
+def test_words_of_very_long_prompts_are_refused(site):
+    status, said = post(
+        server.app(site, HOSTS), {"model": "slow", "prompts": ["a" * 200_001]}, "/api/words"
+    )
+    assert status == 400 and said["error"] == "the prompts must have at most 200,000 letters"
+
+
+def test_a_fifth_stream_of_a_job_ends_the_first(site):
+    job = site.queue.add([site.picture(a_picture())])
+    app = server.app(site, HOSTS)
+    ended = threading.Thread(target=ask, args=(app, f"/api/jobs/{job.name}"), daemon=True)
+    ended.start()
+    wait_for(lambda: job.streams == 1)
+    job.streams += 4  # As four more tabs would.
+    wait_for(lambda: not ended.is_alive())
+
+
+def test_curves_are_thinned_as_lines_come_and_keep_their_mean(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "_MAX_POINTS", 10)
+    path, values = tmp_path / run_log.METRICS, np.random.default_rng(0).normal(size=57)
+    lines = [run_log.metrics_line(i, {"loss": values[i], "late": np.nan}) for i in range(57)]
+    for count in (3, 57):
+        path.write_text("".join(lines[:count]))
+        _, curves = results._metrics(path)
+        points = curves["loss"].points()
+        groups = np.array_split(np.arange(count), range(8, 57, 8)) if count > 10 else range(count)
+        expected = [(np.mean(rows), values[rows].mean()) for rows in groups]
+        np.testing.assert_allclose(points, expected, rtol=1e-12)
+        assert curves["late"].points() == []
+    path.write_text(lines[0])  # Continued from an earlier step.
+    assert results._metrics(path)[1]["loss"].points() == [(0.0, values[0])]

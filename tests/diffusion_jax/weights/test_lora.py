@@ -142,9 +142,8 @@ def test_the_train_state_of_lora_holds_only_factors_and_is_sharded():
     state = jax.eval_shape(lambda key: init_state(task.init(key), tx, (0.9,)), KEY)
     sizes = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(state)}
     count = 2 * (6 + 4) + 2 * (18 + 5)
-    assert (
-        sum(sizes.values()) == 4 * count + 5
-    )  # Parameters, average, two moments, and five scalars.
+    # Parameters, average, two moments, and five scalars.
+    assert sum(sizes.values()) == 4 * count + 5
     mesh = sharding.make_mesh(1, 1, 1)
     placed = sharding.shardings((state, task.frozen["base"]), mesh, task.rules)
     assert len(jax.tree.leaves(placed)) == len(sizes) + 5

@@ -31,13 +31,8 @@ def test_exponents_match_the_paper():
     np.testing.assert_allclose(
         [power_averages.exponent(w) for w in WIDTHS], [16.97, 6.94], atol=5e-3
     )
-    for width in (
-        0.01,
-        0.05,
-        0.1,
-        0.2,
-        0.28,
-    ):  # The width is the standard deviation of the profile.
+    # The width is the standard deviation of the profile.
+    for width in (0.01, 0.05, 0.1, 0.2, 0.28):
         times, counts = np.arange(1, 200_001) / 200_000, profile(width, 200_000)
         mean = counts @ times
         assert np.sqrt(counts @ (times - mean) ** 2) == pytest.approx(width, rel=1e-4)
@@ -208,7 +203,7 @@ def test_disk_counts_snapshots_at_two_bytes_per_parameter():
     settings = test_loop.OPTIMIZER._replace(ema_widths=WIDTHS)
     run = test_loop.RUN._replace(steps=100, keep_last=3)
     usage = memory.disk(run, settings, state)
-    # Every 4 of 100 steps; 100 parameters, two widths, two bytes each.
+    # A snapshot every 4 of 100 steps, with 100 parameters, two widths and two bytes per number.
     assert (usage.snapshots, usage.snapshot, usage.checkpoints) == (25, 400, 3)
     assert usage.checkpoint == 4 * (6 * 100 + 5)
     assert usage.total == 3 * usage.checkpoint + 25 * 400

@@ -1,4 +1,4 @@
-"""Files of weights: exact in every dtype, read in parts, never twice in memory; errors."""
+"""Files of weights are read exactly in every dtype, in parts, and never twice in memory."""
 
 import json
 import tracemalloc
@@ -206,7 +206,7 @@ def test_files_without_variant_and_safetensors_are_preferred(tmp_path):
             b"",
             "the format of diffusion_pytorch_model.flashpack is not supported",
         ),
-        ("flax_model.msgpack", b"", "the format of flax_model.msgpack is not supported"),
+        ("tf_model.h5", b"", "the format of tf_model.h5 is not supported"),
         ("config.json", b'{"quantization_config": {"quant_method": "torchao"}}', "by torchao"),
     ],
 )

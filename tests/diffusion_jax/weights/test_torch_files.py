@@ -79,12 +79,8 @@ def test_safetensors_npz_and_files_with_wrong_suffixes_are_read(tmp_path):
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
     torch_writer.save(tmp_path / "c.safetensors", {"a": np.arange(3.0, dtype=np.float32)})
     (tmp_path / "b.ckpt").write_bytes((tmp_path / "a.safetensors").read_bytes())
-    for name in (
-        "a.npz",
-        "a.safetensors",
-        "b.ckpt",
-        "c.safetensors",
-    ):  # The last two have wrong suffixes.
+    # The last two have wrong suffixes.
+    for name in ("a.npz", "a.safetensors", "b.ckpt", "c.safetensors"):
         read = torch_files.read_state_dict(tmp_path / name)
         np.testing.assert_array_equal(read["a"], arrays["a"])
 

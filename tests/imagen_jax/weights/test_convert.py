@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import imagen_jax
 from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
@@ -19,7 +20,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_files
-from imagen_jax import cascade, task
+from imagen_jax import task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
 from tests.imagen_jax.cases import random_weights
@@ -55,7 +56,7 @@ def nemos():
 
 @pytest.fixture(scope="module")
 def converted(nemos, tmp_path_factory):
-    """The workdir converted from both."""
+    """A workdir converted from NeMo's weights and their average."""
     folder = tmp_path_factory.mktemp("nemo")
     for name, state in zip(("model", "model-EMA"), nemos, strict=True):
         np.savez(folder / f"{name}.npz", **state)
@@ -65,7 +66,7 @@ def converted(nemos, tmp_path_factory):
 
 @pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
 def test_a_nemo_checkpoint_and_its_average_are_converted_to_a_workdir(nemos, converted, ema, which):
-    model = cascade.load_model(converted, *cascade.choose(ema=ema))
+    (model,) = imagen_jax.load(converted, ema=ema).stages
     s = settings(tiny())
     assert model.settings.unet == s.unet and model.step == 0
     expected = nemo.from_nemo(nemos[which], s.unet, s.text.width)
@@ -129,9 +130,8 @@ def test_exporting_a_run_to_nemo_is_exact(nemos, converted, tmp_path, suffix):
     assert state.keys() - nemos[0].keys() == again
     for name, array in nemos[0].items():
         np.testing.assert_array_equal(state[name], array)
-    assert [path.name for path in tmp_path.iterdir()] == [
-        f"a{suffix}"
-    ]  # No temporary file is left.
+    # No temporary file is left.
+    assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
 
 
 def test_converting_into_an_existing_workdir_is_an_error(converted):

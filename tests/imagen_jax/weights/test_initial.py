@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+import imagen_jax
 from diffusion_jax import runs
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.objective import LEARNED
 from diffusion_jax.precache import lookup
 from diffusion_jax.weights import finetune, lora
-from imagen_jax import cascade, task, train
+from imagen_jax import task, train
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, initial
 from tests import written_runs
@@ -69,7 +70,7 @@ def test_a_run_with_a_learned_weighting_can_be_exported_and_start_another(base, 
     same(initial.read_unet(tmp_path / "a.npz", s.unet, s.text.width), network)
     same(initial.read_unet(workdir, s.unet, s.text.width), network)
     same(initial.read_unet(f"{workdir}@0", s.unet, s.text.width), network)
-    model = cascade.load_model(workdir)
+    (model,) = imagen_jax.load(workdir).stages
     same(model.params, params)
 
 
@@ -77,7 +78,7 @@ def test_nemos_weights_are_converted_to_a_run_with_a_learned_weighting(base, tmp
     convert.from_workdir(base[0], tmp_path / "a.npz")
     c = config(diffusion__weight="uncertainty(channels=4)")
     convert.to_workdir(tmp_path / "a.npz", c, tmp_path / "run")
-    model = cascade.load_model(tmp_path / "run")
+    (model,) = imagen_jax.load(tmp_path / "run").stages
     same(model.params["params"], base[1]["params"])
     assert float(np.abs(model.params[LEARNED]["kernel"]).max()) == 0
 
@@ -98,9 +99,10 @@ def test_a_lora_draws_the_same_pictures_as_its_merged_weights(base, adapting, tm
     """They differ from pictures of the base model."""
     convert.from_workdir(adapting[0], tmp_path / "a.npz")
     convert.to_workdir(tmp_path / "a.npz", config(), tmp_path / "merged")
-    draw = lambda workdir, **choice: cascade.draw(
-        [cascade.load_model(workdir, *cascade.choose(steps=2, **choice))], ["a red seven"], [3]
-    )[0].astype(int)
+    load = lambda workdir, **values: imagen_jax.load(workdir, steps=2, **values)
+    draw = lambda *run, **values: (
+        load(*run, **values).draw("a red seven", seeds=3).images.astype(int)
+    )
     apart, merged = draw(adapting[0]), draw(tmp_path / "merged")
     assert np.abs(apart - merged).max() <= 1  # The rounding of two programs.
     without = draw(base[0])
@@ -111,10 +113,9 @@ def test_a_lora_draws_the_same_pictures_as_its_merged_weights(base, adapting, tm
 def test_loading_a_lora_with_other_base_weights_is_an_error(base, adapting, tmp_path):
     write(tmp_path / "moved", config(), seed=0)
     write(tmp_path / "other", config(), seed=5)
-    choice = cascade.choose(unet_weights=str(tmp_path / "other"))
     with pytest.raises(ValueError, match="adapts weights that differ from those in"):
-        cascade.load_model(adapting[0], *choice)
-    model = cascade.load_model(adapting[0], *cascade.choose(unet_weights=str(base[0])))
+        imagen_jax.load(adapting[0], unet_weights=str(tmp_path / "other"))
+    (model,) = imagen_jax.load(adapting[0], unet_weights=str(base[0])).stages
     same(model.params, adapting[1])
 
 

@@ -52,9 +52,8 @@ def test_the_reference_is_interpolated_between_batch_sizes(batch_size, runs, ori
     assert reference.origin == origin
     assert reference.mean == pytest.approx(mean, rel=1e-12)
     lowest = mean - t * std * (1 / runs + 1 / 8) ** 0.5
-    assert reference.lowest == pytest.approx(
-        lowest, abs=1e-3
-    )  # The search has a tolerance of 1e-4.
+    # The search has a tolerance of 1e-4.
+    assert reference.lowest == pytest.approx(lowest, abs=1e-3)
 
 
 @pytest.mark.parametrize("batch_size", [128, 256, 384, 512, 768, 1024, 1536, 2048, 4096])

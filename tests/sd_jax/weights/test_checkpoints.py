@@ -119,6 +119,18 @@ def test_ema_selects_averages_or_raw_weights_of_a_file(folder):
     ]
 
 
+def test_a_folder_with_flax_weights_is_read_back_bit_for_bit(folder, tmp_path):
+    read = load(folder / "a.npz")
+    checkpoints.save_diffusers(read, tmp_path / "flax", flax=True)
+    weights = sorted(
+        path.name for path in (tmp_path / "flax").glob("*/*.*") if path.suffix != ".json"
+    )
+    assert weights == ["diffusion_flax_model.msgpack"] * 2 + ["flax_model.msgpack"]
+    for path in (tmp_path / "flax").glob("*/config.json"):  # Flax pipelines name their own classes.
+        path.write_text(path.read_text().replace('"_class_name": "', '"_class_name": "Flax'))
+    assert checkpoints.equal(read, checkpoints.load(tmp_path / "flax"))
+
+
 def test_a_written_diffusers_folder_is_read_back_bit_for_bit(folder):
     read = load(folder / "a.npz")
     assert checkpoints.equal(read, checkpoints.load(folder / "d"))

@@ -118,7 +118,8 @@ def test_training_from_a_file_takes_heads_from_the_config(file):
 
 
 def test_only_the_requested_parts_are_loaded(file):
-    read = checkpoints.load(file, parts=("text",))  # So the UNet's heads may be unknown.
+    # The UNet is not loaded, so its heads may be unknown.
+    read = checkpoints.load(file, parts=("text",))
     assert read.unet is None and read.report[0].startswith("text: ")
 
 

@@ -48,9 +48,8 @@ def test_times_and_samples_match_those_of_diffusers(case):
     table = NOISES.function(noise)()
     grid = samplers.sampling_grid(table, s)
     times = np.asarray(grid.time(grid.sigmas[:-1]))
-    expected_times = np.array(
-        list(dict.fromkeys(SAVED[f"{case}_times"]))
-    )  # Heun and PNDM repeat times.
+    # Heun and PNDM repeat times.
+    expected_times = np.array(list(dict.fromkeys(SAVED[f"{case}_times"])))
     np.testing.assert_allclose(times[: len(expected_times)], expected_times, atol=2e-2)
 
     scalings = precond.PRECONDS[predicts](grid.time)

@@ -56,9 +56,8 @@ def test_merge_skips_records_with_damaged_headers_and_repeated_keys(tars):
     image.write_bytes(whole)
     end = 6 * 1024  # The members of three records end here.
     second = tars / "images/00001.tar"
-    second.write_bytes(
-        second.read_bytes()[: end // 3] + second.read_bytes()
-    )  # Now 0000 occurs twice.
+    # Now 0000 occurs twice.
+    second.write_bytes(second.read_bytes()[: end // 3] + second.read_bytes())
     counts = merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
     assert counts == {"merged": 4, "no_embedding": 1, "duplicate_key": 1}
     assert WebDataset(tars / "out/00000.tar", "npy").read([1])[0].image == b"01"

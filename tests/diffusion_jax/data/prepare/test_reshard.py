@@ -43,9 +43,8 @@ def test_shards_hold_the_usable_records_in_order(folder, tmp_path, format):
     ]
     assert contents(READERS[format](tmp_path)) == expected
     suffix = {"webdataset": "tar", "arrayrecord": "array_record"}[format]
-    assert (
-        len(list(tmp_path.glob(f"*.{suffix}"))) == 3
-    )  # Nine records with texts, in shards of 4, 4 and 1.
+    # Nine records with texts, in shards of 4, 4 and 1.
+    assert len(list(tmp_path.glob(f"*.{suffix}"))) == 3
 
 
 def test_parallel_processes_and_restarts_write_the_same_files(folder, tmp_path):
@@ -54,7 +53,7 @@ def test_parallel_processes_and_restarts_write_the_same_files(folder, tmp_path):
         write(folder, tmp_path / "parts", process=process, processes=2)
     tars = {path.name: path.read_bytes() for path in (tmp_path / "once").glob("*.tar")}
     assert {p.name: p.read_bytes() for p in (tmp_path / "parts").glob("*.tar")} == tars
-    (tmp_path / "once/000001.tar").unlink()  # As after a kill.
+    (tmp_path / "once/000001.tar").unlink()  # A kill can leave such a file.
     modified = (tmp_path / "once/000000.tar").stat().st_mtime_ns
     assert write(folder, tmp_path / "once")["written"] == 4
     assert {p.name: p.read_bytes() for p in (tmp_path / "once").glob("*.tar")} == tars

@@ -187,10 +187,8 @@ def test_truncated_tf_records_and_unsupported_formats_are_errors(tf_records, tmp
 def test_damaged_arrow_files_are_errors_and_do_not_crash_the_process(tmp_path):
     path = tmp_path / "data.arrow"
     write_arrow(path, [{"bytes": b"x" * 20, "path": None}] * 9, ["a cat"] * 9)
-    whole, offsets = (
-        path.read_bytes(),
-        struct.pack("<3i", 0, 5, 10),
-    )  # The first offsets of the captions.
+    # The first offsets of the captions.
+    whole, offsets = path.read_bytes(), struct.pack("<3i", 0, 5, 10)
     assert whole.count(offsets) == 1
     for damaged in (whole[:-300], whole.replace(offsets, struct.pack("<3i", 0, 2**30, 10)), b"x"):
         path.write_bytes(damaged)

@@ -144,16 +144,14 @@ def test_the_index_of_a_read_only_folder_is_stored_in_the_cache(tmp_path, monkey
 def test_complete_records_of_a_truncated_tar_are_used(tmp_path):
     members = {f"{i}.{s}": b"x" * 600 for i in range(3) for s in ("txt", "jpg")}
     tar = write_tar(tmp_path / "a.tar", members)
-    tar.write_bytes(
-        tar.read_bytes()[: 5 * 1536 + 700]
-    )  # Within the last image. A member takes 512 + 600 bytes and padding.
+    # Within the last image. A member takes 512 + 600 bytes and padding.
+    tar.write_bytes(tar.read_bytes()[: 5 * 1536 + 700])
     records = WebDataset(tar)
     assert len(records) == 2
     lost = {"no_picture": 1, "truncated_tar": 1}
     assert records.left_out() == WebDataset(tar).left_out() == lost
-    assert os.listdir(tmp_path) == [
-        "a.tar"
-    ]  # No index is stored, because reading it again may succeed.
+    # No index is stored, because reading it again may succeed.
+    assert os.listdir(tmp_path) == ["a.tar"]
 
 
 def test_images_in_tars_without_captions_are_an_error_or_dropped(tmp_path):
@@ -393,10 +391,8 @@ def test_a_damaged_header_of_a_long_name_loses_only_its_file(tmp_path):
 def test_concatenated_tars_are_read_to_the_end(tmp_path):
     whole, headers = tar_of(tmp_path)
     end = headers[-1] + 1024
-    marked, appended = (
-        bytes(whole) * 3,
-        bytes(whole[:end]) * 2 + bytes(whole),
-    )  # Like cat and tar -A.
+    # Like cat and tar -A.
+    marked, appended = bytes(whole) * 3, bytes(whole[:end]) * 2 + bytes(whole)
     for joined in (marked, appended):
         (tmp_path / "a.tar").write_bytes(joined)
         records = WebDataset(tmp_path / "a.tar")
@@ -404,9 +400,8 @@ def test_concatenated_tars_are_read_to_the_end(tmp_path):
         assert records.left_out() == {}
     (tmp_path / "a.tar").write_bytes(marked + b"no header")
     assert WebDataset(tmp_path / "a.tar", max_broken=0.1).left_out() == {"broken_header": 1}
-    (tmp_path / "a.tar").write_bytes(
-        bytes(whole[: headers[10]]) + bytes(2**21)
-    )  # Preallocated, but not fully written.
+    # Preallocated, but not fully written.
+    (tmp_path / "a.tar").write_bytes(bytes(whole[: headers[10]]) + bytes(2**21))
     assert WebDataset(tmp_path / "a.tar").left_out() == {"truncated_tar": 1}
 
 
@@ -489,7 +484,8 @@ def test_an_index_written_by_another_user_is_not_used(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", by_another)
-        patched.setattr(os, "geteuid", lambda: 1234)  # Neither root nor the owner.
+        # This user is neither root nor the owner of the file.
+        patched.setattr(os, "geteuid", lambda: 1234)
         assert not tars.is_trusted(index, str(tar)) and not tars.is_trusted(listed, str(tar))
         assert tars.is_trusted(tar, str(tar))
     index.chmod(0o666)

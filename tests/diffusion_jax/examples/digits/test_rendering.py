@@ -44,9 +44,8 @@ def test_training_pictures_show_exactly_the_seen_prompts():
     seen_with = [
         sum(f" {word} " in text for text in digits.seen_prompts()) for word in digits.DIGITS
     ]
-    assert len(pictures) == np.dot(
-        glyphs_of, seen_with
-    )  # Each glyph occurs once in each pair of colours.
+    # Each glyph occurs once in each pair of colours.
+    assert len(pictures) == np.dot(glyphs_of, seen_with)
 
 
 def test_the_split_is_70_to_30_within_each_digit():

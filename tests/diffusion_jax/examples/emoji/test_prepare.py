@@ -45,9 +45,8 @@ def test_a_prompt_names_subject_skin_tone_style_and_background():
     dark = by_code["1F469-1F3FF-200D-1F692", "pink"]
     expected = "a firefighter with dark skin, openmoji style, on a pink background"
     assert emoji.caption(dark, "openmoji") == expected
-    assert (
-        emoji.code_of("🕵️", "light") == "1F575-1F3FB"
-    )  # The skin tone replaces the variation selector.
+    # The skin tone replaces the variation selector.
+    assert emoji.code_of("🕵️", "light") == "1F575-1F3FB"
     assert emoji.code_of("❤️") == "2764-FE0F"
 
 
@@ -104,9 +103,8 @@ def test_draw_blends_a_picture_with_its_background():
     np.testing.assert_allclose(drawn[16, 16], [227, 127, 127], atol=1)
     assert drawn[16].tolist()[:2] == [[255, 255, 255]] * 2  # The margin is a sixteenth of the side.
     solid = Image.new("RGBA", (8, 8), (200, 0, 0, 255))
-    moved = emoji.draw(solid, "blue", 32, (1.0, 0.0))[
-        16, :5, 0
-    ]  # Moved by 1.5 pixels, in steps of a quarter.
+    # Moved by 1.5 pixels, in steps of a quarter.
+    moved = emoji.draw(solid, "blue", 32, (1.0, 0.0))[16, :5, 0]
     assert moved.tolist() == [140, 140, 140, 170, 200]
 
 

@@ -182,12 +182,8 @@ def test_blurred_and_noisy_have_the_requested_strength():
     images = np.full((1, 32, 32, 3), 128, np.uint8)
     images[0, :, 16:] = 0
     soft = train_judge.blurred(images, 1 / 32)[0, 5, :, 0].astype(int)
-    assert soft[[2, 15, 16, 30]].tolist() == [
-        128,
-        89,
-        38,
-        0,
-    ]  # A step, smoothed by the normal distribution.
+    # A step, smoothed by the normal distribution.
+    assert soft[[2, 15, 16, 30]].tolist() == [128, 89, 38, 0]
     rough = train_judge.noisy(images, 0.1)[0, :, :16].astype(float)
     assert rough.std() == pytest.approx(25.5, rel=0.05) and rough.mean() == pytest.approx(
         128, abs=3

@@ -1,4 +1,4 @@
-"""Open training runs, with chosen settings and weights, as models that draw."""
+"""Open the networks of training runs, with chosen settings and weights, as stages that draw."""
 
 import functools
 import hashlib
@@ -15,9 +15,10 @@ from diffusion_jax import files, runs, systems
 from diffusion_jax.config.settings import Text
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.guidance import Preview
-from diffusion_jax.draw import options
-from diffusion_jax.draw.options import Overrides, Weights
-from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
+from diffusion_jax.diffusion.samplers import Begin
+from diffusion_jax.draw import options, program
+from diffusion_jax.draw.options import Values
+from diffusion_jax.draw.program import Draw
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder, registry
@@ -27,55 +28,66 @@ Encoders = dict[Text, tuple[TextEncoder, Any]]
 """A cache of text encoders and their weights on the devices, keyed by the encoder's settings."""
 
 
-class Model(NamedTuple):
-    """A model that is ready to draw: its networks, weights and settings."""
+class Stage(NamedTuple):
+    """A network that is ready to draw, with its weights and settings. A cascade has several."""
 
     workdir: str
     settings: Any
     """An imagen_jax.settings.Settings or an sd_jax.settings.Pipeline."""
     encoder: TextEncoder
-    draw: Draw
-    params: Any
+    params: Params
     ema: str
     """The name of the average that `params` holds, or "raw" if it holds no average."""
     step: int
     """The step of the checkpoint; 0 for a model that is not a run."""
+    frozen: Any
+    """The weights that are not trained, such as those of the text encoder."""
+    begin: Callable[[Any, Preview | None, float], Begin]
+    """A function (settings, preview, strength) -> the `begin` of a Task.
+
+    `preview` is called on the host at each evaluation of the network, with the predicted images and
+    their noise level. `strength` is the share of the steps to run when drawing over a picture. The
+    function raises ValueError if settings do not fit together."""
+    programs: Callable[[Any, Preview | None, float], Draw]
+    """The same arguments -> a function that draws, which is compiled once (see make_programs)."""
+    settings_with: Callable[[Mapping[str, Any]], Any]
+    """Values keyed by config field -> the settings with these values."""
+    draw: Draw
+    """Draws with `settings`."""
     guide: str = ""
     """The run whose model guides this one, as WORKDIR or WORKDIR@STEP, or "" for none."""
-    programs: Programs | None = None
-    """The compiled sampling programs, one for each choice of settings of the same networks."""
-    settle: Callable[[Overrides], Any] | None = None
-    """A function overrides -> settings: this model's settings with the given fields replaced."""
     lora: Mapping[str, Any] = {}
     """For a LoRA run, two entries for the metadata of its pictures: "lora_scale", the strength of
     the LoRA, and "base", the fingerprint of the weights that it adapts. {} for other runs."""
 
+    def changed(
+        self, fields: Mapping[str, Any], preview: Preview | None = None, strength: float = 1.0
+    ) -> "Stage":
+        """Return the stage with other settings. Weights and compiled programs are kept.
 
-class GuidingModel(NamedTuple):
-    """A second model for autoguidance, with its settings and parameters.
-
-    Guidance leads away from the images that this model predicts, instead of from the first model's
-    predictions with the negative prompt.
-    """
-
-    settings: Any
-    params: Params
+        `fields` holds new values, keyed by config field. For `preview` and `strength`, see `begin`.
+        Raises ValueError if settings do not fit together.
+        """
+        s = self.settings_with(fields)
+        return self._replace(settings=s, draw=self.programs(s, preview, strength))
 
 
-def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str) -> Any:
-    """Return the settings of a run of `system`, after replacing the fields in `overrides`.
+def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any], system: str) -> Any:
+    """Return the settings of a run of `system`, with new values of some config fields.
+
+    `fields` holds these values, keyed by config field, such as "sampler.steps".
 
     Raises:
         FileNotFoundError: The workdir holds no run.
-        ValueError: The run belongs to another system, or an override does not fit it.
+        ValueError: The run belongs to another system, or a value does not fit it.
     """
     config = runs.load(workdir, system)
-    for field, value in overrides.items():
+    for field, value in fields.items():
         group, _, name = field.partition(".")
         config[group][name] = value
     s = systems.read(config, system)
-    finetune.check_wanted(overrides.get("unet.weights"), s.lora)
-    if "text.weights" in overrides and not registry.ENCODERS[s.text.encoder].pretrained:
+    finetune.check_wanted(fields.get("unet.weights"), s.lora)
+    if "text.weights" in fields and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
             f"the text encoder of {workdir}, {s.text.encoder!r}, has no weights: leave out "
             f"--text_weights={s.text.weights}"
@@ -101,16 +113,24 @@ def open_encoder(
 
 
 def load_guide(
-    guide: str, system: str, s: Any, init_of: Callable[[Any], Any], mesh: Mesh, rules: Any
-) -> GuidingModel | None:
-    """Load the run `guide` with its averaged weights, or return None if `guide` is "".
+    guide: str,
+    s: Any,
+    read: Callable[[str], Any],
+    init_of: Callable[[Any], Any],
+    mesh: Mesh,
+    rules: sharding.ShardingRules,
+) -> tuple[Any, Params]:
+    """Return the settings and the averaged weights of the run `guide`, for autoguidance.
+
+    Guidance then leads away from the images that this run's model predicts, instead of from the
+    first model's predictions with the negative prompt.
 
     Args:
         guide: WORKDIR or WORKDIR@STEP.
-        system: The system to which both models belong.
         s: The settings of the model that is guided.
+        read: Maps a workdir to the settings of its run.
         init_of: Maps a run's settings to the `init` of its Task.
-        mesh: The devices for the parameters of the guide.
+        mesh: The devices for the weights of the guide.
         rules: The sharding rules of the system.
 
     Raises:
@@ -118,10 +138,8 @@ def load_guide(
         ValueError: The two models differ in their image size or their text encoder, or the guide is
             a LoRA.
     """
-    if not guide:
-        return None
     workdir, step = finetune.at_step(guide)
-    settings = read_run(workdir, {}, system)
+    settings = read(workdir)
     shared = lambda run: (
         run.text.encoder, run.text.width, run.text.max_tokens, run.output_size, run.data.fields
     )  # fmt: skip
@@ -138,80 +156,58 @@ def load_guide(
         )
     shapes = _placed_shapes(init_of(settings), mesh, rules)
     folder = files.path(workdir) / runs.CHECKPOINTS
-    return GuidingModel(settings, restore.load_params(folder, shapes, "ema", step))
+    return settings, restore.load_params(folder, shapes, "ema", step)
 
 
-def load_model(
+def load_stage(
     workdir: str | os.PathLike[str],
     s: Any,
     encoder: TextEncoder,
     task: Task,
     mesh: Mesh,
-    begin_of: BeginOf,
-    weights: Weights,
-    *,
-    guide: str = "",
-    lora_scale: float = 1.0,
-) -> Model:
-    """Load the chosen weights of a run, and return the run as a Model.
+    begin: Callable[[Any, Preview | None, float], Begin],
+    values: Values,
+    lora_scale: float,
+) -> Stage:
+    """Load the chosen weights of a run, and return the run as a Stage.
 
     Args:
         workdir: The workdir of the run.
         s: The settings to draw with.
         encoder: The run's text encoder.
         task: The run's task. Its `frozen` weights must already be on the devices.
-        mesh: The devices for the parameters.
-        begin_of: Maps (settings, preview, strength) to the task's `begin` (see BeginOf).
-        weights: The choice of saved weights to read.
-        guide: The name of the run that guides this one, for the metadata of pictures.
+        mesh: The devices for the weights.
+        begin: The field `begin` of the Stage.
+        values: The chosen values of options; "ema", "checkpoint" and "guide" are used here.
         lora_scale: The strength of a LoRA run, for the metadata of pictures.
 
     Raises:
-        FileNotFoundError: The run does not have the checkpoint that `weights` names.
-        ValueError: The checkpoint is damaged, or does not hold the average that `weights` names.
+        FileNotFoundError: The run does not have the chosen checkpoint.
+        ValueError: The checkpoint is damaged, or does not hold the chosen average.
     """
-    placed = _placed_shapes(task.init, mesh, task.rules)
-    programs = make_programs(begin_of, task.frozen, mesh)
-    settle, lora = functools.partial(options.override, s), finetune.describe(workdir, lora_scale)
-    draw = programs.draw(s)
-    model = Model(str(workdir), s, encoder, draw, placed, "", 0, guide, programs, settle, lora)
-    return with_weights(model, weights)
+    programs = program.make_programs(begin, task.frozen, mesh)
+    stage = Stage(
+        str(workdir), s, encoder, _placed_shapes(task.init, mesh, task.rules), "", 0,
+        task.frozen, begin, programs, functools.partial(options.override, s),
+        programs(s, None, 1.0), values.get("guide", ""), finetune.describe(workdir, lora_scale),
+    )  # fmt: skip
+    return with_weights(stage, values.get("ema", "ema"), values.get("checkpoint"))
 
 
-def with_weights(model: Model, weights: Weights) -> Model:
-    """Return `model` with other saved weights of the same run. Compiled programs are kept.
+def with_weights(stage: Stage, ema: str, step: int | None) -> Stage:
+    """Return `stage` with other saved weights of the same run. Compiled programs are kept.
 
-    Raises FileNotFoundError or ValueError if the run does not have the checkpoint or the average
-    that `weights` names.
+    `ema` is the average: a decay such as "0.9999", a width such as "0.05", "ema" (the largest
+    decay) or "raw" (no average). `step` is the step of the checkpoint, or None for the newest
+    undamaged one. Raises FileNotFoundError or ValueError if the run does not have them.
     """
-    folder = restore.absolute(model.workdir) / runs.CHECKPOINTS
+    folder = restore.absolute(stage.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        model.params,
+        stage.params,
     )
-    params, step = restore.load_params_and_step(folder, shapes, weights.ema, weights.step)
-    ema = restore.name_of(folder / str(step), weights.ema)
-    return model._replace(params=params, ema=ema, step=step)
-
-
-def with_overrides(
-    model: Model,
-    overrides: Overrides,
-    preview: Preview | None = None,
-    strength: float | None = None,
-) -> Model:
-    """Return `model` with changed settings. No weights are loaded, and compiled programs are kept.
-
-    `overrides` holds the new values, keyed by config field. `preview` is called on the host at each
-    evaluation of the network, with the predicted images and their noise level. `strength` is the
-    share of the steps to run when the model draws over a picture; None keeps the share with which
-    the model was opened.
-
-    Raises ValueError if settings do not fit together.
-    """
-    assert model.programs and model.settle
-    s = model.settle(overrides)
-    return model._replace(settings=s, draw=model.programs.draw(s, preview, strength))
+    params, step = restore.load_params_and_step(folder, shapes, ema, step)
+    return stage._replace(params=params, ema=restore.name_of(folder / str(step), ema), step=step)
 
 
 def fingerprint(models: Sequence[Params]) -> str:

@@ -1,0 +1,77 @@
+"""Where the time went: closed forms from a manifest's starts and the speeds in the metrics."""
+
+import json
+
+import pytest
+
+from diffusion_jax.logs import goodput, run_log
+
+ENTRIES = [
+    {"start": "2026-01-01T00:00:00+00:00", "first_step": 0, "config": {"batch_size": 8},
+     "seconds": {"starting": 5.0, "compiling": 20.0, "saving": 4.0, "checking": 0.0}},
+    {"start": "2026-01-01T00:02:00+00:00", "first_step": 20, "config": {"batch_size": 16},
+     "seconds": {"compiling": 10.0, "drawing and scoring": 7.0, "repeated": 6.0}},
+]  # fmt: skip
+LINES = [
+    {"step": 10, "images_per_second": 4.0, "data/waiting": 0.25},  # 80 images: 20 s.
+    {"step": 10, "evaluation/fid": 3.0},
+    {"step": 20, "images_per_second": 8.0, "data/waiting": 0.0},  # 80 images: 10 s.
+    {"step": 25, "images_per_second": 10.0, "data/waiting": 0.5},  # 80 images of twice 8: 8 s.
+]
+
+
+def test_the_time_of_each_start_is_that_of_its_own_steps_and_of_what_it_did_beside():
+    first, second = goodput.starts(ENTRIES, LINES)
+    assert (first.first, first.last, second.first, second.last) == (0, 20, 20, 25)
+    assert first.seconds == {
+        "steps": 15 + 10, "waiting for data": 5, "starting": 5, "compiling": 20, "saving": 4,
+    }  # fmt: skip
+    assert second.seconds == {
+        "steps": 4, "waiting for data": 4, "compiling": 10, "drawing and scoring": 7, "repeated": 6,
+    }  # fmt: skip
+    # 120 s apart: 59 s were counted, and 6 s were spent on steps that were lost.
+    assert (first.idle, second.idle) == (0, 120 - 59 - 6)
+
+
+def test_the_summary_holds_the_share_of_each_kind_in_the_time_of_all_starts():
+    every = goodput.starts(ENTRIES, LINES)
+    whole = 59 + 31
+    assert sum(goodput.total(every).values()) == whole
+    assert goodput.summary(every) == (
+        "0:01:30 in 2 starts: steps 32.2%, waiting for data 10.0%, starting 5.6%, "
+        "compiling 33.3%, saving 4.4%, drawing and scoring 7.8%, repeated 6.7%"
+    )
+    assert goodput.summary(goodput.starts(ENTRIES[:1], LINES[:1])).startswith("0:00:49 in 1 start:")
+    assert goodput.summary([]) == ""
+
+
+def test_a_start_whose_steps_were_all_repeated_keeps_the_time_of_its_compilation():
+    again = [*ENTRIES, ENTRIES[1] | {"start": "2026-01-01T00:05:00+00:00", "first_step": 10}]
+    first, second, third = goodput.starts(again, LINES)
+    assert (first.last, second.last, third.last) == (10, 20, 25)
+    assert second.seconds.keys() == {"compiling", "drawing and scoring", "repeated"}
+
+
+def test_a_start_after_a_kill_counts_the_logged_steps_that_it_repeats(tmp_path):
+    config = {"batch_size": 8}
+    run_log.write_manifest(tmp_path, config, 0, 0)
+    run_log.write_seconds(tmp_path, {"compiling": 3.0})
+    lines = [run_log.metrics_line(line["step"], {k: v for k, v in line.items() if k != "step"})
+             for line in LINES]  # fmt: skip
+    (tmp_path / run_log.METRICS).write_text("".join(lines))
+    run_log.write_manifest(tmp_path, config, 0, 15)
+    run_log.write_seconds(tmp_path, {"compiling": 2.0})
+    first, second = run_log.read_manifest(tmp_path)
+    assert first["seconds"] == {"compiling": 3.0}
+    # Steps 16 to 20 at 8, and 21 to 25 at 10 images/s.
+    assert second["seconds"] == {"repeated": 5 * 8 / 8 + 5 * 8 / 10, "compiling": 2.0}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"start": "yesterday"}, {"first_step": "1"}, {"seconds": {"saving": "long"}}, {"config": 3}],
+)
+def test_a_manifest_without_numbers_counts_as_damaged(tmp_path, changed):
+    (tmp_path / run_log.MANIFEST).write_text(json.dumps({"runs": [ENTRIES[0] | changed]}))
+    assert run_log.read_manifest(tmp_path) == []
+    run_log.write_seconds(tmp_path, {"saving": 1.0})  # Has no entry to write to.
