@@ -74,8 +74,9 @@ def read_settings(folder, kind, named=("aesthetic=0..10",), **sampler):
 def prepared(s, kind):
     mesh = sharding.make_mesh(1, 1, 1)
     inputs = (sd_jax if kind == "sd" else imagen_jax).train.prepare(s, mesh)
-    task = inputs.task
-    return inputs._replace(records=heldout.open_records(s.heldout, inputs.batches, task.measure))
+    task = inputs.task._replace(frozen=jax.tree.map(jnp.asarray, inputs.task.frozen))
+    records = heldout.open_records(s.heldout, inputs.batches, task.measure)
+    return inputs._replace(task=task, records=records)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,9 +140,10 @@ def test_a_new_field_changes_neither_the_other_weights_nor_the_output(folder, ki
     # A run that starts from weights without the field begins with the same outputs.
     trained = tiny.random_params(plain)
     both = {**params, "params": {**trained["params"], KEY: params["params"][KEY]}}
-    batch, keys = without.batches.example(), training_noise.keys_of(1)
+    batch = jax.tree.map(jnp.asarray, without.batches.example())
+    keys = training_noise.keys_of(1)
     sigma = jnp.ones(1)
-    scored = {**batch, KEY: np.array([7.0], np.float32)}
+    scored = {**batch, KEY: jnp.array([7.0])}
     of = lambda task, params, batch: task.measure.errors(params, task.frozen, batch, keys, sigma)
     np.testing.assert_array_equal(of(task, both, scored)[0], of(plain, trained, batch)[0])
 

@@ -5,6 +5,7 @@ scaled to x in [0, 1], and (0, 0) for an unknown or dropped number.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,7 +22,7 @@ _CHANNELS = 64  # Number of sinusoids of a number.
 
 
 def condition(
-    fields: Sequence[Field], batch: Mapping[str, Array], values: Mapping[str, float] = {}
+    fields: Sequence[Field], batch: Mapping[str, Any], values: Mapping[str, float] = {}
 ) -> dict[str, Float[Array, "B 2"]]:
     """Return the fields of a batch as inputs of the network, keyed by Field.key.
 
