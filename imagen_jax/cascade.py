@@ -221,6 +221,8 @@ def describe(stage: Stage) -> dict[str, Any]:
     """
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
+    if not s.sampler.fields:
+        del sampler["fields"]
     if not (s.sampler.grid or s.sampler.end):  # Metadata without these fields mean the defaults.
         sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}

@@ -202,6 +202,11 @@ class Settings(NamedTuple):
         return self.sampler.height or self.output_size, self.sampler.width or self.output_size
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        """The config's data.fields: the numbers that the network sees besides the text."""
+        return self.data.fields
+
+    @property
     def input_size(self) -> int:
         """Side in pixels of the small image that a super-resolution model enlarges."""
         return self.output_size // self.super_resolution.factor

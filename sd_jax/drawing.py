@@ -108,12 +108,13 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
 
 
 def describe_guidance(stage: Stage) -> dict[str, Any]:
-    """Return metadata of a model: its LoRA, its guiding model, and its kind and range of guidance.
+    """Return metadata of a model: its LoRA, its guiding model, its guidance and its fields.
 
     Values that equal the defaults are left out.
     """
     s: settings.Sampler = stage.settings.sampler
     is_changed = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
+    is_changed |= {"fields": s.fields != ""}
     is_changed |= {"guidance_high": s.guidance_high < float("inf")}
     fields = {name: getattr(s, name) for name, changed in is_changed.items() if changed}
     return fields | ({"guide": stage.guide} if stage.guide else {}) | dict(stage.lora)

@@ -14,7 +14,7 @@ from configs import quickstart
 from diffusion_jax import heldout
 from diffusion_jax.config import fields
 from diffusion_jax.devices import sharding
-from diffusion_jax.draw.seeds import halves, keys_of
+from diffusion_jax.draw import program
 from diffusion_jax.train import loop, rehearse
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
@@ -74,8 +74,9 @@ def read_settings(folder, kind, named=("aesthetic=0..10",), **sampler):
 def prepared(s, kind):
     mesh = sharding.make_mesh(1, 1, 1)
     inputs = (sd_jax if kind == "sd" else imagen_jax).train.prepare(s, mesh)
-    task = inputs.task
-    return inputs._replace(records=heldout.open_records(s.heldout, inputs.batches, task.measure))
+    task = inputs.task._replace(frozen=jax.tree.map(jnp.asarray, inputs.task.frozen))
+    records = heldout.open_records(s.heldout, inputs.batches, task.measure)
+    return inputs._replace(task=task, records=records)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,22 +103,26 @@ def test_every_network_is_trained_evaluated_and_sampled_with_a_score(folder, kin
     other = records._replace(batch={**records.batch, KEY: 10 - records.batch[KEY]})
     assert score(records=records)(params)["loss"] != score(records=other)(params)["loss"]
 
-    # Two scores give two pictures, and the default is the config's score.
-    texts = {k: v for k, v in batch.items() if k not in (KEY, "image")}
+    # Two scores give two pictures with one program, which also draws without a score.
+    texts = {k: v[:2] for k, v in batch.items() if k not in (KEY, "image")}
     if kind == "sd":
         texts |= {f"negative_{name}": x for name, x in texts.items()}
     if kind == "efficient":
-        texts["low_res"] = np.zeros((8, 4, 4, 3), np.float32)
-    keys, scales = keys_of(halves([0] * 8)), jnp.full(8, 3.0)
-    draw = lambda task, **scores: np.asarray(
-        jax.jit(task.sample)(params, task.frozen, {**texts, **scores}, keys, scales)
+        texts["low_res"] = np.zeros((2, 4, 4, 3), np.float32)
+    made = []
+    begin_of = lambda *arguments: made.append(arguments) or task.begin
+    programs = program.make_programs(begin_of, task.frozen, mesh)
+    settings = s.pipeline if kind == "sd" else s
+    with_score = lambda text: settings._replace(sampler=settings.sampler._replace(fields=text))
+    draw = lambda text, **more: programs(with_score(text), None, 1.0)(
+        params, {**texts, **more}, [0, 0], np.full(2, 3, np.float32)
     )
-    low, high = (draw(task, **{KEY: np.full(8, x, np.float32)}) for x in (2.0, 9.0))
-    unknown = draw(task)
-    assert np.abs(low - high).max() > 1e-3 and np.abs(low - unknown).max() > 1e-3
-    configured = prepared(read_settings(folder, kind, fields="aesthetic=9"), kind)
-    configured.batches.close()
-    np.testing.assert_allclose(draw(configured.task), high, atol=1e-5)
+    low, high, unknown = draw("aesthetic=2"), draw("aesthetic=9"), draw("")
+    for one, other in ((low, high), (low, unknown), (high, unknown)):
+        assert np.abs(one - other).max() > 1e-3
+    own = draw("aesthetic=5", **{KEY: np.array([2, 9], np.float32)})
+    np.testing.assert_allclose(own, [low[0], high[1]], atol=1e-4)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,9 +140,10 @@ def test_a_new_field_changes_neither_the_other_weights_nor_the_output(folder, ki
     # A run that starts from weights without the field begins with the same outputs.
     trained = tiny.random_params(plain)
     both = {**params, "params": {**trained["params"], KEY: params["params"][KEY]}}
-    batch, keys = without.batches.example(), training_noise.keys_of(1)
+    batch = jax.tree.map(jnp.asarray, without.batches.example())
+    keys = training_noise.keys_of(1)
     sigma = jnp.ones(1)
-    scored = {**batch, KEY: np.array([7.0], np.float32)}
+    scored = {**batch, KEY: jnp.array([7.0])}
     of = lambda task, params, batch: task.measure.errors(params, task.frozen, batch, keys, sigma)
     np.testing.assert_array_equal(of(task, both, scored)[0], of(plain, trained, batch)[0])
 

@@ -6,8 +6,11 @@ both.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
 
 PREFIX = "field_"
 _FORM = re.compile(r"(?:(?P<place>[^:=]+):)?(?P<name>[^:=]+)(?:=(?P<low>[^=]+?)\.\.(?P<high>.+))?")
@@ -74,6 +77,17 @@ def values(fields: Sequence[Field], text: str) -> dict[str, float]:
             )
         found[by_name[name].key] = by_name[name].number(value)
     return found
+
+
+def arrays(
+    fields: Sequence[Field], values: Mapping[str, float], rows: int
+) -> dict[str, Float[np.ndarray, "B"]]:
+    """Return a batch's numbers for `rows` pictures that share them. NaN is an unknown number.
+
+    `values` holds the known numbers, keyed by Field.key.
+    """
+    of = lambda field: np.full(rows, values.get(field.key, np.nan), np.float32)
+    return {field.key: of(field) for field in fields}
 
 
 def refuse(texts: Sequence[str], workdir: Any) -> None:

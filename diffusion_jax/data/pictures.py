@@ -35,7 +35,7 @@ class Columns(NamedTuple):
     images: PictureArray
     texts: Sequence[Any]
     """A caption, embeddings or captions.Captions for each picture."""
-    numbers: Mapping[str, Sequence[float]]
+    numbers: Mapping[str, Float[np.ndarray, "B"]]
     """A number for each picture under the name of each field (Field.name)."""
 
 
@@ -273,7 +273,7 @@ class DecodedPictures(Pictures):
     ) -> Columns:
         """Decode pictures and return them with their texts and numbers; see `read`."""
         images, texts, numbers, _ = zip(*self._read(indices, places), strict=True)
-        named = {field.name: [of[field.name] for of in numbers] for field in self._fields}
+        named = {f.name: np.array([of[f.name] for of in numbers]) for f in self._fields}
         return Columns(np.stack(images), texts, named)
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:

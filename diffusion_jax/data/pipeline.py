@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, Sharding
-from jaxtyping import Array, Int, UInt64
+from jaxtyping import Array, Float, Int, UInt64
 
 from diffusion_jax.config import fields
 from diffusion_jax.config.fields import Field
@@ -331,9 +331,9 @@ def make_batches(
     )
 
 
-def numbers_of(numbers: Mapping[str, Sequence[float]], fields: Sequence[Field]) -> HostBatch:
+def numbers_of(numbers: Mapping[str, Float[np.ndarray, "B"]], fields: Sequence[Field]) -> HostBatch:
     """Return the part of a batch that holds the numbers: float32 [B] under Field.key."""
-    return {field.key: np.array(numbers[field.name], np.float32) for field in fields}
+    return {field.key: numbers[field.name].astype(np.float32) for field in fields}
 
 
 def _batch_order(

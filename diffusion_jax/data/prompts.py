@@ -1,14 +1,17 @@
 """Reads prompts from text files, tables, COCO's annotation files, or data sources."""
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
+from jaxtyping import Float
 
 from diffusion_jax import files
+from diffusion_jax.config.fields import Field
 from diffusion_jax.data import captions, records, rows, sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
@@ -61,6 +64,34 @@ def read(
     return [texts[i] for i in sorted(chosen)]
 
 
+def numbers(
+    path: str | os.PathLike[str], fields: Sequence[Field]
+) -> dict[str, Float[np.ndarray, "N"]]:
+    """Return the columns of fields in a table of N prompts, keyed by Field.key.
+
+    An empty cell is NaN. Columns that the table lacks are left out; so the result is {} for a file
+    that is not a table. Raises ValueError if a cell holds no number in its range.
+    """
+    name, column = _located(os.fspath(path))
+    if not fields or os.path.splitext(name)[1].lower() not in rows.READERS:
+        return {}
+    table = list(rows.read(files.local(name)))
+    texts = [text for _, text in _column(name, table, column)]
+    kept = [row for row, text in zip(table, texts, strict=True) if text]
+    return {
+        field.key: np.array([_number(place, row.get(field.name), field) for place, row in kept])
+        for field in fields
+        if any(field.name in row for _, row in kept)
+    }
+
+
+def _number(place: str, cell: Any, field: Field) -> float:
+    try:
+        return math.nan if cell in (None, "") else field.number(cell)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
 def fingerprint(prompts: Sequence[str]) -> str:
     """Return 16 hex digits that identify a list of prompts: the start of its SHA-256."""
     return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
@@ -72,9 +103,7 @@ def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
         if left_out := named.left_out():
             logging.warning("%s: left out: %s", name, left_out)
         return _captions(named, every)
-    column = ""
-    if "::" in name.rpartition("/")[2] and not os.path.exists(name):
-        name, _, column = name.rpartition("::")
+    name, column = _located(name)
     path = files.local(name)
     suffix = path.suffix.lower()
     if suffix in rows.READERS:
@@ -87,6 +116,14 @@ def _read(name: str, every: bool) -> Iterator[tuple[str, str]]:
         )
     lines = untrusted.split_lines(untrusted.read_text(path).rstrip())
     return ((f"line {number}", line.strip()) for number, line in enumerate(lines, 1))
+
+
+def _located(name: str) -> tuple[str, str]:
+    """Split FILE::COLUMN into the path and the name of the column, which is "" without "::"."""
+    if "::" not in name.rpartition("/")[2] or os.path.exists(name):
+        return name, ""
+    path, _, column = name.rpartition("::")
+    return path, column
 
 
 def _captions(named: Records, every: bool) -> Iterator[tuple[str, str]]:

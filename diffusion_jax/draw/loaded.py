@@ -203,6 +203,7 @@ class Model:
         low_res: Sequence[UInt8[np.ndarray, "h w 3"]] = (),
         guidance: float | None = None,
         batch_sizes: Sequence[int | None] = (),
+        numbers: Sequence[Mapping[str, Float[np.ndarray, "_"]]] = (),
     ) -> Iterator[list[Images]]:
         """Check the arguments, then draw in batches. Image n draws prompts[rows[n]] with seeds[n].
 
@@ -219,6 +220,7 @@ class Model:
             guidance: The guidance scale of all stages. By default, each stage uses its own.
             batch_sizes: The batch size of each stage. None, or a missing value, means a default,
                 which is smaller for larger images.
+            numbers: For each stage, the numbers of fields, one for each prompt, by Field.key.
 
         Raises:
             ValueError: A picture does not fit, or the model cannot draw images of this size.
@@ -238,6 +240,8 @@ class Model:
         if low_res:
             small = np.stack(low_res).astype(np.float32) / 127.5 - 1
             texts[0]["low_res"] = small[np.arange(len(prompts)) % len(small)]
+        for of_stage, columns in zip(texts, numbers, strict=False):
+            of_stage |= columns
         texts = [{name: array[index] for name, array in of_stage.items()} for of_stage in texts]
         return draw_stages(self.stages, texts, seeds, sizes, guidance)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
+from diffusion_jax.config import fields
 from diffusion_jax.devices import hardware, programs
 from diffusion_jax.devices.programs import announced
 from diffusion_jax.devices.sharding import ambient, batch_sharding, place, replicated
@@ -68,12 +69,13 @@ def make_programs(
     task's frozen weights, already on the devices, which every program gets as an argument.
 
     The `max_programs` most recently used programs stay compiled. Settings that differ only in
-    sampler.guidance share a program, because guidance is an argument of the program.
+    sampler.guidance or sampler.fields share a program, because these are arguments of the program.
     """
     draws: collections.OrderedDict[Any, Draw] = collections.OrderedDict()
 
     def draw_with(s: Any, preview: Preview | None, strength: float) -> Draw:
-        compiled_in = {k: v for k, v in s.sampler._asdict().items() if k != "guidance"}
+        inputs = ("guidance", "fields")
+        compiled_in = {k: v for k, v in s.sampler._asdict().items() if k not in inputs}
         key = s._replace(sampler=tuple(compiled_in.items())), preview, strength
         if key not in draws:
             sample = samplers.make_sample(begin_of(s, preview, strength), s.sampler)
@@ -81,7 +83,13 @@ def make_programs(
         draws.move_to_end(key)
         if len(draws) > max_programs:
             draws.popitem(last=False)
-        return draws[key]
+        compiled, named = draws[key], fields.read(s.fields)
+        if not named:
+            return compiled
+        arrays = functools.partial(fields.arrays, named, fields.values(named, s.sampler.fields))
+        return lambda params, texts, seeds, guidance: compiled(
+            params, {**arrays(len(seeds)), **texts}, seeds, guidance
+        )
 
     return draw_with
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from absl import flags, logging
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 
 from diffusion_jax import cli, files
+from diffusion_jax.config import fields
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import seeds
@@ -55,6 +56,8 @@ class Inputs(NamedTuple):
     """
     all_sizes: bool = False
     """Whether to write the images of a cascade's earlier stages as well."""
+    numbers: Sequence[Mapping[str, Float[np.ndarray, "_"]]] = ()
+    """For each stage, the numbers of fields of each text, from the table of the prompts."""
 
     def batches(
         self, model: Model, rows: Sequence[int], seeds: Sequence[int]
@@ -62,7 +65,7 @@ class Inputs(NamedTuple):
         """Draw image n from text rows[n] and seed seeds[n], in batches (see Model.batches)."""
         return model.batches(
             self.prompts, rows, seeds, pictures=self.pictures, low_res=self.low_res,
-            batch_sizes=self.batch_sizes,
+            batch_sizes=self.batch_sizes, numbers=self.numbers,
         )  # fmt: skip
 
 
@@ -89,6 +92,8 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
             file = f["prompts"].value
             prompts = [*f["prompt"].value, *(prompt_files.read(file) if file is not None else ())]
             model, inputs = open_model(prompts, folder)
+            columns = [prompt_numbers(of.settings, len(inputs.captions)) for of in model.stages]
+            inputs = inputs._replace(numbers=columns)
             rows = [i for i in range(len(inputs.captions)) for _ in range(f["num_images"].value)]
             numbers = range(f["seed"].value, f["seed"].value + len(rows))
             seeds.halves(numbers[-1:])
@@ -104,6 +109,22 @@ def command(open_model: Callable[[list[str], pathlib.Path], tuple[Model, Inputs]
         logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(rows), out)
 
     cli.run(main, "write --prompt={!r}")
+
+
+def prompt_numbers(s: Any, num_prompts: int) -> dict[str, Float[np.ndarray, "N"]]:
+    """Return the columns of fields in the table --prompts, with one row for each prompt.
+
+    The prompts of --prompt, which come first, and empty cells have the number in sampler.fields of
+    the settings `s`, or NaN if it names none.
+    """
+    file, named = flags.FLAGS.prompts, fields.read(s.fields)
+    columns = prompt_files.numbers(file, named) if file else {}
+    defaults = fields.arrays(named, fields.values(named, s.sampler.fields), num_prompts)
+    found = {}
+    for key, column in columns.items():
+        padded = np.pad(column, (num_prompts - len(column), 0), constant_values=np.nan)
+        found[key] = np.where(np.isnan(padded), defaults[key], padded).astype(np.float32)
+    return found
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
@@ -205,6 +226,8 @@ def _write_image(
     name = f"seed_{seed:06}"
     line: dict[str, Any] = {"file_name": f"{name}.png", "text": inputs.captions[text]}
     line |= {kind: paths[text % len(paths)] for kind, paths in inputs.paths.items() if paths}
+    numbers = {key: float(x[text]) for of_stage in inputs.numbers for key, x in of_stage.items()}
+    line |= {key: number for key, number in numbers.items() if not np.isnan(number)}
     line |= {"seed": seed}
     sheets.write_png(out / line["file_name"], sizes[-1])
     if inputs.all_sizes:

@@ -5,15 +5,15 @@ scaled to x in [0, 1], and (0, 0) for an unknown or dropped number.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from diffusion_jax.config.fields import PREFIX, Field
+from diffusion_jax.config.fields import PREFIX, Field, arrays
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import dense
 
@@ -22,18 +22,17 @@ _CHANNELS = 64  # Number of sinusoids of a number.
 
 
 def condition(
-    fields: Sequence[Field], batch: Mapping[str, Array], values: Mapping[str, float] = {}
+    fields: Sequence[Field], batch: Mapping[str, Any], values: Mapping[str, float] = {}
 ) -> dict[str, Float[Array, "B 2"]]:
     """Return the fields of a batch as inputs of the network, keyed by Field.key.
 
     The batch holds the numbers as float [B] under Field.key, with NaN for an unknown number. A
     field that the batch does not hold has its number in `values` or, without one, is unknown.
     """
-    inputs = {}
+    inputs, rows = {}, len(next(iter(batch.values()), ()))
+    defaults = arrays(fields, values, rows)
     for field in fields:
-        rows = len(next(iter(batch.values())))
-        default = np.full(rows, values.get(field.key, np.nan), np.float32)
-        number = jnp.asarray(batch.get(field.key, default))  # [B]
+        number = jnp.asarray(batch.get(field.key, defaults[field.key]))  # [B]
         known = jnp.isfinite(number)
         scaled = (jnp.where(known, number, field.low) - field.low) / (field.high - field.low)
         inputs[field.key] = jnp.stack([scaled, known.astype(scaled.dtype)], axis=1)  # [B, 2]

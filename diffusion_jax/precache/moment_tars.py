@@ -308,5 +308,5 @@ def _encoded(
                     "set data.text to captions, such as txt"
                 )
             key = f"{index:09}".encode()
-            of_row = {name: values[row] for name, values in numbers.items()}
+            of_row = {name: float(values[row]) for name, values in numbers.items()}
             yield {tars.KEY: key, "npy": moments.write(array), **records.write_text(text, of_row)}

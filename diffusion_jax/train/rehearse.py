@@ -254,7 +254,7 @@ def _count(tree: Any) -> int:
 
 def _shapes_of(example: dict[str, np.ndarray]) -> str:
     """Return a text with the shapes of a batch's rows, and the range of text lengths in tokens."""
-    shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}" for k, x in example.items()]
+    shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}".strip() for k, x in example.items()]
     masks = [x for name, x in example.items() if name.endswith("mask")]
     lengths = [int(n) for mask in masks for n in mask.sum(1)]
     if not lengths:

@@ -179,7 +179,7 @@ def _card(s: Settings, judge: EvaluationInputs) -> dict[str, Any]:
         "clip": judge.clip.image.weights,
         "seed": s.run.seed,
         "guidance": s.evaluation.guidance,
-        "sampler": s.sampler._asdict(),
+        "sampler": {k: v for k, v in s.sampler._asdict().items() if k != "fields"},
     }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import model
-from diffusion_jax.config import settings
+from diffusion_jax.config import fields, settings
 from diffusion_jax.diffusion import guides
 from imagen_jax.settings import Diffusion, Sampler
 from tests.diffusion_jax import training_noise
@@ -102,3 +102,91 @@ def test_losses_are_summed_and_counted_by_ranges_of_sigma():
 def test_a_loss_that_is_not_finite_affects_only_its_range_of_sigma():
     metrics = model.loss_by_noise_level(jnp.array([jnp.nan, 2.0]), jnp.array([0.2, 5.0]))
     np.testing.assert_array_equal(metrics["level_loss"], [0, np.nan, 0, 0, 2])
+
+
+def a_scored_task(network, drop_prob=0.0, field_drop_prob=0.0, **values):
+    """The model of 4x4 pixels with the fields "score", from 0 to 10, and "year"."""
+    named = fields.read(("score=0..10", "year=1900..2000"))
+    text = lambda frozen, batch: {"text": batch["text"]}
+    empty = lambda condition: {"text": jnp.zeros_like(condition["text"])}
+    system = model.System(
+        unet=types.SimpleNamespace(apply=network),
+        example=dict,
+        target=lambda frozen, batch, keys: batch["image"],
+        text=text,
+        dropped=lambda frozen, condition: empty(condition),
+        prompts=lambda frozen, batch: {
+            guides.COND: lambda: text(frozen, batch),
+            guides.NEGATIVE: lambda: empty(batch),
+        },
+        canvas=lambda batch: (4, 4, 3),
+        decode=lambda frozen, batch, x: x,
+        edited=lambda frozen, batch, keys: lambda sampler: sampler,
+        fields=named,
+        field_values=values,
+        field_drop_prob=field_drop_prob,
+    )
+    return model.make_task(system, DIFFUSION, SAMPLER, drop_prob, {"text": ()})
+
+
+def scored(size):
+    batch = a_batch(size)
+    batch.pop("score")
+    year = jnp.full(size, 1950.0)
+    return batch | {"field_score": jnp.linspace(0, 10, size), "field_year": year}
+
+
+def test_each_field_is_dropped_by_itself_and_with_the_text():
+    seen, size = [], 4000
+    network = lambda params, x, time, text, **fields: seen.append((text, fields)) or x
+    keys = training_noise.keys_of(size)
+    a_scored_task(network, 0.2, 0.1).loss({}, {}, scored(size), keys)
+    ((text, inputs),) = seen
+    kept = {name: np.asarray(x[:, 1]) == 1 for name, x in inputs.items()}
+    has_text = np.asarray(text).any((1, 2))
+    within = lambda share, p: abs(share - p) < 4 * (p * (1 - p) / size) ** 0.5
+    for name in ("field_score", "field_year"):
+        assert not kept[name][~has_text].any()
+        assert within(1 - kept[name].mean(), 1 - 0.8 * 0.9)
+    both = kept["field_score"] & kept["field_year"]
+    assert within(both.mean(), 0.8 * 0.9 * 0.9)  # Independent of each other.
+    shares = np.linspace(0, 1, size)[kept["field_score"]]
+    np.testing.assert_allclose(inputs["field_score"][kept["field_score"], 0], shares, atol=1e-6)
+    assert not np.asarray(inputs["field_score"])[~kept["field_score"]].any()
+
+
+def test_a_dropped_field_depends_on_the_key_of_its_own_image_alone():
+    seen, keys = [], training_noise.keys_of(6)
+    network = lambda params, x, time, text, **fields: seen.append(fields) or x
+    task, batch = a_scored_task(network, 0.0, 0.5), scored(6)
+    task.loss({}, {}, batch, keys)
+    task.loss({}, {}, {name: x[1::2] for name, x in batch.items()}, keys[1::2])
+    for name in seen[0]:
+        np.testing.assert_array_equal(seen[0][name][1::2], seen[1][name])
+
+
+def test_guidance_leads_away_from_unknown_fields():
+    """The network shows 1 + the scaled score if it is known, and 0 if not."""
+    show = lambda params, x, time, text, field_score, field_year: jnp.broadcast_to(
+        field_score.sum(1)[:, None, None, None], x.shape
+    )
+    task, batch = a_scored_task(show), scored(4)
+    keys = training_noise.keys_of(4)
+    guided = task.sample({}, {}, batch, keys, jnp.full(4, 3.0))
+    np.testing.assert_allclose(guided[:, 0, 0, 0], 3 * (1 + np.linspace(0, 1, 4)), rtol=1e-4)
+    errors, _ = task.measure.errors({}, {}, batch, keys, jnp.full(4, 0.5))
+    np.testing.assert_allclose(errors, (1 + np.linspace(0, 1, 4)) ** 2, rtol=1e-5)
+
+
+def test_sampling_uses_the_given_numbers_of_fields_that_the_batch_lacks():
+    show = lambda params, x, time, text, field_score, field_year: jnp.broadcast_to(
+        (field_score[:, 0] + 10 * field_year[:, 1])[:, None, None, None], x.shape
+    )
+    texts = {"text": a_batch(3)["text"]}
+    draw = lambda task, batch: task.sample({}, {}, batch, training_noise.keys_of(3), None)[0, 0, 0]
+    task = a_scored_task(show, field_score=7.0)
+    np.testing.assert_allclose(draw(task, texts), 0.7, rtol=1e-5)
+    own = texts | {"field_score": jnp.full(3, 2.0), "field_year": jnp.full(3, 1990.0)}
+    np.testing.assert_allclose(draw(task, own), 10.2, rtol=1e-5)
+    unknown = texts | {"field_score": jnp.full(3, jnp.nan)}
+    np.testing.assert_allclose(draw(task, unknown), 0, atol=1e-6)

@@ -30,10 +30,6 @@ def png(n, shape=(SIZE, SIZE)):
     return file.getvalue()
 
 
-def feature(example, name, kind, value):
-    getattr(example.features.feature[name], kind).value.append(value)
-
-
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory):
     """Write six pictures with scores in every format."""
@@ -67,19 +63,17 @@ def forms(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def numbers_alone(tmp_path_factory, forms):
+def numbers_alone(tmp_path_factory):
     """Write an ArrayRecord file with scores as float features, like TFDS and Grain."""
     path = tmp_path_factory.mktemp("floats") / "a.array_record"
-    messages = []
+    writer = arrayrecord.array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for n in range(NUM):
-        example = arrayrecord._Example.FromString(
-            arrayrecord.encode({"png": png(n), "txt": b"picture %d" % n})
-        )
-        feature(example, "score", "float_list", n / 2)
-        messages.append(example.SerializeToString())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrayrecord, "encode", lambda message: message)
-        arrayrecord.write(path, messages)
+        example = arrayrecord._Example()
+        for name, value in (("png", png(n)), ("txt", b"picture %d" % n)):
+            example.features.feature[name].bytes_list.value.append(value)
+        example.features.feature["score"].float_list.value.append(n / 2)
+        writer.write(example.SerializeToString())
+    writer.close()
     return path
 
 

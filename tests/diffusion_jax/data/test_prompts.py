@@ -3,10 +3,12 @@
 import gzip
 import json
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from diffusion_jax.config import fields
 from diffusion_jax.data import prompts
 
 
@@ -161,3 +163,19 @@ def test_a_sample_larger_than_the_prompt_file_is_an_error(tmp_path):
     (tmp_path / "p.txt").write_text("one\n")
     with pytest.raises(ValueError, match="holds 1 prompts, fewer than the requested 2"):
         prompts.read(tmp_path / "p.txt", 2)
+
+
+def test_columns_of_fields_are_numbers_of_the_prompts(tmp_path):
+    named = fields.read(("aesthetic=0..10", "year=1900..2030", "share"))
+    path = tmp_path / "prompts.csv"
+    path.write_text("text,aesthetic,share\na,7,0.5\n,1,1\nb,,0.25\n")
+    assert prompts.read(path) == ["a", "b"]
+    found = prompts.numbers(f"{path}::text", named)
+    assert found.keys() == {"field_aesthetic", "field_share"}
+    np.testing.assert_array_equal(found["field_aesthetic"], [7, np.nan])
+    np.testing.assert_array_equal(found["field_share"], [0.5, 0.25])
+    path.write_text("text,aesthetic\na,7\nb,70\n")
+    with pytest.raises(ValueError, match=r"prompts\.csv, line 3: the field aesthetic is '70'"):
+        prompts.numbers(path, named)
+    (tmp_path / "prompts.txt").write_text("a\nb")
+    assert prompts.numbers(tmp_path / "prompts.txt", named) == {}

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from diffusion_jax.config import fields
 from diffusion_jax.data.captions import Captions
 from diffusion_jax.data.sources import arrayrecord, arrow
 from diffusion_jax.data.sources.arrow import Arrow, TableRecords
@@ -202,3 +203,25 @@ def test_damaged_parquet_files_are_errors(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"datasets cannot open .*data\.parquet"):
             arrow._load(str(path), "")
+
+
+def test_numbers_of_tfds_are_features(prepared, tmp_path):
+    shutil.copytree(prepared, folder := tmp_path / "1.0.0")
+    top = json.loads((folder / "features.json").read_text())
+    name = "tensorflow_datasets.core.features.tensor_feature.Tensor"
+    tensor = {"shape": {}, "dtype": "float32", "encoding": "none"}
+    features = top["featuresDict"]["features"]
+    features["score"] = {"pythonClassName": name, "tensor": tensor}
+    (folder / "features.json").write_text(json.dumps(top))
+    messages = []
+    for n in range(3):
+        example = arrayrecord._Example()
+        for kind, text in (("image", b"image"), ("caption", b"a"), ("captions/text", b"a")):
+            example.features.feature[kind].bytes_list.value.append(text)
+        example.features.feature["score"].float_list.value.append(n / 2)
+        messages.append(example.SerializeToString())
+    write_messages(next(folder.glob("*array_record*")), messages)
+    records = Tfds(f"{folder}@train", fields=fields.read(("score=0..10",)))
+    assert [record.numbers["score"] for record in records.read([2, 0])] == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"no feature 'taste': it has .*\. Set data\.fields"):
+        Tfds(f"{folder}@train", fields=fields.read(("taste",)))
