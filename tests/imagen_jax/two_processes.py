@@ -28,13 +28,13 @@ def read(path, state=None, steps=STEPS):
     s, taken, saved = settings(path), [], b""
     mesh = sharding.make_mesh(1, -1, 1)
     with train.open_batches(s, lookup.open_encoder(s.text), mesh) as batches:
-        read_all = batches.pictures.read
+        read_all = batches.pictures.columns
 
         def noting(indices, places=None):
             taken.append(indices.tolist())
             return read_all(indices, places)
 
-        batches.pictures.read = noting
+        batches.pictures.columns = noting
         if state is not None:
             batches.set_state(state)
         for step in range(steps):
