@@ -47,20 +47,20 @@ class System(NamedTuple):
     prompts: Callable[[Frozen, Batch], Mapping[str, Callable[[], Condition]]]
     """(frozen, batch) -> for sampling, functions that compute the conditions under each name of
     guides.py: COND, NEGATIVE and EMPTY. The last two hold only what differs from COND."""
-    canvas: Callable[[Batch], tuple[int, int, int]]
+    sample_shape: Callable[[Batch], tuple[int, int, int]]
     """batch -> the shape [H, W, C] in which the sampler draws an image."""
     decode: Callable[[Frozen, Batch, Images], Images]
     """(frozen, batch, x0) -> images in about [-1, 1]."""
-    edited: Callable[[Frozen, Batch, Keys], Callable[[SamplerFunction], SamplerFunction]]
+    editor: Callable[[Frozen, Batch, Keys], Callable[[SamplerFunction], SamplerFunction]]
     """(frozen, batch, keys) -> a function that adapts the sampler to the batch's "image"."""
     training_inputs: Callable[[Images, Keys], Condition] = lambda x0, keys: {}
     """(x0, keys) -> the inputs that training adds to those of the text."""
-    inputs: Callable[[Batch, Keys, Images | None], tuple[Keys, Condition]] = (
+    sampling_inputs: Callable[[Batch, Keys, Images | None], tuple[Keys, Condition]] = (
         lambda batch, keys, x0: (keys, {})
     )
     """(batch, keys, x0) -> the keys for the image's noise, and the inputs added to those of the
     text. The held-out loss passes x0; sampling passes None."""
-    watched: Callable[[Frozen, Denoiser], Denoiser] = lambda frozen, denoise: denoise
+    wrap_denoiser: Callable[[Frozen, Denoiser], Denoiser] = lambda frozen, denoise: denoise
     """(frozen, denoise) -> the denoiser that the sampler calls: with a threshold or previews."""
     fields: Sequence[Field] = ()
     """Named numbers of each image, such as an aesthetic score, which are also inputs of the network
@@ -73,7 +73,7 @@ class System(NamedTuple):
     """Whether sampling starts from noise of level sqrt(1 + sigma^2) instead of sigma."""
 
 
-class Guiding(NamedTuple):
+class SecondNetwork(NamedTuple):
     """A second network that guides the first one. frozen["guide"] holds its parameters."""
 
     unet: Any
@@ -133,7 +133,7 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
 
     def errors(params, frozen, batch, keys, sigma):
         x0 = system.target(frozen, batch, keys)
-        noise_keys, added = system.inputs(batch, keys, x0)
+        noise_keys, added = system.sampling_inputs(batch, keys, x0)
         eps = samplers.initial_noise(noise_keys, x0[0].shape, 1)
         h = jnp.zeros_like(sigma) if objective.mean_flow else None
         numbers = fields.condition(system.fields, batch)
@@ -141,15 +141,15 @@ def make_task(system: System, diffusion: Any, sampler: Any, drop_prob: float, fr
         return objective.errors(network, x0, eps, sigma)
 
     levels = lambda n: noise.quantiles(objective.noise, n)
-    begin = make_begin(system, diffusion, sampler)
-    sample = samplers.make_sample(begin, sampler)
-    return Task(init, loss, sample, frozen, RULES, Measure(levels, errors), begin)
+    sampler_inputs = make_sampler_inputs(system, diffusion, sampler)
+    sample = samplers.make_sample(sampler_inputs, sampler)
+    return Task(init, loss, sample, frozen, RULES, Measure(levels, errors), sampler_inputs)
 
 
-def make_begin(
-    system: System, diffusion: Any, sampler: Any, guiding: Guiding | None = None
-) -> samplers.Begin:
-    """Return the function `begin` of a Task, which prepares the sampler's arguments.
+def make_sampler_inputs(
+    system: System, diffusion: Any, sampler: Any, guiding: SecondNetwork | None = None
+) -> samplers.InputsFunction:
+    """Return a Task's `sampler_inputs`, the function that prepares the sampler's arguments.
 
     The arguments are those of `make_task`. For autoguidance, `guiding` is the second network.
     """
@@ -157,9 +157,9 @@ def make_begin(
     sigmas, time = samplers.sampling_grid(objective.noise, sampler)  # [steps + 1]
     scalings, span = objective.precond(time), objective.span(sigmas)
 
-    def begin(params, frozen, batch, keys, guidance):
-        shape = system.canvas(batch)
-        noise_keys, added = system.inputs(batch, keys, None)
+    def sampler_inputs(params, frozen, batch, keys, guidance):
+        shape = system.sample_shape(batch)
+        noise_keys, added = system.sampling_inputs(batch, keys, None)
         prompts = dict(system.prompts(frozen, batch))
         numbers = fields.condition(system.fields, batch, system.field_values)
         unknown = fields.unknown(numbers)
@@ -182,14 +182,16 @@ def make_begin(
         draws = samplers.gaussian_noise(noise_keys, shape)
 
         def finish(x):
-            return system.decode(frozen, batch, samplers.in_own_coordinates(x, sigmas[-1]))
+            return system.decode(frozen, batch, samplers.to_variance_preserving(x, sigmas[-1]))
 
-        start = samplers.Start(system.watched(frozen, denoise), x, sigmas, draws, finish)
+        inputs = samplers.SamplerInputs(
+            system.wrap_denoiser(frozen, denoise), x, sigmas, draws, finish
+        )
         if "image" not in batch:
-            return start
-        return start._replace(wrap=system.edited(frozen, batch, noise_keys))
+            return inputs
+        return inputs._replace(wrap=system.editor(frozen, batch, noise_keys))
 
-    return begin
+    return sampler_inputs
 
 
 def _network(unet: Any, params: Params, condition: Condition, h: Sigma | None = None):

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Key, PRNGKeyArray, UInt8
 
 from diffusion_jax.devices.sharding import ShardingRules
 from diffusion_jax.diffusion.precond import Images, Sigma
-from diffusion_jax.diffusion.samplers import Begin
+from diffusion_jax.diffusion.samplers import InputsFunction
 
 Params = Any
 Frozen = Any
@@ -60,8 +60,8 @@ class Task(NamedTuple):
     """Rules that give the sharding of each parameter by its path."""
     measure: Measure | None = None
     """Measures the loss of single images. None: the system has no held-out loss."""
-    begin: Begin | None = None
-    """Maps the arguments of `sample` to a samplers.Start, which holds the sampler's arguments.
+    sampler_inputs: InputsFunction | None = None
+    """Maps the arguments of `sample` to SamplerInputs, which hold the sampler's arguments.
     `sample` calls this function."""
 
 

@@ -169,12 +169,16 @@ def load_stage(
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     imagen = finetune.adapted(imagen, workdir, s.lora, read_base, mesh)
 
-    def begin(s, preview, strength):
+    def inputs_of(s, preview, strength):
         check(s)
-        begin = task.make_begin(s, encoder, guide_settings, strength)
-        return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
+        sampler_inputs = task.make_sampler_inputs(s, encoder, guide_settings, strength)
+        return previewed(
+            lora.drawn(sampler_inputs, s.lora) if s.lora.rank else sampler_inputs, preview
+        )
 
-    return stage_module.load_stage(workdir, s, encoder, imagen, mesh, begin, values, s.lora.scale)
+    return stage_module.load_stage(
+        workdir, s, encoder, imagen, mesh, inputs_of, values, s.lora.scale
+    )
 
 
 def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}) -> Settings:

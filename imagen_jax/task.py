@@ -9,14 +9,14 @@ from diffusion_jax import model
 from diffusion_jax.config import fields
 from diffusion_jax.devices.sharding import RULES
 from diffusion_jax.diffusion import editing, guides, samplers
-from diffusion_jax.model import Guiding, System
+from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import Settings
 
-__all__ = ["RULES", "example", "make_begin", "make_task"]
+__all__ = ["RULES", "example", "make_sampler_inputs", "make_task"]
 
 
 def make_task(s: Settings, encoder: TextEncoder) -> Task:
@@ -41,10 +41,10 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     return model.make_task(system(s, encoder), s.diffusion, s.sampler, s.text.drop_prob, frozen)
 
 
-def make_begin(
+def make_sampler_inputs(
     s: Settings, encoder: TextEncoder, guide: Settings | None = None, strength: float = 1.0
-) -> samplers.Begin:
-    """Return the function `begin` of a Task, to draw with a guide or over pictures.
+) -> samplers.InputsFunction:
+    """Return the function `sampler_inputs` of a Task, to draw with a guide or over pictures.
 
     Args:
         s: The model's settings.
@@ -53,12 +53,12 @@ def make_begin(
             frozen["guide"]; None for no such model.
         strength: When the model draws over a picture, the share of the sampling steps that it runs.
     """
-    guiding = guide and Guiding(guide.unet, guide.diffusion)
-    return model.make_begin(system(s, encoder, strength), s.diffusion, s.sampler, guiding)
+    guiding = guide and SecondNetwork(guide.unet, guide.diffusion)
+    return model.make_sampler_inputs(system(s, encoder, strength), s.diffusion, s.sampler, guiding)
 
 
 def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
-    """Return what Imagen supplies. The arguments are those of `make_begin`."""
+    """Return what Imagen supplies. The arguments are those of `make_sampler_inputs`."""
     unet, factor, side = s.unet, s.super_resolution.factor, s.unet.image_size
     objective = s.diffusion.objective
     threshold = s.sampler.limit
@@ -90,7 +90,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
             guides.EMPTY: lambda: empty(given),
         }
 
-    def canvas(batch):
+    def sample_shape(batch):
         if factor > 1:
             height, width = batch["low_res"].shape[1:3]
             return factor * height, factor * width, 3
@@ -106,7 +106,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         noisy = super_resolution.at_random_levels(small, objective.noise, keys, objective.scalings)
         return {**noisy, **added}
 
-    def inputs(batch, keys, x0):
+    def sampling_inputs(batch, keys, x0):
         if factor == 1:
             return keys, {}
         small = batch["low_res"] if x0 is None else super_resolution.shrink(x0, factor)
@@ -114,7 +114,7 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         aug_sigma = s.super_resolution.aug_sigma if unet.noise_aug else None
         return keys, super_resolution.at_level(small, aug_sigma, low_keys, objective.scalings)
 
-    def edited(frozen, batch, keys):
+    def editor(frozen, batch, keys):
         image, mask = to_range(batch["image"]), batch.get("mask")
         eps = samplers.initial_noise(keys, image.shape[1:], 1)
         redrawn = None if mask is None else mask[..., None]  # [B, H, W, 1]
@@ -127,12 +127,12 @@ def system(s: Settings, encoder: TextEncoder, strength: float = 1.0) -> System:
         text=text,
         dropped=lambda frozen, condition: empty(condition),
         prompts=prompts,
-        canvas=canvas,
+        sample_shape=sample_shape,
         decode=lambda frozen, batch, x: x,
-        edited=edited,
+        editor=editor,
         training_inputs=training_inputs,
-        inputs=inputs,
-        watched=lambda frozen, denoise: threshold(denoise),
+        sampling_inputs=sampling_inputs,
+        wrap_denoiser=lambda frozen, denoise: threshold(denoise),
         fields=named,
         field_values=fields.values(named, s.sampler.fields),
         field_drop_prob=s.data.fields_drop_prob,

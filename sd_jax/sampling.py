@@ -11,7 +11,7 @@ from diffusion_jax.config import fields
 from diffusion_jax.diffusion import guides, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Images
-from diffusion_jax.model import Guiding, System
+from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from sd_jax import editing, previews
@@ -27,20 +27,20 @@ _PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB o
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
     """Return a function that draws a batch of images, for the field `sample` of a Task.
 
-    The arguments are those of `make_begin`.
+    The arguments are those of `make_sampler_inputs`.
     """
-    return samplers.make_sample(make_begin(p, *arguments, **named), p.sampler)
+    return samplers.make_sample(make_sampler_inputs(p, *arguments, **named), p.sampler)
 
 
-def make_begin(
+def make_sampler_inputs(
     p: Pipeline,
     encoder: TextEncoder,
     preview: Preview | None = None,
     guide: Settings | None = None,
-) -> samplers.Begin:
-    """Return a function `begin` that prepares the sampler's arguments, as a samplers.Start.
+) -> samplers.InputsFunction:
+    """Return the function `sampler_inputs` of a Task, which prepares the sampler's arguments.
 
-    The arguments of `begin` are those of a Task's `sample`: (params, frozen, batch, keys,
+    The arguments of `sampler_inputs` are those of a Task's `sample`: (params, frozen, batch, keys,
     guidance). `frozen` holds the weights of the text encoder at "text", of the VAE at "vae", and of
     the guiding model, if there is one, at "guide". `batch` holds the tokens that `prompts` returns.
     To edit pictures, `batch` also holds "image", uint8 [B, H, W, 3], and for inpainting "mask",
@@ -55,12 +55,12 @@ def make_begin(
             latents. None for no previews.
         guide: The settings of a second model that guides this one; None for no such model.
     """
-    guiding = guide and Guiding(guide.unet, guide.diffusion)
-    return model.make_begin(system(p, encoder, preview), p.diffusion, p.sampler, guiding)
+    guiding = guide and SecondNetwork(guide.unet, guide.diffusion)
+    return model.make_sampler_inputs(system(p, encoder, preview), p.diffusion, p.sampler, guiding)
 
 
 def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) -> System:
-    """Return what Stable Diffusion supplies. The arguments are those of `make_begin`."""
+    """Return what Stable Diffusion supplies. The arguments are those of `make_sampler_inputs`."""
     unet, vae, factor = p.unet, p.vae, vae_module.factor(p.vae)
     named = fields.read(p.fields)
 
@@ -96,7 +96,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
             guides.EMPTY: lambda: text(frozen, empty()),
         }
 
-    def canvas(batch):
+    def sample_shape(batch):
         height, width = batch[IMAGE].shape[1:3] if IMAGE in batch else p.output_shape
         return height // factor, width // factor, unet.in_channels
 
@@ -109,7 +109,7 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
             return images
         return jnp.where(batch[MASK][..., None], images, to_range(batch[IMAGE]))
 
-    def watched(frozen, denoise):
+    def wrap_denoiser(frozen, denoise):
         return previews.sketched(denoise, preview, p, frozen["vae"]) if preview else denoise
 
     return System(
@@ -119,10 +119,10 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
         text=text,
         dropped=dropped,
         prompts=conditions,
-        canvas=canvas,
+        sample_shape=sample_shape,
         decode=decode,
-        edited=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
-        watched=watched,
+        editor=lambda frozen, batch, keys: editing.wrapper(p, frozen["vae"], batch, keys),
+        wrap_denoiser=wrap_denoiser,
         fields=named,
         field_values=fields.values(named, p.sampler.fields),
         unit_start=p.sampler.unit_start,

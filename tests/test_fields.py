@@ -110,8 +110,8 @@ def test_every_network_is_trained_evaluated_and_sampled_with_a_score(folder, kin
     if kind == "efficient":
         texts["low_res"] = np.zeros((2, 4, 4, 3), np.float32)
     made = []
-    begin_of = lambda *arguments: made.append(arguments) or task.begin
-    programs = program.make_programs(begin_of, task.frozen, mesh)
+    inputs_of = lambda *arguments: made.append(arguments) or task.sampler_inputs
+    programs = program.make_programs(inputs_of, task.frozen, mesh)
     settings = s.pipeline if kind == "sd" else s
     with_score = lambda text: settings._replace(sampler=settings.sampler._replace(fields=text))
     draw = lambda text, **more: programs(with_score(text), None, 1.0)(

@@ -37,7 +37,7 @@ def wrap(
         if len(sigmas) > 1:
             with_image = lambda x, sigma: jnp.where(fixed, image, denoise(x, sigma))
             x = sampler(denoise if new is None else with_image, x, sigmas, noise)
-        # Callers divide the result by this factor (samplers.in_own_coordinates).
+        # Callers divide the result by this factor (samplers.to_variance_preserving).
         return jnp.where(fixed, image * jnp.sqrt(1 + sigmas[-1] ** 2), x)
 
     return draw

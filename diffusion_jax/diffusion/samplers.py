@@ -59,8 +59,8 @@ SAMPLERS = _Methods(
 SamplerName = Annotated[str, SAMPLERS]
 
 
-class Start(NamedTuple):
-    """The result of Task.begin: the sampler's arguments, and functions to finish the images."""
+class SamplerInputs(NamedTuple):
+    """The arguments of a sampler, and functions to finish the images (see Task.sampler_inputs)."""
 
     denoise: Denoiser
     x: Images
@@ -72,19 +72,19 @@ class Start(NamedTuple):
     """Adapts the sampler to image-to-image or inpainting. By default, returns it unchanged."""
 
 
-Begin = Callable[..., Start]  # Takes the arguments of a Task's `sample`.
+InputsFunction = Callable[..., SamplerInputs]  # Takes the arguments of a Task's `sample`.
 
 
-def make_sample(begin: Begin, s: Any) -> Callable[..., Images]:
+def make_sample(sampler_inputs: InputsFunction, s: Any) -> Callable[..., Images]:
     """Build the function `sample` of a Task.
 
-    The function calls `begin`, which is the Task's `begin`, runs the sampler that the `sampler`
-    group `s` names, and converts the sampler's result to images.
+    The function calls the Task's `sampler_inputs`, runs the sampler that the `sampler` group `s`
+    names, and converts the sampler's result to images.
     """
 
     def sample(*arguments: Any) -> Images:
-        start = begin(*arguments)
-        return start.finish(start.wrap(s.method.sampler)(*start[:4]))
+        inputs = sampler_inputs(*arguments)
+        return inputs.finish(inputs.wrap(s.method.sampler)(*inputs[:4]))
 
     return sample
 
@@ -152,7 +152,7 @@ def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, ...]) -> Draws:
     return lambda i: _normal(keys, i + 1, shape)  # Draw 0 is the initial noise.
 
 
-def in_own_coordinates(x: Images, sigma: Scalar) -> Images:
+def to_variance_preserving(x: Images, sigma: Scalar) -> Images:
     """Return alpha * x with alpha = 1 / sqrt(1 + sigma^2): x in variance-preserving coordinates."""
     return x / jnp.sqrt(1 + sigma**2)
 

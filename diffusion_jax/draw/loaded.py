@@ -408,21 +408,21 @@ class PromptedDenoiser:
 
     def __init__(self, stage: Stage, texts: Texts) -> None:
         """Prepare a stage to draw prompts that are already tokenized."""
-        self._begin = stage.begin(stage.settings, None, 1.0)
+        self._sampler_inputs = stage.inputs_of(stage.settings, None, 1.0)
         self.num_prompts = len(next(iter(texts.values())))
         s = stage.settings.sampler
         guidance = guidance_module.by_image(s, s.guidance, self.num_prompts)
         self._arguments = stage.params, stage.frozen, dict(texts), guidance
         zeros = halves([0] * self.num_prompts)
-        begin = self._start
-        self._first = jax.jit(lambda *arguments: begin(*arguments).x)
+        inputs = self._inputs
+        self._first = jax.jit(lambda *arguments: inputs(*arguments).x)
         self._denoise = jax.jit(
-            lambda x, sigma, *arguments: begin(*arguments, zeros).denoise(
+            lambda x, sigma, *arguments: inputs(*arguments, zeros).denoise(
                 x, jnp.full(len(x), sigma)
             )
         )
-        self._finish = jax.jit(lambda x, *arguments: begin(*arguments, zeros).finish(x))
-        self.sigmas = np.asarray(jax.jit(lambda *a: begin(*a, zeros).sigmas)(*self._arguments))
+        self._finish = jax.jit(lambda x, *arguments: inputs(*arguments, zeros).finish(x))
+        self.sigmas = np.asarray(jax.jit(lambda *a: inputs(*a, zeros).sigmas)(*self._arguments))
 
     def __call__(
         self, x: Float[Array, "B H W C"], sigma: Float[ArrayLike, ""]
@@ -442,9 +442,9 @@ class PromptedDenoiser:
         """Convert x at the last noise level to RGB images."""
         return sheets.to_uint8(np.asarray(self._finish(x, *self._arguments)))
 
-    def _start(self, *arguments: Any) -> Any:
+    def _inputs(self, *arguments: Any) -> Any:
         params, frozen, texts, guidance, seeds = arguments
-        return self._begin(params, frozen, texts, keys_of(seeds), guidance)
+        return self._sampler_inputs(params, frozen, texts, keys_of(seeds), guidance)
 
 
 def draw_stages(

@@ -20,7 +20,7 @@ from diffusion_jax.devices.programs import announced
 from diffusion_jax.devices.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.guidance import Preview
-from diffusion_jax.diffusion.samplers import Begin
+from diffusion_jax.diffusion.samplers import InputsFunction
 from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.task import Params, Sample, Texts
 
@@ -58,15 +58,16 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
 
 def make_programs(
-    begin_of: Callable[[Any, Preview | None, float], Begin],
+    inputs_of: Callable[[Any, Preview | None, float], InputsFunction],
     frozen: Any,
     mesh: Mesh,
     max_programs: int = 16,
 ) -> Callable[[Any, Preview | None, float], Draw]:
     """Return a function (settings, preview, strength) -> Draw, which compiles each choice once.
 
-    `begin_of` maps the same arguments to the `begin` of a Task (see Stage.begin). `frozen` is the
-    task's frozen weights, already on the devices, which every program gets as an argument.
+    `inputs_of` maps the same arguments to the `sampler_inputs` of a Task (see Stage.inputs_of).
+    `frozen` is the task's frozen weights, already on the devices, which every program gets as an
+    argument.
 
     The `max_programs` most recently used programs stay compiled. Settings that differ only in
     sampler.guidance or sampler.fields share a program, because these are arguments of the program.
@@ -78,7 +79,7 @@ def make_programs(
         compiled_in = {k: v for k, v in s.sampler._asdict().items() if k not in inputs}
         key = s._replace(sampler=tuple(compiled_in.items())), preview, strength
         if key not in draws:
-            sample = samplers.make_sample(begin_of(s, preview, strength), s.sampler)
+            sample = samplers.make_sample(inputs_of(s, preview, strength), s.sampler)
             draws[key] = make_draw(sample, frozen, mesh)
         draws.move_to_end(key)
         if len(draws) > max_programs:
@@ -94,18 +95,18 @@ def make_programs(
     return draw_with
 
 
-def previewed(begin: Begin, preview: Preview | None) -> Begin:
-    """Return a `begin` whose denoiser also calls `preview` on the host with its predictions.
+def previewed(sampler_inputs: InputsFunction, preview: Preview | None) -> InputsFunction:
+    """Make the denoiser of `sampler_inputs` also call `preview` on the host with its predictions.
 
-    `preview` gets the predicted images and their noise level. If it is None, `begin` is returned
-    unchanged.
+    `preview` gets the predicted images and their noise level. If it is None, `sampler_inputs` is
+    returned unchanged.
     """
     if preview is None:
-        return begin
+        return sampler_inputs
 
-    def shown(*arguments: Any) -> samplers.Start:
-        start = begin(*arguments)
-        return start._replace(denoise=programs.watched(start.denoise, preview))
+    def shown(*arguments: Any) -> samplers.SamplerInputs:
+        inputs = sampler_inputs(*arguments)
+        return inputs._replace(denoise=programs.watched(inputs.denoise, preview))
 
     return shown
 

@@ -15,7 +15,7 @@ from diffusion_jax import files, runs, systems
 from diffusion_jax.config.settings import Text
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.guidance import Preview
-from diffusion_jax.diffusion.samplers import Begin
+from diffusion_jax.diffusion.samplers import InputsFunction
 from diffusion_jax.draw import options, program
 from diffusion_jax.draw.options import Values
 from diffusion_jax.draw.program import Draw
@@ -42,8 +42,8 @@ class Stage(NamedTuple):
     """The step of the checkpoint; 0 for a model that is not a run."""
     frozen: Any
     """The weights that are not trained, such as those of the text encoder."""
-    begin: Callable[[Any, Preview | None, float], Begin]
-    """A function (settings, preview, strength) -> the `begin` of a Task.
+    inputs_of: Callable[[Any, Preview | None, float], InputsFunction]
+    """A function (settings, preview, strength) -> the `sampler_inputs` of a Task.
 
     `preview` is called on the host at each evaluation of the network, with the predicted images and
     their noise level. `strength` is the share of the steps to run when drawing over a picture. The
@@ -65,7 +65,7 @@ class Stage(NamedTuple):
     ) -> "Stage":
         """Return the stage with other settings. Weights and compiled programs are kept.
 
-        `fields` holds new values, keyed by config field. For `preview` and `strength`, see `begin`.
+        `fields` holds new values, keyed by config field. For the others, see `inputs_of`.
         Raises ValueError if settings do not fit together.
         """
         s = self.settings_with(fields)
@@ -165,7 +165,7 @@ def load_stage(
     encoder: TextEncoder,
     task: Task,
     mesh: Mesh,
-    begin: Callable[[Any, Preview | None, float], Begin],
+    inputs_of: Callable[[Any, Preview | None, float], InputsFunction],
     values: Values,
     lora_scale: float,
 ) -> Stage:
@@ -177,7 +177,7 @@ def load_stage(
         encoder: The run's text encoder.
         task: The run's task. Its `frozen` weights must already be on the devices.
         mesh: The devices for the weights.
-        begin: The field `begin` of the Stage.
+        inputs_of: The field `inputs_of` of the Stage.
         values: The chosen values of options; "ema", "checkpoint" and "guide" are used here.
         lora_scale: The strength of a LoRA run, for the metadata of pictures.
 
@@ -185,10 +185,10 @@ def load_stage(
         FileNotFoundError: The run does not have the chosen checkpoint.
         ValueError: The checkpoint is damaged, or does not hold the chosen average.
     """
-    programs = program.make_programs(begin, task.frozen, mesh)
+    programs = program.make_programs(inputs_of, task.frozen, mesh)
     stage = Stage(
         str(workdir), s, encoder, _placed_shapes(task.init, mesh, task.rules), "", 0,
-        task.frozen, begin, programs, functools.partial(options.override, s),
+        task.frozen, inputs_of, programs, functools.partial(options.override, s),
         programs(s, None, 1.0), values.get("guide", ""), finetune.describe(workdir, lora_scale),
     )  # fmt: skip
     return with_weights(stage, values.get("ema", "ema"), values.get("checkpoint"))

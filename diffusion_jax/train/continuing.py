@@ -158,7 +158,7 @@ def prepare(
     return progress.block(rows)
 
 
-def begin(
+def write_first_checkpoint(
     source: Source, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh,
     workdir: pathlib.Path, config: Mapping[str, Any],
 ) -> None:  # fmt: skip

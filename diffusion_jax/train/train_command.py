@@ -141,7 +141,9 @@ def command(
             )
             stack.enter_context(cli.bad_input(NotSaved, OSError, usual=(), code=1))
             if source:
-                continuing.begin(source, inputs, s.run, settings, mesh, workdir, values)
+                continuing.write_first_checkpoint(
+                    source, inputs, s.run, settings, mesh, workdir, values
+                )
             state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
         if times := jax.process_index() == 0 and goodput.summary(run_log.read_starts(workdir)):

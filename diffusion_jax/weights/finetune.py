@@ -34,7 +34,7 @@ class FineTuningStart(NamedTuple):
     """The fingerprint of the weights that a LoRA adapts; "" if the run trains all weights."""
 
 
-def begin(task: Task, s: Lora, weights: str, read: ReadParams) -> FineTuningStart:
+def start(task: Task, s: Lora, weights: str, read: ReadParams) -> FineTuningStart:
     """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
 
     Args:

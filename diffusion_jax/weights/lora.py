@@ -51,12 +51,12 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
         frozen={"task": task.frozen, "base": base},
         rules=[(r"/(down|up)$", FSDP), *task.rules],
         measure=task.measure and task.measure._replace(errors=errors),
-        begin=task.begin and drawn(task.begin, s),
+        sampler_inputs=task.sampler_inputs and drawn(task.sampler_inputs, s),
     )
 
 
 def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
-    """Wrap a Task's `sample` or `begin` so that it takes LoRA factors instead of full parameters.
+    """Wrap a Task's `sample` or `sampler_inputs` to take LoRA factors instead of full parameters.
 
     The wrapped function expects the weights to adapt in frozen["base"], and the task's own frozen
     weights in frozen["task"]. It multiplies the factors' product by s.scale * alpha / rank.

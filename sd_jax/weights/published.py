@@ -106,14 +106,14 @@ def load_stage(
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
     frozen, params = {"text": place(text.params), "vae": place(vae.params)}, place(unet.params)
 
-    def begin(p, preview, strength):
+    def inputs_of(p, preview, strength):
         p = p._replace(strength=strength)
         settings.check_pipeline(p)
-        return sampling.make_begin(p, encoder, preview)
+        return sampling.make_sampler_inputs(p, encoder, preview)
 
-    programs = make_programs(begin, frozen, mesh)
+    programs = make_programs(inputs_of, frozen, mesh)
     return Stage(
-        str(path), s, encoder, params, ema, 0, frozen, begin, programs, settings_with,
+        str(path), s, encoder, params, ema, 0, frozen, inputs_of, programs, settings_with,
         programs(s, None, 1.0),
     )  # fmt: skip
 

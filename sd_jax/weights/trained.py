@@ -16,7 +16,7 @@ from diffusion_jax.draw.stage import Stage
 from diffusion_jax.weights import finetune, lora, pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
-from sd_jax.sampling import make_begin
+from sd_jax.sampling import make_sampler_inputs
 from sd_jax.settings import Settings, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.weights import checkpoints, lora_files, names, schedulers
@@ -64,13 +64,15 @@ def load_stage(workdir: str | os.PathLike[str], s: Settings, values: Values) -> 
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh)
 
-    def begin(p, preview, strength):
+    def inputs_of(p, preview, strength):
         p = p._replace(strength=strength)
         check_pipeline(p)
-        begin = make_begin(p, encoder, preview, guide_settings)
-        return lora.drawn(begin, s.lora) if s.lora.rank else begin
+        sampler_inputs = make_sampler_inputs(p, encoder, preview, guide_settings)
+        return lora.drawn(sampler_inputs, s.lora) if s.lora.rank else sampler_inputs
 
-    return stage_module.load_stage(workdir, p, encoder, trained, mesh, begin, values, s.lora.scale)
+    return stage_module.load_stage(
+        workdir, p, encoder, trained, mesh, inputs_of, values, s.lora.scale
+    )
 
 
 def read_run(workdir: str | os.PathLike[str], fields: Mapping[str, Any] = {}) -> Settings:

@@ -39,9 +39,9 @@ def a_task(drop_prob=0.0, network=show):
             guides.COND: lambda: text(frozen, batch),
             guides.NEGATIVE: lambda: {"text": jnp.zeros_like(batch["text"])},
         },
-        canvas=lambda batch: (4, 4, 3),
+        sample_shape=lambda batch: (4, 4, 3),
         decode=lambda frozen, batch, x: x,
-        edited=lambda frozen, batch, keys: lambda sampler: sampler,
+        editor=lambda frozen, batch, keys: lambda sampler: sampler,
     )
     return model.make_task(system, DIFFUSION, SAMPLER, drop_prob, {"text": ()})
 
@@ -119,9 +119,9 @@ def a_scored_task(network, drop_prob=0.0, field_drop_prob=0.0, **values):
             guides.COND: lambda: text(frozen, batch),
             guides.NEGATIVE: lambda: empty(batch),
         },
-        canvas=lambda batch: (4, 4, 3),
+        sample_shape=lambda batch: (4, 4, 3),
         decode=lambda frozen, batch, x: x,
-        edited=lambda frozen, batch, keys: lambda sampler: sampler,
+        editor=lambda frozen, batch, keys: lambda sampler: sampler,
         fields=named,
         field_values=values,
         field_drop_prob=field_drop_prob,

@@ -335,7 +335,7 @@ def test_ddpm_trajectories_match_nemo(name, scale, schedule, threshold, unrolled
     x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
     denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))
     out = onestep.ddpm(denoise, x, sigmas, lambda i: draws[i])
-    out = samplers.in_own_coordinates(out, sigmas[-1])
+    out = samplers.to_variance_preserving(out, sigmas[-1])
 
     # The first step divides by alpha = 4e-8 (cosine). A threshold reduces x0 to size 1;
     # without one it stays at 9e7, of which float32 holds seven digits, so compare relatively.

@@ -46,7 +46,7 @@ def run(predicts, scale, times, sampler, draws=lambda i: 0.0):
     sigmas = noise.sigma_at(TABLE, jnp.asarray(times, jnp.float32))
     x = images(CASES["xT"]) * jnp.sqrt(1 + sigmas[0] ** 2)
     sample = jax.jit(lambda x: sampler(denoiser(predicts, scale), x, sigmas, draws))
-    return samplers.in_own_coordinates(sample(x), sigmas[-1])
+    return samplers.to_variance_preserving(sample(x), sigmas[-1])
 
 
 def close(actual, name):

@@ -123,7 +123,7 @@ def test_each_sampling_step_follows_the_mean_velocity(steps):
     batch = encoder.tokenize(imagen.CAPTIONS)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     training_task = task.make_task(imagen.with_network(s, network), encoder)
-    start = training_task.begin(PARAMS, {"text": ()}, batch, keys, None)
+    start = training_task.sampler_inputs(PARAMS, {"text": ()}, batch, keys, None)
     times = start.sigmas / (1 + start.sigmas)
     z, text = start.x / (1 + start.sigmas[0]), encoder.encode((), batch)[0]
     assert len(times) == steps + 1 and times[-1] == 0
@@ -155,7 +155,7 @@ def test_stable_diffusion_samples_along_the_mean_velocity():
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     frozen = {"text": (), "vae": {}}
     training_task = sd_task.make_task(s, encoder, sd.PARAMS)
-    start = sampling.make_begin(s.pipeline, encoder)(PARAMS, frozen, batch, keys, None)
+    start = sampling.make_sampler_inputs(s.pipeline, encoder)(PARAMS, frozen, batch, keys, None)
     t = start.sigmas[0] / (1 + start.sigmas[0])
     z, text = start.x / (1 + start.sigmas[0]), sampling.attended(s.pipeline, encoder, frozen, batch)
     assert start.sigmas[1] == 0

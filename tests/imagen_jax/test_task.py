@@ -212,9 +212,9 @@ def test_drawing_over_a_picture_applies_strength_and_mask():
 
     def drawn(strength, *names):
         s_tiny = with_network(s, knows_the_answer(s))
-        begin = task.make_begin(s_tiny, encoder, strength=strength)
+        sampler_inputs = task.make_sampler_inputs(s_tiny, encoder, strength=strength)
         used = {k: v for k, v in batch.items() if k not in ("image", "mask") or k in names}
-        sample = samplers.make_sample(begin, s.sampler)
+        sample = samplers.make_sample(sampler_inputs, s.sampler)
         return np.asarray(sample(None, {"text": ()}, used, keys, None))
 
     plain = drawn(1.0)

@@ -319,7 +319,7 @@ def test_ddpm_matches_ancestral_sampling_in_variance_preserving_coordinates(log_
 
     sigmas = noise.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
     x = onestep.ddpm(denoise, X * jnp.float32(1 / alpha[0]), sigmas, DRAWS)
-    actual = samplers.in_own_coordinates(x, sigmas[-1])
+    actual = samplers.to_variance_preserving(x, sigmas[-1])
     np.testing.assert_allclose(actual, z, atol=2e-6)
 
 
@@ -393,10 +393,10 @@ def test_even_times_match_dpm_solver():
     assert grids.even_times(25)[-1] == 0
 
 
-def test_in_own_coordinates_multiplies_x_by_alpha():
+def test_to_variance_preserving_multiplies_x_by_alpha():
     abar = 0.3
     sigma = np.sqrt((1 - abar) / abar)
-    actual = samplers.in_own_coordinates(X, jnp.float32(sigma))
+    actual = samplers.to_variance_preserving(X, jnp.float32(sigma))
     np.testing.assert_allclose(actual, np.sqrt(abar) * X, rtol=1e-6)
 
 

@@ -63,7 +63,7 @@ def go_on(
     with batches:
         inputs = loop.RunInputs(task, batches, test_loop.EXAMPLES)
         text = continuing.prepare(source, inputs, run, settings, mesh)
-        continuing.begin(source, inputs, run, settings, mesh, workdir, {})
+        continuing.write_first_checkpoint(source, inputs, run, settings, mesh, workdir, {})
         state = loop.train(inputs, run, settings, mesh, workdir, {})
     printed = {line[:14].strip(): line[15:] for line in text.splitlines()}
     return jax.device_get(state), printed
