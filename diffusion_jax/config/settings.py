@@ -115,13 +115,17 @@ class Text(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The AdamW optimizer, its learning rate schedule, and the averages of the weights.
+    """The optimizer, its learning rate schedule, and the averages of the weights.
 
     Read by diffusion_jax/train/optimizer.py and diffusion_jax/train/state.py.
     """
 
     lr: Positive
     """The learning rate at the end of the warm-up."""
+    name: str = "adamw"
+    """The optimizer: "adamw"; "muon" orthogonalises the updates of kernels, and uses AdamW for the
+    rest; "lion" needs a learning rate 3 to 10 times smaller; "adafactor" takes little memory;
+    "sgd". Parameters are set in brackets, as in "muon(beta=0.9)". All have `weight_decay`."""
     schedule: str = "constant"
     """The learning rate after the warm-up: "constant"; "cosine" falls to 0 at the last step; "wsd"
     is constant, then falls to 0 over the last fifth of the steps; "inverse_sqrt" falls after
@@ -136,9 +140,10 @@ class Optimizer(NamedTuple):
     """The step after which the schedule "inverse_sqrt" divides the learning rate by
     sqrt(step / decay_from). Other schedules ignore it."""
     b1: Decay = 0.9
-    """Adam's decay rate of the mean gradient (the first moment)."""
+    """Adam's decay rate of the mean gradient (the first moment), also for Lion."""
     b2: Decay = 0.999
-    """Adam's decay rate of the mean squared gradient (the second moment)."""
+    """Adam's decay rate of the mean squared gradient (the second moment). Lion uses it as its own
+    second rate, for which its authors recommend 0.99: "lion(b2=0.99)"."""
     eps: Positive = 1e-8
     """Adam's epsilon, which is added to the square root of the second moment."""
     weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs, systems
+from diffusion_jax.config.named import calls
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, OtherData
 from diffusion_jax.devices import distributed
@@ -110,6 +111,12 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Source | 
         raise ValueError(
             f"--continue_from={run} cannot change these settings ({refused}): use the stored "
             f"values, or start from the weights alone with --config.{group}.weights={run}"
+        )
+    kinds = [calls("optimizer.name", c["optimizer"]["name"])[0].name for c in (before, now)]
+    if kinds[0] != kinds[1] and not adds_lora:
+        raise ValueError(
+            f"--continue_from={run} cannot change optimizer.name from {kinds[0]} to {kinds[1]}, "
+            "whose state differs: keep it, or start from the weights alone with unet.weights"
         )
     if now["steps"] <= newest:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW as in NeMo, and learning-rate schedules."""
+"""The optimizers, first of all AdamW as in NeMo, and learning-rate schedules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -9,13 +9,16 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
+from optax import contrib
 
-from diffusion_jax.config.named import one_of
+from diffusion_jax.config.named import Table, one_of
 from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.devices import sharding
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 T = TypeVar("T")
+_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # Coefficients by Jordan et al. 2024.
+_OUTER = ("init_conv", "out_conv", "patch_in")  # The first and last layers of the networks.
 
 
 class ScheduleState(NamedTuple):
@@ -131,25 +134,20 @@ def make_schedule(settings: Optimizer, steps: int) -> Schedule:
 
 
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
-    """Return the AdamW optimizer of a config, for a run of `steps` steps.
+    """Return the optimizer of a config, for a run of `steps` steps.
 
-    Raises ValueError if `steps` is too small for the schedule; see `make_schedule`.
+    Raises ValueError if the optimizer or a parameter of it is unknown, or if `steps` is too small
+    for the schedule; see `make_schedule`.
     """
-    return adamw(
-        make_schedule(settings, steps),
-        b1=settings.b1,
-        b2=settings.b2,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        moment_dtype=settings.moment_dtype,
-    )
+    direction = OPTIMIZERS.bound("optimizer.name", settings.name, settings)()
+    return with_schedule(direction, make_schedule(settings, steps), settings.weight_decay)
 
 
 def check(settings: Optimizer, steps: int) -> None:
     """Check the config's optimizer settings, for a run of `steps` steps.
 
-    Raises ValueError if the schedule is unknown, if `steps` is too small for it, or if both
-    `micro_batch` and `accumulate` are set.
+    Raises ValueError if the optimizer or the schedule is unknown, if `steps` is too small for it,
+    or if both `micro_batch` and `accumulate` are set.
     """
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
     if settings.micro_batch and settings.accumulate > 1:
@@ -206,25 +204,105 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """Return Adam with decoupled weight decay (Loshchilov & Hutter 2019) on every parameter.
 
-    Biases decay too, as in NeMo's Imagen. The first moment is stored in `moment_dtype`. The
-    optimizer's state holds the learning rate of the last update, which the function `learning_rate`
-    reads. The optimizer's `update` takes a bool `finite`, True by default. If it is False, the
-    state does not change, and the caller must not apply the updates.
+    Biases decay too, as in NeMo's Imagen. The first moment is stored in `moment_dtype`.
+    """
+    direction = adam(b1=b1, b2=b2, eps=eps, moment_dtype=moment_dtype)
+    return with_schedule(direction, schedule, weight_decay)
+
+
+def with_schedule(
+    direction: optax.GradientTransformation, schedule: Schedule, weight_decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """Add weight decay, on every parameter, and a learning rate to the directions of updates.
+
+    The optimizer's state holds the learning rate of the last update, which the function
+    `learning_rate` reads. The optimizer's `update` takes a bool `finite`, True by default. If it is
+    False, the state does not change, and the caller must not apply the updates.
     """
     return optax.chain(
-        _scale_by_adam(b1, b2, eps, moment_dtype),
-        optax.add_decayed_weights(weight_decay),
-        _scale_by_schedule(schedule),
+        direction, optax.add_decayed_weights(weight_decay), _scale_by_schedule(schedule)
     )
 
 
+def adam(
+    *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, moment_dtype: str = "float32"
+) -> optax.GradientTransformation:
+    """Adam (Kingma & Ba 2015), as AdamW with `weight_decay`."""
+    return _scale_by_adam(b1, b2, eps, moment_dtype)
+
+
+def lion(
+    *, b1: float = 0.9, b2: float = 0.99, moment_dtype: str = "float32"
+) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023): the sign of a mean gradient. It needs a lr 3 to 10 times smaller."""
+    return _if_finite(optax.scale_by_lion(b1, b2, mu_dtype=moment_dtype))
+
+
+def sgd(*, momentum: float = 0.9) -> optax.GradientTransformation:
+    """Stochastic gradient descent with momentum."""
+    return _if_finite(optax.trace(momentum))
+
+
+def adafactor() -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern 2018) without momentum. Its state is smaller than Adam's."""
+    return _if_finite(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)))
+
+
+def muon(
+    *,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    rms: float = 0.2,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    moment_dtype: str = "float32",
+) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024): orthogonalised momentum for kernels, and Adam for the rest.
+
+    A kernel [..., out] is orthogonalised as a matrix [prod(...), out]. Adam updates biases, norms,
+    embeddings, and the first and last layers (_OUTER). Updates of kernels have about the root mean
+    square `rms`, as Adam's have (Liu et al. 2025), so both use the same learning rate.
+    """
+    kernels = lambda tree: jax.tree.map_with_path(
+        lambda path, x: "muon" if _is_inner_kernel(path, x) else "adam", tree
+    )
+    matrices = lambda tree: jax.tree.map(
+        lambda x: contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1), tree
+    )
+    # An orthogonal matrix [m, n] has the root mean square 1 / sqrt(max(m, n)).
+    scaled = lambda x: rms * max(x.size // x.shape[-1], x.shape[-1]) ** 0.5 * x
+    momentum = contrib.scale_by_muon(
+        _NEWTON_SCHULZ, ns_steps, beta, mu_dtype=moment_dtype, weight_dimension_numbers=matrices
+    )
+
+    # In the state, () replaces the coefficients, which are constants.
+    def init(params: Any) -> Any:
+        state: Any = momentum.init(params)
+        return state._replace(ns_coeffs=())
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        full = state._replace(ns_coeffs=jnp.array(_NEWTON_SCHULZ))
+        updates, new = momentum.update(updates, full, params)
+        return jax.tree.map(scaled, updates), new._replace(ns_coeffs=())  # pyright: ignore
+
+    orthogonal = optax.GradientTransformation(init, update)
+    others = optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype)
+    return _if_finite(optax.partition({"muon": orthogonal, "adam": others}, kernels))
+
+
+OPTIMIZERS = Table(adamw=adam, muon=muon, lion=lion, adafactor=adafactor, sgd=sgd)
+"""The functions that optimizer.name can name in configs. Each returns the direction of updates, to
+which `with_schedule` adds the rest. Parameters such as b1 take the config fields of these names."""
+
+
 def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
-    """Read the learning rate of the last update in `opt_state`, the state of `adamw`."""
+    """Read the learning rate of the last update in `opt_state`, the state of an optimizer."""
     return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
 
 
 def at_step(opt_state: optax.OptState, step: int) -> optax.OptState:
-    """Return `opt_state`, a state of `adamw`, with its learning rate schedule at step `step`."""
+    """Return `opt_state`, an optimizer's state, with its learning rate schedule at step `step`."""
     states: Any = opt_state
     return (*states[:-1], states[-1]._replace(updates=jnp.int32(step)))
 
@@ -237,6 +315,22 @@ def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
     copy.
     """
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
+
+def _is_inner_kernel(path: Any, x: Any) -> bool:
+    """Return whether a parameter is a kernel of two or more axes that Muon orthogonalises."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return x.ndim > 1 and name.endswith("kernel") and not any(outer in name for outer in _OUTER)
+
+
+def _if_finite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return `tx` with one change: the state is updated only if `finite` is True."""
+
+    def update(updates, state, params=None, *, finite=True, **_):
+        updates, new = tx.update(updates, state, params)
+        return updates, keep_finite(finite, new, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _scale_by_adam(

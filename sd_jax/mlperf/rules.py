@@ -61,6 +61,7 @@ def departures(s: Settings) -> list[str]:
     """Return a text for each setting with a value that MLPerf's closed division does not allow."""
     o = s.optimizer
     rules = [
+        ("optimizer.name", o.name, "adamw"),
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
         ("optimizer.weight_decay", o.weight_decay, 0.01), ("optimizer.clip", o.clip, math.inf),
         ("optimizer.ema_decays", o.ema_decays, ()), ("optimizer.schedule", o.schedule, "ldm"),

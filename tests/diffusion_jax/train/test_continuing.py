@@ -269,6 +269,15 @@ def test_changing_a_fixed_setting_is_an_error_of_one_line_with_both_values(
     assert message in text and "\n" not in text and f"--config.unet.weights={stored}" in text
 
 
+def test_an_optimizer_of_another_kind_is_an_error_and_other_parameters_are_not(stored, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"cannot change optimizer\.name from adamw to muon, whose"
+    ):
+        find(tmp_path / "b", stored, optimizer__name="muon")
+    source = find(tmp_path / "b", stored, optimizer__name="adamw(b1=0.8)")
+    assert source.changed == {"optimizer.name": ("adamw", "adamw(b1=0.8)")}
+
+
 def test_a_missing_run_or_step_and_a_reached_end_are_errors(stored, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 in .*choose from \[0\]"):
         find(tmp_path / "b", f"{stored}@7")

@@ -116,15 +116,16 @@ def test_training_continues_if_memory_does_not_suffice_for_a_nan_report(
     assert "could not run again: RESOURCE_EXHAUSTED" in caplog.text
 
 
-def test_seven_steps_equal_three_and_four_after_resuming_bit_for_bit(tmp_path, order):
-    task = sometimes_nan(TASK)
-    whole = train(tmp_path / "whole", task)
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_seven_steps_equal_three_and_four_after_resuming_bit_for_bit(tmp_path, order, name):
+    task, settings = sometimes_nan(TASK), OPTIMIZER._replace(name=name)
+    whole = train(tmp_path / "whole", task, settings=settings)
     assert int(whole.step) == 7 and 0 < int(whole.skipped) < 7
     assert_differ(whole.params, whole.ema["0.5"], whole.ema["0.9"])
     seen = [*order]
     order.clear()
-    train(tmp_path / "parts", task, steps=3)
-    assert_equal(train(tmp_path / "parts", task), whole)
+    train(tmp_path / "parts", task, steps=3, settings=settings)
+    assert_equal(train(tmp_path / "parts", task, settings=settings), whole)
     assert order == seen and len({*seen}) == 7
 
 

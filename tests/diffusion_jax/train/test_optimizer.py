@@ -1,10 +1,13 @@
-"""AdamW and the schedules against their formulas in numpy."""
+"""The optimizers and the schedules against their formulas in numpy."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 from jax.sharding import AbstractMesh
 
 from diffusion_jax.config.settings import Optimizer
@@ -147,3 +150,83 @@ def test_micro_batch_together_with_accumulate_is_an_error():
     settings = Optimizer(1e-4, micro_batch=8, accumulate=2)
     with pytest.raises(ValueError, match=r"micro_batch is 8 and optimizer\.accumulate 2: set"):
         optimizer.check(settings, 100_000)
+
+
+def muon_direction(gradient, rms):
+    """Return Muon's first update of a matrix: five Newton-Schulz steps (Jordan et al. 2024)."""
+    a, b, c = 3.4445, -4.775, 2.0315
+    x = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.T
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    x = x if gradient.shape[0] <= gradient.shape[1] else x.T
+    return rms * max(gradient.shape) ** 0.5 * x
+
+
+def test_muon_orthogonalises_inner_kernels_and_updates_the_rest_as_adam():
+    rng = np.random.default_rng(0)
+    shapes = {
+        "dense/kernel": (12, 6), "conv/kernel": (3, 3, 4, 8), "conv/bias": (8,), "norm/scale": (8,),
+        "init_conv/kernel": (3, 3, 3, 4), "out_conv/kernel": (4, 3), "table/embedding": (5, 4),
+    }  # fmt: skip
+    gradient = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    gradient = {tuple(name.split("/")): x for name, x in gradient.items()}
+    tree = traverse_util.unflatten_dict(gradient)
+    settings = Optimizer(lr=0.5, name="muon(rms=0.3)", warmup=0, weight_decay=0.1)
+    tx = optimizer.make_optimizer(settings, 10)
+    updates, _ = tx.update(tree, tx.init(tree), tree)
+    actual = traverse_util.flatten_dict(updates)
+    for name, g in gradient.items():
+        if name in (("dense", "kernel"), ("conv", "kernel")):
+            direction = muon_direction(g.reshape(-1, g.shape[-1]), 0.3).reshape(g.shape)
+        else:
+            direction = np.sign(g)  # Adam's first update.
+        # Orthogonalisation multiplies six float32 matrices.
+        np.testing.assert_allclose(actual[name], -0.5 * (direction + 0.1 * g), rtol=2e-4, atol=2e-4)
+
+
+def test_lion_and_adafactor_are_those_of_optax_with_our_weight_decay():
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.normal(size=(150, 140)).astype(np.float32), "b": np.ones(3, np.float32)}
+    kept = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    for name, direction in (
+        ("lion(b1=0.8, b2=0.97)", optax.scale_by_lion(0.8, 0.97)),
+        ("adafactor", kept),
+        ("sgd(momentum=0.7)", optax.trace(0.7)),
+    ):
+        settings = Optimizer(lr=0.1, name=name, warmup=0, weight_decay=0.2)
+        tx = optimizer.make_optimizer(settings, 10)
+        state, expected_state = tx.init(tree), direction.init(tree)
+        for step in range(3):
+            gradient = jax.tree.map(lambda x, step=step: np.sin((step + 2) * x), tree)
+            updates, state = tx.update(gradient, state, tree)
+            expected, expected_state = direction.update(gradient, expected_state, tree)
+            expected = jax.tree.map(lambda u, p: -0.1 * (u + 0.2 * p), expected, tree)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected
+            )
+
+
+@pytest.mark.parametrize("name", sorted(optimizer.OPTIMIZERS))
+def test_a_step_that_is_not_finite_leaves_the_state_of_every_optimizer_unchanged(name):
+    tree = {"a": {"kernel": np.ones((4, 6), np.float32), "bias": np.ones(6, np.float32)}}
+    tx = optimizer.make_optimizer(Optimizer(lr=0.1, name=name, warmup=0), 10)
+    _, state = tx.update(tree, tx.init(tree), tree)
+    bad = jax.tree.map(lambda x: np.nan * x, tree)
+    _, after = jax.jit(tx.update)(bad, state, tree, finite=jnp.array(False))
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+    _, after = jax.jit(tx.update)(tree, state, tree, finite=jnp.array(True))
+    assert int(after[-1].updates) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("muan", "optimizer.name is 'muan': did you mean 'muon'"),
+        ("muon(decay=1)", "optimizer.name gives muon the parameter decay, but muon takes only"),
+    ],
+)
+def test_unknown_optimizers_and_parameters_are_errors(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer.check(Optimizer(lr=0.1, name=name), 10)
