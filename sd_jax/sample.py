@@ -44,7 +44,7 @@ from diffusion_jax.draw.input_pictures import Pictures
 from diffusion_jax.draw.loaded import Model
 from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
 from diffusion_jax.files import sheets
-from sd_jax import drawing, file_flags
+from sd_jax import drawing, file_flags, settings
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint file.")
@@ -83,6 +83,7 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
     values, pictures = option_flags.values(_OPTIONS), _PICTURES(len(prompts))
     if pictures:
         values |= _size(pictures)
+        settings.check_strength(_STRENGTH.value)
     model = drawing.load(str(_WORKDIR.value or _MODEL.value), file=file, **values)
     model = model.changed(
         [{}], _preview(out) if _PREVIEW.value else None, [_STRENGTH.value] if pictures else None

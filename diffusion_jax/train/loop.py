@@ -384,7 +384,8 @@ def first_state(
     # `start` reads the network alone; a learned loss weighting keeps its initial values. So do
     # fields of data.fields that the network was trained without.
     read = start()
-    new = {k: x for k, x in state.params["params"].items() if k.startswith(PREFIX)}
-    params = {**state.params, **read, "params": {**new, **read["params"]}}
+    params, layers = {**state.params, **read}, state.params.get("params", {})
+    if new := {name: layers[name] for name in layers if name.startswith(PREFIX)}:
+        params["params"] = {**new, **read["params"]}
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})

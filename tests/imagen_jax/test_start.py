@@ -42,10 +42,10 @@ GFLOP = {"base32_8m": 1.7, "base32_19m": 3.8, "sr64_3m": 1.5, "base64_47m": 39, 
     ],
 )
 def test_start_selects_models_by_picture_size_time_and_speed(side, hours, speed, bases):
-    opened = lambda stage: SimpleNamespace(
-        fits=True, traced=SimpleNamespace(flops=1e9 * GFLOP[stage.base])
+    opened = lambda stage: stages.Opened(
+        stage, {}, {}, None, SimpleNamespace(flops=1e9 * GFLOP[stage.base])
     )
-    measured = lambda stage: SimpleNamespace(images_per_second=speed, opened=opened(stage))
+    measured = lambda stage: stages.Measured(opened(stage), speed, 0.0)
     chosen = stages.choose(start.candidates(), float(side), 3600.0 * hours, opened, measured)
     assert [stage.base for stage in chosen.stages] == bases
 

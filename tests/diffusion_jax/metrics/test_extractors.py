@@ -81,7 +81,9 @@ def test_inception_extractors_have_the_name_of_their_level_and_preprocessing():
 
 def test_an_extractor_of_several_levels_returns_their_features_side_by_side(monkeypatch):
     """Here, the features of a level equal the number of letters in its name."""
-    level = lambda outputs, name: jax.numpy.full((len(outputs), inception.LEVELS[name]), len(name))
+    level = lambda outputs, name: jax.numpy.full(
+        (len(outputs), inception.LEVELS[name]), float(len(name))
+    )
     monkeypatch.setattr(inception, "apply", lambda params, x: x)
     monkeypatch.setattr(inception, "level", level)
     weights = extractors.InceptionWeights({}, "abc", official=True)
