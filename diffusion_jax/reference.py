@@ -14,7 +14,7 @@ from typing import Any
 
 from diffusion_jax import systems
 from diffusion_jax.config import named, ranges
-from diffusion_jax.config.field_docs import Field, fields, sentences
+from diffusion_jax.config.field_docs import FieldDoc, fields, sentences
 from diffusion_jax.config.settings import Run
 from diffusion_jax.systems import SystemEntry
 
@@ -93,7 +93,7 @@ def _networks(system: SystemEntry) -> dict[str, dict[str, type]]:
     }
 
 
-def _extra(system: SystemEntry, group: str, kind: str) -> list[Field]:
+def _extra(system: SystemEntry, group: str, kind: str) -> list[FieldDoc]:
     """Return the fields `kind` and `weights` of a config group, if it has them.
 
     They are not fields of the network's class.
@@ -102,18 +102,20 @@ def _extra(system: SystemEntry, group: str, kind: str) -> list[Field]:
     if kind:
         names = tuple(system.networks[group])
         words = f"one of {', '.join(names)}"
-        extra.append(Field("kind", words, names[0], "The network, which has the fields below."))
+        extra.append(FieldDoc("kind", words, names[0], "The network, which has the fields below."))
     if meaning := sentences(system.settings).get(f"{group}_weights"):
-        extra.append(Field("weights", "a string", "", meaning))
+        extra.append(FieldDoc("weights", "a string", "", meaning))
     return extra
 
 
-def _help_line(path: str, field: Field) -> str:
+def _help_line(path: str, field: FieldDoc) -> str:
     default = f"; default: {_default(field)}" if _default(field) else ""
     return f"--config.{path}: {field.meaning} ({field.values}{default})"
 
 
-def _section(heading: str, group: str, kind: type, extra: list[Field] | None = None) -> list[str]:
+def _section(
+    heading: str, group: str, kind: type, extra: list[FieldDoc] | None = None
+) -> list[str]:
     """Return a heading, the description of a config group, and a table of its fields, as Markdown.
 
     `kind` is the class of the group. `extra` holds fields to list before those of the class.
@@ -132,7 +134,7 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _default(field: Field) -> str:
+def _default(field: FieldDoc) -> str:
     """Return the default of a field, written as in a config file; "" if it has no default."""
     if field.default is dataclasses.MISSING:
         return ""

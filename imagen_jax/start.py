@@ -20,7 +20,7 @@ minutes and no less than one. If that is too short, the config states which spee
 """
 
 from diffusion_jax.start.finetuned import Shipped
-from diffusion_jax.start.stages import Candidate, Stage
+from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.start_command import command
 from imagen_jax.train import prepare
 
@@ -30,10 +30,10 @@ SHIPPED = Shipped("models/emoji32", "emoji32")
 
 def candidates() -> list[Candidate]:
     """Return the base models and two-stage cascades to choose from, the smallest first."""
-    alone = lambda base: Stage(base, "", _TRAIN, prepare)
+    alone = lambda base: TrainingStage(base, "", _TRAIN, prepare)
     cascade = lambda base, larger: (
         alone(base)._replace(share=0.75),
-        Stage(larger, "_sr", _TRAIN, prepare, 0.25),
+        TrainingStage(larger, "_sr", _TRAIN, prepare, 0.25),
     )
     return [
         Candidate(32, 0, [alone("base32_8m")]),

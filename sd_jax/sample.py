@@ -40,7 +40,7 @@ from jaxtyping import ArrayLike
 from diffusion_jax.devices import programs
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import input_pictures, option_flags
-from diffusion_jax.draw.input_pictures import Pictures
+from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.loaded import Model
 from diffusion_jax.draw.sample_command import Inputs, command, warn_of_cuts, warn_of_new_words
 from diffusion_jax.files import sheets
@@ -108,7 +108,7 @@ def _preview(out: pathlib.Path) -> Preview:
     return show
 
 
-def _size(pictures: Pictures) -> dict[str, int]:
+def _size(pictures: InputPictures) -> dict[str, int]:
     """Return the height and width of --height and --width, or those of the pictures to draw over.
 
     Raises ValueError if neither determines the size.

@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from diffusion_jax import files, runs
-from diffusion_jax.start.stages import Candidate, Stage
+from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.start_command import command
 from diffusion_jax.start.written import Changes
 from sd_jax import train, train_vae
@@ -27,12 +27,12 @@ def candidates() -> list[Candidate]:
 
     Without --vae, this model has two stages, and the first stage trains a VAE.
     """
-    unet = Stage("sd64_11m", "", "sd_jax.train", train.prepare)
+    unet = TrainingStage("sd64_11m", "", "sd_jax.train", train.prepare)
     if _VAE.value:
         fields = read_fields(_VAE.value)
         return [Candidate(64, 0, [unet._replace(changes=lambda workdir: fields)])]
     new_vae = lambda workdir: {"vae.weights": (f"{workdir}_vae", "Train it first.")}
-    vae = Stage("sd64_vae", "_vae", "sd_jax.train_vae", train_vae.prepare, 0.25)
+    vae = TrainingStage("sd64_vae", "_vae", "sd_jax.train_vae", train_vae.prepare, 0.25)
     return [Candidate(64, 0, [vae, unet._replace(share=0.75, changes=new_vae)])]
 
 

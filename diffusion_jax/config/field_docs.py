@@ -14,7 +14,7 @@ from diffusion_jax.config import ranges
 from diffusion_jax.config.named import Table
 
 
-class Field(NamedTuple):
+class FieldDoc(NamedTuple):
     """A config field as users see it."""
 
     name: str
@@ -25,14 +25,14 @@ class Field(NamedTuple):
     meaning: str
 
 
-def fields(kind: type) -> list[Field]:
+def fields(kind: type) -> list[FieldDoc]:
     """Return a Field for each field that configs can set in a config group, in order.
 
     `kind` is the class of the group, a NamedTuple or a network.
     """
     hints, meanings = typing.get_type_hints(kind, include_extras=True), sentences(kind)
     return [
-        Field(name, ranges.description(hints[name]), default, meanings.get(name, ""))
+        FieldDoc(name, ranges.description(hints[name]), default, meanings.get(name, ""))
         for name, default in ranges.defaults(kind).items()
     ]
 

@@ -20,7 +20,7 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 Guidance = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
 Share = Annotated[int | float, Interval("[0, 1]")]
-Strength = Annotated[int | float, Interval("[0, 1000]")]
+Factor = Annotated[int | float, Interval("[0, 1000]")]
 Level = Annotated[int | float, Interval("[0, inf]")]
 StepCount = Annotated[int, Interval("[0, 1000]")]
 _AXES = (1, 2, 3)
@@ -80,7 +80,7 @@ def interval(
     return guide._replace(applies=lambda sigma: before(sigma) & (low <= sigma) & (sigma <= high))
 
 
-def apg(guide: Guide, model: GuidedModel, *, eta: Share = 0.0, norm: Strength = 0.0) -> Guide:
+def apg(guide: Guide, model: GuidedModel, *, eta: Share = 0.0, norm: Factor = 0.0) -> Guide:
     """Apply adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
 
     The update of an image is D_cond - D_other. First, an update that is longer than `norm` is
@@ -200,7 +200,7 @@ def fdg(guide: Guide, model: GuidedModel, *, low: Share = 0.5) -> Guide:
     return guide._replace(combine=combine)
 
 
-def perp_neg(guide: Guide, model: GuidedModel, *, weight: Strength = 1.0) -> Guide:
+def perp_neg(guide: Guide, model: GuidedModel, *, weight: Factor = 1.0) -> Guide:
     """Apply Perp-Neg (Armandpour et al. 2023): ignore what prompt and negative text share.
 
     The guided D is D_empty + guidance * (a - weight * b), where a = D_cond - D_empty, and b is the

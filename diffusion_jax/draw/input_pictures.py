@@ -14,7 +14,7 @@ IMAGE, MASK = "image", "mask"
 flags.disclaim_key_flags()  # --help lists these flags with those of the module that defines them.
 
 
-class Pictures(NamedTuple):
+class InputPictures(NamedTuple):
     """Pictures to draw over, and masks. Pixels that are white in the mask are redrawn."""
 
     images: Sequence[Image.Image]
@@ -45,7 +45,7 @@ class Pictures(NamedTuple):
         return batch
 
 
-def define() -> Callable[[int], Pictures | None]:
+def define() -> Callable[[int], InputPictures | None]:
     """Define the flags --image and --mask.
 
     Return a function that takes the number of texts, and opens the pictures and masks that the
@@ -63,7 +63,7 @@ def define() -> Callable[[int], Pictures | None]:
     return lambda num_texts: read(images.value, masks.value, num_texts)
 
 
-def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Pictures | None:
+def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> InputPictures | None:
     """Open pictures and masks from the paths `images` and `masks`. Return None without paths.
 
     Raises:
@@ -84,7 +84,7 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
     for i, (path, mask) in enumerate(zip(masks, white, strict=True)):
         for image in opened if len(white) == 1 else [opened[min(i, len(opened) - 1)]]:
             _check_mask(mask, image, f"--mask={path}")
-    return Pictures(opened, white) if opened else None
+    return InputPictures(opened, white) if opened else None
 
 
 def open_picture(path: str, mode: str, flag: str) -> Image.Image:
@@ -111,7 +111,7 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
     return upright(image, mode, f"{flag}={path}")
 
 
-def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | None:
+def opened(image: Image.Image | None, mask: Image.Image | None) -> InputPictures | None:
     """Return Pictures that hold the picture to draw over and its mask, or None without a picture.
 
     Raises:
@@ -125,7 +125,7 @@ def opened(image: Image.Image | None, mask: Image.Image | None) -> Pictures | No
     if mask is not None:
         mask = upright(mask, "L", "the mask")
         _check_mask(mask, image, "the mask")
-    return Pictures([image], [] if mask is None else [mask])
+    return InputPictures([image], [] if mask is None else [mask])
 
 
 def upright(image: Image.Image, mode: str, name: str) -> Image.Image:

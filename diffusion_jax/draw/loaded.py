@@ -28,7 +28,7 @@ from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import input_pictures, options, program
 from diffusion_jax.draw import stage as stage_module
-from diffusion_jax.draw.input_pictures import Pictures
+from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.options import Options, Values
 from diffusion_jax.draw.program import Images
 from diffusion_jax.draw.seeds import halves, keys_of
@@ -199,7 +199,7 @@ class Model:
         rows: Sequence[int],
         seeds: Sequence[int],
         *,
-        pictures: Pictures | None = None,
+        pictures: InputPictures | None = None,
         low_res: Sequence[UInt8[np.ndarray, "h w 3"]] = (),
         guidance: float | None = None,
         batch_sizes: Sequence[int | None] = (),
@@ -484,7 +484,7 @@ def draw_stages(
             done += len(larger[0])
 
 
-def _check_aspect(pictures: Pictures, height: int, width: int) -> None:
+def _check_aspect(pictures: InputPictures, height: int, width: int) -> None:
     for image in pictures.images:
         if image.width * height != image.height * width:
             wanted = "a square" if height == width else f"the shape {width}x{height}"

@@ -23,7 +23,7 @@ from diffusion_jax.config import fields
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.devices import programs
 from diffusion_jax.draw import seeds
-from diffusion_jax.draw.input_pictures import Pictures
+from diffusion_jax.draw.input_pictures import InputPictures
 from diffusion_jax.draw.loaded import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.files import sheets
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     """The texts, or the names of the files that hold their embeddings."""
     prompts: Sequence[Any]
     """The texts, or their embeddings."""
-    pictures: Pictures | None = None
+    pictures: InputPictures | None = None
     """Pictures to draw over."""
     low_res: Sequence[UInt8[np.ndarray, "h w 3"]] = ()
     """Pictures to enlarge, one per text."""

@@ -21,7 +21,7 @@ from diffusion_jax.data import sources
 from diffusion_jax.data.captions import first
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.evaluate import drawn_features
-from diffusion_jax.evaluate.scorers import Features, Scorer
+from diffusion_jax.evaluate.scorers import FeaturesByKind, Scorer
 from diffusion_jax.files import sheets
 from diffusion_jax.logs import progress
 from diffusion_jax.metrics import bootstrap, neighbours
@@ -60,12 +60,12 @@ class Training:
         self._pictures, self._scorer, self._unseen = pictures, scorer, unseen
 
     @functools.cached_property
-    def _rows(self) -> Features:
+    def _rows(self) -> FeaturesByKind:
         keys = [*self.unseen_features]
         return _features("training pictures", self._pictures, self._scorer, keys)
 
     @functools.cached_property
-    def unseen_features(self) -> Features:
+    def unseen_features(self) -> FeaturesByKind:
         """Features of the unseen pictures, keyed by kind of features (Metric.features)."""
         if self._unseen is None:
             return self._scorer.real_features
@@ -167,7 +167,7 @@ def _open(flag: str, name: str, size: int) -> Pictures:
 
 
 def write(
-    out: pathlib.Path, sheet: str, training: Training, features: Features, draw: Redraw
+    out: pathlib.Path, sheet: str, training: Training, features: FeaturesByKind, draw: Redraw
 ) -> list[dict[str, Any]]:
     """For each kind of features, write a sheet of the drawn pictures closest to training pictures.
 
@@ -201,7 +201,7 @@ def write(
     return rows
 
 
-def _features(name: str, pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> Features:
+def _features(name: str, pictures: Pictures, scorer: Scorer, keys: Sequence[str]) -> FeaturesByKind:
     total, parts = len(pictures), []
     meter = progress.Meter(name, total)
     for start in range(0, total, _BATCH):

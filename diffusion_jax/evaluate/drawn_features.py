@@ -29,10 +29,10 @@ from diffusion_jax.metrics.cards import Card
 
 CARD = "card.json"
 KERNEL = "Pillow's bicubic"
-Features = dict[str, Shaped[np.ndarray, "N *D"]]
+FeaturesByKind = dict[str, Shaped[np.ndarray, "N *D"]]
 DrawPrompts = Callable[[Sequence[str], Sequence[int], float], Images]
 """Maps (prompts [B], seeds [B], guidance) to images [B, H, W, 3] in about [-1, 1]."""
-Compute = Callable[[Int[np.ndarray, "B"]], Features]
+Compute = Callable[[Int[np.ndarray, "B"]], FeaturesByKind]
 """Draws the images with the given indices and returns their features.
 
 The entry "fine" [B] is True for images whose pixels are all finite."""
@@ -46,7 +46,7 @@ def collect(
     folder: pathlib.Path | None = None,
     *,
     finite: bool = False,
-) -> Features:
+) -> FeaturesByKind:
     """Draw images 0 ... num_images - 1 and return their features.
 
     All processes must call this function with the same arguments, and must share the folder. If all
@@ -121,7 +121,7 @@ def drawing(
     """
     shown = np.isin(np.arange(len(scorer.prompts)), scorer.shown)
 
-    def compute(rows: Int[np.ndarray, "B"]) -> Features:
+    def compute(rows: Int[np.ndarray, "B"]) -> FeaturesByKind:
         numbers, count = filled(rows, batch_size), len(rows)
         prompts, start = [scorer.prompts[i] for i in numbers], time.time()
         samples = draw(prompts, [first_seed + n for n in numbers.tolist()], guidance)
@@ -175,7 +175,7 @@ def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card
     )
 
 
-def _check(features: Features, rows: np.ndarray, name: str, finite: bool) -> None:
+def _check(features: FeaturesByKind, rows: np.ndarray, name: str, finite: bool) -> None:
     bad = np.flatnonzero(~features["fine"])
     if bad.size and finite:
         raise ValueError(
@@ -191,7 +191,7 @@ def _check(features: Features, rows: np.ndarray, name: str, finite: bool) -> Non
             )
 
 
-def _write_shard(folder: pathlib.Path, rows: np.ndarray, features: Features) -> None:
+def _write_shard(folder: pathlib.Path, rows: np.ndarray, features: FeaturesByKind) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, **features)  # pyright: ignore[reportArgumentType]
     files.write_whole(folder / f"images_{rows[0]:06}_{rows[-1]:06}.npz", buffer.getvalue())
@@ -201,7 +201,7 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob("images_*_*.npz"), key=_ends)
 
 
-def _read_shard(path: pathlib.Path) -> Features:
+def _read_shard(path: pathlib.Path) -> FeaturesByKind:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as features:
         return dict(features)
 

@@ -328,7 +328,7 @@ def _score_points(
 def _features(
     subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
     card: Card, images: pathlib.Path,
-) -> tuple[dict[str, Card], drawn_features.Features]:  # fmt: skip
+) -> tuple[dict[str, Card], drawn_features.FeaturesByKind]:  # fmt: skip
     """Return the judges' cards, and the features of the pictures drawn at one point and guidance.
 
     The cards are keyed by judge, and the features by kind (Metric.features). The features are saved

@@ -33,7 +33,7 @@ RealPictures = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Seq
 """Maps prompts to real pictures and the captions of these pictures.
 
 A prompt without a real picture gets a picture with another caption."""
-Features = dict[str, Float[np.ndarray, "N D"]]
+FeaturesByKind = dict[str, Float[np.ndarray, "N D"]]
 """Features with one row per picture, keyed by kind (Metric.features)."""
 Scores = dict[str, dict[str, float]]
 """{judge's name: {table column: value}}."""
@@ -110,7 +110,7 @@ class Scorer:
         return [judge.features[0] for judge in self._judges.values() if judge.real is not None]
 
     @property
-    def real_features(self) -> Features:
+    def real_features(self) -> FeaturesByKind:
         """Stored features of the judges' real pictures, keyed by kind (Metric.features).
 
         Judges that have only the mean and covariance of such features are left out.
@@ -136,14 +136,16 @@ class Scorer:
                   for i, caption in zip(self.shown, captions, strict=True)]  # fmt: skip
         return sheets.contact_sheet(images, labels)
 
-    def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
+    def features(
+        self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]
+    ) -> FeaturesByKind:
         """Compute all judges' features of `images` in 0..255, which were drawn for `prompts`."""
         features = {}
         for judge in self._judges.values():
             features |= zip(judge.features, judge.extract(images, prompts), strict=True)
         return features
 
-    def score(self, features: Features) -> Scores:
+    def score(self, features: FeaturesByKind) -> Scores:
         """Compute all scores and the ends of their intervals from the features of all pictures.
 
         `features` must have a row for each prompt, in the order of the prompts.

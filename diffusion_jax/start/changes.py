@@ -14,7 +14,7 @@ from diffusion_jax.data.captions import every
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.start import written
-from diffusion_jax.start.stages import Stage
+from diffusion_jax.start.stages import TrainingStage
 from diffusion_jax.start.training_pictures import PictureSet
 from diffusion_jax.start.written import Changes
 from diffusion_jax.text import hashed
@@ -48,7 +48,7 @@ def prompts(records: Records) -> tuple[str, ...]:
 
 def of_data(
     photos: PictureSet, text_weights: str, keep_shapes: bool = False
-) -> Callable[[Stage], Changes]:
+) -> Callable[[TrainingStage], Changes]:
     """Return a function that maps a stage to config changes for a data set and this machine.
 
     Args:
@@ -78,7 +78,7 @@ def of_data(
         rest = "" if longest <= most else "; the rest is cut off"
         texts = {"text.max_tokens": (most, f"Captions have up to {longest} words{rest}.")}
 
-    def of_stage(stage: Stage) -> Changes:
+    def of_stage(stage: TrainingStage) -> Changes:
         base, changes = written.config(stage.base, {}), dict(fields)
         for group in filter(base.get, ("unet", "vae")):
             changes[f"{group}.dtype"] = ("float32" if on_cpu else "bfloat16", "")

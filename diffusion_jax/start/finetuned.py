@@ -8,7 +8,7 @@ import jax
 
 from diffusion_jax import runs
 from diffusion_jax.start import written
-from diffusion_jax.start.stages import Candidate, Stage
+from diffusion_jax.start.stages import Candidate, TrainingStage
 from diffusion_jax.start.written import Changes
 
 NO, LORA, FULL = "no", "lora", "full"
@@ -41,7 +41,7 @@ class Shipped(NamedTuple):
         return (pathlib.Path(self.workdir) / runs.CONFIG).is_file()
 
 
-def candidate(shipped: Shipped, new: Stage, method: str) -> Candidate:
+def candidate(shipped: Shipped, new: TrainingStage, method: str) -> Candidate:
     """Return the candidate that fine-tunes a shipped model.
 
     Args:

@@ -29,7 +29,7 @@ _OVERHEAD = 90.0  # About the seconds in which two CPU cores compile a small mod
 _RATE, _FLOPS = 1e11, 1.7e9  # FLOP/s of about two CPU cores, and FLOP per image of a small model.
 
 
-class Stage(NamedTuple):
+class TrainingStage(NamedTuple):
     """One network to train: a config of configs/, changes to it, and how to run it."""
 
     base: str
@@ -56,13 +56,13 @@ class Candidate(NamedTuple):
     """Side of the model's pictures in pixels. The training pictures must be at least as large."""
     min_images: int
     """The least number of images that the first stage must process within its training time."""
-    stages: Sequence[Stage]
+    stages: Sequence[TrainingStage]
 
 
 class Opened(NamedTuple):
     """A stage with its settings. Usually, its training step was traced, but not run."""
 
-    stage: Stage
+    stage: TrainingStage
     changes: Changes
     config: Mapping[str, Any]
     settings: Any
@@ -92,7 +92,7 @@ class Measured(NamedTuple):
         return self.opened.settings.run.batch_size / self.images_per_second
 
 
-def open_stage(stage: Stage, changes: Changes) -> Opened:
+def open_stage(stage: TrainingStage, changes: Changes) -> Opened:
     """Open a stage and trace its training step, without compiling or running it.
 
     If a whole batch does not fit in memory, optimizer.micro_batch is set to the largest size that
@@ -143,7 +143,7 @@ def measure(opened: Opened, workdir: str) -> Measured:
 
 
 def assume(
-    stage: Stage, changes: Changes, opened: Opened | None, measured: Sequence[Measured]
+    stage: TrainingStage, changes: Changes, opened: Opened | None, measured: Sequence[Measured]
 ) -> Measured:
     """Return a stage that there was no time to measure, with a guess of its speed.
 
@@ -159,7 +159,7 @@ def assume(
 
 def choose(
     candidates: Sequence[Candidate], side: float, seconds: float,
-    opened: Callable[[Stage], Opened], measured: Callable[[Stage], Measured],
+    opened: Callable[[TrainingStage], Opened], measured: Callable[[TrainingStage], Measured],
 ) -> Candidate:  # fmt: skip
     """Return the largest model that the picture size, memory and training time allow.
 

@@ -29,7 +29,7 @@ from diffusion_jax.start import (
 )
 from diffusion_jax.start.finetuned import Shipped
 from diffusion_jax.start.questions import Question
-from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
+from diffusion_jax.start.stages import Candidate, Measured, Opened, TrainingStage
 from diffusion_jax.start.training_pictures import PictureSet
 from diffusion_jax.start.written import Changes
 from diffusion_jax.train.out_of_memory import OutOfMemory
@@ -171,7 +171,7 @@ class Trial:
 
     def __init__(
         self, candidates: Sequence[Candidate], photos: PictureSet,
-        of_data: Callable[[Stage], Changes], hours: float, name: str, limit: float = 0.0,
+        of_data: Callable[[TrainingStage], Changes], hours: float, name: str, limit: float = 0.0,
     ) -> None:  # fmt: skip
         """Prepare the measurement, which may take `limit` seconds.
 
@@ -213,21 +213,21 @@ class Trial:
         )
         return all_stages
 
-    def _changes(self, stage: Stage) -> Changes:
+    def _changes(self, stage: TrainingStage) -> Changes:
         return {**self._of_data(stage), **stage.changes(f"{self._folder}/{self._name}")}
 
-    def _open(self, stage: Stage) -> Opened:
+    def _open(self, stage: TrainingStage) -> Opened:
         if stage.base not in self._opened:
             self._opened[stage.base] = stages.open_stage(stage, self._changes(stage))
         return self._opened[stage.base]
 
-    def _time(self, stage: Stage) -> Measured:
+    def _time(self, stage: TrainingStage) -> Measured:
         if stage.base not in self._measured:
             workdir = f"{self._folder}/{self._name}{stage.suffix}"
             self._measured[stage.base] = stages.measure(self._open(stage), workdir)
         return self._of(self._measured[stage.base], stage)
 
-    def _of(self, measured: Measured, stage: Stage) -> Measured:
+    def _of(self, measured: Measured, stage: TrainingStage) -> Measured:
         # Another candidate may give this stage another share of the time.
         return measured._replace(opened=measured.opened._replace(stage=stage))
 

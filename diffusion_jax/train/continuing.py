@@ -39,7 +39,7 @@ _RECORDS = ("data.source", "data.path", "data.mixture", "data.prior")
 """Config fields that choose the records. If one of them changes, the data start anew."""
 
 
-class Source(NamedTuple):
+class ContinuedRun(NamedTuple):
     """The checkpoint of another run that a new workdir continues from."""
 
     run: str
@@ -61,7 +61,7 @@ class Source(NamedTuple):
         return restore.absolute(files.path(self.run) / runs.CHECKPOINTS) / str(self.step)
 
 
-def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Source | None:
+def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> ContinuedRun | None:
     """Return the checkpoint from which a workdir continues, or None if it needs none.
 
     It needs none if it has checkpoints of its own. If the start before was killed before it wrote
@@ -123,11 +123,13 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Source | 
             f"steps is {now['steps']}, but {run}@{newest} has reached step {newest}: raise "
             "--config.steps, the step at which training ends"
         )
-    return Source(run, newest, settings_record.changed_fields(before, now, ("version",)), adds_lora)
+    return ContinuedRun(
+        run, newest, settings_record.changed_fields(before, now, ("version",)), adds_lora
+    )
 
 
 def prepare(
-    source: Source, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
+    source: ContinuedRun, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh
 ) -> str:
     """Move the data to their position in the other run, and return a text on what will change.
 
@@ -166,7 +168,7 @@ def prepare(
 
 
 def write_first_checkpoint(
-    source: Source, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh,
+    source: ContinuedRun, inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh,
     workdir: pathlib.Path, config: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Write the first checkpoint of a workdir, after its lineage and the metrics up to this step.
@@ -190,7 +192,7 @@ def _abstract(inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh)
     return placed(jax.eval_shape(create, key), layout)
 
 
-def _move(source: Source, batches: Batches) -> str:
+def _move(source: ContinuedRun, batches: Batches) -> str:
     """Move `batches` to the position of the other run, or return why they start anew."""
     if other := [name for name in _RECORDS if name in source.changed]:
         return f"{' and '.join(other)} changed"

@@ -43,7 +43,7 @@ _SECONDS = 5.0  # After this time, it reads no further pictures.
 def rehearse(
     inputs: loop.RunInputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     alone: bool = True, device_memory: float | None = None, ignore_memory: bool = False,
-    source: continuing.Source | None = None,
+    source: continuing.ContinuedRun | None = None,
 ) -> str:  # fmt: skip
     """Trace everything that a run will compute, and return a report on the run.
 
@@ -290,7 +290,7 @@ def _memory(need: memory.Bytes, limit: float | int, ignore: bool) -> str:
 
 def _workdir(
     workdir: pathlib.Path, run: Run, settings: Optimizer, usage: memory.Disk, state: TrainState,
-    alone: bool, source: continuing.Source | None,
+    alone: bool, source: continuing.ContinuedRun | None,
 ) -> ReportLines:  # fmt: skip
     """Return the report's rows on the workdir: its checkpoints, disk use, lock and time left.
 

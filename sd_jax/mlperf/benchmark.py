@@ -204,7 +204,9 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
     return jax.jit(draw, out_shardings=(split, split, sharding.replicated(mesh)))
 
 
-def _scores(judge: EvaluationInputs, features: drawn_features.Features, step: int) -> TargetScores:
+def _scores(
+    judge: EvaluationInputs, features: drawn_features.FeaturesByKind, step: int
+) -> TargetScores:
     if broken := int((~features["fine"]).sum()):
         total = len(judge.captions)
         logging.error(

@@ -10,9 +10,11 @@ from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.examples.digits import rendering as digits
 from diffusion_jax.start import changes, training_pictures, written
-from diffusion_jax.start.stages import Stage
+from diffusion_jax.start.stages import TrainingStage
 
-BASE = Stage("base32_8m", "", "imagen_jax.train", lambda s, mesh: pytest.fail("nothing is opened"))
+BASE = TrainingStage(
+    "base32_8m", "", "imagen_jax.train", lambda s, mesh: pytest.fail("nothing is opened")
+)
 
 
 @pytest.fixture(scope="module")

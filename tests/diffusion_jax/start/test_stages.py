@@ -6,10 +6,10 @@ import pytest
 
 from diffusion_jax.config.settings import Data, Run
 from diffusion_jax.start import stages, start_command, written
-from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
+from diffusion_jax.start.stages import Candidate, Measured, Opened, TrainingStage
 from diffusion_jax.start.training_pictures import PictureSet
 
-SMALL, LARGE, AFTER = (Stage(name, "", "train", lambda s, mesh: None) for name in "abc")
+SMALL, LARGE, AFTER = (TrainingStage(name, "", "train", lambda s, mesh: None) for name in "abc")
 MODELS = [
     Candidate(32, 0, [SMALL]),
     Candidate(64, 1_000, [SMALL._replace(share=0.75), AFTER._replace(share=0.25)]),

@@ -59,7 +59,7 @@ def go_on(
         digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
     )
     mesh = sharding.make_mesh(*sizes)
-    source = continuing.Source(str(begun), 3, dict.fromkeys(changed, (1, 2)), adds_lora)
+    source = continuing.ContinuedRun(str(begun), 3, dict.fromkeys(changed, (1, 2)), adds_lora)
     with batches:
         inputs = loop.RunInputs(task, batches, test_loop.EXAMPLES)
         text = continuing.prepare(source, inputs, run, settings, mesh)
