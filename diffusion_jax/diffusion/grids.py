@@ -163,6 +163,20 @@ def exponential(
     return sigmas, _times_of(noise, s, sigmas[: s.steps], down if placement.rounded else None)
 
 
+def lcm(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
+    """Compute the levels at n of the 50 times on which latent consistency models are distilled.
+
+    The times are those of a trailing grid of 50 steps. Of these, n are chosen at even distances,
+    from the largest on (Luo et al. 2023). Raises ValueError if n is more than 50.
+    """
+    if s.steps > _DISTILLED:
+        raise ValueError(
+            f"sampler.steps is {s.steps}, but the grid lcm has {_DISTILLED} times: choose fewer"
+        )
+    left = 1 - np.floor(np.arange(s.steps) * (_DISTILLED / s.steps)) / _DISTILLED
+    return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
+
+
 GRIDS = Table(
     ldm=ldm,
     even=even,
@@ -171,11 +185,13 @@ GRIDS = Table(
     linspace=linspace,
     karras=karras,
     exponential=exponential,
+    lcm=lcm,
 )
 """The functions that sampler.grid can name in configs. An entry "MODULE:FUNCTION" is imported on
 use."""
 GridName = Annotated[str, GRIDS]
-BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace")
+BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace", "lcm")
+_DISTILLED = 50
 """The grids that are spaced in time."""
 
 

@@ -53,6 +53,7 @@ SAMPLERS = _Methods(
     deis=Method(multistep.deis, placement=_WITH_END),
     dpmpp_2m_sde=Method(stochastic.dpmpp_2m_sde, placement=_WITH_END),
     dpmpp_3m_sde=Method(stochastic.dpmpp_3m_sde, placement=_WITH_END),
+    lcm=Method(onestep.lcm, grid="lcm"),
     restart=Method(stochastic.restart, placement=_UNROUNDED),
 )
 """The values that sampler.name can have in configs of Imagen and Stable Diffusion."""

@@ -84,6 +84,13 @@ SCHEDULERS: Mapping[str, Scheduler] = {
         {"final_sigmas_type": "sigma_min"},
         {"solver_order": (2, 1, 3), "solver_type": ("logrho", "midpoint", "heun", "bh1", "bh2")},
     ),
+    "LCMScheduler": Scheduler(
+        "lcm",
+        "clip_sample thresholding rescale_betas_zero_snr original_inference_steps timestep_scaling",
+        {"timestep_spacing": "leading"},
+        {"original_inference_steps": (50,), "timestep_scaling": (10.0,)},
+        exact_end=True,
+    ),
     "UniPCMultistepScheduler": Scheduler(
         "unipc",
         f"rescale_betas_zero_snr final_sigmas_type predict_x0 disable_corrector solver_p {_SOLVER} "
@@ -153,7 +160,7 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
     at_zero = config["set_alpha_to_one"] if ldm else config.get("final_sigmas_type") != "sigma_min"
     s = sampler._replace(
         name=_solver(config, scheduler.sampler, predicts),
-        grid=spacing,
+        grid="lcm" if scheduler.sampler == "lcm" else spacing,
         end="zero" if at_zero else "sigma_min",
         offset=config.get("steps_offset", 0),
         unit_start=not scheduler.exploding or spacing == "leading",

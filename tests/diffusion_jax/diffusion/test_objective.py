@@ -206,7 +206,8 @@ def test_quantiles_of_the_ldm_noise_match_its_time_steps():
 @pytest.mark.parametrize(
     ("name", "grid"),
     [
-        *((name, "") for name in samplers.SAMPLERS),
+        # lcm draws from the data only if D is a consistency model.
+        *((name, "") for name in samplers.SAMPLERS if name != "lcm"),
         *itertools.product(("ddim", "heun", "dpmpp_3m_sde"), ("leading", "linspace", "trailing")),
     ],
 )

@@ -1,7 +1,8 @@
 """Our samplers match diffusers' schedulers: their images, and the times passed to the network.
 
-`diffusers_schedulers.npz` was written by diffusers 0.42 with a closed-form network instead of a
-UNet. It holds configs as in scheduler_config.json, steps, times and final latents.
+`diffusers_schedulers.npz` was written by diffusers 0.42, and `diffusers_lcm.npz` by 0.34, with a
+closed-form network instead of a UNet. They hold configs as in scheduler_config.json, steps, times
+and final latents.
 """
 
 import json
@@ -19,8 +20,13 @@ from sd_jax.settings import Sampler
 from sd_jax.weights import schedulers
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
-SAVED = dict(np.load(FIXTURES / "diffusers_schedulers.npz"))
-CASES = json.loads(SAVED["info"].item())
+SAVED, CASES = {}, []
+for file in ("diffusers_schedulers.npz", "diffusers_lcm.npz"):
+    saved = np.load(FIXTURES / file)
+    for n, saved_case in enumerate(json.loads(saved["info"].item())):
+        SAVED |= {f"{len(CASES)}{end}": saved[f"{n}{end}"] for end in ("", "_times")}
+        CASES.append(saved_case)
+    SAVED |= {key: saved[key] for key in ("xT", "draws") if key in saved}
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
