@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 PREFIX = "field_"
-_FORM = re.compile(r"(?:(?P<place>[^:=]+):)?(?P<name>[^:=]+)(?:=(?P<low>[^=]+?)\.\.(?P<high>.+))?")
+_FORM = re.compile(r"(?:(?P<place>[^:=]+):)?(?P<name>[^:=,]+)(?:=(?P<low>[^=]+?)\.\.(?P<high>.+))?")
 
 
 class Field(NamedTuple):
@@ -75,6 +75,8 @@ def values(fields: Sequence[Field], text: str) -> dict[str, float]:
                 f"{', '.join(by_name) or 'none'} (data.fields): write NAME=NUMBER for each, with "
                 "commas between them"
             )
+        if by_name[name].key in found:
+            raise ValueError(f"sampler.fields is {text!r}: it gives {name} twice")
         found[by_name[name].key] = by_name[name].number(value)
     return found
 

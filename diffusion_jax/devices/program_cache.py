@@ -37,8 +37,8 @@ def use() -> None:
     named = os.environ.get(VARIABLE)
     if named == "" or (named and files.store_path(named)):
         return  # JAX reads the variable itself.
-    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = pathlib.Path(named or home / "imagen-sd-jax")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = pathlib.Path(named or home, "" if named else "imagen-sd-jax")
     with contextlib.suppress(OSError):  # JAX warns if it cannot write.
         folder.mkdir(0o700, parents=True, exist_ok=True)
     if writers := _other_writers(folder):

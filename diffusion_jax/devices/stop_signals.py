@@ -53,7 +53,7 @@ def stopping(leave: Callable[[], object] = lambda: None) -> Iterator[Callable[[i
                 continue
             interrupts += numbers[0] == signal.SIGINT
             if interrupts == 2 or not (joined or begun.is_set()):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):  # Buckets raise many types.
                     leave()
                 when, how = ("before the first step", "starts the run again")
                 if begun.is_set():

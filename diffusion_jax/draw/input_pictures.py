@@ -112,7 +112,7 @@ def open_picture(path: str, mode: str, flag: str) -> Image.Image:
 
 
 def opened(image: Image.Image | None, mask: Image.Image | None) -> InputPictures | None:
-    """Return Pictures that hold the picture to draw over and its mask, or None without a picture.
+    """Return the picture to draw over and its mask as InputPictures, or None without a picture.
 
     Raises:
         ValueError: There is a mask without a picture, or their sizes differ.

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs, systems
+from diffusion_jax.config import fields
 from diffusion_jax.config.settings import Text
 from diffusion_jax.devices import sharding
 from diffusion_jax.diffusion.guidance import Preview
@@ -135,13 +136,14 @@ def load_guide(
 
     Raises:
         FileNotFoundError: There is no such run.
-        ValueError: The two models differ in their image size or their text encoder, or the guide is
-            a LoRA.
+        ValueError: The two models differ in their image size, their text encoder or their fields,
+            or the guide is a LoRA.
     """
     workdir, step = finetune.at_step(guide)
     settings = read(workdir)
+    ranges = lambda run: [tuple(field)[1:] for field in fields.read(run.data.fields)]
     shared = lambda run: (
-        run.text.encoder, run.text.width, run.text.max_tokens, run.output_size, run.data.fields
+        run.text.encoder, run.text.width, run.text.max_tokens, run.output_size, ranges(run)
     )  # fmt: skip
     if shared(settings) != shared(s):
         raise ValueError(

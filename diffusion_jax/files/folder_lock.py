@@ -139,7 +139,7 @@ class FolderLock:
 def release(folder: files.Path) -> None:
     """Remove the lock of a folder if this process holds it.
 
-    Call this before os._exit, which ends the process without leaving the Writer's context.
+    Call this before os._exit, which ends the process without leaving the FolderLock's context.
     """
     folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
@@ -161,7 +161,7 @@ def refusal(folder: files.Path) -> str | None:
 def _has_ended(holder: dict[str, Any]) -> bool:
     """Return whether a writer on this machine has ended.
 
-    A lock of this process itself counts as ended, because it is from an earlier Writer.
+    A lock of this process itself counts as ended, because it is from an earlier FolderLock.
     """
     started = _started(holder.get("pid"))
     return holder.get("pid") == os.getpid() or started is None or started != holder.get("started")

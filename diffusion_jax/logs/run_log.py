@@ -231,11 +231,14 @@ def read_starts(workdir: str | os.PathLike[str]) -> list[goodput.Start]:
     return goodput.starts(read_manifest(workdir), lines)
 
 
-def begin_from(workdir: str | os.PathLike[str], run: str, step: int, fingerprint: str) -> None:
+def begin_from(
+    workdir: str | os.PathLike[str], run: str, step: int, fingerprint: str, averages_from: int = 0
+) -> None:
     """Write the lineage of a new workdir that continues the checkpoint of `step` of another run.
 
     The workdir also gets the metrics of `run` and its entries in the manifest, up to `step`, so
-    that one curve shows both runs. `fingerprint` is the hash of the checkpoint's checksums.
+    that one curve shows both runs. `fingerprint` is the hash of the checkpoint's checksums. If all
+    averages of the weights start anew, `averages_from` is the step at which they do.
     """
     if jax.process_index():
         return
@@ -245,6 +248,8 @@ def begin_from(workdir: str | os.PathLike[str], run: str, step: int, fingerprint
     files.write_whole(folder / METRICS, text)
     entries = [entry for entry in read_manifest(run) if entry["first_step"] < step]
     lineage = {"run": run, "step": step, "fingerprint": fingerprint}
+    if since := averages_from or read_averages_from(run):
+        lineage["averages_from"] = since
     earlier = read_lineage(run)
     _write_runs(workdir, entries, lineage | ({"continued_from": earlier} if earlier else {}))
 
@@ -298,6 +303,11 @@ def read_lineage(workdir: str | os.PathLike[str]) -> dict[str, Any] | None:
     If the other run continued a run as well, the key "continued_from" holds that lineage.
     """
     return _read_manifest(workdir).get("continued_from")
+
+
+def read_averages_from(workdir: str | os.PathLike[str]) -> int:
+    """Return the step at which the averages of a run began: 0, unless it added a LoRA later."""
+    return (read_lineage(workdir) or {}).get("averages_from", 0)
 
 
 def _entry(entry: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs, systems
+from diffusion_jax.config import fields
 from diffusion_jax.config.named import calls
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, OtherData
@@ -106,17 +107,30 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
     _adapt(config, f"{run}@{newest}", run)
     now = json.loads(json.dumps(systems.complete(config)))
     free = ("version", *_CHANGES, *(["lora."] if adds_lora else []))
+    weights = f"--config.{'unet' if 'unet' in now else 'vae'}.weights={run}"
     if refused := settings_record.differences(before, now, free):
-        group = "unet" if "unet" in now else "vae"
         raise ValueError(
             f"--continue_from={run} cannot change these settings ({refused}): use the stored "
-            f"values, or start from the weights alone with --config.{group}.weights={run}"
+            f"values, or start from the weights alone with {weights}"
+        )
+    if "unet.weights" in settings_record.changed_fields(before, now) and not _rank(now):
+        raise ValueError(
+            f"--continue_from={run} takes the weights of this run, but unet.weights is "
+            f"{now['unet']['weights']!r}: leave one of them out"
+        )
+    ranges = [
+        [tuple(f)[1:] for f in fields.read(c["data"].get("fields", ()))] for c in (before, now)
+    ]
+    if ranges[0] != ranges[1]:
+        raise ValueError(
+            f"--continue_from={run} cannot change data.fields from {before['data']['fields']} to "
+            f"{now['data']['fields']}: keep their names and ranges"
         )
     kinds = [calls("optimizer.name", c["optimizer"]["name"])[0].name for c in (before, now)]
     if kinds[0] != kinds[1] and not adds_lora:
         raise ValueError(
             f"--continue_from={run} cannot change optimizer.name from {kinds[0]} to {kinds[1]}, "
-            "whose state differs: keep it, or start from the weights alone with unet.weights"
+            f"whose state differs: keep it, or start from the weights alone with {weights}"
         )
     if now["steps"] <= newest:
         raise ValueError(
@@ -175,7 +189,9 @@ def write_first_checkpoint(
 
     The other arguments are those of `loop.train`. `prepare` must have been called.
     """
-    run_log.begin_from(workdir, source.run, source.step, checksums.fingerprint(source.folder))
+    since = source.step if source.adds_lora else 0
+    fingerprint = checksums.fingerprint(source.folder)
+    run_log.begin_from(workdir, source.run, source.step, fingerprint, since)
     abstract = _abstract(inputs, run, settings, mesh)
     if source.adds_lora:
         state = _with_lora(source.step, inputs, run, settings, mesh)

@@ -36,7 +36,12 @@ from diffusion_jax.devices.sharding import (
 from diffusion_jax.draw.program import make_draw
 from diffusion_jax.draw.seeds import halves, keys_of
 from diffusion_jax.logs import events
-from diffusion_jax.logs.run_log import MetricWriter, write_manifest, write_seconds
+from diffusion_jax.logs.run_log import (
+    MetricWriter,
+    read_averages_from,
+    write_manifest,
+    write_seconds,
+)
 from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import autotuning, not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer, restore_state
@@ -165,7 +170,8 @@ def train(
         sizes = stack.enter_context(explained)
         compiling = time.time()
         if program is None:
-            train_step = make_step(task, settings, tx, layout)
+            since = read_averages_from(workdir)
+            train_step = make_step(task, settings, tx, layout, since)
             programs = compiled_all(train_step, state, frozen, batch, key, batches, tuned.options)
             autotuning.keep(workdir, tuned)
         else:
@@ -246,11 +252,13 @@ def train(
 
 
 def make_step(
-    task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any
-):
+    task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any,
+    averages_from: int = 0,
+):  # fmt: skip
     """Return the jitted training step, a function (state, frozen, batch, key) -> (state, metrics).
 
-    The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings.
+    The step donates its state. `tx` is the optimizer. `layout` holds the state's shardings. For
+    `averages_from`, see `make_train_step`.
     """
     step = make_train_step(
         task.loss,
@@ -260,6 +268,7 @@ def make_step(
         accumulate=settings.accumulate,
         clip=settings.clip,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
+        averages_from=averages_from,
     )
     # Metrics are replicated like state.step, so that each process can read them.
     step = ambient(layout.step.mesh, step)
@@ -278,7 +287,7 @@ def warm_up(
     tx, key, create, layout = plan(task, run, settings, mesh)
     state = new_state(create, key, layout)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
-    step = make_step(task, settings, tx, layout)
+    step = make_step(task, settings, tx, layout, read_averages_from(workdir))
     tuned = autotuning.find(workdir, run.deterministic)
     program = compiled(step, (state, frozen, rows, key), tuned.options)
     autotuning.keep(workdir, tuned)

@@ -319,8 +319,10 @@ def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
 
 def _is_inner_kernel(path: Any, x: Any) -> bool:
     """Return whether a parameter is a kernel of two or more axes that Muon orthogonalises."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return x.ndim > 1 and name.endswith("kernel") and not any(outer in name for outer in _OUTER)
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    is_kernel = names[-1].endswith("kernel") or names[-1] in ("down", "up")  # "up" of a LoRA.
+    is_outer = any(name in _OUTER for name in names) or names[-3:-1] == ["params", "out"]
+    return x.ndim > 1 and is_kernel and not is_outer
 
 
 def _if_finite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -130,7 +130,8 @@ def replay(
 
     # Train to the end of the window. Examine `step` just before it is taken.
     first, metrics = int(state.step), {}
-    train_step = loop.make_step(task, settings, tx, layout)
+    since = run_log.read_averages_from(workdir)
+    train_step = loop.make_step(task, settings, tx, layout, since)
     tuned = autotuning.find(workdir, run.deterministic)
     programs: dict[loop.BatchShapes, loop.CompiledStep] = {}
     examine = lambda state, batch: _examine(task, settings, mesh, state, frozen, batch, key, decode)

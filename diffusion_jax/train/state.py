@@ -70,6 +70,7 @@ def make_train_step(
     accumulate: int = 1,
     clip: float = 1.0,
     decay_at: DecayAt = constant_decay,
+    averages_from: int = 0,
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
     """Return train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
 
@@ -85,12 +86,14 @@ def make_train_step(
 
     Args:
         loss_fn: (params, frozen, batch, one key per image) -> (loss, metrics).
-        tx: The optimizer, a result of `optimizer.adamw`.
+        tx: The optimizer, a result of `optimizer.make_optimizer`.
         ema_decays: The decays of the exponential averages.
         ema_widths: The relative widths of the power-function averages (Karras et al. 2024).
         accumulate: The number of micro batches. It must divide the batch size.
         clip: The largest global norm of the mean gradient; inf: no clipping.
-        decay_at: (a decay in `ema_decays`, state.step) -> the decay to use at this step.
+        decay_at: (a decay in `ema_decays`, state.step - averages_from) -> the decay to use at this
+            step.
+        averages_from: The step at which the averages began.
     """
 
     gradient = _mean_gradient(loss_fn, accumulate)
@@ -108,17 +111,14 @@ def make_train_step(
             params = forced(optax.apply_updates(state.params, updates))
             params = keep_finite(finite, params, state.params)
         with jax.named_scope("averages"):
+            age = state.step - averages_from if averages_from else state.step
             ema = {
-                ema_name(d): update_exponential(
-                    state.ema[ema_name(d)], params, decay_at(d, state.step)
-                )
+                ema_name(d): update_exponential(state.ema[ema_name(d)], params, decay_at(d, age))
                 for d in ema_decays
             }
             ema = keep_finite(finite, ema, {name: state.ema[name] for name in ema})
             for name, width in zip(map(power_name, ema_widths), ema_widths, strict=True):
-                ema[name] = update_power_function(
-                    state.ema[name], params, exponent(width), state.step
-                )
+                ema[name] = update_power_function(state.ema[name], params, exponent(width), age)
         skipped = state.skipped + jnp.where(finite, 0, 1)
 
         metrics = {

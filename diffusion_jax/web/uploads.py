@@ -106,7 +106,7 @@ class Uploads:
         return edit._replace(strength=float(edit.strength))
 
     def arguments(self, edit: Edit) -> dict[str, Any]:
-        """Return the keyword arguments of Loaded.draw for an edit, or {} without a picture."""
+        """Return the keyword arguments of Model.draw for an edit, or {} without a picture."""
         if edit.enlarge:
             return {"low_res": untrusted.open_image(self.file(edit.image))}
         opened: dict[str, Any] = {

@@ -36,6 +36,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """
     try:
         tree = serialization.msgpack_restore(pathlib.Path(path).read_bytes())
+    except MemoryError:
+        raise
     except Exception as error:  # msgpack and NumPy raise many types for damaged files.
         raise ValueError(
             f"cannot read {path}: {type(error).__name__}: {str(error)[:200]}: download it again"

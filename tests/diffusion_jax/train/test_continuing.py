@@ -167,6 +167,24 @@ def test_an_added_lora_keeps_steps_and_data_and_starts_with_new_factors(
     assert printed["starts anew"] == "the LoRA factors, their averages and the optimizer"
 
 
+def test_the_averages_of_an_added_lora_warm_up_from_the_step_at_which_it_was_added(begun, tmp_path):
+    """Without it, decays of 4/13 and 5/14 would follow instead of 1/10 and 2/11."""
+    wrapped = lambda params: {"params": params}
+    plain = TASK._replace(
+        init=lambda key: wrapped(toy.init(key)),
+        loss=lambda params, *rest: TASK.loss(params["params"], *rest),
+    )
+    task = lora.adapt(plain, wrapped(toy.init(jax.random.key(1))), Lora(rank=2, targets="pixels"))
+    settings = OPTIMIZER._replace(ema_decays=(0.9999,), ema_widths=(0.1,), ema_warmup=True)
+    first, _ = go_on(begun, tmp_path, task, adds_lora=True, steps=4, settings=settings)
+    state, _ = go_on(begun, tmp_path, task, adds_lora=True, steps=5, settings=settings)
+    up = lambda tree: np.asarray(tree["lora"]["pixels"]["up"], np.float64)
+    np.testing.assert_allclose(up(first.ema["0.9999"]), 0.9 * up(first.params), rtol=1e-5)
+    expected = up(first.ema["0.9999"]) * 2 / 11 + up(state.params) * 9 / 11
+    np.testing.assert_allclose(up(state.ema["0.9999"]), expected, rtol=1e-4)
+    np.testing.assert_array_equal(up(first.ema["power-0.1"]), up(first.params))  # Its first step.
+
+
 def test_the_manifest_has_the_lineage_and_the_metrics_have_all_steps(begun, tmp_path):
     go_on(begun, tmp_path, steps=5)
     (tmp_path / "third").mkdir()
@@ -276,6 +294,13 @@ def test_an_optimizer_of_another_kind_is_an_error_and_other_parameters_are_not(s
         find(tmp_path / "b", stored, optimizer__name="muon")
     source = find(tmp_path / "b", stored, optimizer__name="adamw(b1=0.8)")
     assert source.changed == {"optimizer.name": ("adamw", "adamw(b1=0.8)")}
+
+
+def test_other_weights_and_other_ranges_of_fields_are_errors(stored, tmp_path):
+    with pytest.raises(ValueError, match=r"takes the weights of this run, but unet\.weights is 'x'"):
+        find(tmp_path / "b", stored, unet__weights="x")
+    with pytest.raises(ValueError, match=r"cannot change data\.fields from \[\] to \['a=0\.\.5'\]"):
+        find(tmp_path / "b", stored, data__fields=("a=0..5",))
 
 
 def test_a_missing_run_or_step_and_a_reached_end_are_errors(stored, tmp_path):

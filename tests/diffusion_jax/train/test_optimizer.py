@@ -169,7 +169,9 @@ def test_muon_orthogonalises_inner_kernels_and_updates_the_rest_as_adam():
     shapes = {
         "dense/kernel": (12, 6), "conv/kernel": (3, 3, 4, 8), "conv/bias": (8,), "norm/scale": (8,),
         "init_conv/kernel": (3, 3, 3, 4), "out_conv/kernel": (4, 3), "table/embedding": (5, 4),
+        "params/out/kernel": (4, 3), "params/attn/out/kernel": (6, 12), "lora/mlp/down": (8, 2),
     }  # fmt: skip
+    orthogonal = ("dense/kernel", "conv/kernel", "params/attn/out/kernel", "lora/mlp/down")
     gradient = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     gradient = {tuple(name.split("/")): x for name, x in gradient.items()}
     tree = traverse_util.unflatten_dict(gradient)
@@ -178,7 +180,7 @@ def test_muon_orthogonalises_inner_kernels_and_updates_the_rest_as_adam():
     updates, _ = tx.update(tree, tx.init(tree), tree)
     actual = traverse_util.flatten_dict(updates)
     for name, g in gradient.items():
-        if name in (("dense", "kernel"), ("conv", "kernel")):
+        if "/".join(name) in orthogonal:
             direction = muon_direction(g.reshape(-1, g.shape[-1]), 0.3).reshape(g.shape)
         else:
             direction = np.sign(g)  # Adam's first update.
