@@ -297,7 +297,7 @@ def test_an_optimizer_of_another_kind_is_an_error_and_other_parameters_are_not(s
 
 
 def test_other_weights_and_other_ranges_of_fields_are_errors(stored, tmp_path):
-    with pytest.raises(ValueError, match=r"takes the weights of this run, but unet\.weights is 'x'"):
+    with pytest.raises(ValueError, match=r"weights of this run, but unet\.weights is 'x'"):
         find(tmp_path / "b", stored, unet__weights="x")
     with pytest.raises(ValueError, match=r"cannot change data\.fields from \[\] to \['a=0\.\.5'\]"):
         find(tmp_path / "b", stored, data__fields=("a=0..5",))
