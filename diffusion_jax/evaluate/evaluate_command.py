@@ -27,7 +27,6 @@ from diffusion_jax.devices import programs
 from diffusion_jax.draw import options, program
 from diffusion_jax.draw.loaded import Model
 from diffusion_jax.draw.options import Values
-from diffusion_jax.draw.program import Images
 from diffusion_jax.draw.stage import Stage, fingerprint
 from diffusion_jax.evaluate import (
     copies,
@@ -175,7 +174,9 @@ def with_weights(
     ]
 
 
-def _draw(model: Model, prompts: Sequence[str], seeds: Sequence[int], guidance: float) -> Images:
+def _draw(
+    model: Model, prompts: Sequence[str], seeds: Sequence[int], guidance: float
+) -> np.ndarray:
     batches = model.batches(
         prompts, range(len(prompts)), seeds, guidance=guidance, batch_sizes=[len(seeds)]
     )

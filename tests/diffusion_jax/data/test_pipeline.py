@@ -272,7 +272,7 @@ def test_close_stops_the_reading_threads_and_can_be_called_twice():
 def test_a_process_that_fails_without_closing_its_batches_exits():
     program = (
         "from diffusion_jax.data import pipeline\n"
-        "from diffusion_jax.examples.digits import pictures as digits\n"
+        "from diffusion_jax.examples.digits import rendering as digits\n"
         "batches = pipeline.make_batches(digits.Digits(16), lambda texts: {}, batch_size=8, seed=0,"
         " num_threads=4)\n"
         "next(batches)\n"
