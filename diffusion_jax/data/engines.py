@@ -117,14 +117,7 @@ class Beam(NamedTuple):
         Some runners stop instead of retrying the items of a dead worker. Then Beam runs again with
         the missing items, up to three times in total, unless an attempt writes nothing.
 
-        Args:
-            items: The indices of the stage's files.
-            path: Maps an item to its file.
-            write: Writes an item's file. It may return a dict of counts.
-            noun: The unit in progress lines, such as "shards".
-            name: The name of the stage in progress lines.
-            size: Maps an item to its number of units, for progress lines.
-            read: Maps an item to a second argument for `write`.
+        The arguments are those of Worker.fill.
 
         Raises:
             OSError: If items are still missing after the last attempt.
