@@ -3,12 +3,12 @@
     python -m benchmarks.kernels --batch=16 --size=64 --width=320 --dtype=bfloat16
 
 For each form of an operation, the command compiles a program that computes the operation and its
-gradients, and calls the program many times before it waits for the results. It prints the median
-time of a call in microseconds and the program's temporary memory in MiB. "(ours)" marks the form
-that the models use on this device. The last column is the largest difference from the first form,
-in the output or a gradient, divided by the largest value. A form that fails, for example because a
-kernel does not support the device, gets a row with its error. If a form fails or is wrong, the exit
-code is 1.
+gradients, on GPUs with deterministic kernels only, as in training. It calls the program many times
+before it waits for the results. It prints the median time of a call in microseconds and the
+program's temporary memory in MiB. "(ours)" marks the form that the models use on this device. The
+last column is the largest difference from the first form, in the output or a gradient, divided by
+the largest value. A form that fails, for example because a kernel does not support the device, gets
+a row with its error. If a form fails or is wrong, the exit code is 1.
 """
 
 import functools
@@ -26,7 +26,7 @@ from absl import app, flags
 from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.nn import attention, ops
-from diffusion_jax.train import optimizer
+from diffusion_jax.train import autotuning, optimizer
 
 flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 4, "Number of images.", lower_bound=1)
@@ -81,7 +81,7 @@ def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
     vector, rows = _normal(c), jnp.float32(_normal(b, c))
     few, first, last = _normal(b, s, s, 3), _normal(3, 3, 3, c), _normal(3, 3, c, 3) / c
     gated = (_normal(b, s * s, c), _normal(c, 8 * c) / c**0.5, jnp.float32(_normal(8 * c)))
-    cpu, gpu = ops.platform() == "cpu", ops.platform() == "gpu"
+    gpu, tpu = ops.platform() == "gpu", ops.platform() == "tpu"
     return {
         f"attention over {s * s} pixels": (_attention(None), _heads(s * s)),
         f"attention over {s * s} pixels and {_TEXT_TOKENS} tokens, half of them masked": (
@@ -93,7 +93,7 @@ def _operations() -> dict[str, tuple[dict[str, Callable], tuple]]:
             (x, kernel),
         ),
         "convolution 4x4, stride 2, transposed": (
-            _ours({"direct": not cpu, "four 2x2": cpu}, _dilated, ops.transpose_by_phases),
+            _ours({"direct": tpu, "four 2x2": not tpu}, _dilated, ops.transpose_by_phases),
             (x, kernel),
         ),
         "gated MLP, product of C and 8 C channels": (
@@ -165,7 +165,8 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
     loss = lambda cotangent, *a: (function(*a).astype(jnp.float32) * cotangent).sum()
     step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1, len(arguments) + 1))))
     arguments = (cotangent, *arguments)
-    compiled = step.lower(*arguments).compile()
+    options = autotuning.deterministic_options(True)
+    compiled = autotuning.compile_step(step.lower(*arguments), options)
     memory: Any = compiled.memory_analysis()
     return _seconds(compiled, *arguments), memory.temp_size_in_bytes, compiled(*arguments)
 

@@ -1,5 +1,7 @@
 """Operations against numpy in float64, torch's numbers and literal arrays."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,16 @@ def test_a_4x4_transposed_convolution_matches_numpy(platform, monkeypatch):
         out[:, 2 * row : 2 * row + 4, 2 * column : 2 * column + 4] += spread
     expected = out[:, 1:-1, 1:-1] + bias  # Padding 1.
     np.testing.assert_allclose(ops.conv_transpose_4x4(x, kernel, bias), expected, atol=1e-5)
+
+
+def test_transposed_convolution_has_no_dilated_pixels_on_a_gpu(monkeypatch):
+    """For dilated pixels, cuDNN's deterministic kernels can take a hundred times as long."""
+    monkeypatch.setattr(ops, "platform", lambda: "gpu")
+    x, kernel, bias = normal(2, 4, 6, 4), normal(4, 4, 4, 6), normal(6)
+    loss = lambda *arrays: ops.conv_transpose_4x4(*arrays).sum()
+    program = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, kernel, bias))
+    assert program.count("conv_general_dilated") == 12  # Four each for output, x and kernel.
+    assert set(re.findall(r"lhs_dilation=(\(.*?\))", program)) == {"(1, 1)"}
 
 
 def test_transposed_convolution_has_the_same_gradients_on_a_tpu(monkeypatch):
