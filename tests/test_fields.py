@@ -195,7 +195,7 @@ def test_one_text_can_set_several_fields():
     assert fields.values(named, "") == {}
 
 
-def test_the_examples_of_the_planner_have_the_field(folder):
+def test_the_planner_counts_the_parameters_of_a_named_field(folder):
     for kind, module in (("unet", imagen), ("sd", sd)):
         s = read_settings(folder, kind)
         inputs = prepared(s, kind)
