@@ -15,6 +15,7 @@ The command prints one line of JSON:
 - known_tflop_per_sample: an independent count without recomputation; null for models without one.
 - mfu: the achieved share of the devices' peak bfloat16 rate; null for devices that
   diffusion_jax/devices/hardware.py does not list.
+- kernels: with --profile, the milliseconds of a GPU's kernels per step, by operation.
 - planned: the planner's estimates for this device, samples/s at 40 % MFU and memory in GiB; null
   for several devices, and for devices that launch/accelerators.py does not list.
 """
@@ -106,6 +107,7 @@ def main() -> None:
         "devices": mesh.size,
         **measure.machine(),
         "loss": timing.loss,
+        "kernels": timing.kernels,
     })  # fmt: skip
 
 
