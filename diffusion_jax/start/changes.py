@@ -11,8 +11,8 @@ import numpy as np
 from diffusion_jax import systems
 from diffusion_jax.config import shapes
 from diffusion_jax.data.captions import every
+from diffusion_jax.data.decoding import Unusable
 from diffusion_jax.data.records import Records
-from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.start import written
 from diffusion_jax.start.stages import TrainingStage
 from diffusion_jax.start.training_pictures import PictureSet
