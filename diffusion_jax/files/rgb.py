@@ -65,7 +65,11 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
-    """Scale 16-bit and float pixels. 32-bit integers have no usual white, except in PGM files."""
+    """Convert 16-bit and float pixels to 8 bits.
+
+    Raises ValueError if a pixel is outside the range from black to white, or if the image is a TIFF
+    file with 32-bit integers, because such files do not say which number is white.
+    """
     white, pixels = _WHITE[image.mode[0]], np.asarray(image)
     low, high = pixels.min(), pixels.max()
     if not 0 <= low <= high <= white or (image.mode == "I" and image.format == "TIFF"):

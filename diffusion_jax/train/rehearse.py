@@ -88,6 +88,7 @@ def rehearse(
     samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
     need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
     passes = "1 pass" if settings.accumulate == 1 else f"{settings.accumulate} passes"
+    begun = source.averages_from if source else run_log.read_averages_from(workdir)
     at_once = []
     if rows_drawn:
         temporary = memory.drawing(task, state.params, inputs.examples.batch, rows_drawn)
@@ -105,7 +106,7 @@ def rehearse(
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
         *at_once,
-        ("visible", _visible(run, settings, len(inputs.batches.pictures))),
+        ("visible", _visible(run, settings, len(inputs.batches.pictures), begun)),
         *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone, source),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
@@ -131,9 +132,10 @@ def _sample(pictures: Any) -> str:
     return f"{count:,} pictures; " + (f"left out: {reasons}" if reasons else "all can be used")
 
 
-def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
+def _visible(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
     """Return a text that says how much the run learns, and how much of that its pictures show.
 
+    `begun` is the step at which the averages begin.
     Log a warning if the learning rate stays below half of optimizer.lr, or if a tenth of the
     average that pictures are drawn with still comes from the initial weights at the last step.
     """
@@ -149,8 +151,8 @@ def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
         )  # fmt: skip
     if not settings.ema_decays:
         return text
-    decay, step = max(settings.ema_decays), jnp.arange(run.steps)
-    decays = warmup_decay(decay, step) if settings.ema_warmup else np.full(run.steps, decay)
+    decay, age = max(settings.ema_decays), jnp.arange(run.steps - begun)
+    decays = warmup_decay(decay, age) if settings.ema_warmup else np.full(len(age), decay)
     initial = float(np.exp(np.log(np.maximum(np.asarray(decays), 1e-38)).sum()))
     if initial > 0.1:
         logging.warning(
