@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
+from diffusion_jax.files.user_cache import user_cache
+
 if TYPE_CHECKING:
     import fsspec
 
@@ -192,9 +194,8 @@ class Remote(pathlib.PosixPath):
         if not objects:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(self))
         now = {name: _version(info) for name, info in objects.items()}
-        home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         digest = hashlib.sha256(str(self).encode()).hexdigest()[:16]
-        place = pathlib.Path(home) / "imagen-sd-jax" / "buckets" / digest / self.name
+        place = user_cache() / "imagen-sd-jax" / "buckets" / digest / self.name
         place.parent.mkdir(parents=True, exist_ok=True)
         record = place.parent / "kept.json"
         local = lambda name: place / name if name else place
