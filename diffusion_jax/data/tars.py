@@ -432,7 +432,7 @@ def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
         try:
             if not storage.is_url(path):
                 os.makedirs(os.path.dirname(path) or ".", 0o700, exist_ok=True)
-            return storage.write_whole(path, buffer.getvalue())
+            return files.write_whole(path, buffer.getvalue())
         except OSError:
             continue  # The folder is read-only.
     logging.warning(

@@ -201,17 +201,13 @@ class Remote(pathlib.PosixPath):
         local = lambda name: place / name if name else place
         with filelock.FileLock(place.parent / "lock"):
             before = json.loads(record.read_text()) if record.exists() else {}
-            old = [name for name in before if now.get(name) != before[name]]
-            new = [
-                name for name in now if now[name] != before.get(name) or not local(name).exists()
-            ]
-            if old or new:
-                record.write_text(json.dumps({n: v for n, v in before.items() if n not in old}))
-            for name in old:
-                local(name).unlink(missing_ok=True)
-            if new:
-                self._get_all({name: local(name) for name in new})
-            if old or new:
+            kept = {n: v for n, v in before.items() if now.get(n) == v and local(n).exists()}
+            if kept != now or before != now:
+                record.write_text(json.dumps(kept))
+                for name in before.keys() - kept.keys():
+                    local(name).unlink(missing_ok=True)
+                if new := now.keys() - kept.keys():
+                    self._get_all({name: local(name) for name in new})
                 record.write_text(json.dumps(now))
         return place
 
