@@ -22,6 +22,23 @@ def run(*arguments):
     return ended.value.code
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("fetch", "--url, --out"),
+        ("download", "--urls, --out"),
+        ("reshard", "--source, --path, --out"),
+        ("index", "--path"),
+        ("merge", "--images, --embeddings, --out"),
+        ("validate", "--source, --path, --out"),
+        ("emoji", "--out"),
+    ],
+)
+def test_a_command_without_its_paths_is_an_error_that_lists_them(command, flags, capsys):
+    assert run(command) == 2
+    assert capsys.readouterr().err.endswith(f"arguments are required: {flags}\n")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Twelve digits: one damaged, one larger, one with an empty caption, one without a caption."""
