@@ -103,7 +103,7 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
+def test_resharded_data_can_be_indexed_and_validated(folder, tmp_path, capsys):
     source = ("--source=folder", f"--path={folder}")
     assert run("reshard", *source, f"--out={tmp_path}/tars", "--num=5") == 0
     # Truncated images are only found by decoding.
