@@ -45,6 +45,8 @@ class Timing(NamedTuple):
     kernels: dict[str, Any] | None = None
     """Milliseconds of a GPU's kernels per step (see `measure.gpu_kernels`); None unless
     --profile."""
+    passes: int = 1
+    """The number of passes of a step."""
 
     @property
     def median(self) -> float:
@@ -89,7 +91,8 @@ def run(model: PlannedTask, mesh: Mesh) -> Timing:
     rows = memory.batch_of(model.example, model.run.batch_size)
     batch = _filled(rows, lambda rows: jax.tree.map(lambda _: split, rows))
 
-    step = loop.make_step(task, settings, tx, layout)
+    passes = optimizer.num_passes(settings, model.run.batch_size, mesh)
+    step = loop.make_step(task, settings, tx, layout, passes)
     traced, trace_s = measure.timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = measure.timed(traced.lower)
     options = autotuning.deterministic_options(model.run.deterministic)
@@ -105,7 +108,7 @@ def run(model: PlannedTask, mesh: Mesh) -> Timing:
     kernels = measure.gpu_kernels(train) if _PROFILE.value else None
     work = float(flops.count(traced.jaxpr.jaxpr))
     loss = float(metrics["loss"])
-    return Timing(seconds, trace_s, lower_s, compile_s, work, loss, kernels)
+    return Timing(seconds, trace_s, lower_s, compile_s, work, loss, kernels, passes)
 
 
 def _filled(shapes: Any, shardings_of: Any) -> Any:

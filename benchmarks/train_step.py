@@ -30,7 +30,6 @@ from ml_collections import config_flags
 from benchmarks import measure, step
 from diffusion_jax import cli
 from diffusion_jax.devices import hardware, sharding
-from diffusion_jax.train import optimizer
 from launch import accelerators
 from launch.planner import estimate, tasks
 
@@ -80,7 +79,7 @@ def main() -> None:
             model, inputs = step.read(config)
         batch = model.run.batch_size
         mesh = sharding.make_mesh(*model.mesh)
-        model = model._replace(optimizer=optimizer.for_mesh(model.optimizer, batch, mesh))
+        sharding.check_batch(batch, model.optimizer.micro_batch, mesh)
     planned = _planned(model, mesh)
     timing = step.run(model, mesh)
     parameters = tasks.parameters(model)
@@ -103,7 +102,7 @@ def main() -> None:
         "trace_s": timing.trace_s,
         "lower_s": timing.lower_s,
         "compile_s": timing.compile_s,
-        "micro_batches": model.optimizer.accumulate,
+        "micro_batches": timing.passes,
         "devices": mesh.size,
         **measure.machine(),
         "loss": timing.loss,

@@ -127,12 +127,12 @@ def measure(opened: Opened, workdir: str) -> Measured:
     start, stage, s = time.time(), opened.stage, opened.settings
     mesh = sharding.make_mesh(*s.mesh)
     runs.claim(workdir, opened.config)
-    passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)._replace(schedule="constant")
+    constant = s.optimizer._replace(schedule="constant")
     inputs = stage.prepare(s, mesh)
     every = {"log_every": _LEFT_OUT, "sample_every": 0, "save_every": _STEPS}
     with inputs.batches:
         run = s.run._replace(steps=_STEPS, **every)
-        state = loop.train(inputs, run, passes, mesh, pathlib.Path(workdir), opened.config)
+        state = loop.train(inputs, run, constant, mesh, pathlib.Path(workdir), opened.config)
     exit_if_stopped(state, _STEPS)
     lines = run_log.read_metrics(pathlib.Path(workdir) / run_log.METRICS)
     lines = [line for line in lines if line["step"] > _LEFT_OUT]
