@@ -59,6 +59,7 @@ train word | unknown arguments ['word']
 train --config=configs/sd_quickstart.py | the config is of the system sd_jax, not imagen_jax
 sd_train --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
 train --workdir=D/file | workdir D/file is a file, or inside one: name a folder
+train --workdir=D/a[1] | workdir D/a[1]: its path contains [, so its checkpoints could not be read
 train --workdir=D/file/in | workdir D/file/in is a file, or inside one: name a folder
 train --workdir= | --workdir is empty
 train --workdir=/proc/none/x | /proc/none
@@ -180,6 +181,7 @@ evaluate --metrics=nosuch | nosuch
 replay --step=0 | --step=0: D/imagen has the steps 1 to
 replay --workdir=D/sd | D/sd is a run of sd_jax: replay it with python -m sd_jax.replay
 replay --workdir=D/none | D/none holds no config.json
+replay --workdir=D/file | D/file is a file: choose another --workdir
 replay --step=x | flag --step=x
 heldout --workdir=D/none | D/none holds no config.json
 heldout --levels=x | --levels=x: give noise levels above 0

@@ -49,6 +49,7 @@ def command(package: str, decoder: Callable[[Any], Decode | None] = lambda s: No
         cli.start()
         workdir = files.path(workdir_flag.value)
         with cli.bad_input():
+            files.check_writable(workdir / FOLDER, "--workdir")
             result, different = run(workdir, step_flag.value, package, decoder, base.value)
             if jax.process_index() == 0:
                 print(block(report(workdir, result, different)), flush=True)
