@@ -17,7 +17,7 @@ from diffusion_jax import runs, systems
 from diffusion_jax.devices import hardware, sharding
 from diffusion_jax.logs import run_log
 from diffusion_jax.start.changes import Changes, full_config
-from diffusion_jax.train import loop, memory, optimizer
+from diffusion_jax.train import loop, memory
 from diffusion_jax.train.train_command import exit_if_stopped
 
 _TIMES, _PERIOD = 10, 300
@@ -192,12 +192,12 @@ def measure(stage: TrainingStage, changes: Changes, workdir: str) -> Measured:
     """
     start, config = time.time(), full_config(stage.base, changes)
     s, mesh, inputs = _open(config)
-    passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)._replace(schedule="constant")
+    constant = s.optimizer._replace(schedule="constant")
     every = {"log_every": _LEFT_OUT, "sample_every": 0, "save_every": _STEPS}
     runs.claim(workdir, config)
     with inputs.batches:
         run = s.run._replace(steps=_STEPS, **every)
-        state = loop.train(inputs, run, passes, mesh, pathlib.Path(workdir), config)
+        state = loop.train(inputs, run, constant, mesh, pathlib.Path(workdir), config)
     exit_if_stopped(state, _STEPS)
     lines = run_log.read_metrics(pathlib.Path(workdir) / run_log.METRICS)
     lines = [line for line in lines if line["step"] > _LEFT_OUT]

@@ -124,7 +124,7 @@ def test_the_numbers_of_a_plan_are_consistent(figures):
         (("--target=h100:6", "--config.mesh.fsdp=4"), "4 does not divide 6"),
         (("--target=h100:8", "--config.mesh.fsdp=4"), "uses 4 of the target's 8 devices"),
         (("--target=h100:8", "--config.batch_size=12"),
-         "batch_size 12 is not divisible by accumulate 1 x replica 1 x fsdp 8 = 8"),
+         "batch_size 12 is not divisible by replica 1 x fsdp 8 = 8"),
         (("--target=h100:8", "--mfu=40"), "error: --mfu=40.0: it must be above 0 and at most 1"),
     ],
 )  # fmt: skip

@@ -237,8 +237,8 @@ def sample_sheet(records: Records, size: int = 128) -> UInt8[np.ndarray, "_ _ 3"
         labels.append(text if isinstance(text, str) else f"text {np.shape(text)}")
     if not images:
         raise ValueError(
-            f"no sheet of samples can be drawn, because none of {_SHOWN} random records has a usable "
-            "image and text: see the reasons in report.json"
+            f"no sheet of samples can be drawn, because none of {_SHOWN} random records has a "
+            "usable image and text: see the reasons in report.json"
         )
     return sheets.contact_sheet(np.stack(images), labels)
 

@@ -91,7 +91,7 @@ def test_features_after_every_resize_kernel_match_its_reference(run, reference, 
 
 @pytest.mark.skipif(not ORACLE.is_file(), reason="the reference's images are not here")
 @pytest.mark.parametrize(("size", "mode"), [(256, "tf"), (512, "pytorch")])
-def test_features_of_the_references_larger_images_match(run, size, mode):
+def test_features_of_256_and_512_pixel_images_match_the_reference(run, size, mode):
     path = {"pytorch": "pytorchfid", "tf": "torchfidelity"}[mode]
     with np.load(ORACLE) as arrays:
         outputs = run(mode, arrays[f"images_{size}"][:2])
