@@ -123,6 +123,15 @@ def test_weights_of_another_network_are_an_error():
         inception_weights.to_params(state)
 
 
+def test_random_inception_kernels_have_variance_2_over_fan_in():
+    state = inception_weights.random_state()
+    kernels = [array for name, array in state.items() if name.endswith("conv.weight")]
+    assert len(kernels) == 94
+    for kernel in kernels:  # The standard error of a standard deviation is 1 / sqrt(2 n).
+        ratio = kernel.std() / (2 / kernel[0].size) ** 0.5
+        assert ratio == pytest.approx(1, abs=4 / (2 * kernel.size) ** 0.5)
+
+
 def test_the_digest_ignores_batch_norm_counters():
     weights = {"a.weight": np.arange(3.0)}
     counted = weights | {"a.num_batches_tracked": np.array(7)}
