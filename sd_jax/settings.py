@@ -151,6 +151,10 @@ class _Sampler(NamedTuple):
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
     """The largest noise level at which guidance acts; inf for no limit."""
+    prompt_weights: bool = False
+    """Whether prompts are read as in the web UI of AUTOMATIC1111: (word:1.3) weights a word,
+    [word] weakens it, BREAK starts a new chunk, and long texts take several chunks of 75 tokens.
+    Only with CLIP."""
     fields: str = ""
     """The numbers of data.fields with which pictures are drawn, such as aesthetic=7,year=1950.
     Fields that are not named are unknown."""
