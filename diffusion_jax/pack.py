@@ -61,8 +61,8 @@ def pack(
         with files.whole(folder / str(step)) as place:
             packed.write(place / packed.FILE, jax.device_get(params))
             checksums.write(place)
-            # Orbax needs this file if the folder is later copied to a bucket.
-            files.write_whole(place / checksums.COMMIT, "")
+        # Orbax needs this file in a bucket, also if the folder is copied there later.
+        files.write_whole(folder / str(step) / checksums.COMMIT, "")
     return folder / str(step) / packed.FILE
 
 

@@ -107,8 +107,14 @@ def release(workdir: str | os.PathLike[str]) -> None:
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
     """Raise ValueError if a workdir cannot be a folder.
 
-    This is the case for a file, a path inside a file, a broken link and a read-only bucket.
+    This is the case for a file, a path inside a file, a broken link, a read-only bucket, and a path
+    with a character of glob patterns: Orbax would write checkpoints there that it cannot read.
     """
+    if found := sorted({*"*?["} & {*str(files.path(workdir).absolute())}):
+        raise ValueError(
+            f"workdir {workdir}: its path contains {' and '.join(found)}, so its checkpoints could "
+            "not be read: name another folder"
+        )
     if files.store_path(workdir):
         if jax.process_index() == 0:  # If the check fails, the other processes end too.
             files.check_writable(workdir, "--workdir")

@@ -51,7 +51,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
     # The model, with random or given weights; training changes all of them or only a LoRA.
     read = lambda: _read_weights(s)
     task = make_task(s, encoder)
-    task, start, base = finetune.start(task, s.lora, s.unet_weights, read)
+    task, start, base = finetune.start(task, s.lora, s.unet_weights, read, s.data.fields)
     open_prompts = _open_prompts(s, encoder)
     return loop.RunInputs(
         task, batches, examples, start=start, base=base, open_prompts=open_prompts

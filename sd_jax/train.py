@@ -67,7 +67,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.RunInputs:
     # The model with random or given weights. Training changes all weights or only LoRA factors.
     read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder, vae_params)
-    task, start, base = finetune.start(task, s.lora, s.unet_weights, read)
+    task, start, base = finetune.start(task, s.lora, s.unet_weights, read, s.data.fields)
     return loop.RunInputs(
         task, batches, examples, start=start, base=base, open_prompts=open_prompts
     )

@@ -59,6 +59,7 @@ train word | unknown arguments ['word']
 train --config=configs/sd_quickstart.py | the config is of the system sd_jax, not imagen_jax
 sd_train --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
 train --workdir=D/file | workdir D/file is a file, or inside one: name a folder
+train --workdir=D/a[1] | workdir D/a[1]: its path contains [, so its checkpoints could not be read
 train --workdir=D/file/in | workdir D/file/in is a file, or inside one: name a folder
 train --workdir= | --workdir is empty
 train --workdir=/proc/none/x | /proc/none
@@ -68,7 +69,7 @@ train --config.steps=abc | flag --config.steps=abc: give a whole number, not 'ab
 train --config.optimizer.lr=x | flag --config.optimizer.lr=x: give a number, not 'x'
 train --config.seed=-1 | seed is -1: it must be from 0 to below 18446744073709551616
 train --config.seed=18446744073709551616 | seed is 18446744073709551616: it must be from 0
-train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 is not divisible by
+train --config.batch_size=7 --config.optimizer.micro_batch=2 | batch_size 7 is not divisible by
 train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
 train --config.mesh.fsdp=3 | mesh replica=1, fsdp=3, tensor=1 does not fit 1 devices
 train --config.unet.channel_mult=() | unet.channel_mult is empty
@@ -180,6 +181,7 @@ evaluate --metrics=nosuch | nosuch
 replay --step=0 | --step=0: D/imagen has the steps 1 to
 replay --workdir=D/sd | D/sd is a run of sd_jax: replay it with python -m sd_jax.replay
 replay --workdir=D/none | D/none holds no config.json
+replay --workdir=D/file | D/file is a file: choose another --workdir
 replay --step=x | flag --step=x
 heldout --workdir=D/none | D/none holds no config.json
 heldout --levels=x | --levels=x: give noise levels above 0

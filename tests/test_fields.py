@@ -11,11 +11,13 @@ from PIL import Image
 import imagen_jax.train
 import sd_jax.train
 from configs import quickstart
-from diffusion_jax import heldout
+from diffusion_jax import heldout, runs
 from diffusion_jax.config import fields
+from diffusion_jax.config.settings import Lora
 from diffusion_jax.devices import sharding
 from diffusion_jax.draw import program
 from diffusion_jax.train import loop, rehearse
+from diffusion_jax.weights import finetune
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
 from sd_jax import task as sd
@@ -162,6 +164,27 @@ def test_a_run_with_a_field_can_start_from_weights_without_it(folder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, started, weights["params"])
 
 
+def test_a_lora_needs_the_names_and_ranges_of_the_fields_of_its_base(folder, tmp_path):
+    config = quickstart.get_config()
+    config.data.fields = ("aesthetic=0..10",)
+    runs.claim(tmp_path, config.to_dict())
+    inputs = prepared(read_settings(folder, "unet"), "unet")
+    inputs.batches.close()
+    weights = tiny.random_params(inputs.task)
+    start = lambda *texts: finetune.start(
+        inputs.task, Lora(rank=2), str(tmp_path), lambda: weights, texts
+    )
+    assert start("csv:aesthetic=0..10").base
+    message = (
+        r"was trained with data\.fields aesthetic=0\.\.10, but data\.fields is aesthetic=0\.\.5"
+    )
+    with pytest.raises(ValueError, match=message):
+        start("aesthetic=0..5")
+    del weights["params"][KEY]
+    with pytest.raises(ValueError, match=r"has the fields none, but data\.fields names aesthetic"):
+        start("aesthetic=0..10")
+
+
 def test_an_unknown_argument_of_a_network_is_an_error(folder):
     s = read_settings(folder, "unet", ())
     with pytest.raises(TypeError, match="the network has no argument 'score'"):
@@ -195,7 +218,7 @@ def test_one_text_can_set_several_fields():
     assert fields.values(named, "") == {}
 
 
-def test_the_examples_of_the_planner_have_the_field(folder):
+def test_the_planner_counts_the_parameters_of_a_named_field(folder):
     for kind, module in (("unet", imagen), ("sd", sd)):
         s = read_settings(folder, kind)
         inputs = prepared(s, kind)

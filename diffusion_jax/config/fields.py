@@ -58,6 +58,11 @@ def read(texts: Sequence[str]) -> tuple[Field, ...]:
     return fields
 
 
+def ranges(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return {name: (low, high)} of data.fields, which is all that a network knows of them."""
+    return {field.name: (field.low, field.high) for field in read(texts)}
+
+
 def values(fields: Sequence[Field], text: str) -> dict[str, float]:
     """Parse sampler.fields, such as "aesthetic=7, year=1950", to numbers, keyed by Field.key.
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt64
 
+from diffusion_jax import files
 from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import EMBEDDINGS, TEXTS, UNCAPTIONED, Data
 from diffusion_jax.data import captions, embeddings, storage
@@ -325,7 +326,7 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     Raises:
         FileNotFoundError: a path is missing. The message shows how to make an example data set.
     """
-    missing = [path for path in paths if not storage.exists(path)]
+    missing = [path for path in paths if not files.path(path).exists()]
     if not missing:
         return
     message = f"no data at {_some(missing[:3], len(missing))}: check the path"

@@ -1,4 +1,4 @@
-"""Reads and writes files by local path or by URL.
+"""Lists and reads the files of data sets by local path or by URL.
 
 URLs contain "://" and are opened with fsspec. It needs one more package for each kind of URL: gcsfs
 for gs://, s3fs for s3://, aiohttp for https://.
@@ -17,7 +17,6 @@ from typing import Any
 
 import fsspec
 
-from diffusion_jax import files
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.files import remote
 
@@ -40,17 +39,11 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def exists(path: str) -> bool:
-    """Return whether a file or folder exists.
-
-    Raises:
-        ValueError: no installed package can open this kind of URL.
-    """
-    return _system(path).exists(path) if is_url(path) else os.path.exists(path)
-
-
 def is_folder(path: str) -> bool:
-    """Return whether the path is a folder or, in an object store, a prefix of object names."""
+    """Return whether the path is a folder or, in an object store, a prefix of object names.
+
+    Raises ValueError if no installed package can open this kind of URL.
+    """
     return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
 
 
@@ -179,33 +172,6 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
         time.sleep(0.1 * 4**attempt)
     missing = next(path for row, path in enumerate(paths) if row not in ranges)
     raise OSError(f"cannot read {missing} after {_ATTEMPTS} attempts: check that it still exists")
-
-
-def download(url: str, path: pathlib.Path) -> None:
-    """Download the file at `url` to `path`. `path` appears only once the file is complete."""
-    with files.whole(path) as temporary:
-        _system(url).get_file(url, str(temporary))
-
-
-def upload(path: pathlib.Path, url: str) -> None:
-    """Copy a local file to an object store. Raises OSError if the URL cannot be written to."""
-    try:
-        _system(url).put_file(str(path), url)
-    except Exception as error:  # Each store raises its own types.
-        raise OSError(f"{url} cannot be written: {error}") from error
-
-
-def write_whole(path: str, content: bytes) -> None:
-    """Write `content` to a local file or URL atomically. Raises OSError if this fails.
-
-    Object stores need no temporary file: an object becomes visible once its upload is complete.
-    """
-    if not is_url(path):
-        return files.write_whole(path, content)
-    try:
-        _system(path).pipe_file(path, content)
-    except Exception as error:  # Each store raises its own types.
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:

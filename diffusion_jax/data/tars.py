@@ -32,6 +32,7 @@ from diffusion_jax.data import records, storage
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.records import check_exists, suffix_of
 from diffusion_jax.files import untrusted
+from diffusion_jax.files.user_cache import user_cache
 
 KEY = "__key__"
 BLOCK = 512
@@ -431,7 +432,7 @@ def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
         try:
             if not storage.is_url(path):
                 os.makedirs(os.path.dirname(path) or ".", 0o700, exist_ok=True)
-            return storage.write_whole(path, buffer.getvalue())
+            return files.write_whole(path, buffer.getvalue())
         except OSError:
             continue  # The folder is read-only.
     logging.warning(
@@ -451,9 +452,10 @@ def cache_folders() -> list[pathlib.Path]:
 
     A folder that exists but belongs to another user, or that all users may write to, is left out.
     """
-    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    shared = pathlib.Path(tempfile.gettempdir()) / f"diffusion_jax-{os.geteuid()}"
-    return [f for f in (home / "diffusion_jax/tar_index", shared) if _is_own(f)]
+    folders = [pathlib.Path(tempfile.gettempdir()) / f"diffusion_jax-{os.geteuid()}"]
+    with contextlib.suppress(ValueError):  # A user without a home folder.
+        folders.insert(0, user_cache() / "diffusion_jax/tar_index")
+    return [folder for folder in folders if _is_own(folder)]
 
 
 def _is_own(folder: pathlib.Path) -> bool:

@@ -176,7 +176,8 @@ def whole(
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # On a read-only disk, even if there is no file.
+                temporary.unlink(missing_ok=True)
 
 
 def remove_unfinished(paths: Iterable[pathlib.Path]) -> None:

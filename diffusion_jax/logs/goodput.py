@@ -26,7 +26,7 @@ class Start(NamedTuple):
     seconds: Mapping[str, float]
     """The seconds of each of KINDS that are not 0.
 
-    "repeated" are those of the steps that the start before had taken after its last checkpoint."""
+    "repeated" are those of the steps after `first` that earlier starts had taken."""
     idle: float
     """The seconds between the last record of the start before and this start."""
 
@@ -49,6 +49,16 @@ def starts(entries: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, An
             idle = max(_unix(begun) - _unix(found[-1].time) - counted, 0.0)
         found.append(Start(begun, first, last, {k: v for k, v in times.items() if v}, idle))
     return found
+
+
+def repeated(
+    entries: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], step: int
+) -> float:
+    """Return the seconds of the logged steps after `step`, which a start from there takes again."""
+    later = [
+        {**entry, "first_step": max(step, entry["first_step"]), "seconds": {}} for entry in entries
+    ]
+    return sum(total(starts(later, lines)).values())
 
 
 def in_steps(lines: Sequence[Mapping[str, Any]], first: int, batch_size: int) -> dict[str, float]:

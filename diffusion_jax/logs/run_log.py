@@ -200,7 +200,7 @@ def write_manifest(
 ) -> None:  # fmt: skip
     """Append an entry for this start of the run to the list "runs" in manifest.json.
 
-    If the start before had logged steps after `step`, which this one repeats, the entry also holds
+    If earlier starts had logged steps after `step`, which this one repeats, the entry also holds
     their seconds. A damaged file is replaced by one with only this entry. For the arguments, see
     `manifest_entry`.
     """
@@ -209,10 +209,8 @@ def write_manifest(
         return
     entries, metrics = read_manifest(workdir), files.path(workdir) / METRICS
     lines = read_sound_metrics(metrics) if entries and metrics.exists() else []
-    if repeated := [line for line in lines if line["step"] > step]:
-        begins = max([step, *(e["first_step"] for e in entries[-1:])])
-        times = goodput.in_steps(repeated, begins, config.get("batch_size", 0))
-        entry["seconds"] = {goodput.REPEATED: sum(times.values())}
+    if seconds := goodput.repeated(entries, lines, step):
+        entry["seconds"] = {goodput.REPEATED: seconds}
     _write_runs(workdir, [*entries, entry], read_lineage(workdir))
 
 
@@ -237,8 +235,8 @@ def begin_from(
     """Write the lineage of a new workdir that continues the checkpoint of `step` of another run.
 
     The workdir also gets the metrics of `run` and its entries in the manifest, up to `step`, so
-    that one curve shows both runs. `fingerprint` is the hash of the checkpoint's checksums. If all
-    averages of the weights start anew, `averages_from` is the step at which they do.
+    that one curve shows both runs. `fingerprint` is the hash of the checkpoint's checksums.
+    `averages_from` is the step at which the averages of the weights began.
     """
     if jax.process_index():
         return
@@ -248,8 +246,8 @@ def begin_from(
     files.write_whole(folder / METRICS, text)
     entries = [entry for entry in read_manifest(run) if entry["first_step"] < step]
     lineage = {"run": run, "step": step, "fingerprint": fingerprint}
-    if since := averages_from or read_averages_from(run):
-        lineage["averages_from"] = since
+    if averages_from:
+        lineage["averages_from"] = averages_from
     earlier = read_lineage(run)
     _write_runs(workdir, entries, lineage | ({"continued_from": earlier} if earlier else {}))
 

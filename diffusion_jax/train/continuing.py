@@ -57,6 +57,11 @@ class ContinuedRun(NamedTuple):
         return f"{self.run}@{self.step}"
 
     @property
+    def averages_from(self) -> int:
+        """The step at which the averages begin."""
+        return self.step if self.adds_lora else run_log.read_averages_from(self.run)
+
+    @property
     def folder(self) -> Any:
         """The folder of the checkpoint."""
         return restore.absolute(files.path(self.run) / runs.CHECKPOINTS) / str(self.step)
@@ -118,9 +123,7 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
             f"--continue_from={run} takes the weights of this run, but unet.weights is "
             f"{now['unet']['weights']!r}: leave one of them out"
         )
-    ranges = [
-        [tuple(f)[1:] for f in fields.read(c["data"].get("fields", ()))] for c in (before, now)
-    ]
+    ranges = [fields.ranges(c["data"].get("fields", ())) for c in (before, now)]
     if ranges[0] != ranges[1]:
         raise ValueError(
             f"--continue_from={run} cannot change data.fields from {before['data']['fields']} to "
@@ -189,9 +192,8 @@ def write_first_checkpoint(
 
     The other arguments are those of `loop.train`. `prepare` must have been called.
     """
-    since = source.step if source.adds_lora else 0
     fingerprint = checksums.fingerprint(source.folder)
-    run_log.begin_from(workdir, source.run, source.step, fingerprint, since)
+    run_log.begin_from(workdir, source.run, source.step, fingerprint, source.averages_from)
     abstract = _abstract(inputs, run, settings, mesh)
     if source.adds_lora:
         state = _with_lora(source.step, inputs, run, settings, mesh)

@@ -30,7 +30,7 @@ from diffusion_jax.logs import progress, run_log
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, continuing, loop, memory
 from diffusion_jax.train.moving_average import warmup_decay
-from diffusion_jax.train.optimizer import make_optimizer, make_schedule
+from diffusion_jax.train.optimizer import make_optimizer, make_schedule, num_passes
 from diffusion_jax.train.state import TrainState, init_state
 from diffusion_jax.weights import restore
 
@@ -50,7 +50,7 @@ def rehearse(
     Args:
         inputs: The inputs of the run, as for training.
         run: The run's steps, batch size and intervals.
-        settings: The optimizer. `accumulate` is the number of micro batches per step.
+        settings: The optimizer, and the micro batch.
         mesh: The devices of the run.
         workdir: The folder of the run. If it holds checkpoints, the newest one is compared with
             this run. Nothing is written to it.
@@ -65,6 +65,7 @@ def rehearse(
     traced part.
     """
     start, task = time.time(), inputs.task
+    count = num_passes(settings, run.batch_size, mesh)
     tx = make_optimizer(settings, run.steps)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     limit = device_memory or hardware.limit(jax.local_devices()[0])
@@ -74,7 +75,7 @@ def rehearse(
     frozen = memory.shapes(task.frozen)
     shapes: list[str] = []
     with _named("a training step"):
-        step = loop.make_step(task, settings, tx, layout)
+        step = loop.make_step(task, settings, tx, layout, count)
         for of_bucket in inputs.batches.examples():
             batch = memory.batch_of(of_bucket, run.batch_size)
             shapes.append(_shapes_of({k: x for k, x in of_bucket.items() if x.ndim == 4}))
@@ -85,9 +86,10 @@ def rehearse(
         with _named("the held-out loss"), programs.rehearsal():
             one = inputs.records.first()
             heldout.make_scorer(task, frozen, mesh, one, run.batch_size)(state.params)
-    samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
-    need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
-    passes = "1 pass" if settings.accumulate == 1 else f"{settings.accumulate} passes"
+    samples = run.batch_size // (sharding.batch_ways(mesh) * count)
+    need = memory.bytes_per_device(traced, mesh, samples, count)
+    passes = "1 pass" if count == 1 else f"{count} passes"
+    begun = source.averages_from if source else run_log.read_averages_from(workdir)
     at_once = []
     if rows_drawn:
         temporary = memory.drawing(task, state.params, inputs.examples.batch, rows_drawn)
@@ -105,7 +107,7 @@ def rehearse(
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
         *at_once,
-        ("visible", _visible(run, settings, len(inputs.batches.pictures))),
+        ("visible", _visible(run, settings, len(inputs.batches.pictures), begun)),
         *_workdir(workdir, run, settings, memory.disk(run, settings, state), state, alone, source),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
@@ -131,9 +133,10 @@ def _sample(pictures: Any) -> str:
     return f"{count:,} pictures; " + (f"left out: {reasons}" if reasons else "all can be used")
 
 
-def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
+def _visible(run: Run, settings: Optimizer, pictures: int, begun: int) -> str:
     """Return a text that says how much the run learns, and how much of that its pictures show.
 
+    `begun` is the step at which the averages begin.
     Log a warning if the learning rate stays below half of optimizer.lr, or if a tenth of the
     average that pictures are drawn with still comes from the initial weights at the last step.
     """
@@ -149,8 +152,8 @@ def _visible(run: Run, settings: Optimizer, pictures: int) -> str:
         )  # fmt: skip
     if not settings.ema_decays:
         return text
-    decay, step = max(settings.ema_decays), jnp.arange(run.steps)
-    decays = warmup_decay(decay, step) if settings.ema_warmup else np.full(run.steps, decay)
+    decay, age = max(settings.ema_decays), jnp.arange(run.steps - begun)
+    decays = warmup_decay(decay, age) if settings.ema_warmup else np.full(len(age), decay)
     initial = float(np.exp(np.log(np.maximum(np.asarray(decays), 1e-38)).sum()))
     if initial > 0.1:
         logging.warning(

@@ -6,14 +6,14 @@ the weights are read from the path, and their fingerprint must match base.json.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import files, runs
-from diffusion_jax.config.fields import PREFIX
+from diffusion_jax.config import fields
 from diffusion_jax.config.settings import Lora
 from diffusion_jax.devices import sharding
 from diffusion_jax.task import Params, Task
@@ -34,7 +34,9 @@ class FineTuningStart(NamedTuple):
     """The fingerprint of the weights that a LoRA adapts; "" if the run trains all weights."""
 
 
-def start(task: Task, s: Lora, weights: str, read: ReadParams) -> FineTuningStart:
+def start(
+    task: Task, s: Lora, weights: str, read: ReadParams, texts: Sequence[str] = ()
+) -> FineTuningStart:
     """Return the task and the initial parameters of a run. If s.rank > 0, the run trains a LoRA.
 
     Args:
@@ -42,6 +44,7 @@ def start(task: Task, s: Lora, weights: str, read: ReadParams) -> FineTuningStar
         s: The config's `lora` group.
         weights: The path in the config's `unet.weights`, or "" for none.
         read: Reads `weights` as host arrays.
+        texts: The config's `data.fields`. A LoRA needs the ranges with which `weights` was trained.
 
     Raises FileNotFoundError if `weights` does not exist. Raises ValueError if a LoRA has no weights
     to adapt, or if `s` does not fit their layers.
@@ -60,6 +63,7 @@ def start(task: Task, s: Lora, weights: str, read: ReadParams) -> FineTuningStar
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
     base = _with_fields(task, weights, read(), all_needed=True)
+    _check_ranges(weights, texts)
     return FineTuningStart(lora.adapt(task, base, s), None, pretrained.digest(base))
 
 
@@ -69,15 +73,33 @@ def _with_fields(task: Task, weights: str, params: Params, all_needed: bool = Fa
     Raises ValueError if the weights have a field that the task lacks or, with `all_needed`, lack a
     field of the task.
     """
-    names = lambda tree: {name for name in tree["params"] if name.startswith(PREFIX)}
+    names = lambda tree: {name for name in tree["params"] if name.startswith(fields.PREFIX)}
     stored, own = names(params), names(jax.eval_shape(task.init, jax.random.key(0)))
     if stored - own or (all_needed and own - stored):
-        shown = lambda found: ", ".join(sorted(n.removeprefix(PREFIX) for n in found)) or "none"
+        shown = lambda found: (
+            ", ".join(sorted(n.removeprefix(fields.PREFIX) for n in found)) or "none"
+        )
         raise ValueError(
             f"unet.weights={weights} has the fields {shown(stored)}, but data.fields names "
             f"{shown(own)}: name the fields of these weights"
         )
     return params
+
+
+def _check_ranges(weights: str, texts: Sequence[str]) -> None:
+    """Raise ValueError if the run `weights` was trained with other ranges of fields than `texts`.
+
+    A file of weights has no config that could tell its ranges.
+    """
+    workdir, _ = at_step(weights)
+    if not (files.path(workdir) / runs.CONFIG).is_file():
+        return
+    stored = runs.load(workdir)["data"].get("fields", ())
+    if fields.ranges(stored) != fields.ranges(texts):
+        raise ValueError(
+            f"unet.weights={weights} was trained with data.fields {', '.join(stored)}, but "
+            f"data.fields is {', '.join(texts)}: use the same ranges"
+        )
 
 
 def check_base(workdir: files.Path, base: str) -> None:

@@ -203,7 +203,9 @@ def _warn_without_list(root: epath.Path) -> None:
 
 def stored(root: epath.Path) -> list[str]:
     """Return the sorted names of the averages in a step's folder: power functions, then EMAs."""
-    names = [path.name.removeprefix(EMA) for path in root.glob(f"{EMA}*")]
+    # epath's glob finds nothing below a path that looks like a pattern, such as "a[1]".
+    inside = [path.name for path in root.iterdir()] if root.exists() else []
+    names = [name.removeprefix(EMA) for name in inside if name.startswith(EMA)]
     return sorted(names, key=power_averages.order)
 
 

@@ -76,7 +76,7 @@ def passes(model: PlannedTask, mesh: AbstractMesh) -> int:
 
     Raises ValueError if the batch cannot be split into equal micro batches on this mesh.
     """
-    return optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh).accumulate
+    return optimizer.num_passes(model.optimizer, model.run.batch_size, mesh)
 
 
 def local_batch(model: PlannedTask, mesh: AbstractMesh) -> int:
@@ -122,7 +122,7 @@ def largest_micro_batch(traced: TracedModel, mesh: AbstractMesh, limit: float) -
 
 def with_micro_batch(traced: TracedModel, samples: int) -> TracedModel:
     """Return the traced model with micro batches of `samples` samples per device."""
-    settings = traced.model.optimizer._replace(micro_batch=samples, accumulate=1)
+    settings = traced.model.optimizer._replace(micro_batch=samples)
     return traced._replace(model=traced.model._replace(optimizer=settings))
 
 

@@ -208,10 +208,10 @@ def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
-    """Split an array's name into the part ("unet" or "text"), the layer, and the kind of array.
+    """Split the name of an array in a LoRA file into (part, layer, kind).
 
-    The kind is "alpha" or the name of a factor in `lora_kinds`. If LoRA files have no such names,
-    return None.
+    The part is "unet" or "text", and the kind is "alpha" or the name of a factor in `lora_kinds`.
+    Return None if the name is in none of the formats of LoRA files.
     """
     # Before it used peft, diffusers stored the factors in attention processors.
     name = re.sub(r"\.processor\.to_(\w)_lora\.", r".to_\1.lora.", name)

@@ -410,3 +410,12 @@ def test_valid_arrays_are_read_like_in_numpy(pack):
     for name, array in arrays.items():
         np.testing.assert_array_equal(read[name], array)
         assert read[name].dtype == array.dtype and read[name].shape == array.shape
+
+
+def test_one_array_of_an_archive_can_be_read_without_the_others():
+    file = io.BytesIO()
+    np.savez(file, first=np.arange(3), second=np.arange(4))
+    assert {n: a.tolist() for n, a in untrusted.read_archive(file, only="second").items()} == {
+        "second": [0, 1, 2, 3]
+    }
+    assert untrusted.read_archive(file, only="third") == {}

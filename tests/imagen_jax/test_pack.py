@@ -1,14 +1,18 @@
 """Packed runs: size, accuracy, drawing, and errors."""
 
+import uuid
+
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax import pack, runs
+from diffusion_jax import files, pack, runs
+from diffusion_jax.files import checksums, remote
 from diffusion_jax.text import vocabulary
 from diffusion_jax.weights import packed, restore
 from imagen_jax.weights import initial
+from tests import emulators
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 
@@ -42,8 +46,24 @@ def test_packed_weights_are_rounded_to_8_bits_per_channel(small, trained):
     (file,) = small.glob("checkpoints/*/*.safetensors")
     bytes_before = sum(4 * array.size for array in jax.tree.leaves(whole))
     assert file.stat().st_size < 0.3 * bytes_before
-    files = {runs.CONFIG, runs.CHECKPOINTS, vocabulary.FILE}
-    assert {path.name for path in small.iterdir()} == files
+    names = {runs.CONFIG, runs.CHECKPOINTS, vocabulary.FILE}
+    assert {path.name for path in small.iterdir()} == names
+
+
+def test_in_a_bucket_the_mark_of_a_whole_checkpoint_is_written_last(trained, stores, monkeypatch):
+    """If it came first and packing were killed then, Orbax would take the rest for complete."""
+    bucket, listed = files.path(f"gs://{emulators.BUCKET}/{uuid.uuid4().hex}"), []
+    put = remote.Remote.write_bytes
+
+    def noting(path, *arguments, **options):
+        if path.name == checksums.COMMIT:
+            listed.extend(path.parent.objects())
+        return put(path, *arguments, **options)
+
+    monkeypatch.setattr(remote.Remote, "write_bytes", noting)
+    folder = files.path(pack.pack(trained, "ema", None, bucket)).parent
+    assert listed == [f"{checksums.FOLDER}/0-of-1.json", packed.FILE]
+    assert set(files.path(folder).objects()) == {*listed, checksums.COMMIT}
 
 
 def test_a_packed_run_has_the_vocabulary_of_the_run_or_of_given_captions(small, trained, tmp_path):

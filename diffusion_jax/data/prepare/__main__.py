@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     arg = add("emoji", _emoji, "Write captioned emoji on coloured backgrounds as tars.")
     arg("--out", required=True, help="folder for train/, never_shown/ and prompt files")
     arg("--style", action="append", help="openmoji (default), noto:FILE, twemoji:FILE or "
-        "fluent:FILE; may be repeated. `npm pack` writes FILE (docs/data.md)")  # fmt: skip
+        "fluent:FILE; may be repeated (models/emoji32/README.md)")  # fmt: skip
     arg("--size", type=_count, default=64, help="side of the pictures in pixels")
     arg("--variants", type=_count, default=4, help="pictures per emoji, style and background, at "
         "random offsets; half as many with a skin tone")  # fmt: skip

@@ -216,10 +216,12 @@ def _report(
     }
 
 
-def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.ndarray, "_ _ 3"]:
+def sample_sheet(
+    records: Records, num: int = 32, seed: int = 0, size: int = 128
+) -> UInt8[np.ndarray, "_ _ 3"]:
     """Return a contact sheet with the images and captions of `num` random records.
 
-    Each image is 128 x 128 pixels. Unusable records are left out.
+    Each image is cropped to `size` x `size` pixels. Unusable records are left out.
 
     Raises:
         ValueError: No drawn record is usable.
@@ -229,7 +231,7 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
         if isinstance(record.text, transforms.Unusable):
             continue
         try:
-            images.append(transforms.crop(record.image, (128, 128)))
+            images.append(transforms.crop(record.image, (size, size)))
         except transforms.Unusable:
             continue
         text = captions.first(record.text)

@@ -140,10 +140,15 @@ def _images() -> tuple[str, ...]:
 
 
 def read_feature(features: Mapping[str, Sequence[bytes]], text: str) -> Any:
-    """Return the caption, Captions or embeddings in one of an Example's features.
+    """Read the text of a record from one feature of its tf.train.Example.
 
-    The result is an Unusable error if the feature is missing or damaged. `text` is the name of the
-    feature, or "json:FIELD" for a field in a feature that holds JSON.
+    Args:
+        features: The features of the Example, keyed by name. Each is a list of bytes.
+        text: The name of the feature, or "json:FIELD" for a field of a feature that holds JSON.
+
+    Returns:
+        A caption, Captions if the feature holds several, or text embeddings. If the feature is
+        missing or damaged, an Unusable that says why.
     """
     name, _, field = text.partition(":")
     if name not in features:

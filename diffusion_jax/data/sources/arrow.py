@@ -12,7 +12,7 @@ from typing import Any
 from diffusion_jax.config import fields
 from diffusion_jax.config.fields import Field
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import captions, records, storage, tars
+from diffusion_jax.data import captions, records, tars
 from diffusion_jax.data.pictures import TaskShapes
 from diffusion_jax.data.records import Record, Records
 
@@ -208,7 +208,7 @@ def _load(place: str, split: str) -> Any:
     load: Any = functools.partial(datasets.load_dataset, place)
     if is_parquet:
         load = functools.partial(datasets.load_dataset, "parquet", data_files=tars.expand(place))
-    if place.startswith(("/", ".", "~")) and not is_parquet and not storage.exists(place):
+    if place.startswith(("/", ".", "~")) and not is_parquet and not pathlib.Path(place).exists():
         raise FileNotFoundError(f"no data at {place}: check the path")
     try:
         opened = load(split=split or None)

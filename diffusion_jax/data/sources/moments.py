@@ -45,9 +45,10 @@ def open_source(data: Data, shapes: TaskShapes) -> Pictures:
 
 
 def _check_fields(data: Data, stored: Mapping[str, Any] | None) -> None:
-    """Raise ValueError if a field of `data` would change images that are already encoded.
+    """Raise ValueError if a field in _BEFORE is set, because it cannot change encoded images.
 
-    Resizing and filters may have the values in the manifest `stored`, with which they were encoded.
+    Each must have its default, or the value that the manifest `stored` records, which was applied
+    when the images were encoded.
     """
     encoded = (stored or {}).get("data", {})
     fields = {name: getattr(data, name) for name in _BEFORE}

@@ -257,7 +257,7 @@ def test_the_text_of_a_field_gives_its_name_place_and_range():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a=", "a=1", "a=2..1", "a=x..1", "a=0..inf", "=0..1", "a:b:c"]
+    "text", ["", "a=", "a=1", "a=1..1", "a=2..1", "a=x..1", "a=0..inf", "=0..1", "a:b:c"]
 )
 def test_a_malformed_field_is_an_error(text):
     with pytest.raises(ValueError, match=r"data\.fields holds .*: write NAME=LOW\.\.HIGH"):

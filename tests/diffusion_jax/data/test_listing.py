@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from diffusion_jax import files
 from diffusion_jax.data import listing, storage, tars
 from diffusion_jax.data.inventory import Inventory
 from diffusion_jax.data.sources.webdataset import WebDataset
@@ -125,7 +126,7 @@ def test_a_listing_with_a_flipped_bit_is_rebuilt(tmp_path, place):
 def test_a_listing_in_an_object_store_is_copied_instead_of_rebuilt(tmp_path, cache, monkeypatch):
     write_tars(tmp_path / "s")
     for tar in (tmp_path / "s").iterdir():
-        storage.write_whole(f"memory://listed/{tar.name}", tar.read_bytes())
+        files.write_whole(f"memory://listed/{tar.name}", tar.read_bytes())
     try:
         first = WebDataset("memory://listed", uncaptioned="drop")
         names = storage.walk("memory://listed", Inventory())

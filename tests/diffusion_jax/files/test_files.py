@@ -1,5 +1,6 @@
 """Files are written completely or not at all."""
 
+import errno
 import os
 import pathlib
 
@@ -41,6 +42,19 @@ def test_write_new_keeps_an_existing_file(tmp_path, monkeypatch, links):
     files.write_new(path, "first")
     files.write_new(path, "second")
     assert path.read_text() == "first" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_an_error_on_a_read_only_disk_names_the_file(tmp_path, monkeypatch):
+    """There, deleting the temporary file that does not exist is an error, too."""
+
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", refuse)
+    monkeypatch.setattr(pathlib.Path, "unlink", refuse)
+    with pytest.raises(OSError, match="Read-only") as error:
+        files.write_whole(tmp_path / "a.json", "1")
+    assert error.value.filename == str(tmp_path / "a.json")
 
 
 def test_whole_replaces_a_file_only_if_its_block_succeeds(tmp_path):

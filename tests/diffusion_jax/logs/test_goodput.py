@@ -71,6 +71,14 @@ def test_a_start_after_a_kill_counts_the_logged_steps_that_it_repeats(tmp_path):
     assert second["seconds"] == {"repeated": 5 * 8 / 8 + 5 * 8 / 10, "compiling": 2.0}
 
 
+def test_a_start_from_an_older_checkpoint_counts_repeated_steps_of_all_former_starts(tmp_path):
+    (tmp_path / run_log.MANIFEST).write_text(json.dumps({"runs": ENTRIES}))
+    (tmp_path / run_log.METRICS).write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    run_log.write_manifest(tmp_path, {"batch_size": 32}, 0, 5)
+    # Steps 6 to 10 at 4 and 11 to 20 at 8 images/s of batches of 8, and the second start: 8 s.
+    assert run_log.read_manifest(tmp_path)[-1]["seconds"] == {"repeated": 10 + 10 + 8}
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"start": "yesterday"}, {"first_step": "1"}, {"seconds": {"saving": "long"}}, {"config": 3}],

@@ -233,6 +233,13 @@ def test_restoring_another_architecture_is_an_error_that_names_differences(saved
     assert "Use the config that the checkpoint was trained with" in str(error.value)
 
 
+def test_averages_are_found_in_a_folder_whose_name_looks_like_a_pattern(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "a[1]")
+    for folder in (saved, tmp_path / "a[1]"):
+        assert restore.stored(restore.absolute(folder) / "20") == ["0.9", "0.9999"]
+    assert restore.stored(restore.absolute(saved) / "none") == []
+
+
 def test_an_unknown_average_is_an_error_that_lists_the_stored_ones(saved):
     target = jax.eval_shape(lambda: random_state().params)
     message = r"no average '0.99' in .*: choose one of \['raw', '0.9', '0.9999'\]"

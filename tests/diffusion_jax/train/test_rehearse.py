@@ -17,7 +17,8 @@ from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.data import pipeline
 from diffusion_jax.devices import sharding
 from diffusion_jax.examples.digits import rendering as digits
-from diffusion_jax.train import loop
+from diffusion_jax.logs import run_log
+from diffusion_jax.train import continuing, loop
 from diffusion_jax.train.rehearse import _sample, rehearse
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
@@ -35,7 +36,7 @@ def compiled(caplog):
 
 def report_of(
     workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None,
-    device_memory=None, ignore_memory=False,
+    device_memory=None, ignore_memory=False, source=None,
 ):  # fmt: skip
     """Rehearse a run, and return the lines of its report by name."""
     batches = pipeline.make_batches(
@@ -47,7 +48,7 @@ def report_of(
         inputs = loop.RunInputs(task, batches, EXAMPLES, evaluation, records=records)
         text = rehearse(
             inputs, run, settings, mesh, workdir, device_memory=device_memory,
-            ignore_memory=ignore_memory,
+            ignore_memory=ignore_memory, source=source,
         )  # fmt: skip
         assert batches.get_state() == before  # The rehearsal takes no sample from the run.
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
@@ -173,6 +174,22 @@ def test_the_report_says_what_the_averaged_pictures_will_show(
     lines = report_of(tmp_path, run=RUN._replace(steps=steps), settings=LONG._replace(**changes))
     assert visible in lines["visible"]
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_averages_of_an_added_lora_are_counted_from_the_step_at_which_it_was_added(
+    tmp_path, begun
+):
+    """Each average has 500 of the 49,500 steps, whether the run or only its source exists."""
+    source = continuing.ContinuedRun(str(tmp_path / "other"), 49_000, {}, adds_lora=True)
+    source.folder.mkdir(parents=True)
+    runs.claim(source.run, quickstart.get_config().to_dict())
+    if begun:
+        run_log.begin_from(tmp_path, source.run, source.step, "", source.averages_from)
+    lines = report_of(
+        tmp_path, run=RUN._replace(steps=49_500), settings=LONG, source=None if begun else source
+    )
+    assert lines["visible"].endswith("pictures show the average 0.9999, 4.9% of it from training")
 
 
 @pytest.mark.parametrize(

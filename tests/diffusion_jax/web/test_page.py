@@ -102,7 +102,7 @@ def page(browser, quick):
         yield opened
 
 
-def test_the_page_starts_with_the_prompts_of_the_model_and_its_readme(page):
+def test_the_page_shows_example_prompts_and_the_readme_of_the_model(page):
     expect(page.locator("#prompts")).to_have_value(PROMPTS[0])
     own = ["a cat, noto style", "a fox, noto style", "a panda, noto style"]
     assert page.locator("#chips button").all_inner_texts() == own

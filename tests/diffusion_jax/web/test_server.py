@@ -70,7 +70,9 @@ def _patient(monkeypatch):
 
 @pytest.fixture
 def slow():
-    return Slow()
+    model = Slow()
+    yield model
+    model.go.release(1000)  # Otherwise an unfinished job fails, and logs this, during a later test.
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_sharded_parameters_are_gathered_where_they_are_used():
     assert peak(product, *shapes, batch=1, parts=(1,)) == ROW + whole
 
 
-def test_tensor_parallel_activations_take_their_share_until_they_are_summed():
+def test_tensor_parallelism_divides_hidden_activations_but_not_partial_sums():
     def layers(x, first, second):
         return x @ first @ second
 

@@ -148,7 +148,7 @@ def test_the_mlperf_config_follows_the_rules(batch, steps):
     s = read_settings(sd2_mlperf.get_config(batch).to_dict())
     assert rules.departures(s) == []
     assert rules.steps_between(s) == steps
-    assert rules.hyperparameters(s)["opt_base_learning_rate"] == 1.25e-7 * int(batch)
+    assert rules.hyperparameters(s, 1)["opt_base_learning_rate"] == 1.25e-7 * int(batch)
     rules.check(s)
 
 

@@ -41,7 +41,7 @@ def factors(opened):
 
 @pytest.mark.parametrize("dialect", lora_files.DIALECTS)
 @pytest.mark.parametrize("strength", [1.0, -0.5])
-def test_a_written_lora_file_has_the_effect_of_merging_its_run(
+def test_applying_an_exported_lora_file_equals_merging_the_factors_of_its_run(
     opened, factors, tmp_path, dialect, strength
 ):
     path = tmp_path / "a.safetensors"

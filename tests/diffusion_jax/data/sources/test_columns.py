@@ -205,7 +205,7 @@ def test_damaged_parquet_files_are_errors(tmp_path):
             arrow._load(str(path), "")
 
 
-def test_numbers_of_tfds_are_features(prepared, tmp_path):
+def test_the_number_of_a_tfds_example_is_one_of_its_features(prepared, tmp_path):
     shutil.copytree(prepared, folder := tmp_path / "1.0.0")
     top = json.loads((folder / "features.json").read_text())
     name = "tensorflow_datasets.core.features.tensor_feature.Tensor"
