@@ -14,6 +14,7 @@ weights of their tokens, and then scaled so that the mean of each chunk stays th
 """
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -80,8 +81,10 @@ def tokenize(
 ) -> dict[str, np.ndarray]:
     """Return the tokens of prompts, "text_ids", and their weights, "text_weights", [B, N L].
 
-    L is the `length` of a chunk with its begin and end tokens, and N the largest number of chunks
-    of a prompt, but at least `num_chunks`. Other prompts are filled up with empty chunks.
+    L is the `length` of a chunk with its begin and end tokens, and N the least common multiple of
+    the prompts' numbers of chunks and of `num_chunks`. Each prompt repeats all of its chunks until
+    there are N. Attention to them equals attention to the chunks alone, so that a picture does not
+    depend on the other prompts.
 
     Raises:
         ValueError: A weight is not a number, or a prompt has other syntax of the web UI, such as
@@ -89,11 +92,11 @@ def tokenize(
     """
     end = tokenizer.end
     rows = [_chunks(tokenizer, length - 2, prompt) for prompt in prompts]
-    size = len(rows), max(num_chunks, *map(len, rows)), length
+    size = len(rows), math.lcm(num_chunks, *map(len, rows)), length
     ids, weights = np.full(size, tokenizer.pad, np.int32), np.ones(size, np.float32)
     ids[:, :, :2] = tokenizer.begin or 0, end  # CLIP's always has a token at the beginning.
     for row, chunks in enumerate(rows):
-        for n, chunk in enumerate(chunks):
+        for n, chunk in enumerate(chunks * (size[1] // len(chunks))):
             ids[row, n, 1 : len(chunk) + 2] = [*(id for id, _ in chunk), end]
             weights[row, n, 1 : len(chunk) + 1] = [weight for _, weight in chunk]
     return {"text_ids": ids.reshape(len(rows), -1), WEIGHTS: weights.reshape(len(rows), -1)}

@@ -65,14 +65,17 @@ def test_the_chunks_of_the_prompts_equal_those_of_the_web_ui():
         assert all((row[end + 1 :] == PAD).all() for row, end in zip(ids, ends, strict=True))
 
 
-def test_shorter_prompts_are_filled_up_with_empty_chunks():
-    ids, weights = rows(["a b", "(a:1.5) BREAK b BREAK c"], length=6)
+def test_shorter_prompts_repeat_all_of_their_chunks():
+    ids, weights = rows(["a b", "(a:1.5) BREAK b BREAK c", "a BREAK b"], length=6)
     a, b, c = (TOKENIZER.split([word])[0][0] for word in "abc")
-    empty, one = [BEGIN, END, 0, 0, 0, 0], lambda id: [BEGIN, id, END, 0, 0, 0]
-    assert ids.tolist() == [[[BEGIN, a, b, END, 0, 0], empty, empty], [one(a), one(b), one(c)]]
-    np.testing.assert_array_equal(weights[1, 0], np.float32([1, 1.5, 1, 1, 1, 1]))
-    assert (weights[0] == 1).all() and (weights[1, 1:] == 1).all()
-    assert rows(["a"], num_chunks=2, length=6)[0].tolist() == [[one(a), empty]]
+    one = lambda id: [BEGIN, id, END, 0, 0, 0]
+    assert ids[0].tolist() == 6 * [[BEGIN, a, b, END, 0, 0]]
+    assert ids[1].tolist() == 2 * [one(a), one(b), one(c)]
+    assert ids[2].tolist() == 3 * [one(a), one(b)]
+    np.testing.assert_array_equal(weights[1, [0, 3]], np.float32(2 * [[1, 1.5, 1, 1, 1, 1]]))
+    weights[1, [0, 3]] = 1
+    assert (weights == 1).all()
+    assert rows(["a"], num_chunks=2, length=6)[0].tolist() == [[one(a), one(a)]]
 
 
 def test_embeddings_are_weighted_and_each_chunk_keeps_its_mean():
