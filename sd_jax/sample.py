@@ -89,7 +89,9 @@ def open_model(prompts: list[str], out: pathlib.Path) -> tuple[Model, Inputs]:
         [{}], _preview(out) if _PREVIEW.value else None, [_STRENGTH.value] if pictures else None
     )
     (stage,) = model.stages
-    warn_of_cuts(stage.encoder, [*prompts, stage.settings.sampler.negative_prompt])
+    s = stage.settings.sampler
+    if not s.prompt_weights:  # It reads texts of any length.
+        warn_of_cuts(stage.encoder, [*prompts, s.negative_prompt])
     warn_of_new_words(model, prompts)
     paths = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
     return model, Inputs(prompts, prompts, pictures, batch_sizes=[_BATCH.value], paths=paths)

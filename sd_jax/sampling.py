@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax import model
@@ -14,10 +15,11 @@ from diffusion_jax.diffusion.precond import Images
 from diffusion_jax.model import SecondNetwork, System
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
+from diffusion_jax.text.encoder import WEIGHTS
 from sd_jax import editing, previews
 from sd_jax import vae as vae_module
 from sd_jax.editing import IMAGE, MASK
-from sd_jax.settings import Pipeline, Settings
+from sd_jax.settings import Pipeline, Sampler, Settings
 from sd_jax.vae import LatentArray, Moments
 
 NEGATIVE = "negative_"
@@ -89,7 +91,14 @@ def system(p: Pipeline, encoder: TextEncoder, preview: Preview | None = None) ->
     def conditions(frozen, batch):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
-        empty = lambda: encoder.tokenize([""] * len(next(iter(batch.values()))))
+        empties = [""] * len(next(iter(batch.values())))
+
+        def empty():
+            if WEIGHTS not in batch or encoder.tokenize_weighted is None:
+                return encoder.tokenize(empties)
+            num_chunks = batch[WEIGHTS].shape[1] // encoder.max_tokens
+            return encoder.tokenize_weighted(empties, num_chunks)
+
         return {
             guidance_kinds.COND: lambda: text(frozen, batch),
             guidance_kinds.NEGATIVE: lambda: text(frozen, negatives),
@@ -148,6 +157,27 @@ def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
     tokens = encoder.tokenize(negatives)
     return {**encoder.tokenize(texts), **{NEGATIVE + k: v for k, v in tokens.items()}}
+
+
+def weighted_prompts(encoder: TextEncoder, texts: Sequence[str], negative: str) -> Texts:
+    """Return a sampling batch like `prompts`, but read the weights in texts.
+
+    Raises ValueError if the encoder is not CLIP, or a weight is not a number.
+    """
+    if encoder.tokenize_weighted is None:
+        raise ValueError(
+            f"sampler.prompt_weights is True, but the text encoder is {encoder.name!r}: only CLIP "
+            "reads weights in prompts"
+        )
+    # Tokenizing all texts together gives prompts and negative prompts the same number of chunks.
+    tokens = encoder.tokenize_weighted([*texts, negative], 1)
+    negatives = {NEGATIVE + k: np.repeat(v[-1:], len(texts), 0) for k, v in tokens.items()}
+    return {**{k: v[:-1] for k, v in tokens.items()}, **negatives}
+
+
+def tokenizer(sampler: Sampler) -> Callable[[TextEncoder, Sequence[str], str], Texts]:
+    """Return the function that reads prompts as the sampler's settings say."""
+    return weighted_prompts if sampler.prompt_weights else prompts
 
 
 def attended(

@@ -90,6 +90,10 @@ class Sampler(groups.Sampler):
     unit_start: bool = True
     """Whether the UNet's first input is noise of standard deviation 1, as in LDM (True), or the
     slightly weaker noise of the first noise level (False)."""
+    prompt_weights: bool = False
+    """Whether prompts are read as in the web UI of AUTOMATIC1111: (word:1.3) weights a word,
+    [word] weakens it, BREAK starts a new chunk, and long texts take several chunks of 75 tokens.
+    Only with CLIP."""
 
 
 class Pipeline(NamedTuple):

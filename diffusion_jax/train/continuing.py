@@ -101,6 +101,12 @@ def find(workdir: pathlib.Path, named: str, config: dict[str, Any]) -> Continued
         _adapt(config, f"{run}@{step}", run)
     if started or not run:
         return None
+    if files.path(run).is_file():
+        raise ValueError(
+            f"--continue_from={run} is a file, which holds no optimizer or position in the data: "
+            "start from its weights with --config.unet.weights. To train on from a LoRA file, "
+            "first merge it into its model with `weights convert --lora=FILE --to=RUN`"
+        )
     before, root = runs.load(run), files.path(run) / runs.CHECKPOINTS
     restore.check_exists(restore.absolute(root), step)
     newest = restore.newest_sound(root, until=step)

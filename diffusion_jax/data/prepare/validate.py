@@ -27,6 +27,7 @@ _PART = 4096  # Records per file of intermediate counts.
 _HASHED = ("images", "texts")
 _ROW = np.dtype([("key", sorted_tables.KEY)])
 _NAMED = 20
+_SHOWN = 32  # Pictures on the sheet of samples.
 _WORD = re.compile(r"[^\W_]+")
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
@@ -216,10 +217,8 @@ def _report(
     }
 
 
-def sample_sheet(
-    records: Records, num: int = 32, seed: int = 0, size: int = 128
-) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return a contact sheet with the images and captions of `num` random records.
+def sample_sheet(records: Records, size: int = 128) -> UInt8[np.ndarray, "_ _ 3"]:
+    """Return a contact sheet with the images and captions of 32 random records.
 
     Each image is cropped to `size` x `size` pixels. Unusable records are left out.
 
@@ -227,7 +226,7 @@ def sample_sheet(
         ValueError: No drawn record is usable.
     """
     images, labels = [], []
-    for record in records.read(_draw(len(records), min(num, len(records)), seed)):
+    for record in records.read(_draw(len(records), min(_SHOWN, len(records)), 0)):
         if isinstance(record.text, decoding.Unusable):
             continue
         try:
@@ -238,8 +237,8 @@ def sample_sheet(
         labels.append(text if isinstance(text, str) else f"text {np.shape(text)}")
     if not images:
         raise ValueError(
-            f"no sheet of samples can be drawn, because none of {num} random records has a usable "
-            "image and text: see the reasons in report.json"
+            f"no sheet of samples can be drawn, because none of {_SHOWN} random records has a "
+            "usable image and text: see the reasons in report.json"
         )
     return sheets.contact_sheet(np.stack(images), labels)
 
