@@ -18,6 +18,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import exits, files, reference, systems
+from diffusion_jax.config import versions
 from diffusion_jax.devices import distributed, program_cache, tuning, xla_flags
 from diffusion_jax.files import untrusted
 
@@ -278,6 +279,8 @@ def _nearest(path: str, name: str, fields: list[str]) -> str:
 
     The message lists `fields`, the valid names in this place, with the most similar ones first.
     """
+    if renamed := versions.renamed(path):
+        return f"unknown config field {path}: its name is now {renamed}"
     nearest = sorted(fields, key=lambda field: -difflib.SequenceMatcher(None, name, field).ratio())
     group = path.rpartition(".")[0]
     close = difflib.get_close_matches(name, fields, 1)

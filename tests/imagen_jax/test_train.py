@@ -137,6 +137,8 @@ def refused(tmp_path):
         ("--config.unet.embd_dim=32", "unknown config field unet.embd_dim: did you mean "
                                       "unet.embed_dim?"),
         ("--config.optimiser.lr=1", "unknown config field optimiser: did you mean optimizer?"),
+        ("--config.optimizer.accumulate=2", "unknown config field optimizer.accumulate: its name "
+                                            "is now optimizer.micro_batch, with another meaning"),
         ("--config.nope=1", "unknown config field nope: the config has "),
         ("--config=configs/nope.py", "No such file or directory: 'configs/nope.py'"),
         ("--config.batch_size=12", "batch_size 12 is not divisible by replica 1 x fsdp 8 = 8: "
