@@ -191,10 +191,13 @@ def check_batch(batch_size: int, micro_batch: int, mesh: Mesh | AbstractMesh) ->
         mesh: The mesh.
     """
     micro = f"optimizer.micro_batch {micro_batch} x " if micro_batch else ""
-    unit = (micro_batch or 1) * batch_ways(mesh)
+    ways = batch_ways(mesh)
+    unit = (micro_batch or 1) * ways
     if batch_size < 1 or batch_size % unit:
         below = batch_size // unit * unit
         nearest = f"sizes are {below} and {below + unit}" if below > 0 else f"size is {unit}"
+        if batch_size > 0 and batch_size % ways == 0:
+            nearest += f", and optimizer.micro_batch may be a divisor of {batch_size // ways}"
         raise ValueError(
             f"batch_size {batch_size} is not divisible by {micro}"
             f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "

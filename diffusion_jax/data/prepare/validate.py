@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from diffusion_jax import files
-from diffusion_jax.config.fields import Field
-from diffusion_jax.data import captions, transforms
+from diffusion_jax.config.picture_fields import Field
+from diffusion_jax.data import captions, decoding
 from diffusion_jax.data.engines import ALONE, Engine
 from diffusion_jax.data.records import Record, Records, checked_numbers
 from diffusion_jax.files import sheets, sorted_tables, untrusted
@@ -227,11 +227,11 @@ def sample_sheet(records: Records, size: int = 128) -> UInt8[np.ndarray, "_ _ 3"
     """
     images, labels = [], []
     for record in records.read(_draw(len(records), min(_SHOWN, len(records)), 0)):
-        if isinstance(record.text, transforms.Unusable):
+        if isinstance(record.text, decoding.Unusable):
             continue
         try:
-            images.append(transforms.crop(record.image, (size, size)))
-        except transforms.Unusable:
+            images.append(decoding.crop(record.image, (size, size)))
+        except decoding.Unusable:
             continue
         text = captions.first(record.text)
         labels.append(text if isinstance(text, str) else f"text {np.shape(text)}")
@@ -250,12 +250,12 @@ def _draw(length: int, num: int, seed: int) -> Sequence[int]:
 
 def _look(record: Record, fields: Sequence[Field]) -> _Facts:
     text = record.text
-    if isinstance(text, transforms.Unusable):
+    if isinstance(text, decoding.Unusable):
         return _Facts(text.reason, record.name)
     try:
-        transforms.crop(record.image, (64, 64))
+        decoding.crop(record.image, (64, 64))
         checked_numbers(record, fields)
-    except transforms.Unusable as error:
+    except decoding.Unusable as error:
         detail = str(error) if error.reason == "broken_number" else ""
         return _Facts(error.reason, record.name, detail)
     with untrusted.open_image(record.image) as image:

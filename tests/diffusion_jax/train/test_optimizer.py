@@ -132,7 +132,8 @@ def test_the_number_of_passes_follows_from_batch_size_and_mesh():
     [
         ({"micro_batch": 24},
          "batch_size 4096 is not divisible by optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
-         "768: the nearest valid sizes are 3840 and 4608"),
+         "768: the nearest valid sizes are 3840 and 4608, and optimizer.micro_batch may be a "
+         "divisor of 128"),
     ],
 )  # fmt: skip
 def test_a_micro_batch_that_does_not_divide_the_batch_is_an_error(values, message):
