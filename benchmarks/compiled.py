@@ -37,7 +37,7 @@ from diffusion_jax.logs import run_log
 from diffusion_jax.train import memory
 from imagen_jax import attention, layers
 from launch import accelerators
-from launch.planner import blocks, compiling, estimate, profiling, tasks
+from launch.planner import blocks, compiling, profiling, tasks
 from launch.planner.profiling import Profile
 from sd_jax import unet
 
@@ -168,7 +168,7 @@ def row(name: str, place: str, batch: int, profile: Profile) -> str:
 
 
 def _profile(model: tasks.PlannedTask, target: accelerators.Target) -> Profile:
-    mesh = estimate.mesh_of(model, target.devices)
+    mesh = accelerators.mesh_over(model.mesh, target.devices)
     if _WHOLE.value:
         compiled, _ = compiling.analyse(model, target, mesh)
         assert compiled.program is not None  # It exists for TPUs, which `main` checked.

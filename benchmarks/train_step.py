@@ -112,7 +112,7 @@ def main() -> None:
 
 def _largest_batch(model: tasks.PlannedTask) -> int:
     """Return the largest multiple of 8 that the planner expects to fit; ValueError if none fits."""
-    mesh, limit = estimate.mesh_of(model, 1), hardware.limit(jax.local_devices()[0])
+    mesh, limit = accelerators.mesh_over(model.mesh, 1), hardware.limit(jax.local_devices()[0])
     batch = estimate.largest_batch(estimate.trace(model), mesh, limit) // 8 * 8
     if not batch:
         raise ValueError(f"--batch=0: not even 8 samples fit into {limit / 2**30:.1f} GiB")

@@ -79,7 +79,7 @@ def main() -> None:
         modelled = model = tasks.read(_modelled(config))
         if not lacks_kernel and _modelled(config) is not config:
             model = tasks.read(config)
-        mesh = estimate.mesh_of(model, target.devices)
+        mesh = accelerators.mesh_over(model.mesh, target.devices)
         estimate.local_batch(model, mesh)
     with _progress("tracing the loss and its gradient"):
         traced = estimate.trace(modelled)

@@ -63,14 +63,6 @@ def trace(model: PlannedTask) -> TracedModel:
     return TracedModel(model, memory.trace(model.task, model.state, model.example))
 
 
-def mesh_of(model: PlannedTask, devices: int) -> AbstractMesh:
-    """Return the config's mesh over this number of devices.
-
-    Raises ValueError unless the mesh uses exactly this number of devices.
-    """
-    return accelerators.mesh_over(tuple(model.mesh), devices)
-
-
 def passes(model: PlannedTask, mesh: AbstractMesh) -> int:
     """Return the number of passes (micro batches) per step.
 
@@ -181,7 +173,7 @@ def plan(
         update: Seconds of the parameter update, in place of the prediction.
         compiled: Source of temporary memory and communication; by default, both are estimated.
     """
-    model, mesh = traced.model, mesh_of(traced.model, target.devices)
+    model, mesh = traced.model, accelerators.mesh_over(traced.model.mesh, target.devices)
     facts = compiled or Compiled(None, collectives(traced, mesh))
     temporary, exchanges = facts.temporary, facts.collectives
     need = bytes_per_device(traced, mesh)

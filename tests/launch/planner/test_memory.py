@@ -12,6 +12,7 @@ from diffusion_jax.nn import layers
 from diffusion_jax.train import memory, optimizer
 from diffusion_jax.train.state import init_state
 from imagen_jax.layers import ResBlock
+from launch import accelerators
 from launch.planner import compiling, estimate, tasks, traffic
 
 SAMPLES = 1009
@@ -137,7 +138,7 @@ def test_estimated_bytes_and_communication_match_the_compiled_step(kind, sizes):
     c = tiny(kind)
     c.mesh.update(dict(zip(sharding.AXES, sizes, strict=True)))
     model = blocks(c) if kind == "blocks" else tasks.read(c.to_dict())
-    traced, mesh = estimate.trace(model), estimate.mesh_of(model, 8)
+    traced, mesh = estimate.trace(model), accelerators.mesh_over(model.mesh, 8)
     need = estimate.bytes_per_device(traced, mesh)
     compiled = compiling.lower_step(model, sharding.make_mesh(*sizes)).compile()
     actual = compiled.memory_analysis()
