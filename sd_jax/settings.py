@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import fields, ranges, settings, shapes
+from diffusion_jax.config import picture_fields, ranges, settings, shapes
 from diffusion_jax.config.groups import group
 from diffusion_jax.config.settings import (
     MOMENTS,
@@ -90,6 +90,10 @@ class Sampler(groups.Sampler):
     unit_start: bool = True
     """Whether the UNet's first input is noise of standard deviation 1, as in LDM (True), or the
     slightly weaker noise of the first noise level (False)."""
+    prompt_weights: bool = False
+    """Whether prompts are read as in the web UI of AUTOMATIC1111: (word:1.3) weights a word,
+    [word] weakens it, BREAK starts a new chunk, and long texts take several chunks of 75 tokens.
+    Only with CLIP."""
 
 
 class Pipeline(NamedTuple):
@@ -257,7 +261,7 @@ def check_pipeline(p: Pipeline) -> None:
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Flags may have changed them.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)
-    fields.values(fields.read(p.fields), p.sampler.fields)
+    picture_fields.values(picture_fields.read(p.fields), p.sampler.fields)
     objective.bound(p.diffusion)
     guidance_module.check(p.sampler)
     samplers.check_method(p.diffusion, p.sampler)

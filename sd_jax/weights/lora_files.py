@@ -308,7 +308,7 @@ def _layer(arrays: dict[str, Any], metadata: Mapping[str, Any]) -> Layer:
     return Layer(name, arrays, scale)
 
 
-def _by_pattern(patterns: Mapping[str, float] | None, name: str, default: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a layer's name, as in peft."""
     values = (patterns or {}).items()
     return next((x for end, x in values if re.fullmatch(rf"(.*\.)?({end})", name)), default)
