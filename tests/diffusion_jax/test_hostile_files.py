@@ -23,6 +23,7 @@ from diffusion_jax.config.settings import Data
 from diffusion_jax.data import decoding, embeddings, records, tars
 from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.evaluate import drawn_features
 from diffusion_jax.files import untrusted
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.web import frozen
@@ -317,6 +318,17 @@ def test_a_harmful_pickle_neither_executes_code_nor_fills_the_memory(
     }
     write(tmp_path / file, contents[content])
     bounded(60, ValueError, read, tmp_path / file)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda path: tars._load(str(path), np.zeros(1)), drawn_features._is_whole],
+    ids=["index of a tar", "features"],
+)
+def test_a_pickle_in_a_file_that_we_wrote_counts_as_damage_and_executes_no_code(tmp_path, read):
+    np.savez(tmp_path / "a.npz", stamp=np.array([Harm(tmp_path / "harm")], object))
+    assert not read(tmp_path / "a.npz")
     assert not (tmp_path / "harm").exists()
 
 

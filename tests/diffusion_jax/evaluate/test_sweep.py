@@ -141,7 +141,9 @@ def test_with_two_processes_process_0_sends_the_missing_images_to_both(tmp_path,
     sent = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
-        drawn_features.multihost_utils, "broadcast_one_to_all", lambda mask: sent.append(mask)
+        drawn_features.multihost_utils,
+        "broadcast_one_to_all",
+        lambda mask: sent.append(mask) or mask,
     )
     drawn_features._missing(tmp_path, 3)
     np.testing.assert_array_equal(sent, [[True, True, True]])
